@@ -1,0 +1,41 @@
+# The commands of the README. Each installs what it needs into .venv by itself (a second run finds it there at once).
+# Another Python: make test PYTHON=python3.12. Options of the recipe: make quickstart ARGS="--seed 1 --run runs/second"
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: help install quickstart test test-quick bench lint clean
+
+help:
+	@echo "make quickstart   train a small model by reinforcement learning, from nothing (about 10 minutes on 2 cores)"
+	@echo "make test         every test that this machine can run"
+	@echo "make test-quick   the tests without servers and trainers"
+	@echo "make bench        the benchmarks in tools/"
+	@echo "make lint         ruff, and the rules of who may import whom"
+	@echo "make install      only .venv; then: $(VENV)/bin/ttrl doctor"
+	@echo "make clean        remove .venv and caches; run folders stay"
+
+install:
+	@$(PYTHON) tools/install.py $(VENV)
+
+quickstart: install
+	$(RUN) recipes/sort_letters.py $(ARGS)
+
+test: test-quick
+	$(RUN) -m pytest -m e2e
+
+test-quick: install
+	$(RUN) -m pytest -m "not e2e"
+
+bench: install
+	@for script in $(wildcard tools/bench_*.py); do echo "== $$script"; $(RUN) "$$script" || exit 1; done
+
+lint: install
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) tools/check_imports.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

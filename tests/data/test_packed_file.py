@@ -1,0 +1,155 @@
+"""Packed tensors on disk, and the check that stands between a damaged pack and a trainer."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import safetensors.torch
+import torch
+
+from ttrl.data.packed_file import HEADER_KEY
+from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.errors import PackError
+from ttrl.records import TokenizedResult
+
+
+@pytest.fixture
+def packed() -> PackedTensors:
+    """Row 0: a prompt 1 2 (3) with completions [3] 4 5 6 and [3] 7 8, a single sample, and padding."""
+
+    def sample(task: str, number: int, prompt: list[int], completion: list[int]) -> TokenizedResult:
+        length = len(prompt) + len(completion)
+        return TokenizedResult(
+            task_id=task,
+            sample=number,
+            token_ids=prompt + completion,
+            assistant_mask=[False] * len(prompt) + [True] * len(completion),
+            input_pos=list(range(length)),
+            logprobs=[math.nan] * len(prompt) + [-0.5] * len(completion),
+            prompt_length=len(prompt),
+            reward=1.0,
+            advantage=0.5,
+            weights_version=0,
+            finish_reason="stop",
+        )
+
+    results = [sample("a", 0, [1, 2, 3], [4, 5, 6]), sample("a", 1, [1, 2, 3], [7, 8]), sample("ü", 0, [9, 10], [11])]
+    return packed_tensors_from_tokenized_results(results, seq_len=12, pad_id=0, aggregation="sequence")
+
+
+def test_what_is_saved_is_loaded(packed, tmp_path):
+    packed.metadata["model"] = "tiny"
+    packed.reference_logprobs = torch.where(packed.labels >= 0, -1.0, math.nan)
+    path = tmp_path / "folder" / "packed.safetensors"
+    packed.save(path)
+    loaded = PackedTensors.load(path)
+    for name, tensor in packed.tensors().items():
+        torch.testing.assert_close(loaded.tensors()[name], tensor, equal_nan=True, rtol=0, atol=0)
+    for field in dataclasses.fields(PackedTensors):
+        value = getattr(packed, field.name)
+        if not isinstance(value, torch.Tensor):
+            assert getattr(loaded, field.name) == value, field.name
+
+
+def test_a_truncated_file_is_refused_at_any_length(packed, tmp_path):
+    path = tmp_path / "packed.safetensors"
+    packed.save(path)
+    data = path.read_bytes()
+    for length in [0, 4, 8, 100, len(data) // 2, len(data) - 1]:
+        path.write_bytes(data[:length])
+        with pytest.raises(PackError, match=r"packed\.safetensors: .*(damaged|incomplete)"):
+            PackedTensors.load(path)
+
+
+def test_foreign_and_missing_files_are_refused(packed, tmp_path):
+    path = tmp_path / "other.safetensors"
+    with pytest.raises(PackError, match="there is no such file"):
+        PackedTensors.load(path)
+    safetensors.torch.save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(PackError, match="not of packed tensors"):
+        PackedTensors.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, header: tensors.pop("weights"), r"missing tensors: \['weights'\]"),
+        (lambda tensors, header: tensors.update(other=torch.zeros(1)), r"unknown tensors: \['other'\]"),
+        (lambda tensors, header: header.update(schema=99), "format 99, this version reads format 1"),
+        (lambda tensors, header: header.pop("samples"), "header is damaged"),
+        (lambda tensors, header: header["samples"].pop(), "outside of the sample table of 2"),
+        (lambda tensors, header: header["samples"][0].update(row=1), r"sample 0 .* the tensors hold"),
+        (lambda tensors, header: header["samples"][0].update(unknown=1), "header is damaged"),
+        (lambda tensors, header: header.update(aggregation="mean"), "aggregation 'mean'"),
+    ],
+)
+def test_a_changed_file_is_refused(packed, tmp_path, change, message):
+    path = tmp_path / "packed.safetensors"
+    packed.save(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()[HEADER_KEY])
+    tensors = safetensors.torch.load_file(path)
+    change(tensors, header)
+    safetensors.torch.save_file(tensors, path, {HEADER_KEY: json.dumps(header)})
+    with pytest.raises(PackError, match=message):
+        PackedTensors.load(path)
+
+
+def set_at(name: str, column: int, value: float):
+    def change(packed: PackedTensors) -> None:
+        getattr(packed, name)[0, column] = value
+
+    return change
+
+
+def set_tensor(name: str, value):
+    def change(packed: PackedTensors) -> None:
+        setattr(packed, name, value(getattr(packed, name)))
+
+    return change
+
+
+# columns: 0 1 the prompt | 2 3 4 sample 0 | 5 6 sample 1 | 7 8 sample 2 | 9 10 11 padding
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_tensor("tokens", lambda t: t[0]), r"shape \[12\]; expected \[rows, positions\]"),
+        (set_tensor("labels", lambda t: t[:, :-1]), r"labels has shape \[1, 11\], tokens have \[1, 12\]"),
+        (set_tensor("weights", lambda t: t.double()), "weights is torch.float64; expected torch.float32"),
+        (set_tensor("labels", lambda t: t.roll(1, 1)), "row 0, position"),
+        (set_tensor("logprobs", lambda t: t.roll(1, 1)), "position 9: logprobs is set in padding"),
+        (set_tensor("advantages", lambda t: t.roll(1, 1)), "position 9: advantages is set in padding"),
+        (set_tensor("logprobs", lambda t: t.roll(-1, 1)), "logprob without a label"),
+        (set_tensor("advantages", lambda t: t.roll(-1, 1)), "advantages is set where nothing is trained"),
+        (set_tensor("weights", lambda t: t.roll(-1, 1)), "weights is set where nothing is trained"),
+        (set_tensor("assistant_mask", lambda t: ~t), "assistant_mask is set in padding"),
+        (set_at("tokens", 10, 5), "position 10: tokens is set in padding"),
+        (set_at("group_ids", 4, 2), "parent_ids|sample_ids|input_pos"),
+        (set_at("group_ids", 1, 5), "not runs numbered"),
+        (set_at("parent_ids", 2, 4), "parent does not come before"),
+        (set_at("parent_ids", 3, 1), "parent_ids change within a group"),
+        (set_at("input_pos", 0, 1), "input_pos"),
+        (set_at("sample_ids", 3, 1), "sample_ids change within a group"),
+        (set_at("labels", 2, 5), "position 2: the label is not the next token"),
+        (set_at("labels", 0, 2), "shared token or padding has a label"),
+        (set_at("labels", 4, -5), "a label is negative"),
+        (set_at("labels", 4, -100), "the last position of a sample has no label"),
+        (set_at("tokens", 5, 4), "siblings do not begin with the same token"),
+        (set_at("logprobs", 3, -math.inf), "a logprob is infinite"),
+        (set_at("advantages", 3, math.nan), "advantages is not finite"),
+        (set_at("weights", 3, -1.0), "a weight is negative"),
+        (set_at("weights_version", 1, 0), "a weights_version without a label"),
+    ],
+)
+def test_every_broken_rule_is_found(packed, change, message):
+    packed.check()
+    change(packed)
+    with pytest.raises(PackError, match=f"^here: .*({message})"):
+        packed.check("here")
+
+
+def test_a_shift_of_all_input_positions_of_a_completion_is_found(packed):
+    packed.input_pos[0, 2:5] += 1
+    with pytest.raises(PackError, match="position 2: input_pos of a group does not continue its parent's"):
+        packed.check()

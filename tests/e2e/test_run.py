@@ -1,0 +1,208 @@
+"""Whole runs on real parts: vLLM, `tune run`, the run folder; killed at the worst moments and started again."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from ttrl.data.packing import PackedTensors
+from ttrl.files import digest, read_jsonl
+from ttrl.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SCRIPT = textwrap.dedent(
+    """
+    import sys
+    from ttrl import Task, TrainConfig, train
+
+    def grader(choice):  # random letters score at once, so there is something to learn from
+        text = choice.message.content or ""
+        return sum(c in "aeiou" for c in text) / 8, {"letters": sum(c.isalpha() for c in text)}
+
+    run, model, iterations = sys.argv[1:4]
+    tasks = [Task([{"role": "user", "content": f"vowels {n}"}], grader, id=f"vowels/{n}") for n in range(24)]
+    result = train(
+        TrainConfig(
+            run=run, model=model, iterations=int(iterations), tasks_per_iteration=8, samples_per_task=8, max_tokens=8,
+            seq_len=256, num_threads=1, training={"lr": 1e-3, "rows_per_microbatch": 1}, server={"max_num_seqs": 64},
+        ),
+        tasks[:16],
+        tasks[16:],
+    )
+    print("finished", result.metrics[-1]["iteration"])
+    """
+)
+
+
+def start(folder: Path, iterations: int) -> subprocess.Popen:
+    (folder / "script.py").write_text(SCRIPT)
+    if not (folder / "model").exists():
+        make_tiny_model(folder / "model", layers=2, width=64, heads=2)
+    command = [sys.executable, str(folder / "script.py"), str(folder / "run"), str(folder / "model"), str(iterations)]
+    with open(folder / "output.log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def finish(folder: Path, iterations: int) -> str:
+    process = start(folder, iterations)
+    assert process.wait(400) == 0, (folder / "output.log").read_text()[-5000:]
+    return (folder / "output.log").read_text()
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Everything that has the run folder in its command line or environment: server, trainer, guards."""
+    needle, found = str(folder), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and (
+                needle in " ".join(process.cmdline()) or any(needle in value for value in process.environ().values())
+            ):
+                found.append(process)
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two iterations."""
+    folder = tmp_path_factory.mktemp("finished")
+    finish(folder, 2)
+    return folder / "run"
+
+
+def test_run_folder(finished):
+    """Everything that the design promises is there, and nothing half written."""
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "report.html", "iterations/0002/done/train.json"):
+        assert (finished / name).is_file(), name
+    for name in ("rollouts.jsonl", "validation.jsonl", "packed.safetensors", "train.jsonl", "checkpoint/canary.json", "state"):
+        assert (finished / "iterations/0001" / name).exists(), name
+    assert not list(finished.rglob(".partial-*")) and not list(finished.rglob("*.partial.jsonl"))
+    assert not processes_of(finished)
+    rows = read_jsonl(finished / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    for number, row in enumerate(rows[1:], 1):
+        samples = read_jsonl(finished / f"iterations/{number:04d}/rollouts.jsonl")
+        assert len(samples) == row["samples"] == 64
+        assert row["reward"] == pytest.approx(sum(s["reward"] for s in samples) / 64)
+        assert {s["weights_version"] for s in samples} == {number - 1}
+        assert row["sync"]["mode"] == "reload" and row["sync"]["fell_back"] is None
+        marker = json.loads((finished / f"iterations/{number:04d}/done/train.json").read_text())
+        for name, value in marker["files"].items():
+            assert digest(finished / f"iterations/{number:04d}" / name) == value
+    text = "".join(path.read_text(errors="replace") for path in finished.rglob("*") if path.suffix in (".log", ".json", ".yaml"))
+    assert "VLLM_API_KEY" not in text
+
+
+def test_trainer_and_sampler_agree(finished):
+    """The trainer's log-probabilities equal vLLM's on every sampled token, before training and after an in-place sync."""
+    for row in read_jsonl(finished / "metrics.jsonl")[1:]:
+        drift = row["sampler_trainer"]
+        assert drift["unknown"] == 0 and drift["tokens"] > 50
+        assert drift["max"] < 1e-3 and drift["ess"] > 0.9999
+        assert row["sync"]["canary_max_difference"] < 1e-3
+
+
+def test_sampled_logprobs_equal_transformers(finished):
+    """A third opinion: the starting model in transformers, on the server's own ids, one plain sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(finished / "iterations/0000/checkpoint")
+    for row in read_jsonl(finished / "iterations/0001/rollouts.jsonl")[::7]:
+        ids = torch.tensor([row["prompt_token_ids"] + row["token_ids"]])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(logprobs[-len(row["token_ids"]) :], torch.tensor(row["logprobs"]), rtol=0, atol=1e-3)
+
+
+def test_training_by_hand_gives_the_same_bits(finished, tmp_path):
+    """`tune run` on the files of the last iteration, into a folder of its own."""
+    iteration = finished / "iterations/0002"
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "ttrl/grpo_recipe"]
+    command += ["--config", str(iteration / "grpo.yaml"), f"output_dir={tmp_path}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    for name in ("checkpoint/model.safetensors", "checkpoint/canary.json", "state/optimizer.safetensors", "state/state.json"):
+        assert digest(tmp_path / name) == digest(iteration / name), name
+
+
+def test_prompts_are_stored_once(finished):
+    packed = PackedTensors.load(finished / "iterations/0001/packed.safetensors")
+    rewards: dict[str, set[float]] = {}
+    for row in (everything := read_jsonl(finished / "iterations/0001/rollouts.jsonl")):
+        rewards.setdefault(row["task_id"], set()).add(row["reward"])
+    rows = [row for row in everything if len(rewards[row["task_id"]]) > 1]  # groups with one reward teach nothing
+    assert packed.num_trained == sum(len(row["token_ids"]) for row in rows) > 0
+    prompts = {row["task_id"]: len(row["prompt_token_ids"]) for row in rows}
+    assert packed.num_tokens == sum(length - 1 for length in prompts.values()) + sum(len(row["token_ids"]) for row in rows)
+
+
+def test_a_finished_run_does_nothing_again(finished):
+    def changes() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (finished / "iterations").rglob("*") if path.is_file()}
+
+    before, log = changes(), (finished / "logs" / "server.log").read_bytes()
+    assert "finished 2" in finish(finished.parent, 2)
+    assert changes() == before
+    assert (finished / "logs" / "server.log").read_bytes() == log  # no server was started
+
+
+def wait_for(condition, process: subprocess.Popen, log: Path, timeout: float = 240.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, log.read_text()[-5000:]
+        assert time.monotonic() < deadline, "the moment never came: " + log.read_text()[-3000:]
+        time.sleep(0.0005)
+
+
+def kill_all(folder: Path, process: subprocess.Popen) -> None:
+    """kill -9 of the run and of all that it started, at once."""
+    everything = [process.pid, *(p.pid for p in psutil.Process(process.pid).children(recursive=True))]
+    for pid in everything:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
+    """kill -9 three times in one run, each time of all processes; the same command continues in that iteration each time."""
+    run, log, last = tmp_path / "run", tmp_path / "output.log", 5
+    one, two = (run / f"iterations/000{n}" for n in (1, 2))
+
+    process = start(tmp_path, last)
+    wait_for((one / "rollouts.partial.jsonl").exists, process, log)
+    kill_all(run, process)
+    assert not (one / "done/rollouts.json").exists()
+    kept = read_jsonl(one / "rollouts.partial.jsonl")
+
+    process = start(tmp_path, last)
+    wait_for((two / "train.log").exists, process, log)  # the trainer of iteration 2 has just been started
+    kill_all(run, process)
+    assert not (two / "done/train.json").exists() and (two / "done/pack.json").exists()
+    done = {path: path.stat().st_mtime_ns for path in run.rglob("done/*.json")}
+    for row in kept:  # what had been sampled before the first kill was kept
+        texts = [s["text"] for s in read_jsonl(one / "rollouts.jsonl") if s["task_id"] == row["samples"][0]["task_id"]]
+        assert texts == [s["text"] for s in row["samples"]]
+
+    for number in (3, 4):  # the moment is short; there is a second try where it was missed
+        torn = run / f"iterations/000{number}"
+        process = start(tmp_path, last)
+        wait_for((torn / "checkpoint").exists, process, log)
+        kill_all(run, process)
+        if not (torn / "state").exists():
+            break
+    assert not (torn / "state").exists() and not (torn / "done/train.json").exists(), "killed too late, twice"
+    assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())  # nothing finished was done again
+
+    assert f"finished {last}" in finish(tmp_path, last)
+    assert (torn / "state/optimizer.safetensors").exists() and (torn / "done/train.json").exists()
+    assert [row["iteration"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(last + 1))
+    assert not processes_of(run), "something of a killed run is left"
+    assert yaml.safe_load((run / "config.yaml").read_text())["iterations"] == last

@@ -1,0 +1,317 @@
+"""A real vLLM server: it computes what transformers computes, also after new weights, and every way to break that is seen.
+
+The model is tiny and random. Canaries are computed by plain transformers, independently of ttrl's trainer.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from ttrl.errors import ModelFolderError, ServerDiedError, ServerStartError, WeightSyncError
+from ttrl.processes import reap_leftovers
+from ttrl.server import weights
+from ttrl.server.vllm import VLLMServer
+from ttrl.server.weights import check_canary, sync_weights, verify_canary
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+MAX_MODEL_LEN = 512
+KV_BLOCK = 128  # vLLM's on CPU
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(folder: Path, seed: int, tied: bool = False) -> Path:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"]
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # vLLM's CPU attention has no kernel for heads of 16
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    write_canary(folder)
+    return folder
+
+
+def reference_logprobs(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """[len(token_ids), V] log-probabilities of the next token at every position, by transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+
+def write_canary(folder: Path) -> None:
+    tokens = torch.randint(0, 250, (2 * KV_BLOCK + 1,), generator=torch.Generator().manual_seed(7)).tolist()
+    logprobs = reference_logprobs(folder, tokens)
+    canary = {
+        "schema": 1,
+        "dtype": "float32",
+        "token_ids": tokens,
+        "logprobs": [None] + [logprobs[i, token].item() for i, token in enumerate(tokens[1:])],
+        "greedy_token_ids": [],
+        "greedy_logprobs": [],
+        "greedy_margins": [],
+    }
+    for _ in range(8):
+        top = reference_logprobs(folder, tokens + canary["greedy_token_ids"])[-1].topk(2)
+        canary["greedy_token_ids"].append(top.indices[0].item())
+        canary["greedy_logprobs"].append(top.values[0].item())
+        canary["greedy_margins"].append((top.values[0] - top.values[1]).item())
+    (folder / "canary.json").write_text(json.dumps(canary))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def first(folder):
+    return write_model(folder / "first", seed=1)
+
+
+@pytest.fixture(scope="module")
+def second(folder):
+    return write_model(folder / "second", seed=2)
+
+
+@pytest.fixture(scope="module")
+def server(folder, first):
+    with VLLMServer(
+        first, served_model_name="policy", log_path=folder / "server.log", dtype="float32", max_model_len=MAX_MODEL_LEN
+    ) as server:
+        yield server
+
+
+def status_without_key(server: VLLMServer, method: str, path: str, key: str | None = None) -> int:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = b'{"method": "reload_weights"}' if method == "POST" else None
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", method=method, data=data, headers=headers)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_chat_completion_equals_transformers(server, first):
+    async def ask():
+        async with server.client() as client:
+            return await client.chat.completions.create(
+                model="policy",
+                messages=[{"role": "user", "content": "Sort: cab"}],
+                n=2,
+                max_tokens=20,
+                temperature=0.7,
+                seed=3,
+                logprobs=True,
+                extra_body={"return_token_ids": True},
+            )
+
+    completion = asyncio.run(ask())
+    prompt = completion.prompt_token_ids
+    for choice in completion.choices:
+        tokens = choice.token_ids
+        logits = reference_logprobs(first, prompt + tokens)  # log-softmax differs from logits by a constant: no harm to a softmax
+        expected = (logits / 0.7).log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        sampled = torch.tensor([entry.logprob for entry in choice.logprobs.content])
+        assert len(sampled) == len(tokens) > 0
+        assert (sampled - expected).abs().max() < 1e-3
+
+
+def test_first_start_and_kv_capacity(server, first):
+    report = verify_canary(server, first)
+    assert report.max_difference < 1e-4
+    tokens = weights.Canary.load(first).token_ids  # its greedy generation has filled the prefix cache
+    usage = server.request("POST", "/v1/completions", {"model": "policy", "prompt": tokens, "max_tokens": 1})["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * KV_BLOCK
+    config = server.cache_config()
+    assert int(config["block_size"]) == KV_BLOCK
+    assert server.kv_capacity_tokens() == int(config["num_gpu_blocks"]) * KV_BLOCK > 10_000
+
+
+def test_every_path_but_health_asks_for_the_key(server):
+    schema = server.request("GET", "/openapi.json")
+    assert {"/collective_rpc", "/reset_prefix_cache", "/v1/chat/completions"} <= schema["paths"].keys()
+    paths = [(method.upper(), path) for path, methods in schema["paths"].items() for method in methods]
+    paths += [
+        ("GET", "/metrics"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("OPTIONS", "/collective_rpc"),
+        ("GET", "/nothing"),
+    ]
+    for method, path in paths:
+        expected = 200 if path == "/health" else 401
+        assert (path, status_without_key(server, method, path)) == (path, expected)
+        assert (path, status_without_key(server, method, path, key="wrong")) == (path, expected)
+
+
+def test_key_is_in_no_file_and_on_no_command_line(server, folder):
+    child = psutil.Process(server._child.pid)
+    for process in [child, *child.parents()[:1], *child.children(recursive=True)]:
+        assert server.api_key not in " ".join(process.cmdline())
+    for path in folder.rglob("*"):
+        assert path.is_dir() or server.api_key.encode() not in path.read_bytes()
+
+
+def test_reload_to_other_weights(server, first, second):
+    pid = server._child.pid
+    for target in (second, first, second):
+        report = sync_weights(server, target)
+        assert (report.mode, report.fell_back) == ("reload", None)
+        assert report.canary_max_difference < 1e-4
+    assert server._child.pid == pid
+    sync_weights(server, first)
+    assert not check_canary(server, weights.Canary.load(second)).passed
+
+
+def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
+    """One matrix is not what the trainer computed with: reload and restart both load it, and both are refused."""
+    sync_weights(server, first)
+    corrupted = Path(shutil.copytree(second, folder / "corrupted"))
+    tensors = load_file(corrupted / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.05
+    save_file(tensors, corrupted / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        WeightSyncError, match=r"after a restart \(the reload before.*position.*server -\d+\.\d+, trainer -\d+\.\d+"
+    ):
+        sync_weights(server, corrupted)
+
+
+def test_old_weights_left_in_place_fall_back_to_a_restart(server, first, second, monkeypatch):
+    sync_weights(server, first)
+    pid, port, key = server._child.pid, server.port, server.api_key
+    monkeypatch.setattr(weights, "load_weights", lambda server, folder: None)
+    report = sync_weights(server, second)
+    assert report.mode == "restart" and re.search("largest .* > 0.001", report.fell_back)
+    assert report.canary_max_difference < 1e-4
+    assert server._child.pid != pid and (server.port, server.api_key) == (port, key)
+
+
+def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
+    """New weights, but keys and values of the old ones: only the greedy generation sees it."""
+    sync_weights(server, first)
+    monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
+    report, problem = weights._reload(server, second, weights.Canary.load(second))
+    assert not report.passed and "greedy token" in problem
+    monkeypatch.undo()
+    weights.reset_prefix_cache(server)
+    assert check_canary(server, weights.Canary.load(second)).passed
+
+
+def test_a_checkpoint_that_vllm_refuses(server, first, folder):
+    """Reload and restart both fail, the error shows vLLM's own lines, and the server can be started again."""
+    broken = Path(shutil.copytree(first, folder / "broken"))
+    (broken / "model.safetensors").write_bytes(b"\0" * 1000)
+    with pytest.raises(ServerStartError, match=r"(?s)exit code.*[Ss]afetensor"):
+        sync_weights(server, broken)
+    with pytest.raises(ServerDiedError, match="does not run"):
+        server.check()
+    assert sync_weights(server, first, mode="restart").mode == "restart"
+
+
+def test_no_canary_no_sync(server, first, folder):
+    without = Path(shutil.copytree(first, folder / "without"))
+    (without / "canary.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"canary\.json does not exist"):
+        sync_weights(server, without)
+
+
+def test_a_dead_engine_is_noticed(server, first):
+    """The engine's process is a child of the server's: when it alone is killed, the server must not look alive."""
+    sync_weights(server, first)
+    engine = next(p for p in psutil.Process(server._child.pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
+    os.kill(engine.pid, signal.SIGKILL)
+    engine.wait(30)
+    with pytest.raises(ServerDiedError, match=r"(?s)last lines of its log"):
+        for _ in range(200):
+            server.check()
+            psutil.wait_procs([psutil.Process(server._child.pid)], timeout=0.1)
+    server.restart(first)
+    verify_canary(server, first)
+
+
+@pytest.mark.parametrize("explicit_head", [True, False])
+def test_tied_embeddings(server, folder, explicit_head):
+    """On CPU, vLLM keeps a packed copy of the head that a reload renews only if the checkpoint names lm_head.weight."""
+    checkpoints = [write_model(folder / f"tied-{explicit_head}-{seed}", seed, tied=True) for seed in (1, 2)]
+    if explicit_head:
+        for model in checkpoints:
+            tensors = load_file(model / "model.safetensors")
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    server.restart(checkpoints[0])
+    verify_canary(server, checkpoints[0])
+    report = sync_weights(server, checkpoints[1])
+    assert report.canary_max_difference < 1e-4
+    assert report.mode == ("reload" if explicit_head else "restart")
+
+
+OWNER = """
+import sys, time
+from ttrl.server.vllm import VLLMServer
+server = VLLMServer(sys.argv[1], served_model_name="m", log_path=sys.argv[2] + "/killed.log", dtype="float32", max_model_len=512)
+server.start()
+print(server._child._guard.pid, server._child.pid, flush=True)
+time.sleep(3600)
+"""
+
+
+def test_what_a_killed_run_leaves_behind_is_found(server, folder, first, tmp_path):
+    """ttrl, guard and API server are killed at once, as by the kernel when memory runs out; vLLM's engine survives that."""
+    server.stop()  # one server at a time
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(first), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    guard, child = map(int, owner.stdout.readline().split())
+    everyone = psutil.Process(child).children(recursive=True)
+    engine = next(process for process in everyone if "EngineCore" in " ".join(process.cmdline()))
+    for pid in (owner.pid, guard, child):
+        os.kill(pid, signal.SIGKILL)
+    owner.communicate()
+    assert engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE, "this test needs an engine that survives"
+
+    record_path = tmp_path / "killed.log.pids.json"
+    record = json.loads(record_path.read_text())
+    assert [engine.pid] == [pid for pid, _ in record["processes"] if pid == engine.pid]
+    record["processes"] = []  # the mark in its environment suffices, although vLLM changes its title
+    record_path.write_text(json.dumps(record))
+    assert engine.pid in reap_leftovers(tmp_path)
+    assert psutil.wait_procs(everyone, timeout=30)[1] == [] and not record_path.exists()

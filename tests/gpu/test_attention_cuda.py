@@ -1,0 +1,35 @@
+"""The CUDA way of attention against the dense CPU way, in float32. Written without a GPU at hand: never run yet."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.training.attention import attend, attention_mask
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
+helpers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(helpers)
+
+
+def test_flex_attention_equals_the_dense_mask_forward_and_backward():
+    packed = packed_tensors_from_tokenized_results(
+        helpers.random_samples(1, prompts=(40, 90, 1), longest=60), seq_len=512, pad_id=0
+    )
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(packed.num_rows, 4, 512, 64, generator=generator)
+    k, v = (torch.randn(packed.num_rows, 2, 512, 64, generator=generator) for _ in range(2))
+    weight = torch.randn(q.shape, generator=generator)
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [part.to(device).requires_grad_() for part in (q.clone(), k.clone(), v.clone())]
+        mask = attention_mask(packed.group_ids.to(device), packed.parent_ids.to(device), torch.float32)
+        out = attend(*inputs, mask)
+        (out * weight.to(device)).sum().backward()
+        results.append([out.detach().cpu(), *(part.grad.cpu() for part in inputs)])
+    for dense, flex in zip(*results, strict=True):
+        torch.testing.assert_close(flex, dense, rtol=1e-3, atol=1e-3)

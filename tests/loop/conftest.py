@@ -1,0 +1,197 @@
+"""A whole run on fake parts: the real loop, run folder, sampling, grading and packing; a server and a trainer that only pretend.
+
+The server answers through the OpenAI client's own transport, in this process. A checkpoint is a folder with a number in it: the
+iteration that "trained" it, which the server's answers and every check depend on.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from ttrl import Task, TrainConfig
+from ttrl.errors import ServerDiedError, ServerError
+from ttrl.files import append_jsonl, atomic_folder, write_json
+from ttrl.loop import phases
+from ttrl.loop import train as train_module
+from ttrl.tiny_model import make_tiny_model
+
+try:
+    import httpx2 as http
+except ImportError:
+    import httpx as http
+
+WARM = "version.txt"
+
+
+def version_of(checkpoint: Path) -> int:
+    path = checkpoint / WARM
+    return int(path.read_text()) if path.exists() else 0
+
+
+class FakeServer:
+    """Stands in for PolicyServer; its world keeps the record."""
+
+    world: "World"
+
+    def __init__(self, config: TrainConfig, logs: Path, console: Any) -> None:
+        self.checkpoint: Path | None = None
+
+    def start(self, model_folder: Path) -> None:
+        self.world.note("start")
+
+    def serve(self, checkpoint: Path) -> dict[str, Any] | None:
+        assert (checkpoint / "config.json").is_file(), checkpoint
+        if self.checkpoint == checkpoint:
+            return None
+        self.world.note(f"serve {version_of(checkpoint)}")
+        self.checkpoint = checkpoint
+        return {"mode": "reload", "seconds": 0.0, "canary_max_difference": 0.0, "fell_back": None}
+
+    @property
+    def running(self) -> "FakeServer":
+        if self.checkpoint is None:
+            raise ServerError("no server runs; serve() starts one")
+        return self
+
+    def check(self) -> None:
+        if self.world.server_is_dead:
+            raise ServerDiedError("the vLLM server was killed by signal 9; its last log lines: boom")
+
+    def client(self) -> openai.AsyncOpenAI:
+        transport = http.MockTransport(self.handle)
+        return openai.AsyncOpenAI(base_url="http://fake/v1", api_key="k", http_client=http.AsyncClient(transport=transport))
+
+    def handle(self, request: Any) -> Any:
+        body = json.loads(request.content)
+        prompt = body["messages"][-1]["content"]
+        assert self.checkpoint is not None
+        version = version_of(self.checkpoint)
+        if self.world.server_is_dead or prompt in self.world.refused:
+            return http.Response(400, json={"error": {"message": "as told"}})
+        self.world.requests.append((version, prompt))
+        prompt_ids = self.world.tokenizer.encode(f"<|user|>{prompt}<|end|><|assistant|>")
+        choices = []
+        for k in range(body["n"]):
+            text = self.world.answer(prompt, k, version)
+            ids = [*self.world.tokenizer.encode(text), self.world.tokenizer.eos_token_id]
+            choices.append(
+                {
+                    "index": k,
+                    "message": {"role": "assistant", "content": text},
+                    "logprobs": {"content": [{"token": "", "logprob": -1.0, "bytes": None, "top_logprobs": []} for _ in ids]},
+                    "finish_reason": "stop",
+                    "token_ids": ids,
+                }
+            )
+        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": 1, "total_tokens": len(prompt_ids) + 1}
+        content = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage}
+        self.world.sampled(prompt)
+        return http.Response(200, json=content | {"prompt_token_ids": prompt_ids})
+
+    def stop(self) -> None:
+        self.world.note("stop")
+        self.checkpoint = None
+
+
+class World:
+    """What a test sees of a run, and what it may change."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self.run = folder / "run"
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.events: list[str] = []
+        self.requests: list[tuple[int, str]] = []
+        """(version of the weights that answered, prompt)."""
+        self.recipes: list[dict[str, Any]] = []
+        """The recipe's config at each training."""
+        self.refused: set[str] = set()
+        """Prompts that the server answers with 400."""
+        self.server_is_dead = False
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+
+    def count(self) -> Counter[str]:
+        return Counter(self.events)
+
+    def sampled(self, prompt: str) -> None:
+        """Called after each request; for tests to replace."""
+
+    def answer(self, prompt: str, k: int, version: int) -> str:
+        """1, 2 or 3 of the samples of a group are right, by the version; number 0 always is."""
+        return "yes" if k < 1 + version % 3 else "no"
+
+    def grade(self, choice: Any) -> tuple[float, dict[str, float]]:
+        right = float(choice.message.content == "yes")
+        return right, {"right": right}
+
+    def tasks(self, count: int, name: str = "task") -> list[Task]:
+        def grader(choice: Any) -> Any:
+            return self.grade(choice)
+
+        return [Task([{"role": "user", "content": f"{name} {n}"}], grader, id=f"{name}/{n}") for n in range(count)]
+
+    def config(self, **changes: Any) -> TrainConfig:
+        values: dict[str, Any] = {
+            "run": str(self.run),
+            "model": str(self.model),
+            "iterations": 3,
+            "num_threads": 1,
+            "seq_len": 128,
+        }
+        values |= {"tasks_per_iteration": 2, "samples_per_task": 4, "max_tokens": 8, "device": "cpu"}
+        return TrainConfig(**(values | changes))
+
+    def train(self, tasks: list[Task] | None = None, validation: list[Task] | None = None, **changes: Any) -> Any:
+        tasks = self.tasks(6) if tasks is None else tasks
+        validation = self.tasks(2, "held-out") if validation is None else validation
+        return train_module.train(self.config(**changes), tasks, validation)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+    def ask_one_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Requests in the order of the tasks, so that a test knows which were answered."""
+        original = phases.get_task_results
+        monkeypatch.setattr(phases, "get_task_results", lambda *args, **kwargs: original(*args, **kwargs, concurrency=1))
+
+    def fake_tune(self, config: dict[str, Any], config_path: Path, **_: Any) -> Path:
+        number = config["iteration"]
+        self.note(f"train {number}")
+        self.recipes.append(config)
+        assert Path(config["packed"]).is_file()
+        assert (Path(config["model"]) / "config.json").is_file()
+        assert config["state"] is None or Path(config["state"], "state.txt").is_file()
+        output = Path(config["output_dir"])
+        with atomic_folder(output / "checkpoint") as temporary:
+            (temporary / "config.json").write_text("{}")
+            (temporary / WARM).write_text(str(number))
+        with atomic_folder(output / "state") as temporary:
+            (temporary / "state.txt").write_text(str(number))
+        row = {"global_step": number, "iteration": number, "lr": 1e-4, "loss": 0.5, "policy_loss": 0.5, "entropy": 1.0}
+        append_jsonl(output / "train.jsonl", row | {"grad_norm": 1.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0})
+        return output / "checkpoint"
+
+    def fake_canary(self, command: list[str], log_path: Path, **_: Any) -> None:
+        self.note("canary")
+        write_json(command[command.index("--output") + 1], {"schema": 1, "dtype": "float32"})
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "model", layers=1, width=16, heads=1)
+
+
+@pytest.fixture
+def world(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(tmp_path, tiny_model)
+    monkeypatch.setattr(train_module, "PolicyServer", type("Server", (FakeServer,), {"world": made}))
+    monkeypatch.setattr(phases, "tune", made.fake_tune)
+    monkeypatch.setattr(phases, "wait_for_process", made.fake_canary)
+    return made

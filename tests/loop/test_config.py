@@ -1,0 +1,94 @@
+"""TrainConfig: what it refuses before anything starts, and what it writes into a recipe's config."""
+
+import os
+
+import numpy as np
+import pytest
+
+from ttrl import TrainConfig
+from ttrl.errors import ConfigError
+
+
+def config(**changes):
+    return TrainConfig(**({"run": "r", "model": "m", "iterations": 1} | changes))
+
+
+def problems(**changes):
+    with pytest.raises(ConfigError) as caught:
+        config(**changes).check("TrainConfig")
+    return caught.value.problems
+
+
+def test_defaults_are_right():
+    assert config().check("TrainConfig") == config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"iterations": 0}, "iterations is 0; it must be at least 1"),
+        ({"iterations": True}, "iterations is True; it must be a whole number"),
+        ({"samples_per_task": 1}, "there must be at least 2"),
+        ({"temperature": 0}, "greedy samples of a task are all the same"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"aggregation": "constant"}, "they go together"),
+        ({"constant_length": 10}, "they go together"),
+        ({"keep_checkpoints": 2}, "keep_checkpoints is 2; it must be at least 3"),
+        ({"weight_sync": "inplace"}, "weight_sync is 'inplace'; it must be one of 'reload', 'restart'"),
+        ({"sampling": {"n": 4}}, "sampling: 'n' has a setting of its own"),
+        ({"training": {"packed": "x"}}, "training: 'packed' is set by the loop"),
+        ({"training": {"learning_rate": 1e-4}}, "training: unknown key 'learning_rate'"),
+        ({"training": {"lrr": 1e-4}}, "training: unknown key 'lrr'; did you mean 'lr'?"),
+        ({"training": {"lr": "fast"}}, "training: lr is 'fast'; it must be a number"),
+        ({"training": {"lr_schedule": "linear"}}, "training: lr_schedule 'linear' needs total_steps"),
+        ({"training": "lr=1"}, "training is 'lr=1'; it must be a mapping"),
+        ({"training": {"lr": np.float64(1e-4)}}, "training holds what config.yaml cannot"),
+        ({"server": {"max_model_len": np.int64(5)}}, "server holds what config.yaml cannot"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
+    ],
+)
+def test_what_is_refused(changes, text):
+    [problem] = problems(**changes)
+    assert text in problem
+
+
+def test_all_problems_at_once():
+    found = problems(iterations="ten", seq_len=0, training={"lrr": 1, "clip_low": 2}, sampling={"model": "x"}, device="tpu")
+    for text in (
+        "iterations is 'ten'",
+        "seq_len is 0",
+        "did you mean 'lr'?",
+        "clip_low is 2",
+        "sampling: 'model'",
+        "device is 'tpu'",
+    ):
+        assert any(text in problem for problem in found), text
+    assert len(found) == 6
+
+
+def test_kl_needs_no_reference_from_the_person():
+    assert config(training={"kl_coefficient": 0.1}).check("TrainConfig").training == {"kl_coefficient": 0.1}
+
+
+def test_recipe_config_is_training_and_what_the_loop_sets():
+    values = {"model": "/a", "packed": "/b", "output_dir": "/c", "state": None, "iteration": 7, "device": "cpu"}
+    made = config(seed=3, training={"lr": "1e-4", "clip_high": 0.28}).recipe_config(values)
+    assert (made.lr, made.clip_high, made.seed, made.iteration) == (1e-4, 0.28, 3, 7)
+    assert (made.model, made.packed, made.output_dir, made.state) == ("/a", "/b", "/c", None)
+
+
+@pytest.mark.parametrize(("cuda", "device", "dtype"), [(False, "cpu", "fp32"), (True, "cuda", "bf16")])
+def test_resolved_says_what_the_machine_decides(cuda, device, dtype):
+    made = config(nproc_per_node=2).resolved(cuda=cuda)
+    assert (made.device, made.dtype) == (device, dtype)
+    assert made.num_threads == max(1, (os.cpu_count() or 1) // 2)
+    assert made.resolved(cuda=not cuda) == made  # nothing is left open
+
+
+def test_resolved_keeps_what_was_chosen():
+    made = config(device="cpu", dtype="bf16", num_threads=3).resolved(cuda=True)
+    assert (made.device, made.dtype, made.num_threads) == ("cpu", "bf16", 3)
+
+
+def test_resolved_does_not_depend_on_the_cores_beyond_one():
+    assert config(nproc_per_node=10_000).resolved(cuda=False).num_threads == 1

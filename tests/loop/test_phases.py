@@ -1,0 +1,87 @@
+"""Parts of the phases that whole runs (test_train.py) do not show."""
+
+import asyncio
+import json
+import shutil
+import threading
+
+import pytest
+
+from ttrl.files import write_json
+from ttrl.loop.console import Console
+from ttrl.loop.phases import Phases, run_async
+from ttrl.loop.run_folder import RunFolder
+
+
+async def answer():
+    await asyncio.sleep(0)
+    return 42, threading.current_thread().name
+
+
+async def fail():
+    raise KeyError("x")
+
+
+def test_run_async_with_and_without_a_running_loop():
+    assert run_async(answer()) == (42, "MainThread")
+    with pytest.raises(KeyError):
+        run_async(fail())
+
+    async def notebook():
+        return run_async(answer())
+
+    async def failing_notebook():
+        return run_async(fail())
+
+    assert asyncio.run(notebook()) == (42, "rollouts")
+    with pytest.raises(KeyError):
+        asyncio.run(failing_notebook())
+
+
+def make(world, **changes):
+    from ttrl.loop import train as train_module
+
+    config = world.config(**changes).resolved(cuda=False)
+    server = train_module.PolicyServer(config, world.run / "logs", Console(quiet=True))
+    return Phases(config, RunFolder(world.run), world.model, world.tasks(6), [], server, Console(quiet=True))
+
+
+def test_the_first_checkpoint_is_links_and_a_canary(world):
+    make(world).prepare()
+    checkpoint = world.run / "iterations/0000/checkpoint"
+    for path in world.model.iterdir():
+        assert (checkpoint / path.name).is_symlink()
+        assert (checkpoint / path.name).read_bytes() == path.read_bytes()
+    assert not (checkpoint / "canary.json").is_symlink()  # a model of ours or of another's is never written to
+    assert not (world.model / "canary.json").exists()
+    assert world.events == ["start", "canary", "serve 0"]
+
+
+def test_a_model_inside_the_run_folder_moves_with_it(world, tmp_path):
+    world.model = shutil.copytree(world.model, world.run / "model")
+    make(world).prepare()
+    moved = world.run.rename(tmp_path / "moved")
+    assert (moved / "iterations/0000/checkpoint/config.json").read_bytes() == (moved / "model/config.json").read_bytes()
+
+
+@pytest.mark.parametrize(("dtype", "computed"), [("float32", False), ("bfloat16", True), ("damaged", True)])
+def test_a_canary_of_the_same_dtype_is_taken_over(world, tmp_path, dtype, computed):
+    world.model = shutil.copytree(world.model, tmp_path / "model")
+    write_json(world.model / "canary.json", {"dtype": dtype, "mark": 1} if dtype != "damaged" else [])
+    make(world, dtype="fp32").prepare()
+    assert ("canary" in world.events) == computed
+    written = json.loads((world.run / "iterations/0000/checkpoint/canary.json").read_text())
+    assert ("mark" in written) != computed
+
+
+def test_the_reference_of_the_kl_term_is_the_starting_model(world):
+    assert make(world).recipe_config(1)["reference_model"] is None
+    assert make(world, training={"kl_coefficient": "0.1"}).recipe_config(1)["reference_model"] == str(world.model)
+
+
+def test_the_recipe_is_given_what_the_machine_was_resolved_to(world):
+    given = make(world, seed=4, training={"lr": "3e-4"}).recipe_config(1)
+    assert (given["device"], given["dtype"], given["num_threads"], given["seed"], given["lr"]) == ("cpu", "fp32", 1, 4, 3e-4)
+    assert given["output_dir"] == str(world.run / "iterations/0001")
+    assert given["model"] == str(world.run / "iterations/0000/checkpoint")
+    assert given["state"] is None

@@ -1,0 +1,397 @@
+"""The report: is it true, is it whole with whatever is missing, and is it safe with what a model may write."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from ttrl.data.packing import PackedTensors
+from ttrl.errors import PackError, RunFolderError
+from ttrl.loop import charts, report_data, report_words
+from ttrl.loop.report import write_report
+from ttrl.records import Sample
+
+VOID = {"meta", "br", "hr", "img", "input", "link", "!doctype"}
+
+
+class Page(HTMLParser):
+    """Collects text and tags, and fails on tags that do not close."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def sample(task: str, number: int = 0, **values: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "text": "abc",
+        "token_ids": [1, 2, 3],
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "metrics": {"exact": 1.0},
+    }
+    messages = [{"role": "user", "content": f"Sort {task}."}]
+    return Sample(task_id=task, sample=number, messages=messages, **(fields | values)).to_json()
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def metrics_row(iteration: int, exact: float, **values: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "iteration": iteration,
+        "validation": {"exact": exact},
+        "validation_reward": exact + (1 - exact) / 2,
+        "validation_samples": 200,
+        "seconds": {"validate": 1.0, "total": 1.0},
+    }
+    if iteration:
+        row |= {
+            "reward": exact * 0.9,
+            "metrics": {"exact": exact},
+            "groups": {"total": 32, "kept": 20, "all_right": 10, "all_wrong": 2, "other_equal": 0},
+            "samples": 512,
+            "failed": 0,
+            "prompt_tokens": 900,
+            "completion_tokens": 4608,
+            "tokens_per_second": 2400.0,
+            "seconds": {"sample": 2.0, "pack": 0.1, "train": 1.5, "sync": 0.2, "validate": 1.0, "total": 5.0},
+            "train": {
+                "loss": -0.01,
+                "kl": 0.002,
+                "entropy": 0.3,
+                "grad_norm": 0.5,
+                "clip_fraction_high": 0.01,
+                "lr": 1e-4,
+                "steps": 4,
+            },
+            "sampler_trainer": {"mean": 2e-7, "p999": 3e-6, "ess": 0.9999},
+            "sync": {"mode": "reload", "canary_max_difference": 1e-6, "fell_back": False},
+            "trained": True,
+        }
+    return row | values
+
+
+def make_run(folder: Path, exacts: list[float]) -> Path:
+    """A run folder with one row per value, the starting model first, and its conversations."""
+    write_lines(folder / "metrics.jsonl", [metrics_row(iteration, exact) for iteration, exact in enumerate(exacts)])
+    for iteration in range(len(exacts)):
+        iteration_folder = folder / "iterations" / f"{iteration:04d}"
+        write_lines(
+            iteration_folder / "validation.jsonl", [sample(f"v{task}", text=f"held{iteration}-{task}") for task in range(6)]
+        )
+        if iteration:
+            rows = [
+                sample(f"t{task}", number, text=f"train{iteration}-{task}-{number}") for task in range(6) for number in range(4)
+            ]
+            write_lines(iteration_folder / "rollouts.jsonl", rows)
+    (folder / "config.yaml").write_text("model: models/tiny\nseed: 3\n", encoding="utf-8")
+    (folder / "environment.json").write_text('{"torch": "2.13.0+cpu"}', encoding="utf-8")
+    return folder
+
+
+def page_of(folder: Path) -> Page:
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_the_report_says_what_happened(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "my_run", [0.5, 0.7, 0.9, 0.94])
+    assert write_report(folder) == folder / "report.html"
+    text = page_of(folder).text
+    assert "my_run" in text and "models/tiny" in text
+    assert "Held-out exact match rose from 50% to 94% (95% interval 89.8% to 96.5%) in 3 iterations, 16.0 s in all." in text
+    assert "50% → 94%" in text
+    for heading in ("Learning", "Seconds per phase", "Tokens per second", "Sampler against trainer", "Effective sample size"):
+        assert heading in text
+    for heading in ("Entropy", "KL to the reference model", "Gradient norm", "Groups without signal", "Clipped tokens"):
+        assert heading in text
+    assert "Worth knowing" not in text  # nothing was wrong
+
+
+def test_every_picture_is_well_formed_and_every_curve_has_its_points(tmp_path: Path) -> None:
+    html = write_report(make_run(tmp_path / "run", [0.5, 0.7, 0.9])).read_text(encoding="utf-8")
+    pictures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    assert len(pictures) == 12
+    for picture in pictures:
+        ElementTree.fromstring(picture)  # well-formed XML
+        assert "nan" not in picture and "inf" not in picture
+    held_out = next(picture for picture in pictures if 'aria-label="held-out results"' in picture)
+    titles = [title.text for title in ElementTree.fromstring(held_out).iter("title")]
+    assert titles[:3] == ["exact match, iteration 0: 0.5", "exact match, iteration 1: 0.7", "exact match, iteration 2: 0.9"]
+    assert "polygon" in held_out  # the interval
+
+
+def test_the_phases_of_a_bar_add_up_to_the_total(tmp_path: Path) -> None:
+    run = report_data.read_run(make_run(tmp_path / "run", [0.5, 0.7]))
+    columns = report_data.phase_columns(run)
+    assert columns["other"][1] == pytest.approx(5.0 - 4.8)
+    assert sum(column[1] or 0.0 for column in columns.values()) == pytest.approx(5.0)
+    svg, size = charts.stacked_bars("s", run.iterations, [charts.Series(name, columns[name], 1) for name in columns]) or ("", 0)
+    assert size == 1
+    heights = {}
+    for rect in ElementTree.fromstring(svg).iter("rect"):
+        title = rect.find("title")
+        assert title is not None and title.text is not None
+        heights[title.text] = float(rect.attrib["height"])
+    assert heights["iteration 1, sample: 2"] == pytest.approx(2 * heights["iteration 1, validate: 1"], abs=0.2)
+
+
+def test_it_needs_nothing_from_outside_and_runs_no_scripts(tmp_path: Path) -> None:
+    html = write_report(make_run(tmp_path / "run", [0.5, 0.9])).read_text(encoding="utf-8")
+    page = Page(html)
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert not any(
+        name in ("src", "href", "style") or name.startswith("on") for _, attributes in page.tags for name in attributes
+    )
+    assert "http://" not in html and "https://" not in html and "@import" not in html and "url(" not in html
+    policy = next(attributes["content"] for tag, attributes in page.tags if tag == "meta" and "http-equiv" in attributes)
+    assert policy is not None and policy.startswith("default-src 'none'")
+
+
+HOSTILE = [
+    "</div></article><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "<style>body{display:none}</style> &lt;b&gt; &amp;",
+    "]]></svg><h1>x</h1><!--",
+    "\x00\x1b[31mred\x7f",
+    "\ud800 a lone surrogate",
+    "\u202eright to left",
+    "<details>" * 200,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("place", ["text", "prompt", "task", "metric", "error", "reason", "model", "validation"])
+def test_what_a_model_writes_is_text(tmp_path: Path, text: str, place: str) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.9])
+    plain = [tag for tag, _ in page_of(folder).tags]
+    row = sample("t0")
+    if place == "text":
+        row["text"] = text
+    elif place == "prompt":
+        row["messages"] = [{"role": text, "content": text}, {"role": "user", "content": [{"type": "text", "text": text}]}]
+    elif place == "task":
+        row["task_id"] = text
+    elif place == "metric":
+        row["metrics"] = {text: 1.0}
+    elif place == "error":
+        row["error"], row["reward"] = text, None
+    elif place == "reason":
+        row["finish_reason"] = text
+    write_lines(folder / "iterations" / "0001" / "rollouts.jsonl", [row])
+    if place == "validation":
+        for number in (0, 1):
+            write_lines(folder / "iterations" / f"000{number}" / "validation.jsonl", [sample("v", text=text)])
+    if place == "model":
+        (folder / "config.yaml").write_text(json.dumps({"model": text}), encoding="utf-8")
+    html = write_report(folder).read_text(encoding="utf-8")
+    page = Page(html)
+    tags = {tag for tag, _ in page.tags}
+    assert tags <= set(plain) | {"details", "summary", "em"}
+    assert not any(name.startswith("on") or name == "src" for _, attributes in page.tags for name in attributes)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", html)
+
+
+def test_long_answers_are_folded_and_very_long_ones_cut(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.9])
+    write_lines(folder / "iterations" / "0001" / "rollouts.jsonl", [sample("t0", text="word " * 20_000)])
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert "(100,000 characters)" in html and "80,000 more characters in the run folder" in html
+    assert len(html) < 150_000
+
+
+def test_three_conversations_of_the_first_and_the_last_iteration_are_shown_unselected(tmp_path: Path) -> None:
+    text = page_of(make_run(tmp_path / "run", [0.5, 0.6, 0.7])).text
+    assert "Training samples of the first iteration (1)" in text and "Training samples of the last iteration (2)" in text
+    assert re.findall(r"train\d-\d-\d", text) == [
+        "train1-0-0",
+        "train1-2-0",
+        "train1-4-0",
+        "train2-0-0",
+        "train2-2-0",
+        "train2-4-0",
+    ]
+    # The same held-out tasks before and after, side by side.
+    assert re.findall(r"held\d-\d", text) == ["held0-0", "held2-0", "held0-2", "held2-2", "held0-4", "held2-4"]
+    assert "reward 1 · exact 1 · ended by itself · 3 tokens" in text
+
+
+def test_a_failed_sample_says_why(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.9])
+    row = sample("t0", text="", reward=None, metrics={}, finish_reason="length", token_ids=None, error="GraderError: no number")
+    write_lines(folder / "iterations" / "0001" / "rollouts.jsonl", [row])
+    text = page_of(folder).text
+    assert "(empty answer)" in text and "GraderError: no number" in text and "cut off at the length limit" in text
+
+
+@pytest.mark.parametrize(
+    ("exacts", "expected"),
+    [
+        ([0.5, 0.9], "Held-out exact match rose from 50% to 90%"),
+        ([0.9, 0.5], "Held-out exact match fell from 90% to 50%"),
+        ([0.5, 0.53], "Held-out exact match did not change beyond the noise: it went from 50% to 53%"),
+        ([0.5, 0.95, 0.7], "in 2 iterations, 11.0 s in all. The best was 95%, in iteration 1."),
+        ([0.5], "Only the starting model has been measured; no iteration is finished yet."),
+        ([], "No iteration is finished yet."),
+    ],
+)
+def test_the_summary_says_no_more_than_the_figures(tmp_path: Path, exacts: list[float], expected: str) -> None:
+    assert expected in page_of(make_run(tmp_path / "run", exacts)).text
+
+
+def test_without_exact_match_the_reward_is_compared(tmp_path: Path) -> None:
+    rows = [{"iteration": number, "validation_reward": reward} for number, reward in enumerate((-2.0, 3.5))]
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    text = page_of(tmp_path / "run").text
+    assert "Held-out reward rose from -2 to 3.5 in 1 iteration." in text
+
+
+def test_the_configured_metric_is_compared(tmp_path: Path) -> None:
+    rows = [{"iteration": number, "validation": {"exact": 0.1, "right": share}} for number, share in enumerate((0.25, 0.75))]
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    (tmp_path / "run" / "config.yaml").write_text("validation_metric: right\n", encoding="utf-8")
+    assert "Held-out right rose from 25% to 75% in 1 iteration." in page_of(tmp_path / "run").text
+
+
+def test_what_is_worth_knowing_is_said(tmp_path: Path) -> None:
+    rows = [
+        metrics_row(0, 0.0),
+        metrics_row(1, 0.0, trained=False, groups={"total": 32, "kept": 0, "all_wrong": 32, "all_right": 0, "other_equal": 0}),
+        metrics_row(2, 0.0, failed=3, sync={"mode": "reload", "fell_back": True}),
+        metrics_row(3, 0.0, sampler_trainer={"mean": 0.01, "p999": 0.3, "ess": 0.5}),
+    ]
+    rows[2]["groups"] = rows[3]["groups"] = {"total": 32, "kept": 2, "all_wrong": 30, "all_right": 0, "other_equal": 0}
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    notices = report_words.notices(report_data.read_run(tmp_path / "run"))
+    assert [notice.split(":")[0] for notice in notices[:1]] == ["Nothing was trained in iteration 1"]
+    assert "3 of 1,536 samples failed" in notices[1]
+    assert "in iteration 2" in notices[2] and "restarted" in notices[2]
+    assert "0.01 nats" in notices[3] and "in iteration 3" in notices[3]
+    assert "95.8% of the groups every sample was wrong" in notices[4]
+    assert len(notices) == 5
+
+
+def everything_missing(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The row without each key in turn, at both levels, and with null and nonsense in its place."""
+    rows = []
+    for key, value in row.items():
+        if key == "iteration":
+            continue
+        rows += [{name: kept for name, kept in row.items() if name != key}, row | {key: None}, row | {key: "?"}]
+        if isinstance(value, dict):
+            for inner in value:
+                rows += [
+                    row | {key: {name: kept for name, kept in value.items() if name != inner}},
+                    row | {key: value | {inner: None}},
+                ]
+    return rows
+
+
+def test_any_key_may_be_missing_or_null(tmp_path: Path) -> None:
+    for row in everything_missing(metrics_row(1, 0.5)):
+        write_lines(tmp_path / "run" / "metrics.jsonl", [{"iteration": 0}, row, {"iteration": 2}])
+        page = page_of(tmp_path / "run")
+        assert "nan" not in page.text.lower().split()
+
+
+def test_a_run_that_only_started_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "run" / "iterations" / "0001").mkdir(parents=True)
+    assert "No iteration is finished yet." in page_of(tmp_path / "run").text
+
+
+def test_a_torn_or_repeated_line_is_read_like_everywhere(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.6])
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(metrics_row(1, 0.9)) + "\n" + '{"iteration": 2, "rew')
+    assert "from 50% to 90%" in page_of(folder).text
+
+
+def test_a_damaged_line_is_an_error_with_its_number(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.6])
+    (folder / "metrics.jsonl").write_text('{"iteration": 0}\n{"itera\n{"iteration": 2}\n', encoding="utf-8")
+    with pytest.raises(RunFolderError, match="line 2"):
+        write_report(folder)
+
+
+def test_a_folder_that_is_no_run_is_refused_and_the_runs_beside_it_are_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", [0.5])
+    with pytest.raises(RunFolderError, match=r"does not exist; .* there are: good"):
+        write_report(tmp_path / "goood")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RunFolderError, match=r"neither metrics\.jsonl nor iterations"):
+        write_report(tmp_path / "other")
+    assert not (tmp_path / "other" / "report.html").exists()
+
+
+def test_hundreds_of_iterations_become_means_in_bars_and_stay_small(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_lines(folder / "metrics.jsonl", [metrics_row(iteration, 0.5) for iteration in range(500)])
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert "Each bar is the mean of 6 iterations." in html
+    assert html.count("<rect") < 90 * 6 + 90 * 3
+    assert len(html) < 2_000_000
+
+
+def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn is plot.py's matter; here: the newest pack, its first row, one string per token."""
+    folder = make_run(tmp_path / "run", [0.5, 0.6, 0.7])
+    (folder / "iterations" / "0002" / "packed.safetensors").write_bytes(b"")
+    loaded: list[Path] = []
+    drawn: list[tuple[int, list[str] | None]] = []
+
+    class Packed:
+        tokens = torch.zeros((4, 3), dtype=torch.int64)
+        num_rows = 4
+
+    def load(path: Path) -> Packed:
+        loaded.append(path)
+        return Packed()
+
+    def draw(packed: Any, row: int, token_strings: list[str] | None) -> str:
+        drawn.append((row, token_strings))
+        return '<svg viewBox="0 0 1 1"><title>a packed row</title></svg>'
+
+    monkeypatch.setattr(PackedTensors, "load", load)
+    monkeypatch.setitem(sys.modules, "ttrl.data.plot", SimpleNamespace(packed_row_svg=draw))
+    text = page_of(folder).text
+    assert loaded == [folder / "iterations" / "0002" / "packed.safetensors"]
+    assert drawn == [(0, None)]  # no tokenizer in this run folder
+    assert "Row 1 of 4 of iteration 2" in text and "a packed row" in text
+
+    def broken(path: Path) -> Packed:
+        raise PackError("packed.safetensors: tokens and labels differ in shape")
+
+    monkeypatch.setattr(PackedTensors, "load", broken)
+    assert "tokens and labels differ in shape" in page_of(folder).text  # the rest of the report is still there

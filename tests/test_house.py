@@ -1,0 +1,190 @@
+"""Who imports whom: the checker on our tree, the checker on a tree that breaks every rule, and sys.modules of real processes."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "tools" / "check_imports.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_imports", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["check_imports"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_tree(root: Path, files: dict[str, str], dependencies: str = '"torch", "openai"') -> Path:
+    """A made-up house; every file not given is missing."""
+    for name, text in {"ttrl/__init__.py": "", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    (root / "pyproject.toml").write_text(
+        f'[project]\ndependencies = [{dependencies}]\n[project.optional-dependencies]\ndev = ["pytest"]\n'
+    )
+    return root
+
+
+def test_our_house_is_in_order() -> None:
+    done = subprocess.run([sys.executable, TOOL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, "\n" + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        pytest.param(
+            {"ttrl/rollouts/a.py": "import os\nimport torch\n"},
+            "ttrl/rollouts/a.py:2: rollouts must not import torch",
+            id="package",
+        ),
+        pytest.param(
+            {"ttrl/tasks/a.py": "def f():\n    from transformers import AutoModel\n"},
+            "ttrl/tasks/a.py:2: tasks must not import transformers",
+            id="inside a function",
+        ),
+        pytest.param(
+            {"ttrl/server/a.py": "import importlib\nx = importlib.import_module('torch.nn')\n"},
+            "ttrl/server/a.py:2: server must not import torch.nn".removesuffix(".nn"),
+            id="import_module",
+        ),
+        pytest.param(
+            {"ttrl/data/a.py": "from ttrl.rollouts.b import c\n", "ttrl/rollouts/b.py": ""},
+            "ttrl/data/a.py:1: data must not import rollouts",
+            id="room",
+        ),
+        pytest.param(
+            {"ttrl/data/a.py": "from ..rollouts import b\n", "ttrl/rollouts/b.py": ""},
+            "ttrl/data/a.py:1: data must not import rollouts",
+            id="relative",
+        ),
+        pytest.param(
+            {"ttrl/data/a.py": "from ttrl import rollouts\n", "ttrl/rollouts/__init__.py": ""},
+            "ttrl/data/a.py:1: data must not import rollouts",
+            id="room from ttrl",
+        ),
+        pytest.param(
+            {"ttrl/__init__.py": "_HOME = {'Task': 'ttrl.tasks.task'}\n", "ttrl/data/a.py": "from ttrl import Task\n"},
+            "ttrl/data/a.py:1: takes Task from ttrl; inside the package, import from the file that defines it",
+            id="public name",
+        ),
+        pytest.param(
+            {"ttrl/loop/a.py": "import torchtune\n"}, "ttrl/loop/a.py:1: loop must not import torchtune", id="torchtune"
+        ),
+        pytest.param(
+            {"ttrl/rollouts/a.py": "import obstore\n"},
+            "ttrl/rollouts/a.py:1: imports obstore, which pyproject.toml does not declare",
+            id="undeclared",
+        ),
+        pytest.param(
+            {"ttrl/files.py": "import ttrl.processes\n", "ttrl/processes.py": ""},
+            "ttrl/files.py:1: files must not import processes",
+            id="files",
+        ),
+        pytest.param(
+            {"ttrl/new_room/a.py": "import torch\n"},
+            "ttrl/new_room/a.py:1: ttrl.new_room has no line in the table of tools/check_imports.py",
+            id="new room",
+        ),
+        pytest.param(
+            {"ttrl/__init__.py": "import torch\n"},
+            "ttrl/__init__.py:1: ttrl/__init__.py imports torch; importing ttrl must cost nothing",
+            id="top",
+        ),
+        pytest.param({"ttrl/data/a.py": "x = 1\n" * 401}, "ttrl/data/a.py:401: 401 lines; 400 at the most", id="long"),
+        pytest.param(
+            {"ttrl/data/a.py": "from ttrl.data import b\n", "ttrl/data/b.py": "def f():\n    import ttrl.data.a\n"},
+            "ttrl/data/b.py:2: import cycle ttrl.data.a → ttrl.data.b → ttrl.data.a",
+            id="lazy cycle",
+        ),
+        pytest.param(
+            {"recipes/__init__.py": ""},
+            "recipes/__init__.py:1: recipes/ must not be a package (torchtune ships a top-level one of that name)",
+            id="package",
+        ),
+        pytest.param(
+            {"recipes/random.py": ""}, "recipes/random.py:1: hides the library random for every script in its folder", id="stdlib"
+        ),
+        pytest.param(
+            {"recipes/openai.py": ""},
+            "recipes/openai.py:1: hides the library openai for every script in its folder",
+            id="library",
+        ),
+    ],
+)
+def test_each_rule_can_be_broken(tool: ModuleType, tmp_path: Path, files: dict[str, str], expected: str) -> None:
+    assert tool.Checker(make_tree(tmp_path, files)).problems() == [expected]
+
+
+def test_what_is_allowed_is_not_reported(tool: ModuleType, tmp_path: Path) -> None:
+    tree = {
+        "ttrl/errors.py": "",
+        "ttrl/files.py": "from ttrl.errors import StorageError\n",
+        "ttrl/records.py": "import dataclasses\nfrom ttrl.errors import UserError\n",
+        "ttrl/tasks/task.py": "import typing\nfrom ttrl.records import Sample\nif typing.TYPE_CHECKING:\n    import torch\n",
+        "ttrl/rollouts/a.py": "import openai\nfrom ttrl.tasks.task import Task\nfrom ttrl import __version__\n",
+        "ttrl/data/a.py": "import torch.nn\nfrom . import b\n",
+        "ttrl/data/b.py": "from ttrl.files import digest\n",
+        "recipes/sort_letters.py": "from ttrl import Task\n",
+    }
+    assert tool.Checker(make_tree(tmp_path, tree)).problems() == []
+
+
+def test_the_else_branch_of_type_checking_counts(tool: ModuleType, tmp_path: Path) -> None:
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nelse:\n    import torch\n"
+    assert tool.Checker(make_tree(tmp_path, {"ttrl/tasks/a.py": text})).problems() == [
+        "ttrl/tasks/a.py:5: tasks must not import torch"
+    ]
+
+
+def test_the_command_exits_with_one_and_lists_the_places(tmp_path: Path) -> None:
+    make_tree(tmp_path, {"ttrl/tasks/a.py": "import torch\n"})
+    done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["ttrl/tasks/a.py:1: tasks must not import torch"]
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules in sys.modules of a process that ran `code`."""
+    script = code + "\nimport json, sys\nprint(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+HEAVY = {"torch", "openai", "transformers", "vllm", "torchtune", "numpy"}
+
+
+def test_importing_ttrl_costs_nothing() -> None:
+    assert not loaded_by("import ttrl") & HEAVY
+
+
+def test_the_command_line_costs_nothing_until_a_command_runs() -> None:
+    assert not loaded_by("import ttrl.cli; ttrl.cli.make_parser()") & HEAVY
+
+
+def test_defining_tasks_loads_neither_torch_nor_openai() -> None:
+    assert not loaded_by("from ttrl import Task; Task([{'role': 'user', 'content': 'hi'}], lambda choice: 1.0)") & HEAVY
+
+
+def test_a_process_that_samples_never_loads_torch() -> None:
+    loaded = loaded_by("import ttrl\nfrom ttrl import Task, get_task_results\nimport ttrl.server.vllm, ttrl.server.weights")
+    assert "openai" in loaded  # it does sample
+    assert not loaded & {"torch", "transformers", "vllm", "torchtune"}
+
+
+@pytest.mark.parametrize("recipe", ["grpo_recipe", "sft_recipe"])
+def test_a_recipe_process_never_loads_openai_or_vllm(recipe: str) -> None:
+    loaded = loaded_by(f"import ttrl.{recipe}")
+    assert "torchtune" in loaded  # it does train
+    assert not loaded & {"openai", "vllm"}

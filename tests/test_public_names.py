@@ -1,0 +1,60 @@
+"""The names that ttrl exports: a promise to its users, so a change must be made here too."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ttrl
+
+PUBLIC = [
+    "Grade",
+    "PackedTensors",
+    "Sample",
+    "Task",
+    "TaskResult",
+    "TaskResultTokenizer",
+    "TaskResults",
+    "TokenizedResult",
+    "TrainConfig",
+    "get_task_results",
+    "packed_tensors_from_tokenized_results",
+    "plot_packed_tensors",
+    "train",
+    "tune",
+]
+
+
+def test_exactly_these_names_are_public() -> None:
+    assert sorted(set(ttrl.__all__) - {"__version__"}) == PUBLIC
+    assert dir(ttrl) == sorted(ttrl.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_name_can_be_loaded_and_is_the_one_of_its_home(name: str) -> None:
+    value = getattr(ttrl, name)
+    home = importlib.import_module(ttrl._HOME[name])
+    assert value is getattr(home, name)
+    assert value.__doc__, f"ttrl.{name} is public and has no docstring"
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(ttrl.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == ttrl._HOME
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nothing_of_ours"):
+        _ = ttrl.nothing_of_ours
+
+
+def test_names_survive_an_import_of_the_module_of_the_same_name() -> None:
+    """ttrl.loop.tune and ttrl.loop.train are modules; ttrl.tune and ttrl.train must stay the functions."""
+    script = "import ttrl, ttrl.loop.tune, ttrl.loop.train; assert callable(ttrl.tune) and callable(ttrl.train)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,50 @@
+"""ttrl: train a language model by reinforcement learning on your own machine, and understand what happened.
+
+Public names are loaded on first use (PEP 562), so that importing ttrl costs nothing and loads neither torch nor openai.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Task": "ttrl.tasks.task",
+    "Grade": "ttrl.tasks.task",
+    "Sample": "ttrl.records",
+    "TaskResult": "ttrl.records",
+    "TokenizedResult": "ttrl.records",
+    "get_task_results": "ttrl.rollouts.task_results",
+    "TaskResults": "ttrl.rollouts.task_results",
+    "TaskResultTokenizer": "ttrl.data.tokenization",
+    "PackedTensors": "ttrl.data.packing",
+    "packed_tensors_from_tokenized_results": "ttrl.data.packing",
+    "plot_packed_tensors": "ttrl.data.plot",
+    "tune": "ttrl.loop.tune",
+    "train": "ttrl.loop.train",
+    "TrainConfig": "ttrl.loop.config",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+    from ttrl.data.plot import plot_packed_tensors
+    from ttrl.data.tokenization import TaskResultTokenizer
+    from ttrl.loop.config import TrainConfig
+    from ttrl.loop.train import train
+    from ttrl.loop.tune import tune
+    from ttrl.records import Sample, TaskResult, TokenizedResult
+    from ttrl.rollouts.task_results import TaskResults, get_task_results
+    from ttrl.tasks.task import Grade, Task
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ttrl' has no attribute {name!r}")
+    # A submodule of the same name (ttrl.loop.tune) never lies directly in this package, so nothing shadows these names.
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

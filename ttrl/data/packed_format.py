@@ -1,0 +1,55 @@
+"""What packed tensors consist of: names and dtypes of the tensors, what they hold in padding, and a line of the sample table."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+IGNORE_LABEL = -100
+"""The label of positions that train nothing (what torch's cross-entropy ignores by default)."""
+
+Aggregation: TypeAlias = Literal["token", "sequence", "constant"]
+
+TENSOR_DTYPES: dict[str, torch.dtype] = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "group_ids": torch.int64,
+    "parent_ids": torch.int64,
+    "input_pos": torch.int64,
+    "sample_ids": torch.int64,
+    "assistant_mask": torch.bool,
+    "logprobs": torch.float32,
+    "advantages": torch.float32,
+    "weights": torch.float32,
+    "weights_version": torch.int32,
+    "reference_logprobs": torch.float32,  # the only one that may be missing
+}
+
+
+@dataclass(kw_only=True)
+class PackedSample:
+    """One line of the sample table."""
+
+    task_id: str
+    sample: int
+    """Its number within the task."""
+    row: int
+    reward: float
+    advantage: float
+    groups: list[int]
+    """The path of groups that hold its tokens, from the root to its own."""
+    prompt_length: int
+    """Tokens of its prompt, stored once for all completions of that prompt in the row."""
+    completion_length: int
+    """Tokens of its completion, as sampled."""
+    num_trained: int
+    """Its labels."""
+    finish_reason: str | None = None
+
+
+def padding_value(name: str, pad_id: int) -> float | int | bool:
+    """What the tensor `name` holds in padding."""
+    if name in ("logprobs", "reference_logprobs"):
+        return float("nan")
+    values = {"tokens": pad_id, "labels": IGNORE_LABEL, "assistant_mask": False}
+    return values.get(name, 0 if name in ("input_pos", "advantages", "weights") else -1)

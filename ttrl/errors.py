@@ -1,0 +1,88 @@
+"""Every exception that ttrl raises on purpose, in one tree.
+
+TtrlError
+├── UserError (ValueError)      something that was given to ttrl is wrong; the message says how to put it right
+│   ├── ConfigError             a config: unknown key, wrong type, values that exclude each other (all of them at once)
+│   ├── TaskError               a task: no messages, a grader that cannot be called
+│   ├── ModelFolderError        a model folder: missing, incomplete, of a family that ttrl does not train, no chat template
+│   ├── TokenizationError       tokens of a sample that cannot be told exactly
+│   ├── PackError               packed tensors that break their contract, or cannot be read
+│   └── RunFolderError          a run folder: locked by another run, made with another config, damaged
+├── GraderError                 a grader raised, returned no number, or took too long; kept with its sample
+├── ServerError (RuntimeError)  an inference server
+│   ├── ServerStartError        it never became healthy; the message ends with its last log lines
+│   ├── ServerDiedError         it was healthy once and is gone
+│   └── WeightSyncError         it does not compute with the weights that it was given
+├── TrainerError (RuntimeError) a recipe process failed; the message ends with its last log lines
+├── DivergedError (ArithmeticError)  a gradient is not finite; the step was not taken
+└── StorageError (OSError)      a file could not be written completely (disk full, no permission); nothing was replaced
+"""
+
+
+class TtrlError(Exception):
+    """The root: catch this to catch everything that ttrl raises on purpose."""
+
+
+class UserError(TtrlError, ValueError):
+    """Something that was given to ttrl is wrong."""
+
+
+class ConfigError(UserError):
+    """A config is wrong; `problems` lists everything that is, one line each."""
+
+    def __init__(self, where: str, problems: list[str]) -> None:
+        self.where, self.problems = where, problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+class TaskError(UserError):
+    """A task cannot be sampled or graded as it is."""
+
+
+class ModelFolderError(UserError):
+    """A model folder is missing, incomplete or of an unsupported family."""
+
+
+class TokenizationError(UserError):
+    """The tokens of a sample cannot be told exactly."""
+
+
+class PackError(UserError):
+    """Packed tensors break their contract or cannot be read."""
+
+
+class RunFolderError(UserError):
+    """A run folder is locked, belongs to another config, or is damaged."""
+
+
+class GraderError(TtrlError):
+    """A grader raised, returned something that is not a finite number, or took too long."""
+
+
+class ServerError(TtrlError, RuntimeError):
+    """An inference server failed."""
+
+
+class ServerStartError(ServerError):
+    """A server never became healthy."""
+
+
+class ServerDiedError(ServerError):
+    """A server that was healthy is gone."""
+
+
+class WeightSyncError(ServerError):
+    """A server does not compute with the weights that it was given."""
+
+
+class TrainerError(TtrlError, RuntimeError):
+    """A recipe process failed."""
+
+
+class DivergedError(TtrlError, ArithmeticError):
+    """A gradient is not finite; the step was not taken."""
+
+
+class StorageError(TtrlError, OSError):
+    """A file could not be written completely; what stood there before still does."""

@@ -1,0 +1,210 @@
+"""Small charts as SVG text, for pages that must work offline, in light and dark, and on a phone.
+
+Nothing but string building: no plotting library draws text that follows the page's colours, and a report must not cost seconds.
+All charts have one size, so that a page can lay them out as a grid. Colours are classes that the page defines: f1 to f6 fill,
+s1 to s6 stroke. Values may be None or not finite: such points are left out, never drawn as zero.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 540, 270
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
+MAX_BARS = 90
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, or one layer of a stack. `low` and `high` draw a band around a line."""
+
+    name: str
+    values: Sequence[float | None]
+    color: int = 1
+    """1 to 6: the classes f1 and s1 to f6 and s6."""
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+    dashed: bool = False
+
+
+def is_number(value: object) -> bool:
+    """True for finite numbers that are not bools."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def compact(value: float) -> str:
+    """A number for people: 0.0312, 12.5, 8,300, 3.2e-05."""
+    magnitude = abs(value)
+    if magnitude == 0:
+        return "0"
+    if magnitude < 1e-3 or magnitude >= 1e7:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    if magnitude >= 999.5:  # three digits of it would be 1e+03
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers that cover low..high: the first is at most low, the last at least high."""
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    rough = (high - low) / max(count - 1, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough * 0.999), 10 * power)
+    start = math.floor(low / step + 1e-9)
+    end = math.ceil(high / step - 1e-9)
+    return [round(number * step, 12) for number in range(start, end + 1)]
+
+
+class _Axes:
+    """Maps data to the picture. x: a linear axis over iterations; y: linear, or logarithmic to base ten."""
+
+    def __init__(self, x: tuple[float, float], y: tuple[float, float], *, log: bool, percent: bool) -> None:
+        self.log, self.percent = log, percent
+        self.x_low, self.x_high = x if x[0] < x[1] else (x[0] - 0.5, x[1] + 0.5)
+        if log:
+            low, high = math.floor(math.log10(y[0])), math.ceil(math.log10(y[1]))
+            high = max(high, low + 1)
+            step = max(1, math.ceil((high - low) / 5))
+            self.ticks = [10.0**exponent for exponent in range(low, high + 1, step)]
+            self.y_low, self.y_high = float(low), float(high)
+        else:
+            self.ticks = nice_ticks(*y)
+            self.y_low, self.y_high = self.ticks[0], self.ticks[-1]
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        height = math.log10(max(value, 1e-300)) if self.log else value
+        share = (height - self.y_low) / (self.y_high - self.y_low)
+        return HEIGHT - BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - TOP - BOTTOM)
+
+    def label(self, value: float) -> str:
+        return f"{value * 100:.3g}%" if self.percent else compact(value)
+
+    def draw(self) -> str:
+        """Grid lines with labels, iteration numbers below."""
+        parts = []
+        for tick in self.ticks:
+            y = self.y(tick)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 4.5:.1f}" text-anchor="end">{self.label(tick)}</text>')
+        whole = sorted({round(tick) for tick in nice_ticks(self.x_low, self.x_high, 7)})
+        for tick in (tick for tick in whole if self.x_low <= tick <= self.x_high):
+            parts.append(f'<text x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle" class="axis">iteration</text>')
+        return "".join(parts)
+
+
+def _points(x: Sequence[float], values: Sequence[float | None], *, log: bool) -> list[tuple[float, float]]:
+    return [
+        (position, value)
+        for position, value in zip(x, values, strict=True)
+        if value is not None and is_number(value) and (value > 0 or not log)
+    ]
+
+
+def _svg(name: str, body: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{body}</svg>'
+
+
+def line_chart(
+    name: str,
+    x: Sequence[float],
+    series: Sequence[Series],
+    *,
+    percent: bool = False,
+    log: bool = False,
+    y_range: tuple[float, float] | None = None,
+    from_zero: bool = False,
+) -> str | None:
+    """Lines over iterations, with bands where a series has them. None when no series has a single number.
+
+    x: iteration numbers, one per value; they span the axis, also where values are missing. name: what a screen reader says.
+    percent: label 0.5 as 50%. y_range: what the axis must cover at least. from_zero: a linear axis starts at zero, or below
+    when something is negative.
+    """
+    drawn = [(one, points) for one in series if (points := _points(x, one.values, log=log))]
+    if not drawn:
+        return None
+    heights = [height for _, points in drawn for _, height in points]
+    bounds = [bound for one, _ in drawn for band in (one.low, one.high) if band for _, bound in _points(x, band, log=log)]
+    low, high = min(heights + bounds), max(heights + bounds)
+    if y_range is not None:
+        low, high = min(low, y_range[0]), max(high, y_range[1])
+    if from_zero and not log:
+        low, high = min(low, 0.0), max(high, 0.0)
+    axes = _Axes((min(x), max(x)), (low, high), log=log, percent=percent)
+    parts = [axes.draw()]
+    for one, _ in drawn:
+        if one.low is not None and one.high is not None:
+            lows, highs = _points(x, one.low, log=log), _points(x, one.high, log=log)
+            corners = [f"{axes.x(a):.1f},{axes.y(b):.1f}" for a, b in [*highs, *reversed(lows)]]
+            parts.append(f'<polygon class="band f{one.color}" points="{" ".join(corners)}"/>')
+    for one, points in drawn:
+        path = " ".join(f"{axes.x(a):.1f},{axes.y(b):.1f}" for a, b in points)
+        dashed = " dashed" if one.dashed else ""
+        parts.append(f'<polyline class="line s{one.color}{dashed}" points="{path}"/>')
+        radius = 3.2 if len(points) <= 40 else 1.6
+        for a, b in points:
+            tip = f"{one.name}, iteration {a:g}: {axes.label(b)}"
+            parts.append(f'<circle class="f{one.color}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="{radius}">')
+            parts.append(f"<title>{escape(tip)}</title></circle>")
+    return _svg(name, "".join(parts))
+
+
+def _binned(x: Sequence[float], series: Sequence[Series]) -> tuple[int, list[tuple[float, float, list[float]]]]:
+    """(iterations per bar, [(first, last iteration, mean of each series)]): at most MAX_BARS bars. Unknown values count as 0."""
+    size = max(1, math.ceil(len(x) / MAX_BARS))
+    bars = []
+    for start in range(0, len(x), size):
+        chosen = range(start, min(start + size, len(x)))
+        means = [sum(one.values[i] or 0.0 for i in chosen if is_number(one.values[i])) / len(chosen) for one in series]
+        bars.append((x[chosen[0]], x[chosen[-1]], means))
+    return size, bars
+
+
+def stacked_bars(
+    name: str, x: Sequence[float], series: Sequence[Series], *, unit: str = "", percent: bool = False
+) -> tuple[str, int] | None:
+    """One bar per iteration, its layers from the bottom in the order of `series`; long runs are averaged over neighbours.
+
+    Returns (SVG, iterations per bar), or None when nothing is above zero.
+    """
+    size, bars = _binned(x, series)
+    highest = max((sum(means) for _, _, means in bars), default=0.0)
+    if highest <= 0:
+        return None
+    step = (bars[-1][0] - bars[0][0]) / (len(bars) - 1) if len(bars) > 1 else 1.0
+    top = 1.0 if percent and highest <= 1 else highest
+    axes = _Axes((bars[0][0] - step / 2, bars[-1][0] + step / 2), (0.0, top), log=False, percent=percent)
+    width = min((axes.x(step) - axes.x(0)) * 0.78, 46.0)
+    parts = [axes.draw()]
+    for first, last, means in bars:
+        base = 0.0
+        which = f"iteration {first:g}" if first == last else f"iterations {first:g} to {last:g}"
+        for one, mean in zip(series, means, strict=True):
+            if mean <= 0:
+                continue
+            y, bottom = axes.y(base + mean), axes.y(base)
+            amount = f"{mean * 100:.3g}%" if percent else f"{compact(mean)}{unit}"
+            parts.append(
+                f'<rect class="f{one.color}" x="{axes.x(first) - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
+                f'height="{max(bottom - y, 0.3):.1f}"><title>{escape(f"{which}, {one.name}: {amount}")}</title></rect>'
+            )
+            base += mean
+    return _svg(name, "".join(parts)), size
+
+
+def legend(series: Sequence[Series], *, bands: str = "") -> str:
+    """The names beside their colours; `bands` says what shaded bands are. Empty when there is nothing to tell apart."""
+    if len(series) < 2 and not bands:
+        return ""
+    items = [f'<span><i class="key f{one.color}"></i>{escape(one.name)}</span>' for one in series]
+    if bands:
+        items.append(f'<span><i class="key band f{series[0].color}"></i>{escape(bands)}</span>')
+    return f'<div class="legend">{"".join(items)}</div>'

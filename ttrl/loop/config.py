@@ -1,0 +1,154 @@
+"""The settings of a whole run. What is not here comes from the tasks."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from ttrl.configs import Config, GRPOConfig, at_least
+from ttrl.errors import ConfigError
+
+# What the loop itself puts into each iteration's recipe config, so that `training` cannot.
+_SET_BY_THE_LOOP = (
+    "model",
+    "packed",
+    "output_dir",
+    "state",
+    "iteration",
+    "seed",
+    "device",
+    "dtype",
+    "num_threads",
+    "reference_model",
+    "temperature",
+)
+# Sampling parameters that draw from another distribution than softmax(logits / temperature), which the trainer computes.
+_OTHER_DISTRIBUTIONS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    "response_format",
+)
+
+
+@dataclass(kw_only=True)
+class TrainConfig(Config):
+    """A run: `train(TrainConfig(...), tasks, validation_tasks)`."""
+
+    run: str
+    """The run folder. The same command on the same folder continues where it was."""
+    model: str
+    """The model to start from: a folder in Hugging Face layout, or a name on the hub."""
+    iterations: int
+    """How many times to sample, grade and train."""
+    tasks_per_iteration: int = 32
+    samples_per_task: int = 16
+    max_tokens: int = 1024
+    """The longest completion, in tokens."""
+    temperature: float = 1.0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}. Those that change the
+    distribution (top_p, penalties, …) are refused: the trainer could not tell how likely the sampled tokens were."""
+    validation_samples: int = 1
+    """Completions of each validation task."""
+    validation_temperature: float | None = None
+    """None: as in training, so that validation shows the policy that is trained; 0: greedy."""
+    validation_metric: str = "reward"
+    """What the run's progress is measured by: "reward", or the name of one of the grader's metrics."""
+    stop_at: float | None = None
+    """Ends the run early, after the iteration whose validation metric reaches this."""
+    advantages: Literal["std", "mean"] = "std"
+    """(reward - group mean) / group standard deviation, or reward - group mean alone (Dr. GRPO)."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """How tokens weigh in the loss: all alike, all samples alike, or divided by `constant_length` per sample."""
+    constant_length: int | None = None
+    seq_len: int = 4096
+    """Length of a packed row, in tokens; at least the longest prompt and completion together."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Settings of the recipe (ttrl.configs.GRPOConfig): lr, kl_coefficient, updates_per_iteration, rows_per_microbatch, …"""
+    nproc_per_node: int = 1
+    """Trainer processes on this machine: one per GPU; more than one shards the model over them."""
+    num_threads: int | None = None
+    """CPU threads of each trainer process; None: the machine's cores divided by the processes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of server and trainer alike; "auto" is bf16 on CUDA and fp32 on CPU."""
+    weight_sync: Literal["reload", "restart"] = "reload"
+    """How new weights reach the server: in place, or by a new server, which is stopped while the trainer works."""
+    server: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints and states are kept, beside the best and the last; at least 3, so that either of the
+    last two iterations can be trained again from its inputs."""
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        """See Config.problems."""
+        found = at_least(
+            1,
+            iterations=self.iterations,
+            tasks_per_iteration=self.tasks_per_iteration,
+            samples_per_task=self.samples_per_task,
+            max_tokens=self.max_tokens,
+            validation_samples=self.validation_samples,
+            seq_len=self.seq_len,
+            nproc_per_node=self.nproc_per_node,
+            num_threads=self.num_threads,
+            constant_length=self.constant_length,
+        )
+        found += at_least(0, temperature=self.temperature, validation_temperature=self.validation_temperature, seed=self.seed)
+        found += at_least(3, keep_checkpoints=self.keep_checkpoints)
+        if self.temperature == 0:
+            found.append("temperature is 0; greedy samples of a task are all the same, so nothing could be learned from them")
+        if self.samples_per_task == 1:
+            found.append("samples_per_task is 1; advantages compare the samples of a task, so there must be at least 2")
+        if (self.aggregation == "constant") != (self.constant_length is not None):
+            found.append(f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; they go together")
+        for name in ("n", "temperature", "max_tokens", "logprobs", "model", "messages"):
+            if name in self.sampling:
+                found.append(f"sampling: {name!r} has a setting of its own, or is set by ttrl")
+        extra_body = self.sampling.get("extra_body")
+        for name in (*self.sampling, *(extra_body if isinstance(extra_body, dict) else ())):
+            if name in _OTHER_DISTRIBUTIONS:
+                found.append(f"sampling: {name!r} draws from another distribution than the one that is trained")
+        for name in _SET_BY_THE_LOOP:
+            if name in self.training:
+                found.append(f"training: {name!r} is set by the loop")
+        try:
+            self.recipe_config({"seed": 0})  # a wrong seed was named above
+        except ConfigError as error:
+            found += [f"training: {problem}" for problem in error.problems]
+        for name in ("sampling", "training", "server"):
+            try:
+                yaml.safe_dump(getattr(self, name))
+            except yaml.YAMLError as error:
+                found.append(f"{name} holds what config.yaml cannot ({error.args[-1]!r}); use plain numbers, strings and lists")
+        return found
+
+    def recipe_config(self, values: dict[str, Any]) -> GRPOConfig:
+        """The recipe's config: `training`, and what the loop sets for an iteration. Raises ConfigError."""
+        free = {key: value for key, value in self.training.items() if key not in _SET_BY_THE_LOOP}
+        placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
+        return GRPOConfig.parse({**placeholders, **free, "seed": self.seed, **values}, "training")
+
+    def resolved(self, cuda: bool) -> "TrainConfig":
+        """This config with everything that depends on the machine written out, so that config.yaml says what was run."""
+        device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
+        return TrainConfig.parse(
+            self.to_dict()
+            | {
+                "device": device,
+                "dtype": self.dtype if self.dtype != "auto" else "bf16" if device == "cuda" else "fp32",
+                "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.nproc_per_node),
+            },
+            "config",
+        )

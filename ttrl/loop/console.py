@@ -1,0 +1,53 @@
+"""What a run says to the person at the terminal: a line per event, and a sign of life while something takes long."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from tqdm.auto import tqdm
+
+
+class Console:
+    """Writes lines to standard output, around any progress bar that is being shown."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+
+    def line(self, text: str) -> None:
+        """One line, at once."""
+        if not self.quiet:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Shows `what` with the seconds that it has taken so far; in terminals only."""
+        if self.quiet or not sys.stderr.isatty():
+            yield
+            return
+        over = threading.Event()
+        with tqdm(bar_format=f"{what}: {{elapsed}}", leave=False) as bar:
+
+            def tick() -> None:
+                while not over.wait(0.5):
+                    bar.refresh()
+
+            thread = threading.Thread(target=tick, daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
+
+
+def seconds_by_phase(seconds: dict[str, float]) -> str:
+    """ "sample 1.5, train 6.1"."""
+    return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if phase != "total" and value >= 0.05)
+
+
+def clock() -> float:
+    """Seconds of a clock that never goes back."""
+    return time.perf_counter()

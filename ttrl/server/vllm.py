@@ -1,0 +1,372 @@
+"""One vLLM server: a process of its own on 127.0.0.1, with a random key on every path, that never outlives us.
+
+Started as `python -m vllm.entrypoints.openai.api_server`; the process runs below a guard (`ttrl.processes`). Nothing here imports
+vLLM or torch. What vLLM would choose differently from what training needs is set here, and may be overridden by `extra_args`:
+
+- `--generation-config vllm`: the default takes temperature and top-k from the model's folder;
+- `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from;
+- `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted;
+- on CPU, `--enforce-eager`, and the worker inside the engine's process: healthy in 21 s instead of 37 to 70 s (no compiler run,
+  two processes import torch instead of three), at the same speed. One OpenMP thread per core but one, unbound: the API server
+  needs a core, and a thread that waits for a busy core holds up all others (ten times slower on two cores with other work).
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from ttrl.errors import ConfigError, ServerDiedError, ServerError, ServerStartError
+from ttrl.processes import ChildProcess
+from ttrl.server.auth import KEY_VARIABLE
+from ttrl.server.model_folder import check_model_folder
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+_OWN_ARGUMENTS = frozenset(
+    {"model", "model-tag", "host", "port", "uds", "api-key", "served-model-name", "dtype", "max-model-len", "seed"}
+)
+_PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "distributed-executor-backend")
+_PORT_ATTEMPTS = 3
+_STOP_SECONDS = 5.0  # half a second suffices, but vLLM waits without end for clients whose requests still run
+_GIB = 2**30
+_ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
+
+
+class VLLMServer:
+    """A vLLM server for one model; started by `start()` or as a context manager, stopped by handle.
+
+        with VLLMServer("models/m", served_model_name="policy", log_path="runs/NAME/logs/server.log", dtype="float32") as server:
+            completion = await server.client().chat.completions.create(model="policy", ...)
+
+    model_folder: a Hugging Face model folder, or a hub name such as "org/name".
+    dtype: "float32", "bfloat16", "float16" or "auto" (vLLM's choice: half precision, for float32 weights too).
+    extra_args: any other argument of vLLM, as {"gpu_memory_utilization": 0.8, "enforce_eager": False}: True becomes `--name`,
+        False `--no-name`, a list several values, a dict JSON; None drops an argument that would be set here.
+    start_timeout: seconds until it must be healthy.
+    port: None takes a free one. A restart keeps port and key, so that clients stay valid.
+    env: environment variables to add to ours.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | os.PathLike[str],
+        *,
+        served_model_name: str,
+        log_path: str | os.PathLike[str],
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        start_timeout: float = 300.0,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model_folder = model_folder
+        self.served_model_name = served_model_name
+        self.log_path = Path(log_path)
+        self.dtype = dtype
+        self.max_model_len = max_model_len
+        self.extra_args = {name.replace("_", "-"): value for name, value in (extra_args or {}).items()}
+        self.seed = seed
+        self.start_timeout = start_timeout
+        self.port = port
+        self.env = dict(env or {})
+        self.api_key = secrets.token_urlsafe(32)
+        self.start_seconds = float("nan")
+        """How long the last start took."""
+        self._port_is_given = port is not None
+        self._child: ChildProcess | None = None
+        # Not through a proxy: the address is this machine's own.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        if refused := sorted(_OWN_ARGUMENTS & self.extra_args.keys()):
+            raise ConfigError("server", [f"extra_args: {name} is set by ttrl; there is an argument for it" for name in refused])
+
+    # Life
+
+    def start(self) -> "VLLMServer":
+        """Starts the server and waits until it is healthy and asks for its key.
+
+        Raises ModelFolderError for a folder that cannot be served, ServerStartError for a port in use, a server that dies at its
+        start or one that is not healthy in time; nothing is left running then.
+        """
+        if self._child is not None:
+            raise RuntimeError("this server was started already; stop() it first")
+        check_model_folder(self.model_folder)
+        start = time.monotonic()
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            self.port = self._choose_port()
+            self._child = ChildProcess(self._command(), self.log_path, env=self._environment())
+            try:
+                self._child.start()
+                self._wait_until_healthy(start + self.start_timeout)
+            except ServerStartError:
+                lost_port = "address already in use" in self._child.log_tail(200).lower()
+                self.stop()
+                if self._port_is_given or not lost_port or attempt == _PORT_ATTEMPTS:
+                    raise
+                logger.warning("port %d was taken while the server started; trying another one", self.port)
+                self.port = None
+            except BaseException:
+                self.stop()
+                raise
+            else:
+                break
+        self.start_seconds = time.monotonic() - start
+        logger.info("vLLM serves %s at %s after %.1f s", self.model_folder, self.base_url, self.start_seconds)
+        return self
+
+    def stop(self) -> None:
+        """Ends the server and everything that it started; returns when all are gone. Harmless when it does not run."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.stop(timeout=_STOP_SECONDS)
+
+    def restart(self, model_folder: str | os.PathLike[str] | None = None) -> None:
+        """Stops the server and starts it again, with another model folder if one is given. Port and key stay the same."""
+        self.stop()
+        if model_folder is not None:
+            self.model_folder = model_folder
+        self.start()
+
+    def check(self) -> None:
+        """Raises ServerDiedError, with the last log lines, when the process or its engine is gone."""
+        if self._child is None:
+            raise ServerDiedError("the server does not run: it was never started, or was stopped")
+        problem = None
+        try:
+            status, _ = self._http("GET", "/health", None, 10.0)
+            if status >= 500:
+                problem = f"the vLLM server's engine is dead (/health answers {status})"
+        except ConnectionError:
+            problem = "the vLLM server no longer listens"
+            with contextlib.suppress(TimeoutError):
+                self._child.wait(timeout=3.0)  # it is about to end: its exit code says more
+        except OSError:  # slow, perhaps busy: that alone is not death
+            logger.debug("the vLLM server did not answer /health within 10 s")
+        returncode = self._child.poll()
+        if returncode is not None:
+            problem = f"the vLLM server {_ending(returncode)}"
+        if problem is not None:
+            raise ServerDiedError(f"{problem}; {self._last_lines()}")
+
+    def __enter__(self) -> "VLLMServer":
+        return self if self._child is not None else self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    # Talking to it
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI clients: http://127.0.0.1:PORT/v1."""
+        return f"http://{HOST}:{self.port}/v1"
+
+    def client(self, **options: Any) -> "AsyncOpenAI":
+        """An OpenAI client for this server; `options` go to AsyncOpenAI (by default an hour's timeout and no proxy)."""
+        import openai
+
+        options.setdefault("timeout", 3600.0)
+        if "http_client" not in options:
+            # openai 3 has moved to httpx2, whose connection pool is the better one.
+            kind = getattr(openai, "DefaultAsyncHttpx2Client", None) or openai.DefaultAsyncHttpxClient
+            options["http_client"] = kind(trust_env=False, timeout=options["timeout"])
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+
+    def request(self, method: str, path: str, body: Any = None, timeout: float = 300.0) -> Any:
+        """One request with the key to `path` ("/v1/models"); returns the JSON answer, or text where the answer is none.
+
+        Raises ServerDiedError when the process is gone, ServerError for any other answer than success.
+        """
+        if self._child is None:
+            self.check()
+        try:
+            status, text = self._http(method, path, body, timeout)
+        except OSError as error:
+            self.check()
+            raise ServerError(f"{method} {path}: the server at {self.base_url} did not answer: {error}") from error
+        if status != 200:
+            self.check()
+            raise ServerError(f"{method} {path}: the server answered {status}: {text[:2000]}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def cache_config(self) -> dict[str, str]:
+        """vLLM's own description of its KV cache, from /metrics: block_size, num_gpu_blocks (of any device) and more, as text."""
+        text = self.request("GET", "/metrics")
+        match = re.search(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
+        if match is None:
+            raise ServerError("GET /metrics: no vllm:cache_config_info; vLLM's --disable-log-stats must not be set")
+        return dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[1]))
+
+    def kv_capacity_tokens(self) -> int:
+        """How many tokens fit into the KV cache."""
+        config = self.cache_config()
+        return int(config["num_gpu_blocks"]) * int(config["block_size"])
+
+    # How it is started
+
+    def _command(self) -> list[str]:
+        arguments: dict[str, Any] = {
+            "model": os.fspath(self.model_folder),
+            "served-model-name": self.served_model_name,
+            "host": HOST,
+            "port": self.port,
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "generation-config": "vllm",
+            "logprobs-mode": "processed_logprobs",
+            "disable-uvicorn-access-log": True,
+            "enable-prompt-tokens-details": True,
+        }
+        if self.max_model_len is not None:
+            arguments["max-model-len"] = self.max_model_len
+        if is_cpu_build():
+            arguments["enforce-eager"] = True
+        arguments.update(self.extra_args)
+        middleware = arguments.pop("middleware", None) or []
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in arguments.items():
+            command += _flag(name, value)
+        # Added last, so that it is the outermost: no other middleware sees a request without the key.
+        for name in [*([middleware] if isinstance(middleware, str) else middleware), "ttrl.server.auth.RequireKey"]:
+            command += ["--middleware", name]
+        return command
+
+    def _environment(self) -> dict[str, str]:
+        defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        given = {**os.environ, **self.env}
+        if is_cpu_build():
+            if self.extra_args.get("kv-cache-memory-bytes") is None:  # the variable would win over it
+                free = psutil.virtual_memory().available // _GIB
+                defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, min(4, free // 8)))
+            own_binding = given.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
+            if not own_binding and all(self.extra_args.get(name) in (None, 1) for name in _PARALLEL_ARGUMENTS):
+                defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(max(1, _usable_cores() - 1))}
+        return {**defaults, **given, "VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key}
+
+    def _choose_port(self) -> int:
+        """The given port, the one from before, or a free one. Raises ServerStartError when the given one is in use."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+            try:
+                probe.bind((HOST, self.port or 0))
+            except OSError as error:
+                if self._port_is_given:
+                    message = (
+                        f"cannot serve at {HOST}:{self.port}: {error.strerror}; give another port, or none to get a free one"
+                    )
+                    raise ServerStartError(message) from error
+                probe.bind((HOST, 0))
+            return probe.getsockname()[1]
+
+    def _wait_until_healthy(self, deadline: float) -> None:
+        assert self._child is not None
+        state = "it never answered"
+        while True:
+            returncode = self._child.poll()
+            if returncode is not None:
+                raise ServerStartError(f"the vLLM server {_ending(returncode)} while it started; {self._last_lines()}")
+            state = self._state() or state
+            if state == "ready":
+                return
+            if time.monotonic() > deadline:
+                self._child.stop(timeout=_STOP_SECONDS)
+                raise ServerStartError(
+                    f"the vLLM server was not healthy after {self.start_timeout:g} s ({state}); a large model may need a longer "
+                    f"start_timeout; {self._last_lines()}"
+                )
+            time.sleep(0.1)
+
+    def _state(self) -> str | None:
+        """What is wrong with its answers, "ready" when nothing is, None while there are none. Nobody else is taken for ours."""
+        try:
+            if self._http("GET", "/health", None, 10.0)[0] != 200:
+                return "/health does not answer 200"
+            if self._http("GET", "/v1/models", None, 10.0)[0] != 200:
+                return "another server, which does not know our key, answers at its port"
+            if self._http("GET", "/version", None, 10.0, with_key=False)[0] != 401:
+                return "it answers without a key"
+        except OSError:
+            return None
+        return "ready"
+
+    def _http(self, method: str, path: str, body: Any, timeout: float, *, with_key: bool = True) -> tuple[int, str]:
+        headers = {"Content-Type": "application/json"}
+        if with_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://{HOST}:{self.port}{path}", data=data, headers=headers, method=method)
+        try:
+            with self._opener.open(request, timeout=timeout) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode(errors="replace")
+        except urllib.error.URLError as error:
+            raise error.reason if isinstance(error.reason, OSError) else error from None
+
+    def _last_lines(self) -> str:
+        """For error messages. vLLM's last lines often point to a "root cause above": that line is shown, too."""
+        assert self._child is not None
+        everything = self._child.log_tail(2000).splitlines()
+        last = everything[-30:]
+        cause = next((line for line in everything if _ERROR_LINE.search(line)), None)
+        first = f"first error in its log:\n  {cause}\n" if cause is not None and cause not in last else ""
+        text = "\n".join("  " + line for line in last) if last else "  (nothing)"
+        return f"{first}the last lines of its log {self.log_path}:\n{text}"
+
+
+def is_cpu_build() -> bool:
+    """True where the installed vLLM is built for CPUs. Reads package metadata: importing vLLM takes seconds, and loads torch."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        return package == "vllm-cpu" or "+cpu" in version
+    return False
+
+
+def _usable_cores() -> int:
+    """Physical cores that this process may run on."""
+    physical = psutil.cpu_count(logical=False) or 1
+    return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """{"max_num_seqs": 8} → ["--max-num-seqs", "8"], as described in VLLMServer."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, Mapping):
+        return [f"--{name}", json.dumps(dict(value))]
+    if isinstance(value, list | tuple):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", str(value)]
+
+
+def _ending(returncode: int) -> str:
+    return f"was ended by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"

@@ -1,0 +1,189 @@
+"""Letter counting: "How many r are in strawberry?" → 3. Easy to say, easy to grade, hard for a model that reads in tokens.
+
+Every count from 0 to 3 is asked equally often: most letters of most words occur once, and a model would learn to say 1.
+Words are generated (see words.py) and held out by a hash of the word: no word of the validation split is ever in a training task.
+"""
+
+import bisect
+import functools
+import itertools
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.task import Task
+from ttrl.tasks.words import get_words, in_validation
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MOST = 3
+"""The largest count that is asked for."""
+
+# ASCII digits alone: \d also matches digits of other scripts. No part can match what its neighbour matches: linear time.
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class LetterCountingGrader:
+    """1.0 if the last number of the reply is the count, else `partial_credit` / (1 + distance), and 0 without a number."""
+
+    expected: int
+    partial_credit: float = 0.0
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"exact": 0 or 1})."""
+        answer = last_number(choice.message.content or "")
+        if answer == self.expected:
+            return 1.0, {"exact": 1.0}
+        reward = 0.0 if answer is None else self.partial_credit / (1.0 + abs(answer - self.expected))
+        return reward, {"exact": 0.0}
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, written in digits: 3 in "There are 3.", 3.5 in "3.5"; None without one."""
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match
+    if last is None:
+        return None
+    digits = last.group()
+    return float(digits) if len(digits) <= 300 else math.inf  # as good as infinite, and float() of long texts is slow
+
+
+def get_letter_counting_tasks(
+    split: Literal["train", "validation"] = "train",
+    n: int = 32,
+    seed: int = 0,
+    *,
+    min_length: int = 3,
+    max_length: int = 12,
+    length_exponent: float = 0.0,
+    partial_credit: float = 0.0,
+) -> list[Task]:
+    """`n` questions about words of min_length to max_length letters, the counts 0 to 3 equally often; in validation, where no
+    question comes twice, as far as there are enough of each.
+
+    train: within a count, with probabilities in proportion to (letters of the word) ** length_exponent; the seed decides.
+    validation: the same for every seed, no two alike; more of them begin with the same ones.
+    partial_credit: the reward of a wrong number is at most half of it; 0 <= partial_credit <= 1.
+
+    Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there are.
+    """
+    if not 0.0 <= partial_credit <= 1.0:
+        raise TaskError(f"partial_credit is {partial_credit}; give a number from 0 to 1")
+    if split == "train":
+        questions = _draw(
+            random.Random(f"letter counting, train, {seed}"), n, False, min_length, max_length, length_exponent=length_exponent
+        )
+    elif split == "validation":
+        questions = _validation_questions(n, min_length, max_length)
+    else:
+        raise TaskError(f"split is {split!r}; letter_counting has 'train' and 'validation'")
+    return [
+        Task(
+            messages=[_question(word, letter)],
+            grader=LetterCountingGrader(word.count(letter), partial_credit),
+            id=f"letter-counting/{word}/{letter}",
+        )
+        for word, letter in questions
+    ]
+
+
+def spelled_count(word: str, letter: str) -> str:
+    """The answer of one who counts aloud while spelling: ("strawberry", "r") → "str1awber2r3y: 3"."""
+    counter = itertools.count(1)
+    return "".join(f"{x}{next(counter)}" if x == letter else x for x in word) + f": {word.count(letter)}"
+
+
+def letter_counting_examples(
+    n: int,
+    seed: int = 0,
+    *,
+    min_length: int = 3,
+    max_length: int = 12,
+    spelled: bool = False,
+    count_weights: Sequence[float] = (1.0,) * (MOST + 1),
+) -> list[dict[str, Any]]:
+    """`n` answered training questions for a supervised warm start: {"messages": [user, assistant]}; never a validation word.
+
+    The answer is the number alone, or where `spelled` what `spelled_count` says, which is much easier to learn: aloud, a model
+    copies letters and remembers one number. `count_weights`: how often counts 0, 1, 2, 3 are asked, in proportion to each other.
+    """
+    questions = _draw(
+        random.Random(f"letter counting, examples, {seed}"), n, False, min_length, max_length, count_weights=count_weights
+    )
+    answer = spelled_count if spelled else str.count
+    return [
+        {"messages": [_question(word, letter), {"role": "assistant", "content": str(answer(word, letter))}]}
+        for word, letter in questions
+    ]
+
+
+def _question(word: str, letter: str) -> dict[str, Any]:
+    return {"role": "user", "content": f"How many {letter} are in {word}?"}
+
+
+@functools.cache
+def _pool(held_out: bool, min_length: int, max_length: int) -> list[list[tuple[str, str]]]:
+    """For each count that occurs, all (word, letter) of one split; every letter of the alphabet that a word lacks has count 0."""
+    pool: list[list[tuple[str, str]]] = [[] for _ in range(MOST + 1)]
+    for word in get_words(min_length, max_length):
+        if in_validation("letter counting " + word) == held_out:
+            for letter in LETTERS:
+                count = word.count(letter)
+                if count <= MOST:
+                    pool[count].append((word, letter))
+    return [pairs for pairs in pool if pairs]
+
+
+@functools.cache
+def _cumulative_weights(held_out: bool, min_length: int, max_length: int, length_exponent: float) -> list[list[float]]:
+    """For each count of the pool, the running sum of its questions' weights."""
+    return [
+        list(itertools.accumulate(float(len(word)) ** length_exponent for word, _ in pairs))
+        for pairs in _pool(held_out, min_length, max_length)
+    ]
+
+
+def _draw(
+    rng: random.Random,
+    n: int,
+    held_out: bool,
+    min_length: int,
+    max_length: int,
+    *,
+    length_exponent: float = 0.0,
+    count_weights: Sequence[float] = (1.0,) * (MOST + 1),
+) -> list[tuple[str, str]]:
+    if not isinstance(n, int) or n < 1:
+        raise TaskError(f"n is {n!r}; ask for at least one")
+    if len(count_weights) != MOST + 1 or min(count_weights) < 0 or count_weights[0] <= 0:
+        raise TaskError(f"count_weights is {count_weights!r}; give {MOST + 1} numbers, none below 0 and the first above it")
+    pool = _pool(held_out, min_length, max_length)
+    weights = _cumulative_weights(held_out, min_length, max_length, length_exponent)
+    counts = list(itertools.accumulate(count_weights[: len(pool)]))
+    questions = []
+    for _ in range(n):
+        count = _pick_weighted(rng, counts)
+        questions.append(pool[count][_pick_weighted(rng, weights[count])])
+    return questions
+
+
+def _pick_weighted(rng: random.Random, cumulative: Sequence[float]) -> int:
+    """An index, with probabilities in proportion to the steps of `cumulative`."""
+    place = bisect.bisect_right(cumulative, rng.random() * cumulative[-1])
+    return min(place, len(cumulative) - 1)  # a product that was rounded up to the sum itself would be past the end
+
+
+def _validation_questions(n: int, min_length: int, max_length: int) -> list[tuple[str, str]]:
+    rng = random.Random(f"letter counting, validation, {min_length}, {max_length}")
+    questions = dict.fromkeys(_draw(rng, n * 20 if n > 0 else n, True, min_length, max_length))  # enough to leave n distinct ones
+    if len(questions) < n:
+        raise TaskError(f"{n} validation questions: there are words for {len(questions)}; ask for fewer or for longer words")
+    return list(questions)[:n]

@@ -1,0 +1,134 @@
+"""Sorting letters: `sort: dcba` → `abcd`. The smallest task with a slope: every letter in its place earns something.
+
+Held out are whole sets of letters, by a hash of the sorted letters: no training word, whatever its seed, has the same answer as a
+validation word, let alone the same letters in the same order.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.task import Task
+from ttrl.tasks.words import in_validation, pick
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LONGEST = 64
+
+
+def sort_letters(word: str) -> str:
+    """The right answer."""
+    return "".join(sorted(word))
+
+
+@dataclass(frozen=True)
+class SortLettersGrader:
+    """1.0 for exactly the sorted letters (spaces around them are forgiven), else half the share of right places.
+
+    The share is of the longer of answer and expected answer, so that neither a short nor a long answer pays.
+    """
+
+    expected: str
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"exact": 0 or 1})."""
+        answer = (choice.message.content or "").strip()
+        if answer == self.expected:
+            return 1.0, {"exact": 1.0}
+        right = sum(given == wanted for given, wanted in zip(answer, self.expected))  # the shorter one ends it
+        return 0.5 * right / max(len(answer), len(self.expected)), {"exact": 0.0}
+
+
+def get_sort_letters_tasks(
+    split: Literal["train", "validation"] = "train",
+    n: int = 32,
+    seed: int = 0,
+    *,
+    min_length: int = 3,
+    max_length: int = 8,
+    length_exponent: float = 0.0,
+    distinct: bool = True,
+) -> list[Task]:
+    """`n` tasks of random lower-case letters, no letter twice in a word unless `distinct` is False, which is much harder to
+    learn.
+
+    train: lengths from min_length to max_length, with probabilities in proportion to length ** length_exponent; the seed decides.
+    validation: max_length letters each, the same for every seed, no two alike; more of them begin with the same ones.
+
+    Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there are.
+    """
+    _check(n, min_length, max_length, distinct)
+    if split == "train":
+        rng = random.Random(f"sort letters, train, {seed}")
+        words = _train_words(rng, n, min_length, max_length, length_exponent, distinct)
+    elif split == "validation":
+        words = _validation_words(n, max_length, distinct)
+    else:
+        raise TaskError(f"split is {split!r}; sort_letters has 'train' and 'validation'")
+    return [
+        Task(messages=[_question(word)], grader=SortLettersGrader(sort_letters(word)), id=f"sort-letters/{word}")
+        for word in words
+    ]
+
+
+def sort_letters_examples(
+    n: int, seed: int = 0, *, min_length: int = 3, max_length: int = 8, distinct: bool = True
+) -> list[dict[str, Any]]:
+    """`n` solved training words for a supervised warm start: {"messages": [user, assistant]}; never a validation word."""
+    _check(n, min_length, max_length, distinct)
+    words = _train_words(random.Random(f"sort letters, examples, {seed}"), n, min_length, max_length, 0.0, distinct)
+    return [{"messages": [_question(word), {"role": "assistant", "content": sort_letters(word)}]} for word in words]
+
+
+def _question(word: str) -> dict[str, Any]:
+    return {"role": "user", "content": f"sort: {word}"}
+
+
+def _check(n: int, min_length: int, max_length: int, distinct: bool) -> None:
+    if not isinstance(n, int) or n < 1:
+        raise TaskError(f"n is {n!r}; ask for at least one")
+    longest = len(LETTERS) if distinct else LONGEST
+    if not 1 <= min_length <= max_length <= longest:
+        raise TaskError(f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length <= {longest}")
+
+
+def _is_held_out(word: str) -> bool:
+    return in_validation("sort letters " + sort_letters(word))
+
+
+def _random_word(rng: random.Random, length: int, distinct: bool) -> str:
+    letters = list(LETTERS)
+    chosen = []
+    for _ in range(length):
+        chosen.append(pick(rng, letters))
+        if distinct:
+            letters.remove(chosen[-1])
+    return "".join(chosen)
+
+
+def _train_words(
+    rng: random.Random, n: int, min_length: int, max_length: int, length_exponent: float, distinct: bool
+) -> list[str]:
+    lengths = range(min_length, max_length + 1)
+    weights = [length**length_exponent for length in lengths]
+    words: list[str] = []
+    while len(words) < n:
+        word = _random_word(rng, rng.choices(lengths, weights)[0], distinct)
+        if not _is_held_out(word):
+            words.append(word)
+    return words
+
+
+def _validation_words(n: int, length: int, distinct: bool) -> list[str]:
+    rng = random.Random(f"sort letters, validation, {length}")
+    words: dict[str, None] = {}
+    for _ in range(100 * n + 1000):  # one word in ten is held out, so only words of a few letters run out
+        word = _random_word(rng, length, distinct)
+        if _is_held_out(word):
+            words[word] = None
+            if len(words) == n:
+                return list(words)
+    raise TaskError(f"{n} validation tasks of {length} letters: found {len(words)}; ask for fewer or for longer words")

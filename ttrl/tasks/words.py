@@ -1,0 +1,77 @@
+"""Words that look English, made from syllables: thousands without a word list from elsewhere, the same everywhere for ever.
+
+Only `random()` is drawn from, the one method of Python's generator whose sequence is promised not to change between versions.
+"""
+
+import functools
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ttrl.errors import UserError
+
+T = TypeVar("T")
+
+SHORTEST, LONGEST = 3, 14
+WORDS_PER_LENGTH = 1000
+"""As many as there are of each length; of three letters there are fewer."""
+
+# Repeats are weights. Codas are few and soft, which keeps the words readable and polite.
+_ONSETS = """b b d d f f g h j k l l m m n p p r r s s t t t v w y z
+    bl br ch cl cr dr fl fr gl gr pl pr sm sn sp st str th tr""".split()  # noqa: SIM905 - a table, not forty string literals
+_NUCLEI = "a a a e e e e i i i o o o u u ai ea ee ie oa oo ou".split()  # noqa: SIM905
+_CODAS = "l l m n n n r r r s sh nd ng nt ll rm rt rry sk st th mp".split()  # noqa: SIM905
+
+
+def pick(rng: random.Random, items: Sequence[T]) -> T:
+    """A uniform choice that is the same in every version of Python (`random.choice` is not promised to be)."""
+    return items[int(rng.random() * len(items))]
+
+
+def in_validation(text: str, one_in: int = 10) -> bool:
+    """True for one text in `one_in`, by a hash of the text alone: a split that no seed can blur."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % one_in == 0
+
+
+def get_words(min_length: int = SHORTEST, max_length: int = LONGEST) -> list[str]:
+    """All words of min_length to max_length letters, in a fixed order: about 1000 of each length from 3 to 14.
+
+    Lower case a–z, no word twice. Raises UserError where there are none.
+    """
+    if not SHORTEST <= min_length <= max_length <= LONGEST:
+        raise UserError(
+            f"words of {min_length} to {max_length} letters: there are words of {SHORTEST} to {LONGEST} letters; "
+            "min_length comes first"
+        )
+    return [word for word in _all_words() if min_length <= len(word) <= max_length]
+
+
+@functools.cache
+def _all_words() -> tuple[str, ...]:
+    rng = random.Random("ttrl words 1")
+    words: dict[str, None] = {}
+    left = dict.fromkeys(range(SHORTEST, LONGEST + 1), WORDS_PER_LENGTH)
+    for _ in range(200_000):  # far more than are needed; short words run out before
+        word = _word(rng)
+        if left.get(len(word), 0) > 0 and word not in words:
+            words[word] = None
+            left[len(word)] -= 1
+            if not any(left.values()):
+                break
+    return tuple(words)
+
+
+def _word(rng: random.Random) -> str:
+    """One to five syllables; a coda after the last one mostly, seldom before."""
+    syllables = 1 + int(rng.random() * 5)
+    parts = [] if rng.random() < 0.15 else [pick(rng, _ONSETS)]
+    for number in range(syllables):
+        parts.append(pick(rng, _NUCLEI))
+        if number < syllables - 1:
+            if rng.random() < 0.2:
+                parts.append(pick(rng, ("l", "m", "n", "r", "s")))
+            parts.append(pick(rng, _ONSETS))
+    if rng.random() < 0.75:
+        parts.append(pick(rng, _CODAS))
+    return "".join(parts)

@@ -1,0 +1,51 @@
+"""What a training step tells about itself: sums over microbatches and ranks, and how far sampler and trainer are apart.
+
+Shapes: N trained positions of a microbatch.
+"""
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from ttrl.training.distributed import Ranks
+
+
+class Sums:
+    """Named sums over microbatches, added up over the ranks at the end, in float64."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, Tensor | float] = defaultdict(float)
+
+    def add(self, **values: Tensor | float) -> None:
+        """Adds values: tensors (detached and summed), or numbers."""
+        for name, value in values.items():
+            self._sums[name] += value.detach().double().sum() if isinstance(value, Tensor) else value
+
+    def over_ranks(self, ranks: Ranks) -> dict[str, float]:
+        """The totals over all ranks, on every rank; a collective. All ranks must have added the same names."""
+        names = sorted(self._sums)
+        values = torch.tensor([float(self._sums[name]) for name in names], dtype=torch.float64, device=ranks.device)
+        return dict(zip(names, ranks.sum(values).tolist(), strict=True))
+
+
+def sampler_against_trainer(logprobs_N: Tensor, sampler_logprobs_N: Tensor) -> dict[str, float | int]:
+    """How far the trainer's log-probabilities of the sampled tokens are from the sampler's, before anything was trained.
+
+    Returns the mean and the 99.9th percentile of |difference| in nats, the effective sample size (Σw)²/Σw² of the weights
+    w = π_trainer/π_sampler as a share of the tokens, and how many tokens were compared and how many had no sampler logprob.
+    """
+    known = ~torch.isnan(sampler_logprobs_N)
+    difference = logprobs_N[known].double() - sampler_logprobs_N[known].double()
+    result: dict[str, float | int] = {"tokens": int(known.sum()), "unknown": int((~known).sum())}
+    if not len(difference):
+        return result
+    w = torch.exp(difference - difference.max())  # the scale cancels in the ratio
+    rank = math.ceil(0.999 * len(difference)) - 1
+    return result | {
+        "mean": float(difference.abs().mean()),
+        "p999": float(difference.abs().sort().values[rank]),
+        "max": float(difference.abs().max()),
+        "ess": float(w.sum() ** 2 / (w**2).sum() / len(w)),
+    }
