@@ -11,18 +11,27 @@ import pytest
 import ttrl
 
 PUBLIC = [
+    "Cache",
     "Grade",
+    "InferenceEarlyStop",
     "PackedTensors",
+    "Prices",
     "Sample",
+    "SamplingCancelled",
     "Task",
     "TaskResult",
     "TaskResultTokenizer",
     "TaskResults",
+    "TokenBudget",
     "TokenizedResult",
     "TrainConfig",
+    "consume_chat_completion_stream",
+    "get_chat_completion",
     "get_task_results",
+    "iter_task_results",
     "packed_tensors_from_tokenized_results",
     "plot_packed_tensors",
+    "replay",
     "train",
     "tune",
 ]
@@ -55,6 +64,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_names_survive_an_import_of_the_module_of_the_same_name() -> None:
     """ttrl.loop.tune and ttrl.loop.train are modules; ttrl.tune and ttrl.train must stay the functions."""
-    script = "import ttrl, ttrl.loop.tune, ttrl.loop.train; assert callable(ttrl.tune) and callable(ttrl.train)"
+    script = (
+        "import ttrl, ttrl.loop.tune, ttrl.loop.train, ttrl.loop.replay\n"
+        "assert all(map(callable, [ttrl.tune, ttrl.train, ttrl.replay]))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

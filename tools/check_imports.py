@@ -50,7 +50,7 @@ HOUSE = {
     "configs": _room(),
     "tasks": _room("records"),
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).
-    "rollouts": _room("tasks records", "openai obstore tqdm aiohttp httpx msgspec numpy"),
+    "rollouts": _room("tasks records process_guard", "openai obstore tqdm aiohttp httpx msgspec cloudpickle numpy"),
     "server": _room("records", "openai psutil httpx"),
     "data": _room("records", "torch transformers tokenizers safetensors numpy jinja2 matplotlib"),
     "costs": _room("records"),

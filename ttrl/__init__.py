@@ -15,13 +15,22 @@ _HOME = {
     "TaskResult": "ttrl.records",
     "TokenizedResult": "ttrl.records",
     "get_task_results": "ttrl.rollouts.task_results",
+    "iter_task_results": "ttrl.rollouts.task_results",
     "TaskResults": "ttrl.rollouts.task_results",
+    "SamplingCancelled": "ttrl.rollouts.task_results",
+    "TokenBudget": "ttrl.rollouts.partial",
+    "Prices": "ttrl.rollouts.progress",
+    "InferenceEarlyStop": "ttrl.rollouts.early_stop",
+    "Cache": "ttrl.rollouts.cache",
+    "get_chat_completion": "ttrl.rollouts.single",
+    "consume_chat_completion_stream": "ttrl.rollouts.stream",
     "TaskResultTokenizer": "ttrl.data.tokenization",
     "PackedTensors": "ttrl.data.packing",
     "packed_tensors_from_tokenized_results": "ttrl.data.packing",
     "plot_packed_tensors": "ttrl.data.plot",
     "tune": "ttrl.loop.tune",
     "train": "ttrl.loop.train",
+    "replay": "ttrl.loop.replay",
     "TrainConfig": "ttrl.loop.config",
 }
 
@@ -32,10 +41,17 @@ if TYPE_CHECKING:
     from ttrl.data.plot import plot_packed_tensors
     from ttrl.data.tokenization import TaskResultTokenizer
     from ttrl.loop.config import TrainConfig
+    from ttrl.loop.replay import replay
     from ttrl.loop.train import train
     from ttrl.loop.tune import tune
     from ttrl.records import Sample, TaskResult, TokenizedResult
-    from ttrl.rollouts.task_results import TaskResults, get_task_results
+    from ttrl.rollouts.cache import Cache
+    from ttrl.rollouts.early_stop import InferenceEarlyStop
+    from ttrl.rollouts.partial import TokenBudget
+    from ttrl.rollouts.progress import Prices
+    from ttrl.rollouts.single import get_chat_completion
+    from ttrl.rollouts.stream import consume_chat_completion_stream
+    from ttrl.rollouts.task_results import SamplingCancelled, TaskResults, get_task_results, iter_task_results
     from ttrl.tasks.task import Grade, Task
 
 

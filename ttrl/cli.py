@@ -8,12 +8,14 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from ttrl import __version__
-from ttrl.errors import TtrlError
+from ttrl.errors import TtrlError, UserError
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -32,6 +34,86 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    from ttrl.loop.replay import replay
+
+    names = ("grader", "tasks", "iterations", "output", "again", "skip_missing", "isolated", "grader_timeout")
+    names += ("train", "from_checkpoints")
+    replay(arguments.run, **{name: getattr(arguments, name) for name in names})
+    return 0
+
+
+def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, such as runs/sort_letters")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--grader", metavar="MODULE:NAME", help="grader(choice) or grader(choice, sample); also FILE.py:NAME")
+    how.add_argument("--tasks", metavar="MODULE:NAME", help="a list of tasks with graders, or a function that returns one")
+    parser.add_argument("--iterations", metavar="3-5,8", help="which ones; without it, all")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="instead of RUN/replays/NAME")
+    parser.add_argument("--again", action="store_true", help="grade anew what was graded before in that folder")
+    parser.add_argument("--skip-missing", action="store_true", help="with --tasks: leave out rollouts that have no task")
+    parser.add_argument("--isolated", action="store_true", help="run graders in processes that can be ended")
+    parser.add_argument("--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)")
+    parser.add_argument("--train", action="store_true", help="train again on the new grades")
+    parser.add_argument(
+        "--from-checkpoints", action="store_true", help="with --train: start each iteration from the run's own checkpoint"
+    )
+    parser.set_defaults(run_command=_replay)
+
+
+def _cache_stats(arguments: argparse.Namespace) -> int:
+    from ttrl.rollouts import cache_tools
+
+    print(cache_tools.stats(arguments.url).as_table())
+    return 0
+
+
+def _cache_export(arguments: argparse.Namespace) -> int:
+    from ttrl.rollouts import cache_tools
+
+    print(f"{cache_tools.export(arguments.url, arguments.file):,} samples in {arguments.file}")
+    return 0
+
+
+def _cache_prune(arguments: argparse.Namespace) -> int:
+    from ttrl.rollouts import cache_tools
+
+    older_than = None if arguments.older_than is None else _duration(arguments.older_than)
+    print(cache_tools.prune(arguments.url, older_than=older_than, damaged_only=arguments.damaged, dry_run=arguments.dry_run))
+    return 0
+
+
+def _duration(text: str) -> timedelta:
+    """30d, 12h, 45m, 90s or 2w."""
+    units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+    if (match := re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())) is None:
+        raise UserError(f"{text!r} is no length of time; give a number and s, m, h, d or w, such as 30d")
+    return timedelta(**{units[match[2]]: int(match[1])})
+
+
+def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    url_help = "a folder, or s3://bucket/folder, gs://..., az://..."
+
+    stats = commands.add_parser("stats", help="say what lies in a cache")
+    stats.add_argument("url", metavar="URL", help=url_help)
+    stats.set_defaults(run_command=_cache_stats)
+
+    export = commands.add_parser("export", help="write every sample of a cache as a line of JSON")
+    export.add_argument("url", metavar="URL", help=url_help)
+    export.add_argument("file", type=Path, metavar="FILE.jsonl", help="the file to write; replaced if it exists")
+    export.set_defaults(run_command=_cache_export)
+
+    prune = commands.add_parser("prune", help="remove samples from a cache")
+    prune.add_argument("url", metavar="URL", help=url_help)
+    which = prune.add_mutually_exclusive_group(required=True)
+    which.add_argument("--older-than", metavar="TIME", help="those that were stored longer ago than this: 30d, 12h, 2w")
+    which.add_argument("--damaged", action="store_true", help="those that cannot be read")
+    which.add_argument("--all", action="store_true", help="all of them")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    prune.set_defaults(run_command=_cache_prune)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The subcommands that exist, and nothing else."""
     parser = argparse.ArgumentParser(
@@ -46,6 +128,12 @@ def make_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write a run's report.html again and print where it is")
     report.add_argument("run", type=Path, metavar="RUN", help="a run folder, such as runs/sort_letters")
     report.set_defaults(run_command=_report)
+
+    again = commands.add_parser("replay", help="grade a run's rollouts again with a changed grader, and train on the new grades")
+    _add_replay_arguments(again)
+
+    cache = commands.add_parser("cache", help="look into a cache of completions, export it, clear it")
+    _add_cache_commands(cache)
     return parser
 
 

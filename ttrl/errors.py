@@ -10,6 +10,7 @@ TtrlError
 │   └── RunFolderError          a run folder: locked by another run, made with another config, damaged
 ├── GraderError                 a grader raised, returned no number, or took too long; kept with its sample
 ├── ServerError (RuntimeError)  an inference server
+│   ├── RequestError            one request failed; says how, and whether another try may help
 │   ├── ServerStartError        it never became healthy; the message ends with its last log lines
 │   ├── ServerDiedError         it was healthy once and is gone
 │   └── WeightSyncError         it does not compute with the weights that it was given
@@ -17,6 +18,10 @@ TtrlError
 ├── DivergedError (ArithmeticError)  a gradient is not finite; the step was not taken
 └── StorageError (OSError)      a file could not be written completely (disk full, no permission); nothing was replaced
 """
+
+from typing import Literal
+
+RequestFailure = Literal["connection", "timeout", "stall", "status", "malformed"]
 
 
 class TtrlError(Exception):
@@ -62,6 +67,27 @@ class GraderError(TtrlError):
 
 class ServerError(TtrlError, RuntimeError):
     """An inference server failed."""
+
+
+class RequestError(ServerError):
+    """One request failed.
+
+    kind: "connection" (refused or broken off), "timeout" (no answer in time), "stall" (a stream that stopped in its middle),
+        "status" (the server answered with an error), "malformed" (its answer cannot be read).
+    status: the HTTP status; None where there was none.
+    retry_after: seconds that the server asks to wait; None where it does not say.
+    """
+
+    def __init__(
+        self, message: str, kind: RequestFailure, *, status: int | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.kind, self.status, self.retry_after = kind, status, retry_after
+
+    @property
+    def worth_retry(self) -> bool:
+        """False where the same request would be refused again: statuses below 500 other than 408 and 429."""
+        return self.kind != "status" or self.status is None or self.status in (408, 429) or self.status >= 500
 
 
 class ServerStartError(ServerError):

@@ -5,6 +5,7 @@ TaskResult       the samples of one task: a group
 TokenizedResult  a sample as one token sequence, ready to be packed
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -33,18 +34,24 @@ class Sample:
     logprobs: list[float] | None = None
     """Natural log-probabilities under the sampler, temperature and top-p/k included; NaN where unknown."""
     finish_reason: str | None = None
-    """"stop", "length", "tool_calls", … as the server said; "stopped_early" where ttrl ended the stream."""
+    """"stop", "length", "tool_calls", … as the server said; "stopped_early" where `on_chunk` ended the stream; "unfinished" where
+    a token budget ran out: such a sample has neither reward nor error, and is continued later."""
     reward: float | None = None
     """None where `error` says why there is none."""
     metrics: dict[str, float] = field(default_factory=dict)
     weights_version: int = -1
     """The iteration whose checkpoint sampled it (0: the starting model); -1 where unknown."""
+    token_versions: list[int] | None = None
+    """The weights version of every completion token, where a sample was continued under other weights; None: the same for all."""
+    cached: bool = False
+    """True where the completion came from the cache."""
     error: str | None = None
     """Why the sample or its grade failed: exception type, message and, for graders, the traceback."""
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary that `json` can write as it is: unknown logprobs become null."""
-        row = dataclasses.asdict(self)
+        """A dictionary that `json` can write as it is: unknown logprobs become null. It shares the messages with the sample."""
+        # Not dataclasses.asdict, which copies every token id by itself: that took longer than all else that is done to a sample.
+        row = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
         if self.logprobs is not None:
             row["logprobs"] = [_null_if_nan(logprob) for logprob in self.logprobs]
         return row
@@ -100,4 +107,6 @@ class TokenizedResult:
     reward: float
     advantage: float
     weights_version: int = -1
+    token_versions: list[int] | None = None
+    """As in Sample: one per completion token, from `prompt_length` on; None: all `weights_version`."""
     finish_reason: str | None = None

@@ -1,10 +1,10 @@
-"""Supervised examples: what is trained is the answer and its end-of-turn token, and a template that breaks that is an error."""
+"""Supervised examples: what is trained is what the assistant said, end-of-turn tokens included; a template that breaks that is an
+error. (The method itself: tests/data/chat.)"""
 
+import logging
 import math
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from ttrl.data.chat_templates import chat_tokens
 from ttrl.data.packing import packed_tensors_from_tokenized_results
@@ -33,10 +33,33 @@ def test_the_answer_and_its_end_of_turn_token_are_trained(tokenizer):
     assert packed.labels[packed.labels >= 0].tolist() == trained
 
 
-def test_an_earlier_turn_of_the_assistant_is_not_trained(tokenizer):
+def test_all_turns_of_the_assistant_are_trained_or_the_last_alone(tokenizer):
     messages = [*MESSAGES, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "ok"}]
     result = chat_tokens(tokenizer, messages)
-    assert tokenizer.decode([t for t, m in zip(result.token_ids, result.assistant_mask) if m]) == "ok<|im_end|>"
+    trained = [token for token, mask in zip(result.token_ids, result.assistant_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == "Ünd hi!<|im_end|>ok<|im_end|>"
+    packed = packed_tensors_from_tokenized_results([result], seq_len=256, pad_id=0)
+    assert packed.labels[packed.labels >= 0].tolist() == trained
+    last = chat_tokens(tokenizer, messages, turns="last")
+    assert tokenizer.decode(last.token_ids[last.prompt_length :]) == "ok<|im_end|>" and last.token_ids == result.token_ids
+    assert sum(last.assistant_mask) == len(last.token_ids) - last.prompt_length
+
+
+def test_turns_that_are_not_trained_are_told_once(tokenizer, caplog, monkeypatch):
+    monkeypatch.setattr("ttrl.data.chat_templates._told", set())
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content']",
+        "(message['content'] if loop.last or message['role'] != 'assistant' else message['content'] | upper)",
+    )
+    messages = [*MESSAGES, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "ok"}]
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            result = chat_tokens(tokenizer, messages, f"train.jsonl, line {number}")
+    assert tokenizer.decode([t for t, m in zip(result.token_ids, result.assistant_mask, strict=True) if m]) == "ok<|im_end|>"
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and told[0].startswith(
+        "train.jsonl, line 0, message 2 is not trained (told once): the template renders"
+    )
 
 
 def test_an_empty_answer_trains_the_end_of_turn_alone(tokenizer):
@@ -53,10 +76,10 @@ def test_no_template(tokenizer):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("{%- if add_generation_prompt -%}", "{%- if false -%}", "changes the answer 'Ünd hi!' to '<|im_start|>"),
-        ("message['content']", "message['content'] | upper", "changes the answer 'Ünd hi!'"),
-        ("message['content']", "message['content'] | replace('Ünd ', '')", "changes the answer"),
-        ("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>'", "does not begin so"),
+        ("{%- if add_generation_prompt -%}", "{%- if false -%}", "ignores add_generation_prompt"),
+        ("message['content']", "message['content'] | upper", "changes what it says to 'ÜND HI!|leaves out its text: 'ÜND HI!"),
+        ("message['content']", "message['content'] | replace('Ünd ', '')", "changes what it says"),
+        ("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>'", "the answered conversation goes on with"),
         ("'<|im_end|>'", "''", "end-of-turn token"),
         ("{%- for message in messages -%}", "{{ raise_exception('no system here') }}{%- for message in messages -%}", "refuses"),
     ],
@@ -71,35 +94,11 @@ def test_templates_that_would_give_a_wrong_mask_are_errors(tokenizer, old, new, 
 def test_an_empty_answer_needs_a_generation_prompt(tokenizer):
     """Otherwise the header that the template puts before every answer would be taken for the end of the turn."""
     tokenizer.chat_template = tokenizer.chat_template.replace("{%- if add_generation_prompt -%}", "{%- if false -%}")
-    with pytest.raises(TokenizationError, match="nothing marks it"):
+    with pytest.raises(TokenizationError, match="ignores add_generation_prompt"):
         chat_tokens(tokenizer, [*MESSAGES[:-1], {"role": "assistant", "content": ""}])
 
 
-@pytest.mark.parametrize("scheme", ["first", "always", "never"])
-def test_nothing_is_trained_that_the_template_did_not_render(scheme):
-    """Metaspace tokenizers may put a space in front of whatever they are given, also of an answer that is tokenized alone.
-
-    The template is of Mistral's kind: the answer follows the prompt without a header, whether or not one is asked for.
-    """
-    vocabulary = {piece: number for number, piece in enumerate(["<unk>", "<s>", "</s>", "▁", *"abcd[]/INST"])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    backend.add_special_tokens(["<s>", "</s>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = (
-        "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST]' + m['content'] + '[/INST]' }}"
-        "{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}"
-    )
-    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
-    result = chat_tokens(tokenizer, messages)
-    whole = tokenizer.apply_chat_template(messages, return_dict=False)
-    assert result.token_ids == whole
-    trained = [token for token, mask in zip(whole, result.assistant_mask, strict=True) if mask]
-    assert tokenizer.convert_ids_to_tokens(trained) == ["c", "d", "</s>"]
-
-
-@pytest.mark.parametrize("messages", [[], MESSAGES[:-1], [*MESSAGES[:-1], {"role": "assistant", "content": None}]])
+@pytest.mark.parametrize("messages", [[], MESSAGES[:-1]])
 def test_a_conversation_must_end_with_an_answer(tokenizer, messages):
-    with pytest.raises(TokenizationError, match="the last message must be the assistant's and have text"):
+    with pytest.raises(TokenizationError, match="example: the last message must be the assistant's"):
         chat_tokens(tokenizer, messages)

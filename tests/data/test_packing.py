@@ -49,7 +49,7 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
         seen = allowed[sample.row, own[-1]].nonzero().flatten().tolist()
         assert packed.input_pos[sample.row, seen].tolist() == list(range(len(seen)))
         ids = packed.tokens[sample.row, seen].tolist()
-        mask, logprobs, advantages, versions = [False], [math.nan], [], []
+        mask, logprobs, versions, advantages = [False], [math.nan], [-1], []
         for at in seen:  # what stands at a position speaks of the token after it
             label = packed.labels[sample.row, at].item()
             mask.append(packed.assistant_mask[sample.row, at].item())
@@ -57,12 +57,12 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
             assert mask[-1] == (label != -100)
             if mask[-1]:
                 advantages.append(packed.advantages[sample.row, at].item())
-                versions.append(packed.weights_version[sample.row, at].item())
+            versions.append(packed.weights_version[sample.row, at].item())
         for position, at in enumerate(seen[:-1]):
             label = packed.labels[sample.row, at].item()
             assert label in (-100, ids[position + 1])
         ids.append(packed.labels[sample.row, seen[-1]].item())
-        assert len(set(advantages)) == len(set(versions)) == 1
+        assert len(set(advantages)) == 1
         out.append(
             TokenizedResult(
                 task_id=sample.task_id,
@@ -74,7 +74,8 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
                 prompt_length=sample.prompt_length,
                 reward=sample.reward,
                 advantage=advantages[0],
-                weights_version=versions[0],
+                weights_version=versions[-1],
+                token_versions=versions[sample.prompt_length :],
                 finish_reason=sample.finish_reason,
             )
         )
@@ -92,8 +93,13 @@ def assert_same(got: TokenizedResult, expected: TokenizedResult) -> None:
                 assert same_float(known, b), (token, a, b)
         else:
             assert getattr(got, name) == values, name
-    for name in ("task_id", "sample", "prompt_length", "reward", "finish_reason", "weights_version"):
+    for name in ("task_id", "sample", "prompt_length", "reward", "finish_reason"):
         assert getattr(got, name) == getattr(expected, name), name
+    completion = slice(expected.prompt_length, end)
+    each = expected.token_versions or [expected.weights_version] * len(expected.token_ids)
+    for mask, a, b in zip(expected.assistant_mask[completion], each, got.token_versions, strict=False):
+        assert b == (a if mask else -1)
+    assert len(got.token_versions) == end - expected.prompt_length
     assert same_float(expected.advantage, got.advantage)
 
 
@@ -113,6 +119,8 @@ def sample_lists(draw) -> list[TokenizedResult]:
         one.logprobs[len(prompt) :] = [draw(st.sampled_from([0.0, -0.5, -3.25, math.nan])) for _ in completion]
         one.advantage = draw(st.sampled_from([-1.5, 0.0, 0.3, 2.0]))
         one.weights_version = draw(st.integers(-1, 4))
+        if draw(st.booleans()):  # continued under other weights
+            one.token_versions = sorted(draw(st.integers(-1, 4)) for _ in completion)
         out.append(one)
     return out
 
@@ -147,6 +155,13 @@ def test_unpacking_gives_back_every_sample_that_fits(results, seq_len, aggregati
     for row in range(packed.num_rows):
         for query, key in allowed[row].nonzero().tolist():
             assert owners[row, key] in (-1, owners[row, query])
+
+
+def test_every_token_has_the_version_of_the_weights_that_sampled_it():
+    packed = pack([result("t", 0, [1, 2], [3, 4, 5], token_versions=[0, 0, 2]), result("t", 1, [1, 2], [6, 7])])
+    assert packed.weights_version[0, :6].tolist() == [-1, 0, 0, 2, 3, 3]  # at the positions that predict; -1 for the prompt
+    with pytest.raises(PackError, match=r"task 't', sample 0: 2 token_versions for 3 completion tokens"):
+        pack([result("t", 0, [1, 2], [3, 4, 5], token_versions=[0, 0])])
 
 
 @given(sample_lists(), st.integers(8, 24), st.randoms(use_true_random=False))

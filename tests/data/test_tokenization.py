@@ -43,9 +43,17 @@ def test_ids_and_logprobs_are_the_servers_own():
     assert all(map(math.isnan, second.logprobs)) and (second.reward, second.advantage) == (0.25, -0.5)
 
 
+def test_versions_of_the_tokens_of_a_continued_sample():
+    (one,) = TaskResultTokenizer()(task(sample(0, token_versions=[3, 4])), [0.5])
+    assert (one.token_versions, one.weights_version) == ([3, 4], 4)
+    (one,) = TaskResultTokenizer()(task(sample(0)), [0.5])
+    assert one.token_versions is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"token_versions": [4]}, "2 token ids but 1 token_versions"),
         ({"token_ids": None}, "no token ids; sample with"),
         ({"prompt_token_ids": None}, "no token ids; sample with"),
         ({"prompt_token_ids": []}, "the prompt has no tokens"),

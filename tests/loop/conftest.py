@@ -67,6 +67,8 @@ class FakeServer:
         return openai.AsyncOpenAI(base_url="http://fake/v1", api_key="k", http_client=http.AsyncClient(transport=transport))
 
     def handle(self, request: Any) -> Any:
+        if request.method == "GET":  # /metrics
+            return http.Response(404)
         body = json.loads(request.content)
         prompt = body["messages"][-1]["content"]
         assert self.checkpoint is not None

@@ -2,15 +2,23 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import math
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+
+from ttrl import process_guard
+from ttrl.errors import GraderError
+from ttrl.tasks.task import Task
 
 PROMPT_IDS = [7, 8, 9]
 
@@ -88,6 +96,10 @@ class Server:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+                if head.startswith("get "):  # /models, to see whether it is there; it has no /metrics
+                    status = "200 OK" if head.startswith("get /v1/models ") else "404 Not Found"
+                    writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+                    continue
                 length = int(head.split("content-length:")[1].split("\r\n")[0])
                 body = json.loads(await reader.readexactly(length))
                 if not await self.answer(body, writer):
@@ -164,8 +176,116 @@ def kit() -> type[Kit]:
     return Kit
 
 
+@pytest.fixture(scope="session")
+def bad_server() -> ModuleType:
+    """The module bad_server.py: `serving(…)` in the test's loop, `process(…)` beside it."""
+    spec = importlib.util.spec_from_file_location("bad_server", Path(__file__).parent / "bad_server.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bad_server"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrl.rollouts import chat_completions
+    from ttrl.rollouts import servers
 
-    monkeypatch.setattr(chat_completions, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(servers, "FIRST_DELAY", 0.01)
+
+
+WHERE = "task 't', sample 2"
+
+
+def vllm_choice(content: str | None = "hello", **changes: Any) -> Any:
+    """A choice as graders get it, from vLLM's JSON."""
+    from ttrl.rollouts.choices import openai_choice
+    from ttrl.rollouts.wire import Answer
+
+    entries = [{"token": "h", "logprob": -0.5, "bytes": [104], "top_logprobs": [{"token": "h", "logprob": -0.5, "bytes": None}]}]
+    fields = {
+        "index": 3,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": content, "reasoning": "I thought", "tool_calls": []},
+        "logprobs": {"content": entries},
+        "token_ids": [5, 6],
+        "stop_reason": None,
+    }
+    return openai_choice(Answer(choice=json.dumps({**fields, **changes}).encode()))
+
+
+class GradersBench:
+    """Graders in processes, and the loop that they live on."""
+
+    where, choice = WHERE, staticmethod(vllm_choice)
+
+    def __init__(self, **settings: Any) -> None:
+        from ttrl.rollouts.grading import Graders
+
+        self.runner = asyncio.Runner()
+        self.graders = Graders(isolated=True, **settings)
+        self.graders.__enter__()
+
+    async def grading(self, grader: Any, choice: Any = None) -> Any:
+        task = Task(messages=[{"role": "user", "content": "x"}], grader=grader)
+        return await self.graders.grade(task, choice or vllm_choice(), WHERE)
+
+    def grade(self, grader: Any, choice: Any = None) -> Any:
+        return self.runner.run(self.grading(grader, choice))
+
+    def error(self, grader: Any, choice: Any = None) -> str:
+        with pytest.raises(GraderError) as caught:
+            self.grade(grader, choice)
+        return str(caught.value)
+
+    def grade_all(self, graders: list[Any]) -> list[Any]:
+        """All at once: rewards and errors."""
+
+        async def one(grader: Any) -> Any:
+            try:
+                return (await self.grading(grader)).reward
+            except GraderError as error:
+                return str(error)
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(*map(one, graders))
+
+        return self.runner.run(all_of_them())
+
+    @property
+    def keeper(self) -> int:
+        """The pid of the process that starts the others."""
+        return self.graders._processes._keeper._process.pid
+
+    def close(self) -> None:
+        self.graders.__exit__(None, None, None)
+        self.runner.close()
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., GradersBench]]:
+    made: list[GradersBench] = []
+
+    def make(**settings: Any) -> GradersBench:
+        made.append(GradersBench(**settings))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[GradersBench]:
+    made = GradersBench(timeout=60.0, size=2, memory=512 * 2**20)
+    yield made
+    keeper = made.keeper
+    made.close()
+    assert process_guard.process_id(keeper) is None
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[GradersBench]:
+    made = GradersBench(timeout=0.5, size=4)
+    yield made
+    made.close()

@@ -1,34 +1,129 @@
-"""The bar: shown where somebody watches, silent elsewhere, with true figures."""
+"""The line: shown where somebody watches, silent elsewhere, with true figures."""
 
 import io
+import math
 import os
 import pty
 import subprocess
 import sys
 import termios
 import textwrap
+import types
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tqdm.utils import disp_len
 
+from ttrl.errors import UserError
 from ttrl.records import Sample
 from ttrl.rollouts import progress
-from ttrl.rollouts.progress import Progress, si
+from ttrl.rollouts.progress import Prices, Progress, si
 
 
-def sample(reward):
-    return Sample(task_id="t", sample=0, messages=[], reward=reward, error=None if reward is not None else "E")
+def sample(reward, **changes):
+    fields = {"task_id": "t", "sample": 0, "messages": [], "reward": reward, "error": None if reward is not None else "E"}
+    return Sample(**{**fields, **changes})
 
 
-def test_text(monkeypatch):
-    clock = iter([100.0, 110.0, 110.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    bar = Progress(4, "d", enabled=False)
-    assert bar.text() == "0 tokens, 0 tokens/s"
-    bar.add_tokens(1500)
-    bar.add_tokens(500)
-    for reward in (1.0, 0.5, None):
-        bar.add_sample(sample(reward))
-    assert bar.text() == "reward 0.750, 2k tokens, 200 tokens/s, 1 failed"
+@pytest.fixture
+def clock(monkeypatch):
+    now = types.SimpleNamespace(time=100.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now.time)
+    return now
+
+
+def test_the_line_and_its_summary(clock):
+    bar = Progress(8, "d", enabled=False, prices=Prices(1.0, 10.0))
+    assert bar.line(200) == "d 0/8 |                  | 0:00<?  0 tok/s  $0.00  0 tokens"
+    bar.add_tokens(1500, prompt=1000)
+    bar.add_tokens(700)
+    bar.take_back_tokens(200)
+    bar.add_sample(sample(1.0, metrics={"exact": 1.0, "a very long name of a metric": 5000.0}, token_ids=[1] * 10))
+    bar.add_sample(sample(0.5, metrics={"exact": 0.0}, logprobs=[-1.0] * 20), cached=True)
+    bar.add_sample(sample(None))
+    bar.add_sample(sample(None, error=None, finish_reason="unfinished", token_ids=[1] * 1000))
+    clock.time += 10
+    assert bar.line(200) == (
+        "d 4/8 |█████████         | 0:10<0:13  reward 0.750  1 failed  200 tok/s  $0.021  exact 0.500  a very long nam… 5k  "
+        "2k tokens  15 tok/sample  1 unfinished  1 cached"
+    )
+    assert bar.summary() == (
+        "d: 4 of 8 samples in 10.0 s, reward 0.750, exact 0.500, a very long nam… 5k, 1 failed, 1 unfinished, 1 cached, "
+        "2k new tokens (200 tok/s), 15 tok/sample, $0.021"
+    )
+
+
+def test_what_matters_most_stays_in_narrow_terminals(clock):
+    bar = Progress(10, "iteration 3: sampling", enabled=False)
+    bar.add_sample(sample(0.25, metrics={"exact": 1.0}))
+    bar.add_sample(sample(None))
+    assert bar.line(60) == "iteration 3: sampling 2/10 0:00<0:00  reward 0.250  1 failed"
+    assert bar.line(50) == "iteration 3: sampling 2/10 0:00<0:00  reward 0.250"
+    assert bar.line(24) == "iteration 3: sampling 2/"
+
+
+@given(
+    width=st.integers(1, 250),
+    description=st.text(st.characters(exclude_categories=["C", "M"]), max_size=60),
+    total=st.none() | st.integers(0, 10**7),
+    names=st.lists(st.text(max_size=40), max_size=12),
+    reward=st.floats(-1e9, 1e9),
+)
+def test_a_line_is_never_wider_than_its_terminal(width, description, total, names, reward):
+    bar = Progress(total, description, enabled=False, prices=Prices(1, 1))
+    bar.add_tokens(123456, 7)
+    bar.add_sample(sample(reward, metrics=dict.fromkeys(names, reward)))
+    assert disp_len(bar.line(width)) <= width
+    assert "\n" not in bar.line(width) + bar.summary()
+
+
+def test_no_total(clock):
+    bar = Progress(None, "d", enabled=False)
+    bar.add_sample(sample(1.0))
+    clock.time += 3700
+    assert bar.line(200) == "d 1 1:01:40  reward 1.000  0 tok/s  0 tokens"
+    assert bar.summary() == "d: 1 samples in 1:01:40, reward 1.000, 0 new tokens (0 tok/s)"
+
+
+class Screen:
+    def __init__(self):
+        self.lines, self.last = [], None
+
+    def width(self):
+        return 100
+
+    def show(self, line):
+        self.lines.append(line)
+
+    def finish(self, line):
+        self.last = line
+
+
+def test_at_most_ten_lines_a_second_and_a_rate_that_moves(clock, monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr(progress, "_screen", lambda: screen)
+    with Progress(10_000, "d", enabled=True) as bar:
+        for _ in range(10_000):  # 10 s at 1,000 tokens/s, then 20 s at 100
+            clock.time += 0.001
+            bar.add_tokens(1)
+        assert 90 <= len(screen.lines) <= 101
+        assert "1k tok/s" in screen.lines[-1]
+        for _ in range(200):
+            clock.time += 0.1
+            bar.add_tokens(10)
+        assert "100 tok/s" in screen.lines[-1]
+        assert len(bar._marks) < 200
+    assert screen.last == "d: 0 of 10000 samples in 30.0 s, 12k new tokens (400 tok/s)"
+
+
+def test_an_interrupted_call_says_so(monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr(progress, "_screen", lambda: screen)
+    with pytest.raises(KeyboardInterrupt), Progress(2, "d", enabled=True) as bar:
+        bar.add_sample(sample(1.0))
+        raise KeyboardInterrupt
+    assert screen.last.startswith("stopped: d: 1 of 2 samples")
 
 
 @pytest.mark.parametrize(
@@ -37,6 +132,19 @@ def test_text(monkeypatch):
 )
 def test_si(number, text):
     assert si(number) == text
+
+
+def test_prices():
+    assert Prices.of((0.5, 2)) == Prices(0.5, 2.0) == Prices.of([0.5, 2.0]) == Prices.of(Prices(0.5, 2.0))
+    assert Prices(0.5, 2.0).spend(prompt=3_000_000, completion=1_000_000) == 3.5
+
+
+@pytest.mark.parametrize(
+    "value", [None, 1.0, (1.0,), (1, 2, 3), (-1, 0), (math.nan, 0), (0, math.inf), ("1", 2), "12", {1, 2}, (True, 1)]
+)
+def test_prices_that_are_none(value):
+    with pytest.raises(UserError, match=r"prices is .*; give \(input, output\)"):
+        Prices.of(value)
 
 
 def test_nothing_is_written_to_a_file(kit, monkeypatch):
@@ -50,19 +158,45 @@ def test_nothing_is_written_to_a_file(kit, monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
-def test_a_terminal_sees_it_and_pbar_false_hides_it():
-    script = textwrap.dedent("""
-        from ttrl.records import Sample
-        from ttrl.rollouts.progress import Progress
-        for enabled in (True, False):
-            with Progress(2, f"sampling {enabled}", enabled=enabled) as bar:
-                bar.add_tokens(10)
-                for _ in range(2):
-                    bar.add_sample(Sample(task_id="t", sample=0, messages=[], reward=0.5))
-    """)
+def test_a_notebook_has_one_output_that_changes(monkeypatch):
+    """As IPython's kernel does it: display() with a display_id returns a handle."""
+    outputs = []
+
+    class Handle:
+        def __init__(self, data):
+            self.number = len(outputs)
+            outputs.append([data])
+
+        def update(self, data, *, raw):
+            assert raw
+            outputs[self.number].append(data)
+
+    def display(data, *, raw, display_id):
+        assert raw and display_id
+        return Handle(data)
+
+    shell = types.SimpleNamespace(kernel=object())
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Progress(2, "d", enabled=True) as bar:
+        monkeypatch.setattr(progress, "REDRAW_SECONDS", 0.0)
+        bar._next_draw = 0.0
+        bar.add_sample(sample(0.5))
+        bar.add_sample(sample(0.5))
+    ((first, *_, last),) = outputs
+    assert first["text/plain"].startswith("d 0/2")
+    assert last["text/plain"].startswith("d: 2 samples in")
+    assert len(outputs[0]) >= 3
+    assert sys.stderr.getvalue() == ""
+    shell.kernel = None  # IPython in a terminal is a terminal
+    assert progress._screen() is None
+
+
+def shown_in_a_terminal(script, columns):
     leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, 120))
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=follower, stdout=subprocess.DEVNULL)
+    termios.tcsetwinsize(follower, (24, columns))
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=follower, stdout=subprocess.DEVNULL)
     os.close(follower)
     shown = b""
     try:
@@ -72,7 +206,26 @@ def test_a_terminal_sees_it_and_pbar_false_hides_it():
         pass
     os.close(leader)
     assert process.wait(60) == 0
-    text = shown.decode()
+    return shown.decode()
+
+
+@pytest.mark.parametrize("columns", [120, 0])
+def test_a_terminal_sees_it_and_pbar_false_hides_it(columns):
+    text = shown_in_a_terminal(
+        """
+        from ttrl.records import Sample
+        from ttrl.rollouts import progress
+        progress.REDRAW_SECONDS = 0.0
+        for enabled in (True, False):
+            with progress.Progress(2, f"sampling {enabled}", enabled=enabled) as bar:
+                bar.add_tokens(10)
+                for _ in range(2):
+                    bar.add_sample(Sample(task_id="t", sample=0, messages=[], reward=0.5))
+        """,
+        columns,
+    )
     assert "sampling True 2/2" in text
-    assert "reward 0.500, 10 tokens" in text
+    assert "reward 0.500" in text
+    assert text.rstrip().splitlines()[-1].endswith("tok/s)")
+    assert "\rsampling True: 2 samples in 0.0 s, reward 0.500, 10 new tokens (" in text
     assert "sampling False" not in text

@@ -1,11 +1,12 @@
 """Each thing that a model folder can lack, and what the message says."""
 
 import json
+import shutil
 
 import pytest
 
 from ttrl.errors import ModelFolderError
-from ttrl.server.model_folder import check_model_folder
+from ttrl.server.model_folder import check_model_folder, weights_digest
 
 
 @pytest.fixture
@@ -79,3 +80,21 @@ def test_names_of_the_hub_and_folders_that_are_not_there(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ModelFolderError, match="is a file"):
         check_model_folder(tmp_path / "file")
+
+
+def test_the_digest_changes_with_everything_that_is_computed_with(model, tmp_path):
+    folder = model
+    first = weights_digest(folder)
+    (folder / "canary.json").write_text("{}")
+    (folder / "README.md").write_text("hello")
+    assert weights_digest(folder) == first
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert weights_digest(copy) == first  # wherever it lies
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        data = (copy / name).read_bytes()
+        (copy / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if name.endswith("safetensors") else data + b" ")
+        assert weights_digest(copy) != first, name
+        (copy / name).write_bytes(data)
+    assert weights_digest(copy) == first
+    assert weights_digest("org/name") == "hub:org/name"

@@ -94,6 +94,7 @@ class _Flat:
     """One past the last trained token, counted from `start`; 0 where nothing is trained."""
     num_trained: np.ndarray
     versions: np.ndarray
+    """Of the policy that sampled each token; meaningless for the prompt."""
     advantages: np.ndarray
 
 
@@ -109,6 +110,11 @@ def _flatten(results: Sequence[TokenizedResult]) -> _Flat:
             raise PackError(
                 f"{_where(result)}: {length} token ids, but {len(result.assistant_mask)} assistant_mask, {len(result.input_pos)} "
                 f"input_pos and {len(result.logprobs)} logprobs; all have one entry per token"
+            )
+        if result.token_versions is not None and len(result.token_versions) != length - result.prompt_length:
+            raise PackError(
+                f"{_where(result)}: {len(result.token_versions)} token_versions for {length - result.prompt_length} completion "
+                "tokens; there is one for each, or None where all are of one version"
             )
         if not 1 <= result.prompt_length <= length:
             raise PackError(
@@ -142,7 +148,10 @@ def _flatten(results: Sequence[TokenizedResult]) -> _Flat:
     shared = np.array([result.prompt_length for result in results], dtype=np.int64)
     np.minimum.at(shared, owner[trained], offset[trained])
     num_trained = np.bincount(owner[trained], minlength=len(results))
-    versions = np.array([result.weights_version for result in results], dtype=np.int32)
+    versions = np.repeat(np.array([result.weights_version for result in results], dtype=np.int32), lengths)
+    for result, begin, length in zip(results, start, lengths, strict=True):
+        if result.token_versions is not None:
+            versions[begin + result.prompt_length : begin + length] = result.token_versions
     return _Flat(tokens, trained, logprobs, start, shared, end, num_trained, versions, advantages)
 
 
@@ -276,7 +285,7 @@ def _fill(
         logprobs=tensor(np.nan, np.float32, flat.logprobs[predicted], trained),
         advantages=tensor(0.0, np.float32, flat.advantages[origin], trained),
         weights=tensor(0.0, np.float32, weights, trained),
-        weights_version=tensor(-1, np.int32, flat.versions[origin], trained),
+        weights_version=tensor(-1, np.int32, flat.versions[predicted], trained),
         samples=samples,
         aggregation=aggregation,
         constant_length=constant_length,

@@ -49,6 +49,11 @@ class TaskResultTokenizer:
                 f"{where}: the server returned {len(completion)} token ids but {len(logprobs)} logprobs; "
                 "request return_token_ids and logprobs together"
             )
+        versions = sample.token_versions
+        if versions is not None and len(versions) != len(completion):
+            raise TokenizationError(
+                f"{where}: {len(completion)} token ids but {len(versions)} token_versions; a continued sample has one for each"
+            )
         assert sample.reward is not None
         ids = [*prompt, *completion]
         tokens = None
@@ -67,6 +72,7 @@ class TaskResultTokenizer:
             reward=sample.reward,
             advantage=advantage,
             weights_version=sample.weights_version,
+            token_versions=None if versions is None else list(versions),
             finish_reason=sample.finish_reason,
         )
 

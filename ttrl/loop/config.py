@@ -54,10 +54,19 @@ class TrainConfig(Config):
     samples_per_task: int = 16
     max_tokens: int = 1024
     """The longest completion, in tokens."""
+    tokens_per_iteration: int | None = None
+    """Completion tokens to sample in an iteration; None: until all completions have ended. What is unfinished then is continued
+    in the next iteration, by its policy, before new tasks are begun; only whole groups are trained on, and at least one: where
+    none is finished, another such budget is spent. A few tokens more come from requests under way."""
+    max_staleness: int | None = None
+    """With `tokens_per_iteration`: unfinished groups whose oldest token is older than so many iterations are dropped."""
     temperature: float = 1.0
     sampling: dict[str, Any] = field(default_factory=dict)
     """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}. Those that change the
     distribution (top_p, penalties, …) are refused: the trainer could not tell how likely the sampled tokens were."""
+    cache: list[str] = field(default_factory=list)
+    """Where completions are kept and looked for as well: folders or URLs of object stores, such as "s3://bucket/rollouts". A run
+    that is made again with the same seed, settings and weights is then served from there."""
     validation_samples: int = 1
     """Completions of each validation task."""
     validation_temperature: float | None = None
@@ -99,6 +108,8 @@ class TrainConfig(Config):
             tasks_per_iteration=self.tasks_per_iteration,
             samples_per_task=self.samples_per_task,
             max_tokens=self.max_tokens,
+            tokens_per_iteration=self.tokens_per_iteration,
+            max_staleness=self.max_staleness,
             validation_samples=self.validation_samples,
             seq_len=self.seq_len,
             nproc_per_node=self.nproc_per_node,
@@ -111,6 +122,8 @@ class TrainConfig(Config):
             found.append("temperature is 0; greedy samples of a task are all the same, so nothing could be learned from them")
         if self.samples_per_task == 1:
             found.append("samples_per_task is 1; advantages compare the samples of a task, so there must be at least 2")
+        if self.max_staleness is not None and self.tokens_per_iteration is None:
+            found.append("max_staleness is given without tokens_per_iteration; no completion gets old without a budget")
         if (self.aggregation == "constant") != (self.constant_length is not None):
             found.append(f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; they go together")
         for name in ("n", "temperature", "max_tokens", "logprobs", "model", "messages"):

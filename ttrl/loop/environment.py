@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 import ttrl
 
@@ -22,7 +21,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_commit(folder: Path) -> str | None:
+def git_commit(folder: Path) -> str | None:
     """The commit of the checkout that holds `folder`, with "+changes" where files differ; None outside of one."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
@@ -36,10 +35,12 @@ def _git_commit(folder: Path) -> str | None:
 
 def describe_environment() -> dict[str, Any]:
     """Versions, hardware and git commit; names neither the machine nor its user."""
+    import torch  # here, so that asking for a commit alone loads nothing
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
         "ttrl": ttrl.__version__,
-        "git_commit": _git_commit(Path(__file__).parent),
+        "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),

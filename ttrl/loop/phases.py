@@ -1,29 +1,41 @@
 """The phases of an iteration. Each looks for its marker first, does its work, and leaves the marker last.
 
 prepare     (iteration 0) the starting model, linked, and its canary    checkpoint/
-rollouts    samples, graded                                              rollouts.jsonl
+rollouts    samples, graded; with a token budget, those to continue      rollouts.jsonl, unfinished.jsonl
 pack        advantages and packed tensors                                packed.safetensors
 train       the recipe, in a process of its own                          checkpoint/ state/ train.jsonl
 validate    held-out tasks under the new policy                          validation.jsonl
 """
 
-import asyncio
 import contextlib
 import json
 import os
 import random
 import sys
-import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ttrl.data.advantages import drop_groups_without_signal, group_advantages
 from ttrl.data.packing import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.files import append_jsonl, atomic_folder, read_jsonl, write_jsonl
+from ttrl.loop.carried import (
+    UNFINISHED_FILE,
+    budget_facts,
+    carried_groups,
+    is_open,
+    kept_groups,
+    oldest_version,
+    place_of,
+    ready_to_continue,
+    task_key,
+    usage_of,
+)
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.console import Console, clock
+from ttrl.loop.coroutines import run_async
+from ttrl.loop.metrics_row import PHASES, metrics_row
 from ttrl.loop.policy_server import MODEL_NAME, PolicyServer
 from ttrl.loop.run_folder import RunFolder
 from ttrl.loop.tune import tune, wait_for_process
@@ -31,33 +43,6 @@ from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.task_results import TaskResults, get_task_results
 from ttrl.server.weights import CANARY_FILE
 from ttrl.tasks.task import Task
-
-T = TypeVar("T")
-_ORDER = ("prepare", "rollouts", "pack", "train", "validate")
-_COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train": "train", "validate": "validate"}
-
-
-def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, also where a loop runs already (a notebook): then in a thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(asyncio.run(coroutine))
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="rollouts")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return outcome[0]
 
 
 class Phases:
@@ -80,7 +65,7 @@ class Phases:
 
     def anything_done(self, number: int) -> bool:
         """True where an earlier process finished a phase of this iteration."""
-        return any(self.folder.iteration(number).marker(phase) is not None for phase in _ORDER)
+        return any(self.folder.iteration(number).marker(phase) is not None for phase in PHASES)
 
     def train_iteration(self, number: int) -> None:
         """The phases of an iteration but its validation."""
@@ -134,23 +119,35 @@ class Phases:
     # Sampling
 
     def _sample(
-        self, tasks: Sequence[Task], n: int, temperature: float, version: int, what: str, partial: Path | None
+        self,
+        tasks: Sequence[Task],
+        n: int,
+        temperature: float,
+        version: int,
+        what: str,
+        partial: Path | None = None,
+        budget: int | None = None,
+        carried: Sequence[TaskResult] = (),
     ) -> TaskResults:
-        """Samples from the running server. With `partial`, finished tasks are kept there, and those that lie there are not
-        sampled again. Raises ServerDiedError where the server is gone, ServerError or GraderError where every sample failed."""
-        kept = {} if partial is None else _kept_samples(partial, tasks, n, version)
+        """Samples from the running server. With `partial`, finished groups are kept there, and those that lie there are not
+        sampled again. With `budget`, so many new tokens are sampled (and as many again while no group is finished); `carried` are
+        the groups to continue, those of the first tasks. Raises ServerDiedError where the server is gone, ServerError or
+        GraderError where every sample failed."""
+        kept = {} if partial is None else kept_groups(partial, tasks, n, version, carried)
+        done = dict(kept)
+        waiting = dict(enumerate(carried))
         missing = [position for position in range(len(tasks)) if position not in kept]
-        positions: dict[str, list[int]] = {}  # the same task may be there several times: any of its places will do
+        positions: dict[str, list[int]] = {}
         for position in missing:
-            positions.setdefault(_task_key(tasks[position].id, tasks[position].messages), []).append(position)
+            positions.setdefault(task_key(tasks[position].id, tasks[position].messages), []).append(position)
 
         def keep(result: TaskResult) -> None:
-            position = positions[_task_key(result.task_id, result.messages)].pop(0)
             # A group without any grade is sampled again, so that a grader that failed can be put right.
-            if partial is not None and result.graded:
+            if partial is not None and result.graded and not is_open(result):
+                position = place_of(result, positions, carried)
                 append_jsonl(partial, {"position": position, "samples": [sample.to_json() for sample in result.samples]})
 
-        async def sample() -> TaskResults:
+        async def sample(token_budget: int | None) -> TaskResults:
             async with self.server.running.client() as client:
                 return await get_task_results(
                     [tasks[position] for position in missing],
@@ -162,27 +159,36 @@ class Phases:
                     on_task_done=keep,
                     pbar=not self.console.quiet,
                     pbar_desc=what,
+                    cache=self.config.cache or None,
+                    weights_digest=self.server.running.weights_digest() if self.config.cache else None,
+                    token_budget=token_budget,
+                    unfinished=[waiting[position] for position in missing if position in waiting],
                 )
 
         began = clock()
-        fresh = run_async(sample()) if missing else TaskResults([])
+        spent = sum(usage.new_completion for usage in usage_of(kept, carried))
+        left = None if budget is None else max(1, budget - spent)
+        while missing:
+            fresh = run_async(sample(left))
+            if any(s.finish_reason is None for s in fresh.samples):
+                self.server.running.check()  # says why, where the server is gone
+            done.update(zip(missing, fresh, strict=True))
+            if not all(map(is_open, done.values())):
+                break
+            waiting, missing, left = dict(done), sorted(done), budget
         # Tokens that an earlier process sampled took their time there: no speed can be told from ours.
         seconds = clock() - began if not kept else None
-        if any(s.finish_reason is None for s in fresh.samples):
-            self.server.running.check()  # says why, where the server is gone
-        by_position = dict(zip(missing, fresh, strict=True))
-        for position, samples in kept.items():
-            by_position[position] = TaskResult(task_id=tasks[position].id, messages=tasks[position].messages, samples=samples)
-        results = TaskResults([by_position[position] for position in range(len(tasks))], seconds=seconds)
+        groups = [done[position] for position in range(len(tasks))]
+        results = TaskResults(groups, seconds=seconds, usage=usage_of(dict(enumerate(groups)), carried))
         results.raise_if_all_failed()
         return results
 
-    def _tasks_of(self, number: int) -> list[Task]:
-        """The tasks of an iteration: the stream of all tasks, each epoch in an order of its own, cut into equal parts."""
-        size, total = self.config.tasks_per_iteration, len(self.tasks)
+    def _tasks_from(self, first: int, count: int) -> list[Task]:
+        """Some of the stream of all tasks, which has each epoch in an order of its own."""
+        total = len(self.tasks)
         orders: dict[int, list[int]] = {}
         chosen = []
-        for place in range((number - 1) * size, number * size):
+        for place in range(first, first + count):
             epoch, position = divmod(place, total)
             if epoch not in orders:
                 orders[epoch] = list(range(total))
@@ -190,28 +196,67 @@ class Phases:
             chosen.append(self.tasks[orders[epoch][position]])
         return chosen
 
+    def _tasks_of(self, number: int) -> list[Task]:
+        """The tasks of an iteration without a token budget: equal parts of the stream."""
+        size = self.config.tasks_per_iteration
+        return self._tasks_from((number - 1) * size, size)
+
     def rollouts(self, number: int) -> None:
         """Samples the iteration's tasks from the newest policy and grades them."""
         iteration = self.folder.iteration(number)
         if iteration.marker("rollouts") is not None:
             return
+        version = self.folder.policy_version(number - 1)
+        budget, carried, more = self.config.tokens_per_iteration, [], {}
+        tasks = self._tasks_of(number)
+        if budget is not None:
+            carried, tasks, more = self._continued(number, version)
         began = clock()
         sync = self.server.serve(self.folder.checkpoint(number - 1))
         sync_seconds = clock() - began
         partial = iteration.path / "rollouts.partial.jsonl"
         results = self._sample(
-            self._tasks_of(number),
+            tasks,
             self.config.samples_per_task,
             self.config.temperature,
-            self.folder.policy_version(number - 1),
+            version,
             f"{number}: sampling",
             partial,
+            budget,
+            carried,
         )
-        write_jsonl(iteration.path / "rollouts.jsonl", results.to_jsonl_rows())
-        stats = results.stats.to_json()
+        files = ["rollouts.jsonl"]
+        finished = TaskResults([group for group in results if not is_open(group)])
+        stats = (results if budget is None else finished).stats.to_json()
+        write_jsonl(iteration.path / "rollouts.jsonl", finished.to_jsonl_rows())
+        if budget is not None:
+            write_jsonl(iteration.path / UNFINISHED_FILE, TaskResults(filter(is_open, results)).to_jsonl_rows())
+            files.append(UNFINISHED_FILE)
+            all_stats = results.stats
+            stats |= {"seconds": all_stats.seconds, "tokens_per_second": all_stats.tokens_per_second}
+            more |= budget_facts(results, carried, version)
         facts = {"seconds": clock() - began - sync_seconds, "sync_seconds": sync_seconds, "sync": sync, "stats": stats}
-        iteration.mark("rollouts", ["rollouts.jsonl"], facts)
+        iteration.mark("rollouts", files, facts | more)
         partial.unlink(missing_ok=True)
+
+    def _continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
+        """With a token budget: the groups to continue, all tasks of the iteration (theirs first), and facts for the marker.
+
+        New tasks follow in the stream on those that were taken so far; the markers say how many that are.
+        """
+        previous = self.folder.iteration(number - 1)
+        taken = (previous.marker("rollouts") or {}).get("tasks_taken", 0)
+        known = {task_key(task.id, task.messages): task for task in self.tasks}
+        groups, limit = carried_groups(previous), self.config.max_staleness
+        carried = [
+            ready_to_continue(group, version)
+            for group in groups
+            if task_key(group.task_id, group.messages) in known  # the person may have allowed other tasks since
+            and (limit is None or version - oldest_version(group, version) <= limit)
+        ]
+        new = self._tasks_from(taken, max(0, self.config.tasks_per_iteration - len(carried)))
+        tasks = [known[task_key(group.task_id, group.messages)] for group in carried] + new
+        return carried, tasks, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}
 
     def validate(self, number: int) -> None:
         """Samples the held-out tasks from the policy after this iteration."""
@@ -228,7 +273,6 @@ class Phases:
             self.config.temperature if temperature is None else temperature,
             self.folder.policy_version(number),
             f"{number}: validating",
-            None,
         )
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_rows())
         facts = {"seconds": clock() - began - sync_seconds, "sync_seconds": sync_seconds, "sync": sync}
@@ -314,57 +358,9 @@ class Phases:
         }
         return config.recipe_config(values).to_dict()
 
-    # Metrics
-
     def metrics_row(self, number: int) -> dict[str, Any]:
         """The line of metrics.jsonl, put together from the markers alone."""
-        markers = {phase: self.folder.iteration(number).marker(phase) for phase in _ORDER}
-        done = {phase: marker for phase, marker in markers.items() if marker is not None}
-        seconds = {_COLUMNS[phase]: marker["seconds"] for phase, marker in done.items()}
-        seconds["sync"] = sum(marker.get("sync_seconds", 0.0) for marker in done.values())
-        row: dict[str, Any] = {"iteration": number, "seconds": seconds | {"total": sum(seconds.values())}}
-        if "rollouts" in done:
-            stats = done["rollouts"]["stats"]
-            row |= {"reward": stats["mean_reward"], "metrics": stats["metrics"]}
-            row |= {"samples": stats["num_samples"], "failed": stats["num_failed"], "finish_reasons": stats["finish_reasons"]}
-            row |= {name: stats[name] for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")}
-        if "pack" in done:
-            row |= {"groups": done["pack"]["groups"]}
-            row |= {"pack": {k: v for k, v in done["pack"].items() if k not in ("groups", "seconds")}}
-        if "train" in done:
-            row |= {"trained": done["train"]["trained"]} | _training_summary(done["train"].get("steps", []))
-        if "validate" in done:
-            stats = done["validate"]["stats"]
-            row |= {"validation_reward": stats["mean_reward"], "validation": stats["metrics"]}
-            row |= {"validation_samples": stats["num_graded"], "validation_failed": stats["num_failed"]}
-        syncs = [marker["sync"] for marker in done.values() if marker.get("sync")]
-        return row | ({"sync": syncs[-1]} if syncs else {})
-
-
-def _task_key(task_id: str, messages: list[dict[str, Any]]) -> str:
-    return json.dumps([task_id, messages], sort_keys=True)
-
-
-def _kept_samples(partial: Path, tasks: Sequence[Task], n: int, version: int) -> dict[int, list[Sample]]:
-    """The groups that an earlier process finished, by their place in `tasks`; without those of other tasks or another policy."""
-    kept = {}
-    for row in read_jsonl(partial, key="position"):
-        position, samples = row["position"], [Sample.from_json(sample) for sample in row["samples"]]
-        if position < len(tasks) and len(samples) == n:
-            expected = (_task_key(tasks[position].id, tasks[position].messages), version)
-            if all((_task_key(s.task_id, s.messages), s.weights_version) == expected for s in samples):
-                kept[position] = samples
-    return kept
-
-
-def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the optimizer steps of an iteration, and the comparison of sampler and trainer."""
-    if not steps:
-        return {}
-    names = ("loss", "policy_loss", "kl", "entropy", "grad_norm", "clip_fraction_low", "clip_fraction_high")
-    train = {name: sum(step[name] for step in steps) / len(steps) for name in names if name in steps[0]}
-    train |= {"lr": steps[-1]["lr"], "steps": len(steps), "global_step": steps[-1]["global_step"]}
-    return {"train": train, "sampler_trainer": steps[0].get("sampler_trainer")}
+        return metrics_row(self.folder.iteration(number))
 
 
 def _canary_dtype(path: Path) -> str | None:

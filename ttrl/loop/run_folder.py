@@ -38,12 +38,16 @@ class IterationFolder:
 
     def verify(self, phase: str) -> None:
         """Raises RunFolderError where a file of a finished phase is gone, or not what that phase wrote."""
-        content = self._marker(phase)
-        for name, expected in ({} if content is None else content["files"]).items():
+        for name, expected in self.files(phase).items():
             path = self.path / name
             if not path.is_file() or digest(path) != expected:
                 what = "was changed after it was written" if path.exists() else "is gone"
                 raise RunFolderError(f"{path} {what}; put it back, or remove {self._path(phase)} to run that phase again")
+
+    def files(self, phase: str) -> dict[str, str]:
+        """SHA-256 by name of what a finished phase wrote; empty where it is not done. Raises RunFolderError."""
+        content = self._marker(phase)
+        return {} if content is None else content["files"]
 
     def _path(self, phase: str) -> Path:
         return self.path / "done" / f"{phase}.json"

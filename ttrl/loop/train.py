@@ -52,7 +52,7 @@ def train(config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence
     config = _checked(config, **task_lists).resolved(cuda=torch.cuda.is_available())
     described = {name: {"count": len(given), "digest": _tasks_digest(name, given)} for name, given in task_lists.items()}
     folder, console = RunFolder(config.run), Console(quiet=quiet)
-    model = _local_model(config.model)
+    model = local_model(config.model)
     with folder.locked():
         reap_leftovers(folder.path)
         folder.clean()
@@ -125,7 +125,7 @@ def _checked(config: TrainConfig, tasks: list[Task], validation_tasks: list[Task
     return config
 
 
-def _local_model(model: str) -> Path:
+def local_model(model: str) -> Path:
     """The model's folder; downloads it from the hub where `model` is a name there. Raises ModelFolderError."""
     folder = check_model_folder(model)
     if folder is None:

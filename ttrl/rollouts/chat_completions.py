@@ -1,38 +1,31 @@
-"""One request for chat completions: checked before anything is sent; its failures told apart, retried or explained.
+"""One request for chat completions: checked before anything is sent, then made once, streamed or not.
 
-All n samples of a task come from one request that is not streamed: the client's cost is then a few microseconds per token, where
-streaming or n requests of one sample cost several times as much.
-
-The client's own retries are switched off in favour of the few lines here, because it also repeats other refusals (409), and
-because a failure should say how often it was tried. Streams and the cache have no place here yet.
+All n samples of a task come from one request that is not streamed wherever nobody listens: the client's cost is then a few
+microseconds per token, where streams or n requests of one sample cost several times as much. Retries are in `servers`.
 """
 
-import asyncio
 import difflib
 import functools
 import inspect
-import logging
 import math
 import numbers
-import random
-from collections.abc import Mapping
+from asyncio import Event
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import openai
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, NotGiven
 from openai.resources.chat.completions import AsyncCompletions
-from openai.types.chat import ChatCompletion
 
-from ttrl.errors import ServerError, UserError
+from ttrl.errors import UserError
+from ttrl.rollouts.stream import OnChunk, stream_answers
+from ttrl.rollouts.transport import Transport, check_client
+from ttrl.rollouts.wire import Answer, read_answers
 
-logger = logging.getLogger(__name__)
-
-FIRST_DELAY = 0.5
-"""Seconds before the first retry; doubled each time, with up to a quarter taken off at random."""
-LONGEST_DELAY = 8.0
-LONGEST_RETRY_AFTER = 120.0
-"""A server's Retry-After is obeyed up to this many seconds."""
+STALL_TIMEOUT = 120.0
+"""Seconds without a byte after which a stream counts as broken."""
+STREAM_INTERVAL = 8
+"""Tokens per chunk where streams are only counted: each chunk costs the client."""
 
 # Sampling parameters of vLLM's chat completions that the OpenAI API does not have; they travel in the request's body.
 # fmt: off
@@ -47,8 +40,11 @@ _OURS = {
     "messages": "they come from the tasks",
     "model": "give it as get_task_results(model=…)",
     "n": "give it as get_task_results(n=…)",
-    "stream": "completions are not streamed",
-    "stream_options": "completions are not streamed",
+    "stream": "completions are streamed where on_chunk is given",
+    "stream_options": "completions are streamed where on_chunk is given",
+    "extra_headers": "give them to the client, as AsyncOpenAI(default_headers=…)",
+    "extra_query": "give it to the client, as AsyncOpenAI(default_query=…)",
+    "timeout": "give it to the client, as AsyncOpenAI(timeout=…)",
 }
 
 
@@ -61,34 +57,80 @@ def _openai_params() -> frozenset[str]:
 class ChatRequest:
     """What all requests of one call have in common. Make it with `ChatRequest.of`, which checks everything."""
 
-    client: AsyncOpenAI
-    """With its own retries switched off."""
-    kwargs: dict[str, Any]
-    """Arguments of `client.chat.completions.create`, all but the messages."""
+    model: str
+    parameters: Mapping[str, Any]
+    """Of the body, as plain JSON: everything except messages, n and how it is streamed."""
     max_retries: int
     wants_logprobs: bool
+    token_ids: bool
+    stall_timeout: float = STALL_TIMEOUT
+    """Seconds without a byte after which a stream that has begun counts as broken."""
 
     @classmethod
     def of(
-        cls, client: AsyncOpenAI, model: str, *, n: int, params: Mapping[str, Any] | None, token_ids: bool, max_retries: int
+        cls,
+        client: AsyncOpenAI | str | Sequence[AsyncOpenAI | str],
+        model: str,
+        *,
+        n: int = 1,
+        params: Mapping[str, Any] | None,
+        token_ids: bool,
+        max_retries: int,
+        stall_timeout: float = STALL_TIMEOUT,
     ) -> "ChatRequest":
         """Raises UserError for whatever can be known to be wrong before a request is made."""
-        if isinstance(client, openai.OpenAI):
-            raise UserError(f"client is a {type(client).__name__}; sampling is concurrent: give an AsyncOpenAI client")
+        for one in client if isinstance(client, list | tuple) else [client]:
+            check_client(one)
         if not isinstance(model, str) or not model:
             raise UserError(f"model is {model!r}; give the name under which the server serves it")
         _check_int("n", n, at_least=1)
         _check_int("max_retries", max_retries, at_least=0)
+        if not isinstance(stall_timeout, numbers.Real) or isinstance(stall_timeout, bool) or not 0 < stall_timeout < math.inf:
+            raise UserError(f"stall_timeout is {stall_timeout!r}; give a positive number of seconds")
         kwargs = request_kwargs(params)
         kwargs.setdefault("logprobs", True)
+        extra_body = kwargs.pop("extra_body", {})
+        parameters = plain({**kwargs, **extra_body}, "params")
         if token_ids:
-            kwargs["extra_body"] = {**kwargs.get("extra_body", {}), "return_token_ids": True}
+            parameters["return_token_ids"] = True
         return cls(
-            client=client.with_options(max_retries=0),
-            kwargs={**kwargs, "model": model, "n": n, "stream": False},
+            model=model,
+            parameters=parameters,
             max_retries=max_retries,
-            wants_logprobs=bool(kwargs["logprobs"]),
+            wants_logprobs=bool(parameters["logprobs"]),
+            token_ids=token_ids,
+            stall_timeout=float(stall_timeout),
         )
+
+    @property
+    def seed(self) -> int | None:
+        """Of sample 0."""
+        return self.parameters.get("seed")
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Of each completion; None where the server decides."""
+        newer = self.parameters.get("max_completion_tokens")
+        return newer if newer is not None else self.parameters.get("max_tokens")
+
+    def body(
+        self, messages: Sequence[Mapping[str, Any]], n: int, *, seed_offset: int = 0, stream: bool = False, interval: int = 1
+    ) -> dict[str, Any]:
+        """What is sent. interval: tokens per chunk, for servers that know vLLM's stream_interval."""
+        body = {"model": self.model, "messages": messages, "n": n, "stream": stream, **self.parameters}
+        if self.seed is not None:
+            body["seed"] = self.seed + seed_offset
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+            if interval > 1:
+                body.setdefault("stream_interval", interval)
+        return body
+
+    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What an answer depends on: the body without n and without how it is streamed. The seed stays in it."""
+        body = {"model": self.model, "messages": messages, **self.parameters}
+        body.pop("stream_interval", None)
+        return body
 
 
 def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -101,12 +143,14 @@ def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     if not isinstance(params, Mapping):
         raise UserError(f"params is {params!r}; give a dict of sampling parameters such as {{'temperature': 1.0}}")
-    given = {name: value for name, value in params.items() if value is not None}
+    given = {name: value for name, value in params.items() if value is not None and not _is_left_out(value)}
     kwargs: dict[str, Any] = {}
     extra_body = given.pop("extra_body", {})
     if not isinstance(extra_body, Mapping):
         raise UserError(f"params['extra_body'] is {extra_body!r}; give a dict")
     extra_body = dict(extra_body)
+    for name in _OURS.keys() & extra_body.keys():
+        raise UserError(f"params['extra_body'][{name!r}] cannot be set: {_OURS[name]}")
     for name, value in given.items():
         if name in _OURS:
             raise UserError(f"params[{name!r}] cannot be set: {_OURS[name]}")
@@ -123,6 +167,8 @@ def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in ("max_tokens", "max_completion_tokens"):
         if name in kwargs:
             _check_int(f"params[{name!r}]", kwargs[name], at_least=1)
+    if kwargs.get("seed") is not None:
+        _check_int("params['seed']", kwargs["seed"], at_least=-(2**63))
     if extra_body:
         kwargs["extra_body"] = extra_body
     return kwargs
@@ -141,75 +187,60 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
         raise UserError(f"{name} is {value!r}; give a number of at least {low:g} {above}")
 
 
-async def get_chat_completion(request: ChatRequest, messages: list[dict[str, Any]]) -> ChatCompletion:
-    """One request, retried with growing pauses on connection errors, timeouts, 408, 429 and 5xx, never on another refusal.
+def _is_left_out(value: object) -> bool:
+    """The openai client's marks for arguments that were not given (NOT_GIVEN, omit)."""
+    return isinstance(value, NotGiven) or type(value).__name__ == "Omit"
 
-    Raises ServerError with the server's own words, the number of attempts, and where the server was looked for.
+
+def plain(value: Any, where: str) -> Any:
+    """Plain JSON values: openai's own objects become what they stand for. Raises UserError for what has no JSON."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        if not math.isfinite(value):
+            raise UserError(f"{where} is {value}, which JSON does not have; leave it out or give a finite number")
+        return float(value)
+    if not isinstance(value, type) and hasattr(value, "model_dump"):  # pydantic's
+        return value.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    if isinstance(value, Mapping):
+        items = ((name, item) for name, item in value.items() if not _is_left_out(item))
+        return {str(name): plain(item, f"{where}[{name!r}]") for name, item in items}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        raise UserError(
+            f"{where} is the class {value.__name__}; give {{'type': 'json_schema', 'json_schema': {{'name': …, "
+            f"'schema': {value.__name__}.model_json_schema()}}}}"
+        )
+    raise UserError(f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, lists and dicts")
+
+
+async def request_answers(
+    transport: Transport,
+    request: ChatRequest,
+    messages: Sequence[Mapping[str, Any]],
+    n: int,
+    *,
+    seed_offset: int = 0,
+    on_chunk: OnChunk | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+    cut: Event | None = None,
+) -> list[Answer | None]:
+    """One attempt at n samples of one prompt: n entries in their order, None for a choice that the server did not return.
+
+    seed_offset: added to the seed of a seeded request: the number of its first sample, as vLLM seeds choice i with seed + i.
+    on_chunk, on_tokens, cut: see `stream_answers`; with on_chunk or cut the answer is streamed.
+
+    Raises RequestError; whatever `on_chunk` raises comes through, and ends the request.
     """
-    attempts = request.max_retries + 1
-    for attempt in range(1, attempts + 1):
-        try:
-            completion = await request.client.chat.completions.create(messages=messages, **request.kwargs)  # type: ignore[call-overload]
-        except openai.APIError as error:
-            if attempt == attempts or not _is_worth_a_retry(error):
-                raise ServerError(_explain(error, request.client, attempt)) from error
-            delay = _delay(error, attempt)
-            logger.debug("%s; trying again in %.1f s", _explain(error, request.client, attempt), delay)
-            await asyncio.sleep(delay)
-            continue
-        except openai.OpenAIError as error:  # no key, no credentials: the client gave up before it sent anything
-            raise ServerError(f"{request.client.base_url}: the client could not send the request: {error}") from error
-        except ValueError as error:  # the body said that it was JSON and is not
-            raise ServerError(f"{request.client.base_url}: the server's answer cannot be read: {error}") from error
-        return _checked(completion, request.client)
-    raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def _checked(completion: object, client: AsyncOpenAI) -> ChatCompletion:
-    """The client returns text as it is where the answer is not JSON, and leaves fields out that the JSON lacks."""
-    if not isinstance(completion, ChatCompletion):
-        raise ServerError(f"{client.base_url}: the server answered {_short(completion)}, which is no chat completion")
-    if not isinstance(getattr(completion, "choices", None), list):
-        raise ServerError(f"{client.base_url}: the server's answer has no choices: {_short(completion.to_dict())}")
-    return completion
-
-
-def _is_worth_a_retry(error: openai.APIError) -> bool:
-    if isinstance(error, openai.APIConnectionError):  # APITimeoutError is one
-        return True
-    return isinstance(error, openai.APIStatusError) and (error.status_code in (408, 429) or error.status_code >= 500)
-
-
-def _delay(error: openai.APIError, attempt: int) -> float:
-    if isinstance(error, openai.APIStatusError):
-        try:
-            seconds = float(error.response.headers.get("retry-after", ""))
-        except ValueError:  # absent, or a date
-            seconds = math.nan
-        if 0.0 <= seconds <= LONGEST_RETRY_AFTER:
-            return seconds
-    return min(FIRST_DELAY * 2 ** min(attempt - 1, 16), LONGEST_DELAY) * (1.0 - 0.25 * random.random())
-
-
-def _explain(error: openai.APIError, client: AsyncOpenAI, attempts: int) -> str:
-    tried = f" ({attempts} attempts)" if attempts > 1 else ""
-    if isinstance(error, openai.APIStatusError):
-        body = error.body
-        words = body.get("message") if isinstance(body, Mapping) else None
-        return f"{client.base_url}: HTTP {error.status_code}{tried}: {_short(words or body or error.message)}"
-    if isinstance(error, openai.APITimeoutError):
-        return f"{client.base_url}: no answer within the client's timeout of {_seconds(client.timeout)}{tried}"
-    cause = error.__cause__
-    why = f"{type(cause).__name__}: {cause}" if cause is not None else error.message
-    return f"{client.base_url}: no connection{tried}: {_short(why)}; is the server running?"
-
-
-def _seconds(timeout: object) -> str:
-    read = getattr(timeout, "read", timeout)
-    return f"{read:g} s" if isinstance(read, int | float) else str(read)
-
-
-def _short(value: object, length: int = 400) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text.split())
-    return text if len(text) <= length else text[: length - 1] + "…"
+    if on_chunk is None and cut is None:
+        body = request.body(messages, n, seed_offset=seed_offset)
+        return read_answers(await transport.post("/chat/completions", body), n, transport.base_url)
+    # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
+    interval = STREAM_INTERVAL if on_chunk is None and request.token_ids else 1
+    body = request.body(messages, n, seed_offset=seed_offset, stream=True, interval=interval)
+    return await stream_answers(
+        transport, body, n, stall_timeout=request.stall_timeout, on_chunk=on_chunk, on_tokens=on_tokens, cut=cut
+    )

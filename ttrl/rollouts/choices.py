@@ -1,12 +1,20 @@
-"""Reads what a server returned: choices in their order, each into a Sample, with its token ids and logprobs checked."""
+"""Reads what a server returned: choices into Samples, with ids and logprobs checked, and into openai's types for graders."""
 
+import copy
+import functools
+import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
-from openai.types.chat.chat_completion import ChatCompletion, Choice
+import msgspec
+from openai import BaseModel
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogprobs
 
 from ttrl.errors import ServerError, TokenizationError
 from ttrl.records import Sample
+from ttrl.rollouts.wire import Answer, is_ids
 
 UNKNOWN_LOGPROB = -9999.0
 """What vLLM sends for a logprob that it does not know: JSON has no NaN."""
@@ -17,56 +25,61 @@ def writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def token_usage(completion: ChatCompletion) -> tuple[int, int] | None:
-    """(prompt tokens, completion tokens of all choices) as the server counted them."""
-    usage = completion.usage
-    counts = (getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None))
-    return counts if all(type(count) is int for count in counts) else None  # type: ignore[return-value]
+# Into samples
 
 
-def choices_by_number(completion: ChatCompletion, n: int) -> list[Choice | None]:
-    """Choices by their index, in whatever order they come; by position where a server numbers them wrongly.
-
-    n entries, None for a choice that is missing.
-    """
-    choices = [choice for choice in completion.choices if choice is not None]
-    numbered: dict[Any, Choice] = {getattr(choice, "index", None): choice for choice in choices}
-    if len(numbered) == len(choices) and all(type(index) is int and 0 <= index < n for index in numbered):
-        return [numbered.get(k) for k in range(n)]
-    return [choices[k] if k < len(choices) else None for k in range(n)]
+class _Entry(msgspec.Struct):
+    logprob: float | None = None
 
 
-def read_choice(
-    sample: Sample, choice: Choice, completion: ChatCompletion, place: str, *, token_ids: bool, logprobs: bool
-) -> None:
-    """Copies text, finish reason, ids and logprobs into the sample, before a grader can change anything.
+class _Entries(msgspec.Struct):
+    content: list[_Entry] | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Read(msgspec.Struct):
+    """Of a choice, what a sample keeps."""
+
+    message: _Message | None = None
+    finish_reason: str | None = None
+    logprobs: _Entries | None = None
+    token_ids: list[int] | None = None
+
+
+_read_decoder = msgspec.json.Decoder(_Read)
+
+
+def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, logprobs: bool) -> None:
+    """Copies text, finish reason, ids and logprobs into the sample.
 
     vLLM: `prompt_token_ids` lies in the response, `token_ids` in the choice; ids and logprobs both include the sampled
     end-of-turn token, which the text does not. A token whose logprob is unknown carries -9999.
 
     Raises TokenizationError when ids and logprobs are missing or disagree, ServerError when the server gave up on the completion.
     """
-    message = choice.message
-    if message is None:
+    read = _read(answer, place)
+    if read.message is None:
         raise ServerError(f"{place}: the server returned a choice without a message")
-    if message.content is None and not message.tool_calls:
-        message.content = ""  # so that a grader may say choice.message.content.strip()
-    sample.text = writable(message.content or "")
-    sample.finish_reason = choice.finish_reason
-    entries = choice.logprobs.content or [] if choice.logprobs is not None else None
-    values = None if entries is None else [_logprob(entry.logprob) for entry in entries]
-    if choice.finish_reason in ("abort", "error"):
-        raise ServerError(f"{place}: the server ended the completion with finish_reason {choice.finish_reason!r}")
+    sample.text = writable(read.message.content or "")
+    sample.finish_reason = read.finish_reason
+    values = None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
+    if values and (None in values or min(values) <= UNKNOWN_LOGPROB):
+        values = [math.nan if value is None or value <= UNKNOWN_LOGPROB else value for value in values]
+    if read.finish_reason in ("abort", "error"):
+        raise ServerError(f"{place}: the server ended the completion with finish_reason {read.finish_reason!r}")
     if not token_ids:
         sample.logprobs = values
         return
-    ids, prompt_ids = getattr(choice, "token_ids", None), getattr(completion, "prompt_token_ids", None)
-    if not _is_ids(ids) or not _is_ids(prompt_ids):
-        missing = "token_ids" if not _is_ids(ids) else "prompt_token_ids"
+    ids, prompt_ids = read.token_ids, answer.prompt_token_ids
+    if ids is None or prompt_ids is None:
+        missing = "token_ids" if ids is None else "prompt_token_ids"
         raise TokenizationError(
             f"{place}: the server returned no {missing}; use a vLLM server that knows return_token_ids, or token_ids=False"
         )
-    sample.prompt_token_ids, sample.token_ids = list(prompt_ids), list(ids)
+    sample.prompt_token_ids, sample.token_ids = list(prompt_ids), ids
     if logprobs:
         count = "no" if values is None else str(len(values))
         if values is None or len(values) != len(ids):
@@ -77,9 +90,224 @@ def read_choice(
         sample.logprobs = values
 
 
-def _logprob(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and UNKNOWN_LOGPROB < value < math.inf else math.nan
+def _read(answer: Answer, place: str) -> _Read:
+    try:
+        return _read_decoder.decode(answer.choice)
+    except ValueError:
+        pass
+    choice = _json(answer, place)  # NaN, halves of surrogate pairs, and whatever is not of the type that it should be
+    message, logprobs, ids = choice.get("message"), choice.get("logprobs"), choice.get("token_ids")
+    content = message.get("content") if isinstance(message, dict) else None
+    reason = choice.get("finish_reason")
+    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
+    return _Read(
+        message=_Message(content if isinstance(content, str) else None) if isinstance(message, dict) else None,
+        finish_reason=reason if isinstance(reason, str) else None,
+        logprobs=_Entries([_Entry(_known(entry)) for entry in entries or ()]) if isinstance(logprobs, dict) else None,
+        token_ids=ids if is_ids(ids) else None,
+    )
 
 
-def _is_ids(ids: object) -> bool:
-    return isinstance(ids, list) and all(type(i) is int for i in ids)
+def _known(entry: Any) -> float | None:
+    value = entry.get("logprob") if isinstance(entry, dict) else None
+    return float(value) if type(value) in (int, float) and UNKNOWN_LOGPROB < value < math.inf else None
+
+
+def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
+    try:
+        choice = json.loads(answer.choice)
+    except (ValueError, RecursionError) as error:
+        raise ServerError(f"{place}: the server's choice cannot be read: {error}") from error
+    if not isinstance(choice, dict):
+        raise ServerError(f"{place}: the server returned {type(choice).__name__} instead of a choice")
+    return choice
+
+
+# Into openai's types
+
+
+_fields: Any = next(kind.__dict__["__dict__"] for kind in BaseModel.__mro__ if "__dict__" in kind.__dict__)
+"""Reads the `__dict__` of any model, even of one that hides it."""
+
+
+class _LazyLogprobs(ChoiceLogprobs):
+    """Openai's ChoiceLogprobs, built when it is first looked into: it is most of a choice, and few graders look.
+
+    Pydantic and everybody else reach a model's fields through its `__dict__`, or as attributes that are there: both are made at
+    the first touch, and from then on the object is a plain ChoiceLogprobs.
+    """
+
+    def _build(self) -> None:
+        source = _logprobs_json(_fields.__get__(self)["source"])
+        try:  # as the openai client does with what may be null
+            built = ChoiceLogprobs.model_validate(source)
+        except ValueError:
+            built = ChoiceLogprobs.construct(**source)
+        object.__setattr__(self, "__class__", ChoiceLogprobs)
+        for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__"):
+            object.__setattr__(self, name, getattr(built, name))
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        self._build()
+        return self.__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        self._build()
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._build()
+        setattr(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._build()
+        delattr(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        self._build()
+        return self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        self._build()
+        return repr(self)
+
+    def __str__(self) -> str:
+        self._build()
+        return str(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._build()
+        return self.__reduce_ex__(protocol)
+
+    def __copy__(self) -> ChoiceLogprobs:
+        self._build()
+        return copy.copy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ChoiceLogprobs:
+        self._build()
+        return copy.deepcopy(self, memo)
+
+
+def _lazy(source: "msgspec.Raw | Sequence[float]") -> ChoiceLogprobs:
+    made = _LazyLogprobs.__new__(_LazyLogprobs)
+    _fields.__get__(made)["source"] = source
+    return made
+
+
+def unbuilt_logprobs(choice: Choice) -> bytes | None:
+    """The JSON of a choice's logprobs where nobody has looked into them yet, to be passed on unread; None otherwise."""
+    logprobs = choice.__dict__.get("logprobs")
+    if type(logprobs) is not _LazyLogprobs:
+        return None
+    source = _fields.__get__(logprobs)["source"]
+    return bytes(source) if isinstance(source, msgspec.Raw) else msgspec.json.encode(_logprobs_json(source))
+
+
+def _logprobs_json(source: "msgspec.Raw | Sequence[float]") -> dict[str, Any]:
+    if isinstance(source, msgspec.Raw):
+        return _loads(bytes(source))
+    content = [{"token": "", "logprob": UNKNOWN_LOGPROB if value != value else value} for value in source]
+    return {"content": [{**entry, "bytes": None, "top_logprobs": []} for entry in content], "refusal": None}
+
+
+def _loads(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except ValueError:
+        return json.loads(data)
+
+
+_parts_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def openai_choice(answer: Answer, index: int | None = None) -> Choice:
+    """The choice as the openai client would build it, with every field that the server sent; its logprobs on first access.
+
+    Content that is null, where no tool is called, is "", so that a grader may say choice.message.content.strip().
+    index: replaces the one in the answer.
+    """
+    try:
+        raws = _parts_decoder.decode(answer.choice)
+        logprobs = raws.pop("logprobs", None)
+        fields = {name: msgspec.json.decode(raw) for name, raw in raws.items()}
+    except ValueError:
+        fields = _json(answer)
+        logprobs = msgspec.Raw(json.dumps(fields.pop("logprobs")).encode()) if "logprobs" in fields else None
+    if index is not None:
+        fields["index"] = index
+    message = fields.get("message")
+    if isinstance(message, dict):
+        if message.get("content") is None and not message.get("tool_calls"):
+            message["content"] = ""
+        fields["message"] = _model(ChatCompletionMessage, message)
+    if logprobs is not None:
+        fields["logprobs"] = _lazy(logprobs.copy()) if bytes(logprobs)[:1] == b"{" else _loads(bytes(logprobs))
+    return _model(Choice, fields)
+
+
+_SIMPLE = frozenset({type(None), str, int, float, bool, ChatCompletionMessage, _LazyLogprobs})
+
+_ModelT = TypeVar("_ModelT", ChatCompletionMessage, Choice)
+
+
+def _model(kind: type[_ModelT], values: dict[str, Any]) -> _ModelT:
+    """`kind.construct(**values)`, in a tenth of the time where no field has a structure of its own."""
+    defaults = _defaults(kind)
+    for name, value in values.items():
+        if type(value) not in _SIMPLE and name in defaults and value != []:
+            return kind.construct(**values)
+    made = kind.__new__(kind)
+    extra = {name: value for name, value in values.items() if name not in defaults}
+    known = {name: default if values.get(name) is None else values[name] for name, default in defaults.items()}
+    object.__setattr__(made, "__dict__", known)
+    object.__setattr__(made, "__pydantic_private__", None)
+    object.__setattr__(made, "__pydantic_extra__", extra)
+    object.__setattr__(made, "__pydantic_fields_set__", values.keys() - extra.keys())
+    return made
+
+
+@functools.cache
+def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    fields = kind.model_fields
+    assert all(field.alias is None for field in fields.values()), kind
+    return {name: None if field.is_required() else field.get_default() for name, field in fields.items()}
+
+
+def choice_of_sample(sample: Sample) -> Choice:
+    """The choice that a sample was made of, as far as the sample knows it: token strings are empty, tool calls are lost."""
+    fields = {
+        "index": sample.sample,
+        "message": _model(ChatCompletionMessage, {"role": "assistant", "content": sample.text}),
+        "finish_reason": sample.finish_reason,
+        "logprobs": None if sample.logprobs is None else _lazy(list(sample.logprobs)),
+    }
+    if sample.token_ids is not None:
+        fields["token_ids"] = list(sample.token_ids)
+    return _model(Choice, fields)
+
+
+def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
+    """One or several answers to the same request as a completion of openai's; its choices are numbered in this order."""
+    assert answers, "a completion has at least one choice"
+    first = answers[0]
+    sampled = [answer.completion_tokens for answer in answers]
+    usage = None
+    if first.prompt_tokens is not None and None not in sampled:
+        count = sum(tokens or 0 for tokens in sampled)
+        usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": count, "total_tokens": first.prompt_tokens + count}
+        if first.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": first.cached_tokens}
+    completion = ChatCompletion.construct(
+        id=first.completion_id,
+        choices=[],
+        created=first.created,
+        model=first.model,
+        object="chat.completion",
+        usage=usage,
+        **({} if first.prompt_token_ids is None else {"prompt_token_ids": list(first.prompt_token_ids)}),
+    )
+    completion.choices = [openai_choice(answer, index) for index, answer in enumerate(answers)]
+    return completion

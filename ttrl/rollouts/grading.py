@@ -1,22 +1,26 @@
-"""Runs graders: in threads or on the loop, each within its time limit; what goes wrong stays with its sample.
+"""Runs graders: in threads and on the loop, or in processes (`isolated`); each within its limits, and what goes wrong stays with
+its sample.
 
 Threads are daemons and our own, not an executor's: an executor's thread that hangs keeps its slot for ever, and both asyncio.run
 and the interpreter wait for it at the end. Here a call that takes too long is abandoned with its thread, and a fresh thread takes
 its slot. (What cannot be helped from inside one process: a grader that never lets go of the interpreter lock, such as a regular
-expression that backtracks without end, stops everything.)
+expression that backtracks without end, stops everything. `isolated=True` helps.)
 """
 
 import asyncio
 import contextvars
 import inspect
+import math
+import numbers
 import queue
 import threading
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ttrl.errors import GraderError
-from ttrl.tasks.task import Grade, Grader
+from ttrl.errors import GraderError, UserError
+from ttrl.rollouts.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
+from ttrl.tasks.task import Grade, Grader, Task
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
@@ -26,6 +30,10 @@ Outcome: TypeAlias = "tuple[Any, BaseException | None]"
 
 MAX_ERROR_LENGTH = 8000
 """Characters of a traceback that are kept with its sample; the middle is cut out."""
+
+
+GRADER_THREADS = 16
+MOST_PROCESSES = 16
 
 
 class TookTooLong(Exception):  # noqa: N818 - never leaves this package
@@ -154,6 +162,60 @@ async def grade(grader: Grader, choice: "Choice", *, where: str, threads: Thread
     return Grade.of(output, where)
 
 
+class Graders:
+    """Grades choices, each within its time limit. A context manager; leaving it waits for nothing that a grader does.
+
+    isolated: False runs sync graders in daemon threads and async ones on the event loop. True runs both in processes that can be
+        ended: for graders that may hang, crash, or eat all memory. What differs is said in `ttrl.rollouts.isolated`. It is no
+        sandbox: files and the network are open.
+    timeout: seconds for one grade, waiting for a thread or process not counted.
+    memory: with isolated=True, bytes that one grade may take beyond what its process and its modules take; None for 2 GiB.
+    size: sync grades at once, with isolated=True of any kind; None for 16 threads, or as many processes as there are usable
+        cores, 16 at the most.
+
+    Raises UserError for values out of range.
+    """
+
+    def __init__(
+        self, *, isolated: bool = False, timeout: float = 60.0, memory: int | None = None, size: int | None = None
+    ) -> None:
+        if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+            raise UserError(f"grader_timeout is {timeout!r}; give a positive number of seconds")
+        if memory is not None and (not isinstance(memory, numbers.Integral) or isinstance(memory, bool) or memory < 2**20):
+            raise UserError(f"grader_memory is {memory!r}; give a number of bytes of at least 1 MiB (1048576), or None for 2 GiB")
+        if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1):
+            raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
+        self.isolated, self.timeout = isolated, float(timeout)
+        self._threads = self._processes = None
+        if isolated:
+            count = min(usable_cores(), MOST_PROCESSES) if size is None else int(size)
+            self._processes = IsolatedGraders(timeout=self.timeout, memory=int(memory or DEFAULT_MEMORY), size=count)
+        else:
+            self._threads = Threads(GRADER_THREADS if size is None else int(size))
+
+    def __enter__(self) -> "Graders":
+        if self._processes is not None:
+            self._processes.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._processes is not None:
+            self._processes.close()
+        if self._threads is not None:
+            self._threads.__exit__()
+
+    async def grade(self, task: Task, choice: "Choice", where: str) -> Grade:
+        """Grades one choice, exactly once: a grader that failed is not asked again.
+
+        Raises GraderError, naming `where`, when the grader raises (the traceback follows the first line), breaks a limit, or
+        returns something that is no finite number.
+        """
+        if self._processes is not None:
+            return await self._processes.grade(task.grader, choice, where)
+        assert self._threads is not None
+        return await grade(task.grader, choice, where=where, threads=self._threads, timeout=self.timeout)
+
+
 def describe(error: BaseException) -> str:
     """`TypeName: message` on one line, also for exceptions whose `__str__` fails."""
     text = "".join(traceback.format_exception_only(error))
@@ -162,10 +224,10 @@ def describe(error: BaseException) -> str:
     return line if len(line) <= 400 else line[:399] + "…"
 
 
-def own_traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file that called the user's code."""
+def own_traceback(error: BaseException, caller: str = __file__) -> str:
+    """The traceback without the frames of this file (or of another `caller`) that called the user's code."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     half = MAX_ERROR_LENGTH // 2

@@ -1,64 +1,251 @@
-"""The progress bar of sampling: samples done, mean reward, tokens, tokens per second, failures. Silent where nobody watches."""
+"""The progress line of sampling: one line that moves, in a terminal or a notebook, and one summary when it is over.
 
+Silent where nobody watches (a log file, a pipe, a pbar that was turned off). In a terminal tqdm places the line, so that several
+at once and other bars do not overwrite each other; in a notebook it is one output of plain text that is updated in place, which
+needs no ipywidgets and is kept in the saved notebook.
+"""
+
+import math
+import numbers
+import os
 import sys
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
+from tqdm.std import tqdm
+from tqdm.utils import disp_len, disp_trim
 
+from ttrl.errors import UserError
 from ttrl.records import Sample
 
+REDRAW_SECONDS = 0.1
+RATE_WINDOW = 15.0  # seconds: long enough for answers that come whole, a group at a time
+NOTEBOOK_WIDTH = 110
+_LONGEST_NAME = 16
+_BAR_CELLS = 20
 
-def somebody_watches() -> bool:
-    """True in a terminal and in a notebook; a bar in a log file would be thousands of lines."""
-    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+
+class Prices(NamedTuple):
+    """Dollars per million tokens."""
+
+    input: float
+    output: float
+
+    @classmethod
+    def of(cls, value: object) -> "Prices":
+        """Reads Prices or a pair of numbers (input, output). Raises UserError for anything else."""
+        pair = tuple(value) if isinstance(value, tuple | list) else ()
+        if len(pair) != 2 or not all(_is_price(price) for price in pair):
+            raise UserError(
+                f"prices is {value!r}; give (input, output), two finite numbers of at least 0: dollars per million prompt tokens "
+                "and per million completion tokens"
+            )
+        return cls(float(pair[0]), float(pair[1]))
+
+    def spend(self, prompt: int, completion: int) -> float:
+        """Dollars for so many new tokens."""
+        return (prompt * self.input + completion * self.output) / 1e6
+
+
+def _is_price(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 class Progress:
-    """Counts samples as they are graded. A context manager, so that the bar is closed on Ctrl-C too."""
+    """Counts samples and tokens as they come, and shows them. A context manager, so that the line is closed on Ctrl-C too.
 
-    def __init__(self, total: int, description: str, *, enabled: bool) -> None:
-        self._bar: Any = tqdm(
-            total=total,
-            desc=description,
-            unit="sample",
-            disable=not (enabled and somebody_watches()),
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
-            dynamic_ncols=True,
-        )
+    total: how many samples will come; None where nobody knows (there is no ETA then).
+    enabled: False shows nothing, and neither does True where stderr is no terminal and no notebook listens.
+    prices: for the spend; it is not shown without them.
+
+    Belongs to one thread.
+    """
+
+    def __init__(self, total: int | None, description: str, *, enabled: bool, prices: Prices | None = None) -> None:
+        self._total, self._description, self._prices = total, description, prices
+        self._screen = _screen() if enabled else None
         self._start = time.monotonic()
-        self._reward_sum, self._graded, self._failed, self._tokens = 0.0, 0, 0, 0
+        self._next_draw = self._start
+        self._marks: deque[tuple[float, int]] = deque([(self._start, 0)])
+        self._done = self._graded = self._failed = self._unfinished = self._cached = 0
+        self._tokens = self._prompt_tokens = 0
+        self._lengths = self._measured = 0
+        self._reward_sum = 0.0
+        self._metrics: dict[str, list[float]] = {}  # name: [sum, count]
 
     def __enter__(self) -> "Progress":
+        self._draw(self._start)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(stopped=kind is not None)
 
-    def add_tokens(self, tokens: int) -> None:
-        """Tokens that the server has sampled, graded or not."""
-        self._tokens += tokens
+    def close(self, *, stopped: bool = False) -> None:
+        """Takes the line away and leaves the summary in its place. Harmless when repeated."""
+        if self._screen is not None:
+            self._screen.finish(("stopped: " if stopped else "") + self.summary())
+            self._screen = None
 
-    def add_sample(self, sample: Sample) -> None:
-        """One sample is finished: graded or failed."""
-        if sample.reward is None:
-            self._failed += 1
-        else:
+    def add_tokens(self, completion: int, prompt: int = 0) -> None:
+        """New tokens of a server, as they come: what is paid for. Tokens from a cache are none of them."""
+        self._tokens += completion
+        self._prompt_tokens += prompt
+        if self._screen is not None and (now := time.monotonic()) >= self._next_draw:
+            self._draw(now)
+
+    def take_back_tokens(self, completion: int, prompt: int = 0) -> None:
+        """Tokens that were counted as they came, and lost with their stream."""
+        self.add_tokens(-completion, -prompt)
+
+    def add_sample(self, sample: Sample, cached: bool = False) -> None:
+        """One sample is finished: graded, failed, or cut off by a token budget."""
+        self._done += 1
+        self._cached += cached or sample.cached
+        if sample.reward is not None:
             self._graded += 1
             self._reward_sum += sample.reward
-        if self._bar.disable:
-            return
-        self._bar.set_postfix_str(self.text(), refresh=False)
-        self._bar.update(1)
+            for name, value in sample.metrics.items():
+                entry = self._metrics.setdefault(name, [0.0, 0])
+                entry[0] += value
+                entry[1] += 1
+        elif sample.finish_reason == "unfinished" and sample.error is None:
+            self._unfinished += 1
+        else:
+            self._failed += 1
+        if (length := len(sample.token_ids or sample.logprobs or ())) and sample.finish_reason != "unfinished":
+            self._lengths += length
+            self._measured += 1
+        if self._screen is not None and (now := time.monotonic()) >= self._next_draw:
+            self._draw(now)
 
-    def text(self) -> str:
-        """What stands behind the bar."""
+    def line(self, width: int, now: float | None = None) -> str:
+        """The moving line in at most `width` columns: what matters most comes first, what has no room is left out."""
+        now = time.monotonic() if now is None else now
+        elapsed = now - self._start
+        counted = f"{self._done}/{self._total}" if self._total is not None else f"{self._done}"
+        clock = _clock(elapsed)
+        new = self._done - self._cached
+        if self._total is not None and self._done < self._total:
+            clock += "<" + (_clock(elapsed / new * (self._total - self._done)) if new else "?")
+        failed = [f"{self._failed} failed"] if self._failed else []
+        parts = [*self._reward(), *failed, f"{si(self._rate(now))} tok/s", *self._spend(), *self._metric_means()]
+        parts += [f"{si(self._tokens)} tokens", *self._length(), *self._other_counts()]
+        # Given room in the order in which they are shown; a long part does not keep short ones out behind it.
+        head = f"{self._description} {counted}"
+        room = width - disp_len(head) - disp_len(clock) - 1
+        shown = []
+        for part in parts:
+            if disp_len(part) + 2 <= room:
+                shown.append(part)
+                room -= disp_len(part) + 2
+        bar = ""
+        if self._total and room >= 8 + 1:
+            cells = min(room - 1, _BAR_CELLS) - 2
+            full = round(cells * min(1.0, self._done / self._total))
+            bar = f" |{'█' * full}{' ' * (cells - full)}|"
+        return disp_trim(f"{head}{bar} {'  '.join([clock, *shown])}", width)
+
+    def summary(self) -> str:
+        """One line for the end: everything, whatever its width."""
         seconds = max(time.monotonic() - self._start, 1e-9)
-        parts = [f"reward {self._reward_sum / self._graded:.3f}"] if self._graded else []
-        parts += [f"{si(self._tokens)} tokens", f"{si(self._tokens / seconds)} tokens/s"]
-        if self._failed:
-            parts.append(f"{self._failed} failed")
-        return ", ".join(parts)
+        count = f"{self._done} of {self._total}" if self._total not in (None, self._done) else f"{self._done}"
+        parts = [f"{count} samples in {_clock(seconds) if seconds >= 60 else f'{seconds:.1f} s'}"]
+        parts += [*self._reward(), *self._metric_means(), *([f"{self._failed} failed"] if self._failed else [])]
+        parts += self._other_counts()
+        parts += [f"{si(self._tokens)} new tokens ({si(self._tokens / seconds)} tok/s)", *self._length(), *self._spend()]
+        return f"{self._description}: {', '.join(parts)}"
+
+    # Parts
+
+    def _reward(self) -> list[str]:
+        return [f"reward {_mean(self._reward_sum, self._graded)}"] if self._graded else []
+
+    def _other_counts(self) -> list[str]:
+        named = ((self._unfinished, "unfinished"), (self._cached, "cached"))
+        return [f"{count} {name}" for count, name in named if count]
+
+    def _spend(self) -> list[str]:
+        if self._prices is None:
+            return []
+        dollars = self._prices.spend(self._prompt_tokens, self._tokens)
+        return [f"${dollars:.2f}" if dollars >= 1 or dollars <= 0 else f"${dollars:.2g}" if dollars >= 1e-4 else "<$0.0001"]
+
+    def _length(self) -> list[str]:
+        return [f"{self._lengths / self._measured:.0f} tok/sample"] if self._measured else []
+
+    def _metric_means(self) -> list[str]:
+        return [f"{_short(name)} {_mean(total, count)}" for name, (total, count) in self._metrics.items()]
+
+    def _rate(self, now: float) -> float:
+        """Tokens per second of the last RATE_WINDOW seconds."""
+        then, tokens = self._marks[0]
+        return max(0.0, (self._tokens - tokens) / max(now - then, 1e-9))
+
+    def _draw(self, now: float) -> None:
+        if self._screen is None:
+            return
+        self._next_draw = now + REDRAW_SECONDS
+        while len(self._marks) > 1 and self._marks[1][0] <= now - RATE_WINDOW:
+            self._marks.popleft()
+        self._screen.show(self.line(self._screen.width(), now))
+        self._marks.append((now, self._tokens))
+
+
+class _Terminal:
+    """One line of stderr, kept by tqdm."""
+
+    def __init__(self) -> None:
+        # mininterval: we say when to draw; bar_format: the line is ours as a whole.
+        self._bar: Any = tqdm(bar_format="{desc}", file=sys.stderr, dynamic_ncols=True, leave=False, mininterval=math.inf)
+
+    def width(self) -> int:
+        """Columns; one is left free, because a full line makes some terminals go to the next."""
+        try:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        except (OSError, ValueError):
+            columns = 0
+        return max(20, (columns or 80) - 1)  # 0: a terminal that does not know its size
+
+    def show(self, line: str) -> None:
+        self._bar.set_description_str(line, refresh=True)
+
+    def finish(self, line: str) -> None:
+        self._bar.close()
+        tqdm.write(line, file=sys.stderr)
+
+
+class _Notebook:
+    """One output of a notebook's cell."""
+
+    def __init__(self, display: Callable[..., Any]) -> None:
+        self._display = display
+        self._handle: Any = None
+
+    def width(self) -> int:
+        return NOTEBOOK_WIDTH
+
+    def show(self, line: str) -> None:
+        bundle = {"text/plain": line}
+        if self._handle is None:
+            self._handle = self._display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def finish(self, line: str) -> None:
+        self.show(line)
+
+
+def _screen() -> _Terminal | _Notebook | None:
+    """Where somebody watches, or None: a moving line in a log file would be thousands of lines."""
+    ipython = sys.modules.get("IPython")  # a notebook has loaded it; nobody else is made to
+    shell = ipython.get_ipython() if ipython is not None else None
+    if getattr(shell, "kernel", None) is not None:
+        return _Notebook(sys.modules["IPython"].display.display)
+    if sys.stderr is not None and sys.stderr.isatty():
+        return _Terminal()
+    return None
 
 
 def si(number: float) -> str:
@@ -67,3 +254,19 @@ def si(number: float) -> str:
         if number >= factor * 0.9995:
             return f"{number / factor:.3g}{suffix}"
     return f"{number:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _mean(total: float, count: float) -> str:
+    mean = total / count
+    return f"{mean:.3f}" if abs(mean) < 1000 else si(mean) if mean > 0 else f"{mean:.0f}"
+
+
+def _short(name: str) -> str:
+    name = " ".join(name.split())
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"

@@ -8,7 +8,21 @@ from typing import Any, overload
 
 from ttrl.errors import GraderError, ServerError
 from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.progress import si
+from ttrl.rollouts.progress import Prices, si
+
+
+@dataclass
+class Usage:
+    """Tokens of one task, as the server counted them (or as its token ids say)."""
+
+    prompt: int = 0
+    """The prompt once, however many samples it has."""
+    completion: int = 0
+    new_prompt: int = 0
+    """Of every request that was sent, so what a provider charges for; nothing for samples that came from the cache."""
+    new_completion: int = 0
+    prefix_cached: int = 0
+    """Of `new_prompt`, what the server's prefix cache knew already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +33,11 @@ class RolloutStats:
     num_samples: int
     num_graded: int
     num_failed: int
-    """Samples without a reward; num_graded + num_failed = num_samples."""
+    """Samples with an error instead of a reward; num_graded + num_failed + num_unfinished = num_samples."""
+    num_unfinished: int
+    """Samples that a token budget cut off; they can be continued."""
+    num_cached: int
+    """Samples whose completion came from the cache."""
     mean_reward: float | None
     metrics: dict[str, float]
     """Each metric's mean over the graded samples that have it."""
@@ -28,13 +46,20 @@ class RolloutStats:
     completion_tokens: int
     mean_completion_tokens: float | None
     """Over the samples that the server completed, graded or not."""
+    new_prompt_tokens: int
+    new_completion_tokens: int
+    """Tokens that were sent and sampled now: without those from the cache, and without what earlier calls had sampled."""
+    prefix_cached_tokens: int
+    """Of the new prompt tokens, those that the server's own prefix cache served."""
+    spend: float | None
+    """Dollars for the new tokens; None where no prices were given."""
     finish_reasons: dict[str, int]
     exceptions: dict[str, int]
     """Why samples, graders, transforms and callbacks failed, and how often, the commonest first."""
     seconds: float | None
     """Wall clock of the whole call; None where the results were read from a file."""
     tokens_per_second: float | None
-    """completion_tokens / seconds."""
+    """new_completion_tokens / seconds."""
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary that `json` can write as it is."""
@@ -51,8 +76,15 @@ class RolloutStats:
         if self.mean_completion_tokens is not None:
             speed = f", {si(self.tokens_per_second)} tokens/s" if self.tokens_per_second is not None else ""
             parts.append(f"{si(self.completion_tokens)} tokens ({self.mean_completion_tokens:.1f} per sample{speed})")
-        if self.num_failed:
-            parts.append(f"{self.num_failed} failed")
+        if self.spend is not None:
+            parts.append(f"${self.spend:.4g}")
+        for count, what in (
+            (self.num_cached, "from the cache"),
+            (self.num_unfinished, "unfinished"),
+            (self.num_failed, "failed"),
+        ):
+            if count:
+                parts.append(f"{count} {what}")
         return ", ".join(parts)
 
     def failures(self, most: int = 3) -> str:
@@ -74,14 +106,16 @@ class TaskResults(Sequence[TaskResult]):
         results: Iterable[TaskResult],
         *,
         seconds: float | None = None,
-        usage: Sequence[tuple[int, int] | None] | None = None,
+        usage: Sequence[Usage | None] | None = None,
         transformed: list[Any] | None = None,
         other_failures: Mapping[str, int] | None = None,
+        prices: Prices | None = None,
     ) -> None:
-        """`usage` is each task's (prompt tokens, completion tokens) as the server counted them, for servers that give no ids."""
+        """`usage`: each task's tokens, which the samples alone do not tell (servers without ids; what was new)."""
         self._results = list(results)
         self._seconds = seconds
         self._usage = list(usage) if usage is not None else [None] * len(self._results)
+        self._prices = prices
         self._other_failures = dict(other_failures or {})
         self.transformed = transformed
         assert len(self._usage) == len(self._results)
@@ -131,26 +165,39 @@ class TaskResults(Sequence[TaskResult]):
         for sample in graded:
             for name, value in sample.metrics.items():
                 metrics.setdefault(name, []).append(value)
-        reasons = Counter(reason(sample) for sample in samples if sample.reward is None)
+        unfinished = [sample for sample in samples if is_unfinished(sample)]
+        reasons = Counter(reason(sample) for sample in samples if sample.reward is None and not is_unfinished(sample))
         reasons.update(self._other_failures)
-        counted = [_tokens(result, usage) for result, usage in zip(self._results, self._usage, strict=True)]
-        completion_tokens = sum(completion for _, completion in counted)
-        num_completed = sum(sample.finish_reason is not None for sample in samples)
+        usage = [known or _usage(result) for result, known in zip(self._results, self._usage, strict=True)]
+        completed = sum(sample.finish_reason is not None for sample in samples) - len(unfinished)
+        completed_tokens = sum(u.completion for u in usage) - sum(len(sample.token_ids or ()) for sample in unfinished)
+        new_prompt, new_completion = sum(u.new_prompt for u in usage), sum(u.new_completion for u in usage)
         return RolloutStats(
             num_tasks=len(self._results),
             num_samples=len(samples),
             num_graded=len(graded),
-            num_failed=len(samples) - len(graded),
+            num_failed=len(samples) - len(graded) - len(unfinished),
+            num_unfinished=len(unfinished),
+            num_cached=sum(sample.cached for sample in samples),
             mean_reward=_mean([sample.reward for sample in graded if sample.reward is not None]),
             metrics={name: sum(values) / len(values) for name, values in metrics.items()},
-            prompt_tokens=sum(prompt for prompt, _ in counted),
-            completion_tokens=completion_tokens,
-            mean_completion_tokens=completion_tokens / num_completed if num_completed else None,
+            prompt_tokens=sum(u.prompt for u in usage),
+            completion_tokens=sum(u.completion for u in usage),
+            mean_completion_tokens=completed_tokens / completed if completed else None,
+            new_prompt_tokens=new_prompt,
+            new_completion_tokens=new_completion,
+            prefix_cached_tokens=sum(u.prefix_cached for u in usage),
+            spend=_dollars(self._prices, new_prompt, new_completion),
             finish_reasons=dict(Counter(s.finish_reason for s in samples if s.finish_reason is not None).most_common()),
             exceptions=dict(reasons.most_common()),
             seconds=self._seconds,
-            tokens_per_second=completion_tokens / self._seconds if self._seconds else None,
+            tokens_per_second=new_completion / self._seconds if self._seconds else None,
         )
+
+    @property
+    def unfinished(self) -> list[TaskResult]:
+        """The groups with samples that a token budget cut off, for the `unfinished` of a later call."""
+        return [result for result in self._results if any(map(is_unfinished, result.samples))]
 
     def raise_if_all_failed(self) -> None:
         """Does nothing while a single sample has a reward.
@@ -158,7 +205,7 @@ class TaskResults(Sequence[TaskResult]):
         Raises GraderError when all samples failed in their graders, ServerError otherwise; with the commonest reason in full.
         """
         samples = self.samples
-        if not samples or any(sample.reward is not None for sample in samples):
+        if not samples or any(sample.reward is not None or is_unfinished(sample) for sample in samples):
             return
         commonest, count = Counter(map(reason, samples)).most_common(1)[0]
         in_full = next(sample.error or commonest for sample in samples if reason(sample) == commonest)
@@ -183,9 +230,18 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _tokens(result: TaskResult, usage: tuple[int, int] | None) -> tuple[int, int]:
-    """(prompt tokens, completion tokens) of one task: as the server counted, or from what is known of its samples."""
-    if usage is not None:
-        return usage
+def is_unfinished(sample: Sample) -> bool:
+    """True for a sample that a token budget cut off: it has neither reward nor error, and can be continued."""
+    return sample.finish_reason == "unfinished" and sample.error is None
+
+
+def _usage(result: TaskResult) -> Usage:
+    """From what is known of the samples: all of it new where the samples do not come from the cache."""
     prompt = max((len(sample.prompt_token_ids or ()) for sample in result.samples), default=0)
-    return prompt, sum(len(sample.token_ids or sample.logprobs or ()) for sample in result.samples)
+    counts = [(len(sample.token_ids or sample.logprobs or ()), sample.cached) for sample in result.samples]
+    new = sum(count for count, cached in counts if not cached)
+    return Usage(prompt=prompt, completion=sum(count for count, _ in counts), new_prompt=prompt if new else 0, new_completion=new)
+
+
+def _dollars(prices: Prices | None, prompt: int, completion: int) -> float | None:
+    return None if prices is None else (prompt * prices.input + completion * prices.output) / 1e6

@@ -1,5 +1,6 @@
 """Is a model folder complete? Asked before a server or a trainer is started, so that the answer does not hide in a long log."""
 
+import hashlib
 import json
 import os
 import re
@@ -7,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ModelFolderError
+from ttrl.files import digest
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+_COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
+CANARY_FILE = "canary.json"
+"""Logprobs of a fixed sequence, which a server must reproduce (`ttrl.server.weights`)."""
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -32,6 +37,22 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
     if problems:
         raise ModelFolderError(f"model folder {folder} is incomplete:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return folder
+
+
+def weights_digest(path: str | os.PathLike[str]) -> str:
+    """A name that changes with whatever a model folder computes: SHA-256 over its files' names and contents.
+
+    Weights, config, tokenizer and chat template count; canary, logs and documents beside them do not. A name on the hub stands
+    for itself: hub revisions are not looked up. Reads every weight file once (about a second per GB). Raises ModelFolderError.
+    """
+    folder = check_model_folder(path, chat_template=False)
+    if folder is None:
+        return f"hub:{os.fspath(path)}"
+    total = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name != CANARY_FILE and file.suffix in _COMPUTED_WITH:
+            total.update(f"{file.relative_to(folder).as_posix()}\0{digest(file)}\n".encode())
+    return total.hexdigest()
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -33,7 +33,7 @@ import psutil
 from ttrl.errors import ConfigError, ServerDiedError, ServerError, ServerStartError
 from ttrl.processes import ChildProcess
 from ttrl.server.auth import KEY_VARIABLE
-from ttrl.server.model_folder import check_model_folder
+from ttrl.server.model_folder import check_model_folder, weights_digest
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -211,6 +211,10 @@ class VLLMServer:
             return json.loads(text)
         except ValueError:
             return text
+
+    def weights_digest(self) -> str:
+        """Names what this server computes with now, for the cache of `get_task_results`: its weights and their dtype."""
+        return f"{weights_digest(self.model_folder)}/{self.dtype}"
 
     def cache_config(self) -> dict[str, str]:
         """vLLM's own description of its KV cache, from /metrics: block_size, num_gpu_blocks (of any device) and more, as text."""

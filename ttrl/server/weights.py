@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import ConfigError, ModelFolderError, ServerError, WeightSyncError
+from ttrl.server.model_folder import CANARY_FILE
 from ttrl.server.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
 
-CANARY_FILE = "canary.json"
 _DRAIN_SECONDS = 30.0  # how long the prefix cache may refuse to be emptied because requests still run
 
 

@@ -1,0 +1,179 @@
+"""Partial rollouts on a real server: cut several times, the same tokens, text, finish reasons and logprobs as without.
+
+The model is tiny and random over single bytes, so that borders lie within characters, and special tokens come in the middle.
+"""
+
+import asyncio
+import copy
+import random
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from ttrl import Task, get_task_results
+from ttrl.rollouts.partial import TokenBudget
+from ttrl.rollouts.results import TaskResults
+from ttrl.server.vllm import VLLMServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(folder):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"]
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = Qwen2Config(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # vLLM's CPU attention has no kernel for heads of 16
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    model = write_model(folder / "model")
+    with VLLMServer(
+        model, served_model_name="policy", log_path=folder / "server.log", dtype="float32", max_model_len=512
+    ) as server:
+        yield server
+
+
+def tasks(count=12, seed=0):
+    rng = random.Random(seed)
+    texts = ["".join(rng.choice("abc déß漢字 xyz") for _ in range(rng.randrange(3, 12))) for _ in range(count)]
+    return [Task([{"role": "user", "content": text}], lambda choice: float(len(choice.message.content or ""))) for text in texts]
+
+
+def sample(server, given, params, **options):
+    async def run():
+        async with server.client() as client:
+            return await get_task_results(given, client, "policy", params=params, pbar=False, **options)
+
+    return asyncio.run(run())
+
+
+def in_parts(server, given, params, budget, **options):
+    """Calls until nothing is unfinished: the samples in the order of `given`, and the number of calls."""
+    left, calls, done = list(given), 0, {}
+    unfinished = []
+    while left:
+        results = sample(server, left, params, token_budget=budget, unfinished=unfinished, weights_version=calls, **options)
+        calls += 1
+        unfinished = [copy.deepcopy(result) for result in results.unfinished]
+        waiting = []
+        for task, result in zip(left, results, strict=True):
+            if any(sample.finish_reason == "unfinished" for sample in result.samples):
+                waiting.append(task)
+            else:
+                done[id(task)] = result
+        left = waiting
+        assert calls < 200
+    return TaskResults([done[id(task)] for task in given]), calls
+
+
+def assert_same(got, expected):
+    assert len(got.samples) == len(expected.samples)
+    for a, b in zip(got.samples, expected.samples, strict=True):
+        assert a.error is None and b.error is None, (a.error, b.error)
+        assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+        assert a.prompt_token_ids == b.prompt_token_ids and a.reward == b.reward
+        assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)) < 1e-3
+
+
+GREEDY = {"temperature": 0, "max_tokens": 60}
+CASES = {
+    "length": GREEDY,
+    "end of turn": {"temperature": 0, "max_tokens": 150, "logit_bias": {"256": 0.2}},
+    "special tokens inside": GREEDY | {"ignore_eos": True, "logit_bias": {"256": 0.5, "258": 0.5}},
+    "specials shown": GREEDY | {"ignore_eos": True, "skip_special_tokens": False, "logit_bias": {"256": 0.5, "258": 0.5}},
+    "repetition penalty": GREEDY | {"repetition_penalty": 1.3},
+    "min_tokens": GREEDY | {"min_tokens": 25, "logit_bias": {"256": 0.3}},
+    "stop token": GREEDY | {"stop_token_ids": [70, 71, 72, 200, 201, 202]},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("budget", [TokenBudget(per_sample=7), 150], ids=["per sample", "in all"])
+def test_cut_several_times_it_is_what_it_would_have_been(server, case, budget):
+    given = tasks()
+    expected = sample(server, given, CASES[case])
+    got, calls = in_parts(server, given, CASES[case], budget)
+    assert_same(got, expected)
+    longest = max(len(s.token_ids) for s in expected.samples)
+    assert calls >= (-(-longest // 7) if isinstance(budget, TokenBudget) else 2)
+    if longest > 7:
+        assert any(s.token_versions and len(set(s.token_versions)) >= 2 for s in got.samples)
+    for s in got.samples:
+        if s.token_versions:
+            assert len(s.token_versions) == len(s.token_ids) and s.token_versions == sorted(s.token_versions)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("budget", [TokenBudget(per_sample=3), 60], ids=["per sample", "in all"])
+def test_stop_strings(server, include, budget):
+    """Strings from the middle of what the model says, of several characters: most cuts go through them."""
+    rng = random.Random(3)
+    reasons = set()
+    for number, task in enumerate(tasks(8)):
+        (plain,) = sample(server, [task], GREEDY).samples
+        at = rng.randrange(2, max(3, len(plain.text) - 4))
+        stops = [plain.text[at : at + rng.randrange(2, 6)], "never said", plain.text[at + 1 : at + 4]]
+        params = GREEDY | {"stop": [s for s in stops if s][: 1 + number % 3], "include_stop_str_in_output": include}
+        expected = sample(server, [task], params)
+        got, _ = in_parts(server, [task], params, budget)
+        assert_same(got, expected)
+        reasons |= {s.finish_reason for s in expected.samples}
+    assert "stop" in reasons
+
+
+def test_groups_with_seeds_are_continued_whole(server):
+    """Sampling: other cuts give other tokens, but the logprobs are the model's, and every sample ends."""
+    params = {"temperature": 1.0, "max_tokens": 30, "seed": 5}
+    given = tasks(4)
+    got, calls = in_parts(server, given, params, 100, n=4)
+    assert calls > 2
+    for group in got:
+        assert len({tuple(s.token_ids) for s in group.samples}) == len(group.samples) == 4
+    assert all(s.reward is not None for s in got.samples)
+    again, _ = in_parts(server, given, params, TokenBudget(per_sample=10), n=4)
+    once_more, _ = in_parts(server, given, params, TokenBudget(per_sample=10), n=4)
+    assert [s.token_ids for s in again.samples] == [s.token_ids for s in once_more.samples]  # the same cuts, the same tokens
+
+    async def scored(s):
+        async with server.client() as client:
+            body = {"model": "policy", "prompt": [*s.prompt_token_ids, *s.token_ids], "max_tokens": 1}
+            return await client.completions.create(**body, extra_body={"prompt_logprobs": 0})
+
+    for s in got.samples[::5]:
+        rows = asyncio.run(scored(s)).choices[0].prompt_logprobs[len(s.prompt_token_ids) :]
+        whole = [row[str(token)]["logprob"] for row, token in zip(rows, s.token_ids, strict=True)]
+        assert max(abs(a - b) for a, b in zip(whole, s.logprobs, strict=True)) < 1e-3

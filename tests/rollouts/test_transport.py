@@ -1,0 +1,442 @@
+"""Both ways to a server, over real sockets: the same answers, the same errors, nothing left open."""
+
+import asyncio
+import contextlib
+import gc
+import gzip
+import json
+import socket
+import ssl
+import warnings
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import httpx
+import pytest
+from openai import AsyncAzureOpenAI, AsyncOpenAI, OpenAI
+
+from ttrl.errors import RequestError, UserError
+from ttrl.rollouts.http_errors import retry_after
+from ttrl.rollouts.http_transport import HTTPTransport
+from ttrl.rollouts.openai_transport import ClientTransport
+from ttrl.rollouts.transport import transport_for
+
+BODY = {"messages": [{"role": "user", "content": "hé"}], "n": 1}
+KINDS = ("url", "client", "hooked")
+
+
+async def nothing(_):
+    pass
+
+
+@contextlib.asynccontextmanager
+async def transport_of(kind, url, **options):
+    """To a server at `url`: from a base URL, a plain client, or a client with a hook of its own."""
+    client = None
+    if kind == "hooked":
+        timeout = options.get("timeout", 60)
+        options["http_client"] = httpx.AsyncClient(event_hooks={"request": [nothing]}, follow_redirects=True, timeout=timeout)
+    if kind != "url":
+        client = AsyncOpenAI(base_url=url, api_key="secret-key-123", **options)
+    transport = transport_for(client or url)
+    assert type(transport) is (ClientTransport if kind == "hooked" else HTTPTransport)
+    try:
+        yield transport
+    finally:
+        await transport.close()
+        if client is not None:
+            await client.close()
+
+
+def run(kit, kind, behaviour, act, **options):
+    async def main():
+        async with kit.serving(behaviour) as server:
+            async with transport_of(kind, f"http://127.0.0.1:{server.port}/v1", **options) as transport:
+                result = await act(transport)
+            return result, server
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        result = asyncio.run(main())
+        gc.collect()
+    return result
+
+
+def post(transport):
+    return transport.post("/chat/completions", BODY)
+
+
+async def fed(transport):
+    """As `stream_answers` reads: from the read callback, where the transport can."""
+    if not hasattr(transport, "feed"):
+        return await streamed(transport)
+    parts = []
+    await transport.feed("/chat/completions", BODY, parts.append)
+    return b"".join(parts)
+
+
+async def streamed(transport):
+    async with transport.stream("/chat/completions", BODY) as parts:
+        return b"".join([part async for part in parts])
+
+
+@pytest.mark.parametrize("act", [post, streamed, fed])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies(kit, kind, act):
+    def zipped(body, attempt):
+        return kit.Reply(gzip.compress(b"hello " * 100), headers={"content-encoding": "gzip"})
+
+    data, server = run(kit, kind, lambda body, attempt: kit.Reply(b'{"a": "\xc3\xa9"}'), act)
+    assert (data, server.requests) == (b'{"a": "\xc3\xa9"}', [BODY])
+    assert run(kit, kind, zipped, act)[0] == b"hello " * 100
+    assert run(kit, kind, lambda body, attempt: kit.Reply(b""), act)[0] == b""
+
+
+@pytest.mark.parametrize("act", [post, streamed, fed])
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusals(kit, kind, act, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key-123")
+
+    def expect(reply, words, status, wait=None):
+        with pytest.raises(RequestError, match=words) as caught:
+            run(kit, kind, lambda body, attempt: reply, act)
+        assert (caught.value.kind, caught.value.status, caught.value.retry_after) == ("status", status, wait)
+        assert "secret-key-123" not in str(caught.value)
+
+    expect(kit.error(400, "too long: 9 > 8"), r"^http://127.0.0.1:\d+/v1: HTTP 400: too long: 9 > 8$", 400)
+    expect(kit.Reply(b"<html>bad\n gateway</html>", status=502), "HTTP 502: <html>bad gateway</html>$", 502)
+    expect(kit.Reply({"detail": "Not Found"}, status=404), "HTTP 404: Not Found$", 404)
+    expect(kit.Reply({"error": "plain"}, status=422), "HTTP 422: plain$", 422)
+    expect(kit.Reply(b"", status=503), "HTTP 503: no words$", 503)
+    expect(kit.Reply({"error": {"message": "no secret-key-123"}}, status=401), "HTTP 401: no ", 401)
+    expect(kit.Reply({}, status=429, headers={"retry-after": "2.5"}), "HTTP 429", 429, 2.5)
+
+
+def test_retry_after():
+    assert retry_after({"retry-after": "3"}) == 3.0
+    assert retry_after({"retry-after": "3", "retry-after-ms": "1500"}) == 1.5
+    soon = retry_after({"retry-after": format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)})
+    assert 50 < soon <= 60
+    assert retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
+    for nonsense in ("soon", "-1", "nan", "inf", ""):
+        assert retry_after({"retry-after": nonsense}) is None
+    assert retry_after({}) is None
+
+
+@pytest.mark.parametrize("act", [post, streamed, fed])
+@pytest.mark.parametrize("kind", KINDS)
+def test_broken_connections_and_timeouts(kit, kind, act):
+    async def slow(body, attempt):
+        await asyncio.sleep(30)
+
+    for reply in (kit.Reply(reset=True), kit.Reply(b'{"id": ', declared_length=1000)):
+        with pytest.raises(RequestError) as caught:
+            run(kit, kind, lambda body, attempt, reply=reply: reply, act)
+        assert caught.value.kind == "connection"
+    if kind != "url" and (kind, act) != ("client", streamed) and act is not fed:  # there the reader of the stream keeps the time
+        with pytest.raises(RequestError, match=r"no answer within the client's timeout of 0.2 s$") as caught:
+            run(kit, kind, slow, act, timeout=0.2)
+        assert caught.value.kind == "timeout"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_listens(kind):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+
+        async def main(act):
+            async with transport_of(kind, url) as transport:
+                await act(transport)
+
+        for act in (post, streamed, fed, lambda transport: transport.get("/models")):
+            with pytest.raises(RequestError, match=f"^{url}: no connection: .*; is the server running\\?$") as caught:
+                asyncio.run(main(act))
+            assert caught.value.kind == "connection"
+
+
+@contextlib.asynccontextmanager
+async def listening(answer):
+    """A server that reads a request's head and hands the connection to `answer(head, reader, writer)`."""
+    seen = []
+
+    async def serve(reader, writer):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            seen.append(head.decode())
+            await answer(head.decode(), reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", seen
+    finally:
+        server.close()
+
+
+async def ok(head, reader, writer):
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+    await writer.drain()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paths_above_v1(kind):
+    async def main():
+        async with listening(ok) as (url, seen), transport_of(kind, url) as transport:
+            await transport.get("/models")
+            await transport.get("/metrics", root=True)
+            await transport.post("/detokenize", {}, root=True)
+            return [head.split(" HTTP")[0] for head in seen]
+
+    assert asyncio.run(main()) == ["GET /v1/models", "GET /metrics", "POST /detokenize"]
+
+
+def test_settings_of_the_client_are_honoured():
+    async def main():
+        async with listening(ok) as (url, seen):
+            client = AsyncOpenAI(
+                base_url=url + "/",
+                api_key="secret-key-123",
+                organization="org",
+                project="proj",
+                default_headers={"X-Mine": "yes"},
+                default_query={"version": "a b"},
+                timeout=7.0,
+            )
+            transport = transport_for(client)
+            assert type(transport) is HTTPTransport
+            await transport.post("/chat/completions", {})
+            await transport.close()
+            await client.close()
+            return transport, url, seen[0].lower()
+
+    transport, url, head = asyncio.run(main())
+    assert head.startswith("post /v1/chat/completions?version=a+b http/1.1") or "version=a%20b" in head
+    for line in ("authorization: bearer secret-key-123", "x-mine: yes", "openai-organization: org", "openai-project: proj"):
+        assert line in head
+    assert transport.identity == {"base_url": url, "organization": "org", "project": "proj"}
+    assert (transport.read_timeout, transport.connect_timeout) == (7.0, 7.0)
+    assert "secret" not in repr(transport)
+
+
+def test_the_key_for_a_base_url(monkeypatch):
+    def head(**env):
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+
+        async def main():
+            async with listening(ok) as (url, seen), transport_of("url", url) as transport:
+                await transport.get("/models")
+                return seen[0]
+
+        return asyncio.run(main())
+
+    assert "Authorization: Bearer EMPTY" in head()
+    assert "Authorization: Bearer mine" in head(OPENAI_API_KEY="mine")
+    assert "GET /v1/models" in head(http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")  # no proxy for ourselves
+
+
+def test_cancelling_closes_the_connection_and_leaves_nothing():
+    async def main(kind, act):
+        closed = asyncio.Event()
+
+        async def hang(head, reader, writer):
+            if "chunked" in act.__name__:
+                writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+            while await reader.read(1000):
+                pass
+            closed.set()
+
+        async with listening(hang) as (url, seen), transport_of(kind, url) as transport:
+            task = asyncio.create_task(act(transport))
+            while not seen:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.wait_for(closed.wait(), 5)
+            await asyncio.sleep(0.01)
+            others = [t for t in asyncio.all_tasks() - {asyncio.current_task()} if "serve" not in repr(t)]
+            assert others == []
+
+    async def chunked(transport):
+        return await streamed(transport)
+
+    async def fed_chunked(transport):
+        return await fed(transport)
+
+    for kind in KINDS:
+        for act in (post, streamed, fed, chunked, fed_chunked):
+            asyncio.run(main(kind, act))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_leaving_a_stream_closes_its_connection(kind):
+    async def main():
+        closed = asyncio.Event()
+
+        async def talk(head, reader, writer):
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(b"3\r\nabc\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.005)
+            closed.set()
+
+        async with listening(talk) as (url, _), transport_of(kind, url) as transport:
+            async with transport.stream("/chat/completions", {}) as parts:
+                async for part in parts:
+                    assert part.startswith(b"abc")
+                    break
+            await asyncio.wait_for(closed.wait(), 5)
+
+    asyncio.run(main())
+
+
+def test_one_client_in_several_loops(kit):
+    client = AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="k")
+
+    async def main():
+        async with kit.serving(lambda body, attempt: kit.Reply(b"{}")) as server:
+            transport = transport_for(client.with_options(base_url=f"http://127.0.0.1:{server.port}/v1"))
+            try:
+                return await post(transport)
+            finally:
+                await transport.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [asyncio.run(main()) for _ in range(2)] == [b"{}", b"{}"]
+        gc.collect()
+
+
+def test_which_clients_are_plain(monkeypatch):
+    async def key():
+        return "k"
+
+    class Mine(AsyncOpenAI):
+        pass
+
+    def kind(client):
+        return type(transport_for(client)).__name__
+
+    url = "http://127.0.0.1:9/v1"
+    options = {"base_url": url, "api_key": "k"}
+    assert kind(AsyncOpenAI(**options)) == "HTTPTransport"
+    assert kind(AsyncOpenAI(api_key="k", base_url="https://api.example.com/v1")) == "HTTPTransport"
+    assert isinstance(transport_for(AsyncOpenAI(api_key="k", base_url="https://a.example/v1")).ssl_context, ssl.SSLContext)
+    assert kind(Mine(**options)) == "ClientTransport"
+    assert kind(AsyncOpenAI(base_url=url, api_key=key)) == "ClientTransport"
+    assert kind(AsyncAzureOpenAI(api_key="k", azure_endpoint="http://127.0.0.1:9", api_version="1")) == "ClientTransport"
+    for settings in (
+        {"event_hooks": {"response": [nothing]}},
+        {"transport": httpx.MockTransport(nothing)},
+        {"auth": ("a", "b")},
+        {"headers": {"x": "y"}},
+        {"params": {"x": "y"}},
+        {"cookies": {"x": "y"}},
+        {"proxy": "http://127.0.0.1:8"},
+        {"mounts": {"http://": httpx.AsyncHTTPTransport()}},
+    ):
+        http = httpx.AsyncClient(follow_redirects=True, **settings)
+        assert kind(AsyncOpenAI(http_client=http, **options)) == "ClientTransport", settings
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:8")
+    assert kind(AsyncOpenAI(base_url="http://example.com/v1", api_key="k")) == "ClientTransport"
+
+
+@pytest.mark.parametrize(
+    ("client", "words"),
+    [
+        (OpenAI(api_key="k"), "give an AsyncOpenAI client"),
+        ("localhost:8000", "base URL such as"),
+        ("ftp://x/v1", "base URL such as"),
+        ("", "base URL such as"),
+        ("http://user:password@host/v1", "credentials"),
+        ("http://host/v1?key=password", "credentials"),
+        (None, "a NoneType"),
+        (7, "an AsyncOpenAI client, or a base URL"),
+    ],
+)
+def test_wrong_clients(client, words):
+    with pytest.raises(UserError, match=words) as caught:
+        transport_for(client)
+    assert "password" not in str(caught.value)
+
+
+def test_the_same_json_whatever_the_way(kit):
+    body = {"messages": [{"role": "user", "content": "a\u2028é\ud800"}], "temperature": 0.1, "n": 1, "stop": None}
+
+    async def act(transport):
+        await transport.post("/chat/completions", body)
+
+    seen = [run(kit, kind, lambda b, attempt: kit.Reply(b"{}"), act)[1].requests[0] for kind in ("url", "client")]
+    assert seen == [json.loads(json.dumps(body))] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_chunks_of_http_cut_anywhere_and_the_connection_used_again(size):
+    body = b"5;x=1\r\nhello\r\nA\r\n\xc3\xa9 0\r\n\r\n 1\r\n0\r\ntrailer: 1\r\n\r\n"
+    answer = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n" + body
+    connections = 0
+
+    async def talk(reader, writer):
+        nonlocal connections
+        connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+                for i in range(0, len(answer), size):
+                    writer.write(answer[i : i + size])
+                    await asyncio.sleep(0)
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        async with transport_of("url", url) as transport:
+            results = [await fed(transport) for _ in range(3)]
+        server.close()
+        return results
+
+    assert asyncio.run(main()) == ["helloé 0\r\n\r\n 1".encode()] * 3
+    assert connections == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nabc\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http(answer):
+    async def say(head, reader, writer):
+        writer.write(answer)
+        await writer.drain()
+
+    async def main():
+        async with listening(say) as (url, _), transport_of("url", url) as transport:
+            await fed(transport)
+
+    with pytest.raises(RequestError, match="no HTTP") as caught:
+        asyncio.run(main())
+    assert caught.value.kind == "malformed"
+
+
+def test_what_the_reader_raises_is_no_failure_of_the_connection():
+    def broken(part):
+        raise ConnectionResetError("mine")
+
+    async def main():
+        async with listening(ok) as (url, _), transport_of("url", url) as transport:
+            await transport.feed("/chat/completions", {}, broken)
+
+    with pytest.raises(ConnectionResetError, match="mine"):
+        asyncio.run(main())

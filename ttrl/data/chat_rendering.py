@@ -1,0 +1,211 @@
+"""A tokenizer's chat template, rendered as a server renders it: the same choice of template, messages and variables.
+
+The clock stands still: templates may write the date, and two renderings of one conversation must not differ by it.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ttrl.errors import ModelFolderError, TokenizationError
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+class TemplateRefusalError(TokenizationError):
+    """The template raised an error for these messages; the message says which."""
+
+
+def server_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as vLLM hands them to a template: no content is an empty one, tool arguments that are JSON text are objects
+    (empty where they are none, see `unsayable`), empty lists of tool calls are gone, and reasoning goes by both of its
+    names. The messages given stay as they are."""
+    made = []
+    for message in messages:
+        message = dict(message)
+        if message.get("content") is None:
+            message["content"] = ""
+        if message.get("role") == "assistant":
+            if message.get("tool_calls"):
+                message["tool_calls"] = [_server_call(call) for call in message["tool_calls"]]
+            else:
+                message.pop("tool_calls", None)
+            for key, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+                if isinstance(message.get(key), str) and message.get(other) is None:
+                    message[other] = message[key]
+        made.append(message)
+    return made
+
+
+def unsayable(message: Mapping[str, Any]) -> str | None:
+    """Why no template could show what an assistant's message says, as it was given; None where one might."""
+    functions = [call["function"] for call in message.get("tool_calls") or [] if _is_function_call(call)]
+    if any(_arguments(function) is None for function in functions):
+        return "the arguments of a tool call are no JSON object; a server shows such to the model as {}"
+    if message.get("function_call"):
+        return "function_call is the old form of tool_calls, which templates do not show"
+    if message.get("content") is None and not message.get("tool_calls") and not any(message.get(key) for key in REASONING_KEYS):
+        return "it says nothing: there is neither content nor a tool call"
+    return None
+
+
+def _server_call(call: Any) -> Any:
+    if not _is_function_call(call):
+        return call
+    return call | {"function": call["function"] | {"arguments": _arguments(call["function"]) or {}}}
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    def text(call: Any) -> Any:
+        if not _is_function_call(call):
+            return call
+        return call | {
+            "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+        }
+
+    return message | {"tool_calls": [text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("role") == "tool" or not isinstance(message["content"], str):
+        return message
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+def _is_function_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | None:
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+class ChatTemplate:
+    """The chat template that `tokenizer` takes for these tools, with its variables. `now` is the moment that templates which
+    write the date take for the present; by default it is.
+
+    Raises ModelFolderError where there is no template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: list[dict[str, Any]] | None = None,
+        now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self.tools = tokenizer, tools
+        variables = dict(variables or {})
+        name = variables.pop("chat_template", None)
+        self.source, self.place = _choose(tokenizer, tools, name)
+        if "strftime_now" in self.source and "strftime_now" not in variables:
+            moment = now or datetime.now()
+            variables["strftime_now"] = moment.strftime
+        self.variables = variables
+
+    def prepared(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`server_messages` in the form that this template reads: texts as lists of parts where it takes nothing else, arguments
+        of tool calls as JSON text where it refuses objects.
+
+        Raises TemplateRefusalError where the template refuses the conversation in any form.
+        """
+        made = server_messages(messages)
+        if self._wants_parts:
+            made = [_with_parts(message) for message in made]
+        if not any(message.get("tool_calls") for message in made):
+            return made
+        try:
+            self.render(made, answer_next=False)
+        except TemplateRefusalError:
+            texts = [_with_text_arguments(message) for message in made]
+            try:
+                self.render(texts, answer_next=False)
+            except TemplateRefusalError:
+                return made
+            return texts
+        return made
+
+    def message(self, role: str, text: str) -> dict[str, Any]:
+        """A plain message in the form that this template reads."""
+        message = {"role": role, "content": text}
+        return _with_parts(message) if self._wants_parts else message
+
+    @functools.cached_property
+    def _wants_parts(self) -> bool:
+        for content in ("kJw", [{"type": "text", "text": "kJw"}]):
+            try:
+                if "kJw" in self.render([{"role": "user", "content": content}], answer_next=True):
+                    return content != "kJw"
+            except TemplateRefusalError:
+                continue
+        return False
+
+    def render(self, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
+        """The conversation as text; with `answer_next`, as a server is sent it to be answered.
+
+        Raises TemplateRefusalError where the template does.
+        """
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.tools,
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=answer_next,
+                **self.variables,
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            raise TemplateRefusalError(f"{self.place} refuses the conversation: {_told(error)}") from error
+
+    def render_tagged(self, source: str, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The text that the tagged template `source` writes, and where its tags begin and end, in characters.
+
+        Raises TemplateRefusalError where the template does.
+        """
+        try:
+            texts, regions = render_jinja_template(
+                conversations=[messages],
+                tools=self.tools,
+                chat_template=source,
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **self.variables},
+            )
+        except Exception as error:
+            raise TemplateRefusalError(f"{self.place}, with tags, refuses the conversation: {_told(error)}") from error
+        return texts[0], regions[0]
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno} is no Jinja: {error.message}"
+    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+
+
+def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:
+    """The template's text and what to call it. `name` is one of a list of named templates, or a template itself."""
+    place = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
+    known = getattr(tokenizer, "chat_template", None)
+    if isinstance(known, (list, tuple)):
+        known = {row["name"]: row["template"] for row in known}
+    if isinstance(known, Mapping):
+        chosen = name or ("tool_use" if tools is not None and "tool_use" in known else "default")
+        if chosen in known:
+            return known[chosen], f"{place} ({chosen!r})"
+        if name is None:
+            raise ModelFolderError(f"{place}: none of its templates is the default: choose chat_template from {sorted(known)}")
+    if name is not None:
+        return name, "the given chat template"
+    if not known:
+        raise ModelFolderError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
+    return known, place

@@ -1,0 +1,137 @@
+"""Groups that are under way: finished before a kill (rollouts.partial.jsonl), or left by a token budget (unfinished.jsonl).
+
+With `tokens_per_iteration`, an iteration samples at most so many new completion tokens. Groups that are not finished then wait in
+unfinished.jsonl, and the next iteration goes on with them before it takes new tasks. Their first tokens were sampled by an older
+policy: staleness is the number of iterations between it and the policy that samples now.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ttrl.files import read_jsonl
+from ttrl.loop.run_folder import IterationFolder
+from ttrl.records import Sample, TaskResult
+from ttrl.rollouts.results import TaskResults, Usage, is_unfinished
+from ttrl.tasks.task import Task
+
+UNFINISHED_FILE = "unfinished.jsonl"
+
+
+def task_key(task_id: str, messages: list[dict[str, Any]]) -> str:
+    """Tells tasks apart: the same id may have other messages."""
+    return json.dumps([task_id, messages], sort_keys=True)
+
+
+def is_open(group: TaskResult) -> bool:
+    """Whether a sample of the group is not finished."""
+    return any(map(is_unfinished, group.samples))
+
+
+def num_tokens(group: TaskResult) -> int:
+    """Completion tokens of all samples."""
+    return sum(len(sample.token_ids or ()) for sample in group.samples)
+
+
+def carried_groups(previous: IterationFolder) -> list[TaskResult]:
+    """What an iteration left unfinished, in its order. Raises RunFolderError where the file was changed or is gone."""
+    marker = previous.marker("rollouts")
+    if marker is None or "unfinished" not in marker:
+        return []
+    previous.verify("rollouts")
+    return list(TaskResults.from_samples(Sample.from_json(row) for row in read_jsonl(previous.path / UNFINISHED_FILE)))
+
+
+def oldest_version(group: TaskResult, version: int) -> int:
+    """Of all tokens of the group, the oldest weights version; `version` where it has none yet."""
+    tokens = [sample for sample in group.samples if sample.token_ids]
+    return min((min(sample.token_versions or [sample.weights_version]) for sample in tokens), default=version)
+
+
+def ready_to_continue(group: TaskResult, version: int) -> TaskResult:
+    """The group for sampling by `version`: samples without a token yet will be that version's alone."""
+    for sample in group.samples:
+        if is_unfinished(sample) and not sample.token_ids:
+            sample.weights_version, sample.token_versions = version, None
+    return group
+
+
+def staleness(groups: Iterable[TaskResult], version: int) -> dict[str, float]:
+    """How many iterations older than `version` the policies are that sampled the tokens: mean and max over all of them."""
+    total = weighted = oldest = 0
+    for sample in (sample for group in groups for sample in group.samples):
+        count = len(sample.token_ids or ())
+        ages = [version - v for v in sample.token_versions] if sample.token_versions else [version - sample.weights_version]
+        total += count
+        weighted += sum(ages) if sample.token_versions else count * ages[0]
+        oldest = max(oldest, max(ages) if count else 0)
+    return {"mean": weighted / total if total else 0.0, "max": oldest}
+
+
+def kept_groups(
+    partial: Path, tasks: Sequence[Task], n: int, version: int, carried: Sequence[TaskResult]
+) -> dict[int, TaskResult]:
+    """The groups that an earlier process finished, by their place in `tasks`; without those of other tasks or another policy.
+
+    The first `len(carried)` tasks are those of groups that were continued.
+    """
+    kept = {}
+    for row in read_jsonl(partial, key="position"):
+        position, samples = row["position"], [Sample.from_json(sample) for sample in row["samples"]]
+        if position >= len(tasks) or len(samples) != n:
+            continue
+        key = task_key(tasks[position].id, tasks[position].messages)
+        versions = {sample.weights_version for sample in samples}
+        group = TaskResult(task_id=tasks[position].id, messages=tasks[position].messages, samples=samples)
+        if position < len(carried):
+            same_policy = max(versions) == version and continues(group, carried[position])
+        else:
+            same_policy = versions == {version} and not any(sample.token_versions for sample in samples)
+        if same_policy and all(task_key(sample.task_id, sample.messages) == key for sample in samples):
+            kept[position] = group
+    return kept
+
+
+def continues(group: TaskResult, carried: TaskResult) -> bool:
+    """Whether every sample begins with the tokens of the carried group's."""
+    pairs = zip(group.samples, carried.samples, strict=False)
+    return all((after.token_ids or [])[: len(before.token_ids or ())] == (before.token_ids or []) for after, before in pairs)
+
+
+def place_of(result: TaskResult, positions: Mapping[str, list[int]], carried: Sequence[TaskResult]) -> int:
+    """Takes the place of a result out of `positions` (task key to places that wait for a result).
+
+    The same task may be there several times: any of its new places will do, but a continued group has its own.
+    """
+    places = positions[task_key(result.task_id, result.messages)]
+    for place in places:
+        if place >= len(carried) or continues(result, carried[place]):
+            places.remove(place)
+            return place
+    return places.pop(0)
+
+
+def budget_facts(groups: Sequence[TaskResult], carried: Sequence[TaskResult], version: int) -> dict[str, Any]:
+    """What a marker says of an iteration with a token budget: what was new, how old the tokens are, what is left."""
+    left = [group for group in groups if is_open(group)]
+    return {
+        "new_completion_tokens": sum(map(num_tokens, groups)) - sum(map(num_tokens, carried)),
+        "staleness": staleness([group for group in groups if not is_open(group)], version),
+        "unfinished": {
+            "groups": len(left),
+            "samples": sum(is_unfinished(sample) for group in left for sample in group.samples),
+            "tokens": sum(map(num_tokens, left)),
+        },
+    }
+
+
+def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) -> list[Usage]:
+    """Tokens of groups, given by their places; what the first `len(carried)` had before is not new."""
+    usage = []
+    for place, group in groups.items():
+        had = num_tokens(carried[place]) if place < len(carried) else 0
+        prompt = max((len(sample.prompt_token_ids or ()) for sample in group.samples), default=0)
+        tokens = num_tokens(group)
+        usage.append(Usage(prompt=prompt, completion=tokens, new_prompt=prompt, new_completion=tokens - had))
+    return usage

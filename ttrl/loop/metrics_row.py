@@ -1,0 +1,45 @@
+"""The line of metrics.jsonl of an iteration, put together from what its phases left in their markers."""
+
+from typing import Any
+
+from ttrl.loop.run_folder import IterationFolder
+
+PHASES = ("prepare", "rollouts", "pack", "train", "validate")
+_COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train": "train", "validate": "validate"}
+
+
+def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
+    """The line of metrics.jsonl, put together from the markers alone."""
+    markers = {phase: iteration.marker(phase) for phase in PHASES}
+    done = {phase: marker for phase, marker in markers.items() if marker is not None}
+    seconds = {_COLUMNS[phase]: marker["seconds"] for phase, marker in done.items()}
+    seconds["sync"] = sum(marker.get("sync_seconds", 0.0) for marker in done.values())
+    row: dict[str, Any] = {"iteration": iteration.number, "seconds": seconds | {"total": sum(seconds.values())}}
+    if "rollouts" in done:
+        stats = done["rollouts"]["stats"]
+        row |= {"reward": stats["mean_reward"], "metrics": stats["metrics"]}
+        row |= {"samples": stats["num_samples"], "failed": stats["num_failed"], "finish_reasons": stats["finish_reasons"]}
+        row |= {name: stats[name] for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")}
+        names = ("new_completion_tokens", "staleness", "unfinished", "dropped_groups")
+        row |= {name: done["rollouts"][name] for name in names if name in done["rollouts"]}
+    if "pack" in done:
+        row |= {"groups": done["pack"]["groups"]}
+        row |= {"pack": {k: v for k, v in done["pack"].items() if k not in ("groups", "seconds")}}
+    if "train" in done:
+        row |= {"trained": done["train"]["trained"]} | _training_summary(done["train"].get("steps", []))
+    if "validate" in done:
+        stats = done["validate"]["stats"]
+        row |= {"validation_reward": stats["mean_reward"], "validation": stats["metrics"]}
+        row |= {"validation_samples": stats["num_graded"], "validation_failed": stats["num_failed"]}
+    syncs = [marker["sync"] for marker in done.values() if marker.get("sync")]
+    return row | ({"sync": syncs[-1]} if syncs else {})
+
+
+def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the optimizer steps of an iteration, and the comparison of sampler and trainer."""
+    if not steps:
+        return {}
+    names = ("loss", "policy_loss", "kl", "entropy", "grad_norm", "clip_fraction_low", "clip_fraction_high")
+    train = {name: sum(step[name] for step in steps) / len(steps) for name in names if name in steps[0]}
+    train |= {"lr": steps[-1]["lr"], "steps": len(steps), "global_step": steps[-1]["global_step"]}
+    return {"train": train, "sampler_trainer": steps[0].get("sampler_trainer")}

@@ -1,0 +1,275 @@
+"""The object stores under a cache: opened from addresses, with limits that keep a dead one from holding anything up.
+
+Nothing that is shown or logged carries a credential: addresses and messages go through `redact`.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import obstore
+from obstore import exceptions
+from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
+
+from ttrl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+CLOUD_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "https", "http")
+KNOWN = "a folder's path, file:///folder, memory://, s3://bucket/folder, gs://bucket/folder, az://container/folder"
+
+# What a store may cost: a connection 3 s, a request 10 s, with two more tries for what failed in passing; 20 s all together.
+CONNECT_TIMEOUT = timedelta(seconds=3)
+REQUEST_TIMEOUT = timedelta(seconds=10)
+MAX_RETRIES = 2
+OPERATION_TIMEOUT = timedelta(seconds=20)
+
+FILE_THREADS = 8
+FAILURES_BEFORE_PAUSE = 3
+PAUSE_SECONDS = 30.0
+
+_SHOWN_OPTIONS = {"endpoint", "region", "allow_http", "virtual_hosted_style_request", "skip_signature", "account_name"}
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for a server that is not Amazon's, AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_SERVICE_ACCOUNT (the path of a key file)",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+T = TypeVar("T")
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+_USERINFO = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]*@")
+_OPTION = re.compile(r"([?&])([^\s=&#\"')]+)=([^\s&#\"')]*)")
+
+
+def redact(text: str) -> str:
+    """Takes names, passwords and the values of query options out of every address in a text."""
+    text = _USERINFO.sub("***@", text)
+    return _OPTION.sub(lambda m: f"{m[1]}{m[2]}={m[3] if m[2] in _SHOWN_OPTIONS else '***'}", text)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what obstore says, with nothing secret in it and of bounded length."""
+    lines = str(error).strip().splitlines()
+    return redact(lines[0])[:400] if lines else type(error).__name__
+
+
+class Unavailable(Exception):  # noqa: N818 - it never leaves the cache
+    """A store could not be read or written; `skipped` is True where it was not even tried."""
+
+    def __init__(self, message: str, skipped: bool = False) -> None:
+        super().__init__(message)
+        self.skipped = skipped
+
+
+class _Health:
+    """Failures in a row, and until when nothing is tried."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.paused_until = 0.0
+
+    def pause(self) -> None:
+        self.paused_until = time.monotonic() + PAUSE_SECONDS
+
+    def failed(self) -> None:
+        self.failures += 1
+        self.pause()
+
+
+class Store:
+    """One object store: whole objects in and out, and a pause for a store that fails again and again.
+
+    shown: the address without credentials, for people.
+    """
+
+    def __init__(self, address: str | os.PathLike[str]) -> None:
+        """Raises UserError for an address that cannot be one. A folder is made by the first write, not here."""
+        self.folder: Path | None = None
+        self._store: ObjectStore | None = None
+        text = os.fspath(address)
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"a cache's address is empty or not text; give {KNOWN}")
+        self.shown = redact(text)
+        scheme, separator, rest = text.partition("://")
+        if isinstance(address, os.PathLike) or (not separator and text.partition(":")[0] not in (*CLOUD_SCHEMES, "memory")):
+            self._open_folder(Path(text))
+        elif scheme == "memory":
+            with _memory_lock:
+                self._store = _memory.setdefault(rest.strip("/"), MemoryStore())
+        elif scheme == "file":
+            parts = urlsplit(text)
+            if parts.netloc not in ("", "localhost"):
+                raise UserError(f"{self.shown} names another machine; a folder of this one has three slashes: file:///folder")
+            self._open_folder(Path(unquote(parts.path)))
+        elif separator and scheme in CLOUD_SCHEMES:
+            self._open_cloud(scheme, text)
+        else:
+            raise UserError(f"a cache cannot be at {self.shown!r}; known are {KNOWN}")
+        # Apart from each other: what may only be read must still be read after writing failed.
+        self._reading, self._writing = _Health(), _Health()
+
+    def _open_folder(self, folder: Path) -> None:
+        self.folder = folder.expanduser().absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"a cache cannot be at {self.shown!r}: that is a file; give a folder")
+
+    def _open_cloud(self, scheme: str, text: str) -> None:
+        _grace_at_exit()
+        parts = urlsplit(text)
+        kind = {"s": "s3", "g": "gs", "h": "http"}.get(scheme[0], "az")
+        if parts.password is not None:
+            hint = f"; set {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
+            raise UserError(f"{self.shown}: a name and password in a cache's address are not used{hint}")
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        # Who names a plain http endpoint wants plain http.
+        endpoint = options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        client: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, "timeout": REQUEST_TIMEOUT}
+        plain = endpoint.startswith("http://") or scheme == "http"
+        if _is_true(options.pop("allow_http", "")) or (kind in ("s3", "http") and plain):
+            client["allow_http"] = True
+        retry: Any = {"max_retries": MAX_RETRIES, "retry_timeout": OPERATION_TIMEOUT}
+        retry["backoff"] = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=2), "base": 2}
+        bare = parts._replace(query="", fragment="").geturl()
+        try:
+            self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]
+        except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
+            hint = f"; credentials are read from {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
+            raise UserError(f"a cache cannot be at {self.shown!r}: {self._reason(error, options)}{hint}") from None
+
+    @staticmethod
+    def _reason(error: BaseException, options: dict[str, str]) -> str:
+        message = reason(error)
+        for name, value in options.items():
+            if value and name not in _SHOWN_OPTIONS:
+                message = message.replace(value, "***")
+        return message
+
+    def __repr__(self) -> str:
+        return f"Store({self.shown!r})"
+
+    @property
+    def in_memory(self) -> bool:
+        return isinstance(self._store, MemoryStore)
+
+    def open(self, *, make: bool = False) -> ObjectStore | None:
+        """The obstore store; None for a folder that is not there and is not to be made."""
+        if self._store is None:
+            assert self.folder is not None
+            if not make and not self.folder.is_dir():
+                return None
+            self._store = LocalStore(self.folder, mkdir=make, automatic_cleanup=True)
+        return self._store
+
+    @contextlib.asynccontextmanager
+    async def _trying(self, health: "_Health") -> AsyncIterator[None]:
+        """Counts failures. After three in a row, the store is left alone for 30 s; then one attempt shows whether it is back."""
+        if health.failures >= FAILURES_BEFORE_PAUSE:
+            if time.monotonic() < health.paused_until:
+                raise Unavailable(f"{self.shown} is left alone for {PAUSE_SECONDS:.0f} s after failures", skipped=True)
+            health.pause()  # others wait for what this attempt shows
+        try:
+            async with asyncio.timeout(OPERATION_TIMEOUT.total_seconds()):
+                yield
+        except TimeoutError as error:
+            health.failed()
+            raise Unavailable(f"no answer within {OPERATION_TIMEOUT.total_seconds():.0f} s") from error
+        except (exceptions.BaseError, OSError, ValueError, NotImplementedError) as error:
+            health.failed()
+            raise Unavailable(reason(error)) from error
+        health.failures = 0
+
+    async def read(self, key: str) -> bytes | None:
+        """An object's bytes; None where there is none. Raises Unavailable."""
+        async with self._trying(self._reading):
+            store = self.open()
+            if store is None:
+                return None
+            try:
+                if isinstance(store, MemoryStore):
+                    return _get(store, key)
+                if isinstance(store, LocalStore):
+                    return await _in_thread(partial(_get, store, key))
+                found = await obstore.get_async(store, key)
+                return bytes(await found.bytes_async())
+            except FileNotFoundError:
+                return None
+
+    async def create(self, key: str, data: bytes) -> bool:
+        """Writes an object unless there is one; False where there is one already. Raises Unavailable.
+
+        A store that knows no conditional writes (some S3 look-alikes, file systems without hard links) overwrites instead.
+        """
+        async with self._trying(self._writing):
+            store = self.open(make=True)
+            assert store is not None
+            try:
+                await self._put(store, key, data, "create")
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+                return False
+            except (exceptions.BaseError, OSError, NotImplementedError) as error:
+                if not self._refuses_conditions(error):
+                    raise
+                await self._put(store, key, data, "overwrite")
+            return True
+
+    async def _put(self, store: ObjectStore, key: str, data: bytes, mode: Literal["create", "overwrite"]) -> None:
+        put = partial(obstore.put, store, key, data, mode=mode, use_multipart=False)
+        if isinstance(store, MemoryStore):
+            put()
+        elif isinstance(store, LocalStore):
+            await _in_thread(put)
+        else:
+            await obstore.put_async(store, key, data, mode=mode, use_multipart=False)
+
+    def _refuses_conditions(self, error: BaseException) -> bool:
+        if self.folder is not None:
+            return not isinstance(error, PermissionError)
+        text = str(error)
+        return isinstance(error, exceptions.NotSupportedError | NotImplementedError) or "501" in text or "NotImplemented" in text
+
+    async def overwrite(self, key: str, data: bytes) -> None:
+        """Writes an object, whatever is there. Raises Unavailable."""
+        async with self._trying(self._writing):
+            store = self.open(make=True)
+            assert store is not None
+            await self._put(store, key, data, "overwrite")
+
+
+def _get(store: ObjectStore, key: str) -> bytes:
+    return bytes(obstore.get(store, key).bytes())
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_file_threads(), work)
+
+
+@functools.cache
+def _file_threads() -> ThreadPoolExecutor:
+    """For folders. Half the CPU time of obstore's asynchronous calls, and no thread of obstore's ever waits for Python."""
+    return ThreadPoolExecutor(FILE_THREADS, "ttrl-cache")
+
+
+@functools.cache
+def _grace_at_exit() -> None:
+    """Asynchronous calls end on a thread of obstore's that still has to hand something to Python when the caller goes on. It
+    would abort a process that ends in that very moment, so a process that used a bucket waits a little before it ends.
+    """
+    atexit.register(time.sleep, 0.1)
+
+
+def _is_true(text: str) -> bool:
+    return text.strip().lower() in ("1", "true", "yes", "on")

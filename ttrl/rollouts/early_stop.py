@@ -1,0 +1,133 @@
+"""Stops completions that the model itself finds unlikely: babble is not worth the tokens."""
+
+import logging
+import math
+import numbers
+import weakref
+from typing import Any
+
+from openai.types.chat import ChatCompletionChunk
+
+from ttrl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+STOPPED_EARLY = "stopped_early"
+"""The finish_reason of a choice that was ended here."""
+_UNKNOWN = -9999.0  # what vLLM sends for a logprob that it does not know, or that is minus infinity
+
+
+class InferenceEarlyStop:
+    """An `on_chunk` that ends a completion when the moving mean of its logprobs falls below a threshold, or is NaN.
+
+        await get_task_results(tasks, client, model, on_chunk=InferenceEarlyStop())
+
+    The mean m of a choice starts at 0 and becomes alpha·m + (1 − alpha)·logprob with each token (natural logarithms). One object
+    serves any number of streams and choices at once, each with a mean of its own. A choice that is ended has `stopped_early` True
+    and the finish_reason "stopped_early".
+
+    alpha: between 0 and 1, both excluded; 0.992 looks back over some 125 tokens.
+    threshold: below 0. With the defaults, 21 tokens of logprob −20 end a completion, or 173 of −4.
+
+    Tokens without a logprob are passed over; the first is reported by a warning, and `num_unknown` counts them. Raises UserError
+    for values out of range.
+    """
+
+    def __init__(self, alpha: float = 0.992, threshold: float = -3.0) -> None:
+        if not _is_number(alpha) or not 0 < alpha < 1:
+            raise UserError(f"alpha is {alpha!r}; give a number between 0 and 1, such as 0.992: the weight of the mean so far")
+        if not _is_number(threshold) or not -math.inf < threshold < 0:
+            raise UserError(f"threshold is {threshold!r}; give a finite number below 0, such as -3.0: a mean logprob")
+        self.alpha, self.threshold = float(alpha), float(threshold)
+        self.num_unknown = 0
+        """Tokens (chunks, where a server sends no logprobs at all) without a logprob."""
+        self.num_stopped = 0
+        """Choices that were ended."""
+        # By the id of the completion, since completions have no hash; the reference's callback removes it with its completion.
+        self._streams: dict[int, tuple[weakref.ref[Any], dict[int, float]]] = {}
+
+    @property
+    def cache_key(self) -> str:
+        """What it does to a completion is a function of this."""
+        return f"InferenceEarlyStop(alpha={self.alpha!r}, threshold={self.threshold!r})"
+
+    def __repr__(self) -> str:
+        return self.cache_key
+
+    def __call__(self, chunk: Any, completion: Any) -> None:
+        """Reads one chunk of `completion`. Raises StopIteration after marking the choices that are to end."""
+        if isinstance(chunk, dict):  # of a stream of plain JSON
+            chunk = ChatCompletionChunk.construct(**chunk)
+        stopped = False
+        for part in chunk.choices or ():
+            logprobs = part.logprobs.content if part.logprobs is not None else None
+            if not logprobs:
+                if _has_text(part):
+                    self._count_unknown(1)
+                continue
+            means = self._means(completion)
+            mean = self._mean_after(means.get(part.index, 0.0), logprobs)
+            means[part.index] = mean
+            if mean < self.threshold or mean != mean:
+                self._mark(completion, part.index)
+                stopped = True
+        if stopped:
+            raise StopIteration
+
+    def mean(self, completion: Any, index: int = 0) -> float:
+        """The moving mean of a choice so far, 0 before its first token."""
+        return self._means(completion).get(index, 0.0)
+
+    def _mean_after(self, mean: float, entries: Any) -> float:
+        alpha, rest, threshold = self.alpha, 1.0 - self.alpha, self.threshold
+        for entry in entries:
+            logprob = entry.logprob
+            if logprob is None or _UNKNOWN * 1.01 < logprob <= _UNKNOWN:
+                self._count_unknown(1)
+                continue
+            mean = alpha * mean + rest * logprob
+            if mean < threshold or mean != mean:  # a later token of the same chunk must not lift it again
+                break
+        return mean
+
+    def _means(self, completion: Any) -> dict[int, float]:
+        key = id(completion)
+        known = self._streams.get(key)
+        if known is None or known[0]() is not completion:
+            streams = self._streams
+            known = streams[key] = (weakref.ref(completion, lambda reference: _forget(streams, key, reference)), {})
+        return known[1]
+
+    def _mark(self, completion: Any, index: int) -> None:
+        self.num_stopped += 1
+        for choice in completion.choices:
+            if choice.index == index:
+                choice.stopped_early = True
+                choice.finish_reason = STOPPED_EARLY
+
+    def _count_unknown(self, count: int) -> None:
+        if not self.num_unknown:
+            logger.warning("early stop: the server sends tokens without logprobs; they are passed over (num_unknown counts them)")
+        self.num_unknown += count
+
+
+def _forget(streams: dict[int, Any], key: int, reference: "weakref.ref[Any]") -> None:
+    """Removes a stream's means, unless its id belongs to another completion by now."""
+    if key in streams and streams[key][0] is reference:
+        del streams[key]
+
+
+def _has_text(part: Any) -> bool:
+    """False for chunks without tokens: the first with the role, the last with the finish_reason."""
+    delta = part.delta
+    return delta is not None and bool(
+        delta.content
+        or delta.tool_calls
+        or getattr(delta, "reasoning", None)
+        or getattr(delta, "reasoning_content", None)
+        or getattr(delta, "refusal", None)
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -1,0 +1,88 @@
+"""Pickles graders for another process: by name where their modules can be imported there, whole where they cannot."""
+
+import importlib.machinery
+import io
+import sys
+import types
+from typing import Any
+
+import cloudpickle
+
+from ttrl.errors import GraderError
+from ttrl.tasks.task import Grader
+
+_importable: dict[str, bool] = {}
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle takes functions of any module that is loaded here for importable there; test modules, modules made by hand, and
+    those of a folder that is on no path are not, so they travel whole."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.registered: list[types.ModuleType] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        name = obj.__name__ if isinstance(obj, types.ModuleType) else getattr(obj, "__module__", None)
+        if isinstance(obj, type | types.FunctionType | types.ModuleType) and isinstance(name, str) and not is_importable(name):
+            module = sys.modules[name]
+            if name not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                self.registered.append(module)
+        return super().reducer_override(obj)
+
+
+def pickled(grader: Grader, where: str) -> bytes:
+    """Raises GraderError, naming the grader, when it cannot be pickled."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(grader)
+    except Exception as error:  # from `__reduce__` and `__getstate__` of anything that the grader holds
+        name = getattr(grader, "__qualname__", None) or type(grader).__qualname__
+        raise GraderError(
+            f"{where}: the grader {name} cannot be sent to a process of its own: {type(error).__name__}: {error}; make what it "
+            "holds (locks, clients, open files) inside of it when it is called, or set isolated=False"
+        ) from error
+    finally:
+        for module in pickler.registered:
+            cloudpickle.unregister_pickle_by_value(module)
+    return file.getvalue()
+
+
+def is_importable(name: str) -> bool:
+    """Whether `import name` in another process with our sys.path finds the module that is loaded here. Looked up once."""
+    if name not in _importable:
+        _importable[name] = _look(name)
+    return _importable[name]
+
+
+def _look(name: str) -> bool:
+    module = sys.modules.get(name)
+    if module is None or name == "__main__":
+        return True  # cloudpickle knows what to do
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top in sys.builtin_module_names:
+        return True
+    parts, path, spec = name.split("."), None, None
+    for end in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:end]), path)
+        if spec is None:
+            # C extensions and some packages make submodules by hand: there once their package is imported.
+            return end > 1 and getattr(module, "__file__", None) is None
+        path = spec.submodule_search_locations
+    file = getattr(module, "__file__", None)
+    return file is None or spec is None or spec.origin is None or spec.origin == file
+
+
+def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
+    """As the import system does, but without loading packages, and without looking at what is loaded here."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        try:
+            spec = find(name, path) if find is not None else None
+        except Exception:  # noqa: BLE001 - a finder of somebody else's
+            spec = None
+        if spec is not None:
+            return spec
+    return None

@@ -1,0 +1,310 @@
+"""One task from its messages to its graded group: cache, requests, continuations, grades; nothing of it can cost another task.
+
+A sample number is asked for until it is there: from the cache, else from a server, in requests of neighbouring numbers. Where a
+server returns fewer choices than were asked for (many know no n), the missing ones are asked for again. Every answer becomes a
+Sample as soon as it is there, is put into the cache and graded, once.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ttrl.errors import GraderError, RequestError, ServerError, TokenizationError
+from ttrl.records import Sample, TaskResult
+from ttrl.rollouts.cache import sample_key
+from ttrl.rollouts.chat_completions import request_answers
+from ttrl.rollouts.choices import openai_choice, read_choice, writable
+from ttrl.rollouts.grading import call, describe
+from ttrl.rollouts.partial import continue_answer, extend
+from ttrl.rollouts.results import Usage, is_unfinished, where
+from ttrl.rollouts.sampling import Job, Meter, Sampling
+from ttrl.rollouts.servers import Size
+from ttrl.rollouts.transport import Transport
+from ttrl.rollouts.wire import Answer
+
+_NOT_TO_KEEP = frozenset({None, "abort", "error", "unfinished"})
+"""Finish reasons of answers that are no answers of the model: never put into a cache."""
+
+
+@dataclass
+class Outcome:
+    """What became of a job."""
+
+    position: int
+    result: TaskResult
+    usage: Usage
+    transformed: Any
+
+
+async def run_task(sampling: Sampling, job: Job) -> Outcome:
+    """One task from its request to its transform. Raises nothing but CancelledError."""
+    messages = [dict(message) for message in job.task.messages]
+    group = Group(sampling, job, messages)
+    await group.fill()
+    result = TaskResult(task_id=job.task.id, messages=messages, samples=group.samples)
+    transformed = None
+    if sampling.transform is not None:
+        transformed, error = await call(sampling.transform, result, threads=sampling.transform_thread, timeout=None)
+        if error is not None:
+            sampling.count_other("transform", job.task.id, error)
+            transformed = error
+    if sampling.on_task_done is not None:
+        try:
+            sampling.on_task_done(result)
+        except Exception as error:  # noqa: BLE001 - a callback must not cost results
+            sampling.count_other("on_task_done", job.task.id, error)
+    return Outcome(job.position, result, group.usage, transformed)
+
+
+class Group:
+    """The samples of one task while they are made."""
+
+    def __init__(self, sampling: Sampling, job: Job, messages: list[dict[str, Any]]) -> None:
+        self.s, self.job, self.messages = sampling, job, messages
+        self.usage = Usage()
+        if job.kept is not None:
+            self.samples = [dataclasses.replace(sample) for sample in job.kept.samples]
+            for sample in self.samples:
+                if not sample.token_ids and sample.reward is None:
+                    sample.weights_version = sampling.weights_version  # nothing of it was sampled by the policy of then
+        else:
+            version = sampling.weights_version
+            self.samples = [
+                Sample(task_id=job.task.id, sample=k, messages=messages, weights_version=version) for k in range(sampling.n)
+            ]
+        self.size = Size(
+            prompt=sum(len(str(m.get("content") or "")) for m in messages), n=1, max_tokens=sampling.request.max_tokens
+        )
+
+    async def fill(self) -> None:
+        """Brings every sample to its end: graded, failed, or cut off by the budget."""
+        begun, fresh = [], []
+        for sample in self.samples:
+            if is_unfinished(sample) or (sample.finish_reason is None and sample.error is None):
+                (begun if sample.token_ids else fresh).append(sample)
+            else:  # an earlier call has finished it
+                self.usage.completion += len(sample.token_ids or ())
+                self.s.progress.add_sample(sample, cached=True)
+        async with asyncio.TaskGroup() as tasks:
+            for sample in begun:
+                tasks.create_task(self._continue(sample))
+            tasks.create_task(self._make(fresh, tasks))
+
+    async def _make(self, fresh: Sequence[Sample], tasks: asyncio.TaskGroup) -> None:
+        """Samples that have no token yet: from the cache, the rest in requests of neighbouring numbers."""
+        missing, found = [], []
+        for sample, answer in zip(fresh, await self._from_cache(fresh), strict=True):
+            if answer is None:
+                missing.append(sample)
+            else:
+                found.append(sample)
+                tasks.create_task(self._finish(sample, answer, cached=True))
+        if found:
+            self._log(found, base_url=self.s.cache.describe() if self.s.cache is not None else "", hit=True)
+        for part in _neighbours(missing, self.s.samples_per_request):
+            tasks.create_task(self._request(part))
+
+    async def _from_cache(self, samples: Sequence[Sample]) -> list[Answer | None]:
+        cache, digest = self.s.cache, self.job.digest
+        if cache is None or digest is None:
+            return [None] * len(samples)
+        keys = [sample_key(digest, self.job.first + sample.sample) for sample in samples]
+        return list(await asyncio.gather(*map(cache.get, keys)))
+
+    # Requests
+
+    async def _request(self, samples: list[Sample]) -> None:
+        """Asks for these samples, whose numbers are consecutive, and again for those that a server left out."""
+        first, count = self.job.first + samples[0].sample, len(samples)
+
+        async def attempt(transport: Transport) -> list[Answer | None]:
+            if self.s.is_cut:
+                return [None] * count
+            meter = Meter(self.s)
+            answers = await meter.around(
+                request_answers(
+                    transport,
+                    self.s.first_request,
+                    self.messages,
+                    count,
+                    seed_offset=first,
+                    on_chunk=self.s.on_chunk,
+                    on_tokens=meter.add,
+                    cut=self.s.cut,
+                )
+            )
+            if not any(answers) and not self.s.is_cut:
+                raise RequestError(f"{transport.base_url}: the server returned 0 choices, {count} were asked for", "malformed")
+            return answers
+
+        answers = await self._send(attempt, samples)
+        if answers is None:
+            return
+        left = [sample for sample, answer in zip(samples, answers, strict=True) if answer is None]
+        async with asyncio.TaskGroup() as tasks:
+            for sample, answer in zip(samples, answers, strict=True):
+                if answer is not None:
+                    tasks.create_task(self._finish(sample, answer))
+            if self.s.is_cut:
+                for sample in left:
+                    self._leave_open(sample)
+            else:
+                for part in _neighbours(left, count):
+                    tasks.create_task(self._request(part))
+
+    async def _continue(self, sample: Sample) -> None:
+        """Goes on where the budget of an earlier call cut this sample off."""
+        had = len(sample.token_ids or ())
+        most = self.s.request.max_tokens
+        room = None if most is None else most - had
+        if self.s.budget is not None and self.s.budget.per_sample is not None:
+            room = self.s.budget.per_sample if room is None else min(room, self.s.budget.per_sample)
+
+        async def attempt(transport: Transport) -> list[Answer | None]:
+            if self.s.is_cut:
+                return [None]
+            meter = Meter(self.s)
+            number = self.job.first + sample.sample
+            answer = continue_answer(
+                transport, self.s.request, sample, max_tokens=room, number=number, on_tokens=meter.add, cut=self.s.cut
+            )
+            return await meter.around(_as_list(answer), had=had)
+
+        answers = await self._send(attempt, [sample])
+        if answers is not None and answers[0] is not None:
+            await self._finish(sample, answers[0], had=had)
+            return
+        self.usage.completion += had
+        if answers is not None:
+            self._leave_open(sample)
+
+    async def _send(self, attempt: Callable[[Transport], Any], samples: list[Sample]) -> list[Answer | None] | None:
+        """None where it failed for good: the samples have their reason then."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        error: Exception | None = None
+        answers: list[Answer | None] = []
+        base_url = ""
+
+        async def noted(transport: Transport) -> list[Answer | None]:
+            nonlocal base_url
+            base_url = transport.base_url  # of the last one that was tried
+            return await attempt(transport)
+
+        try:
+            answers = await self.s.servers.send(
+                noted,
+                size=self.size._replace(n=len(samples)),
+                max_retries=self.s.max_retries,
+                affinity=self.job.position,
+            )
+        except Exception as failure:  # noqa: BLE001 - whatever a request meets fails its own samples alone
+            error = failure
+            for sample in samples:
+                self._fail(sample, failure)
+        got = [answer for answer in answers if answer is not None]
+        if got:
+            self.usage.prompt = max(self.usage.prompt, got[0].prompt_tokens or len(got[0].prompt_token_ids or ()))
+            self.usage.new_prompt += got[0].prompt_tokens or 0
+            self.usage.prefix_cached += max(answer.cached_tokens or 0 for answer in got)
+            self.s.progress.add_tokens(0, got[0].prompt_tokens or 0)
+        self._log(
+            samples,
+            base_url=base_url,
+            prompt_tokens=got[0].prompt_tokens if got else None,
+            cached_prompt_tokens=got[0].cached_tokens if got else None,
+            completion_tokens=sum(answer.completion_tokens or 0 for answer in got) if got else None,
+            seconds=loop.time() - began,
+            error=error,
+        )
+        return None if error is not None else answers
+
+    def _log(self, samples: Sequence[Sample], *, base_url: str, hit: bool = False, **facts: Any) -> None:
+        if self.s.requests_log is not None and self.job.digest is not None:
+            numbers = [self.job.first + sample.sample for sample in samples]
+            self.s.requests_log.append(
+                base_url=base_url, model=self.s.request.model, digest=self.job.digest, samples=numbers, hit=hit, **facts
+            )
+
+    # Samples
+
+    async def _finish(self, sample: Sample, answer: Answer, *, cached: bool = False, had: int = 0) -> None:
+        """Fills in one sample, keeps it in the cache, and grades it; or leaves it open where the budget cut it off."""
+        place = where(sample.task_id, sample.sample)
+        s = self.s
+        sample.cached = cached
+        new = 0 if cached else (answer.completion_tokens or 0) - had
+        self.usage.new_completion += new
+        self.usage.completion += answer.completion_tokens or 0
+        try:
+            if had:
+                extend(sample, answer, s.weights_version)
+            else:
+                read_choice(sample, answer, place, token_ids=s.token_ids, logprobs=s.request.wants_logprobs)
+            if self._is_cut_off(sample, new):
+                self._leave_open(sample)
+                return
+            if not cached:
+                await self._keep(sample, answer)
+            graded = await s.graders.grade(self.job.task, openai_choice(answer), place)
+            sample.reward, sample.metrics = graded.reward, graded.metrics
+        except Exception as error:  # noqa: BLE001 - one bad sample never costs another
+            sample.error = writable(_type_and_message(error))
+        self._done(sample)
+
+    def _is_cut_off(self, sample: Sample, new: int) -> bool:
+        """True where not the model or max_tokens ended it, but the budget."""
+        if sample.finish_reason in (None, "unfinished"):
+            return self.s.budget is not None
+        per_sample = None if self.s.budget is None else self.s.budget.per_sample
+        if sample.finish_reason != "length" or per_sample is None or new < per_sample:
+            return False
+        return self.s.request.max_tokens is None or len(sample.token_ids or ()) < self.s.request.max_tokens
+
+    async def _keep(self, sample: Sample, answer: Answer) -> None:
+        """Into the cache; unless it has tokens of several policies, or `on_chunk`, which no key can describe, ended it."""
+        cache, digest = self.s.cache, self.job.digest
+        own_end = sample.finish_reason != "stopped_early" or getattr(self.s.on_chunk, "cache_key", None) is not None
+        if cache is None or digest is None or sample.finish_reason in _NOT_TO_KEEP or not own_end or sample.token_versions:
+            return
+        body = self.s.cache_body(self.messages)
+        await cache.put(sample_key(digest, self.job.first + sample.sample), answer, body)
+
+    def _leave_open(self, sample: Sample) -> None:
+        sample.finish_reason = "unfinished"
+        self._done(sample)
+
+    def _fail(self, sample: Sample, error: Exception) -> None:
+        if is_unfinished(sample):
+            sample.finish_reason = None
+        sample.error = writable(_type_and_message(error))
+        self._done(sample)
+
+    def _done(self, sample: Sample) -> None:
+        self.s.progress.add_sample(sample, cached=sample.cached)
+        if self.s.sample_logs is not None:
+            self.s.sample_logs.write(sample)
+
+
+async def _as_list(answer: Any) -> list[Answer | None]:
+    return [await answer]
+
+
+def _neighbours(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
+    """Cuts samples into runs of consecutive numbers of at most `most` each: a request's seeds and keys are consecutive."""
+    parts: list[list[Sample]] = []
+    for sample in samples:
+        if parts and len(parts[-1]) < most and parts[-1][-1].sample + 1 == sample.sample:
+            parts[-1].append(sample)
+        else:
+            parts.append([sample])
+    return parts
+
+
+def _type_and_message(error: BaseException) -> str:
+    """Our own errors as they are written (a grader's traceback included), others by their type and first line."""
+    if isinstance(error, GraderError | ServerError | TokenizationError):
+        return f"{type(error).__name__}: {error}"
+    return describe(error)

@@ -1,0 +1,363 @@
+"""Partial rollouts: completions that a token budget cut off, continued exactly where they were, from their token ids.
+
+The server is given prompt and completion so far as ids, so nothing is tokenized again, and every further token is drawn from
+the distribution that it would have had without the cut (under the weights of today: `Sample.token_versions` says which token came
+from which). Sampling parameters travel along; what a continuation cannot keep exactly is refused before anything is sent:
+
+- presence and frequency penalties, bad_words and n-gram detection look at generated tokens alone, and what was generated before
+  is prompt now. (repetition_penalty looks at both, so it stays as it is; min_tokens and max_tokens are counted down.)
+- structured outputs, tools, thinking budgets and parsers have a state that would begin anew; top_logprobs of the part before are
+  not kept with a sample.
+
+A seed is replaced by one made of it, the sample's number, its prompt and its tokens so far: with the same one, the continuation
+would repeat the random numbers of the beginning. So the same cuts give the same tokens, but other cuts give others.
+
+Stop strings are looked for over the border too, and the completion is cut behind the token that completes one, as the server
+would have done. How the text is made exact is told in detokenize.py.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrl.errors import RequestError, TokenizationError, UserError
+from ttrl.records import Sample, TaskResult
+from ttrl.rollouts.chat_completions import ChatRequest
+from ttrl.rollouts.choices import UNKNOWN_LOGPROB, read_choice
+from ttrl.rollouts.detokenize import INCOMPLETE, ServerTokenizer
+from ttrl.rollouts.results import is_unfinished, where
+from ttrl.rollouts.text_stream import Piece, ask
+from ttrl.rollouts.transport import Transport
+from ttrl.rollouts.wire import Answer, encoded
+
+BRIDGE = 16
+"""Tokens that are asked for at first where the kept part ends within a character: behind it, stop strings and text are exact."""
+
+# Sampling parameters that /chat/completions and /completions understand alike, and that look at single positions.
+# fmt: off
+_SAME = frozenset([
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "length_penalty",
+    "priority", "user", "cache_salt", "return_tokens_as_token_ids", "vllm_xargs",
+])
+# They made the prompt, which is there as ids; or they are set anew for each continuation.
+_DONE = frozenset([
+    "model", "messages", "prompt", "n", "stream", "stream_options", "stream_interval", "return_token_ids", "logprobs",
+    "max_tokens", "max_completion_tokens", "min_tokens", "seed", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "documents", "reasoning_effort",
+])
+# fmt: on
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "top_logprobs": (0,),
+    "bad_words": ([],),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "include_reasoning": (True,),
+    "response_format": ({"type": "text"},),
+    "thinking_token_budget": (-1,),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "store": (False,),
+}
+"""Parameters that a continuation cannot keep, and the values with which they do nothing."""
+_WHY = {
+    "presence_penalty": "it counts generated tokens, and those before the cut are prompt then",
+    "frequency_penalty": "it counts generated tokens, and those before the cut are prompt then",
+    "bad_words": "a word over the border would not be seen",
+    "top_logprobs": "a sample keeps no alternatives of its tokens",
+    "tools": "a tool call that is cut in two cannot be read",
+    "response_format": "a grammar would begin anew",
+    "structured_outputs": "a grammar would begin anew",
+    "thinking_token_budget": "it would be counted anew",
+    "repetition_detection": "it looks at generated tokens, and those before the cut are prompt then",
+}
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """How many completion tokens a call may sample before what is unfinished is left for a later one.
+
+    Raises UserError for numbers that are none, and where both are None.
+    """
+
+    per_sample: int | None = None
+    """New tokens of each completion in one call."""
+    total: int | None = None
+    """New tokens of the whole call. When they have come, all streams are ended, so a few more may have been sampled."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("per_sample", self.per_sample), ("total", self.total)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UserError(f"token budget: {name} is {value!r}; give a number of tokens of at least 1, or None")
+        if self.per_sample is None and self.total is None:
+            raise UserError("token budget: neither per_sample nor total is given; give one of them, or no budget (None)")
+
+    @classmethod
+    def of(cls, budget: "int | TokenBudget | None") -> "TokenBudget | None":
+        """A number is a `total`. Raises UserError for anything else."""
+        if budget is None or isinstance(budget, TokenBudget):
+            return budget
+        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+            raise UserError(f"token_budget is {budget!r}; give a number of tokens of at least 1, a TokenBudget, or None")
+        return cls(total=budget)
+
+
+def unfinished(results: Iterable[TaskResult]) -> list[TaskResult]:
+    """The groups with samples that a budget cut off, for the `unfinished` of a later call."""
+    return [result for result in results if any(map(is_unfinished, result.samples))]
+
+
+def check_continuable(request: ChatRequest) -> None:
+    """Raises UserError for parameters that a continuation could not keep exactly."""
+    parameters = request.cache_body([])
+    for name, value in parameters.items():
+        if value is None or name in _SAME or name in _DONE or value in _NEUTRAL.get(name, ()):
+            continue
+        why = _WHY.get(name, "nothing is known of how it would go on")
+        raise UserError(f"params[{name!r}] is {value!r}, and completions cut off by a token budget cannot go on with it: {why}")
+    if parameters.get("min_tokens") and parameters.get("stop"):
+        raise UserError("params: min_tokens together with stop strings cannot be continued exactly; leave one out")
+
+
+def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
+    """What a completion without any token yet is asked for with: a budget may leave it less than `max_tokens`."""
+    most = None if budget is None else budget.per_sample
+    if most is None or (request.max_tokens is not None and request.max_tokens <= most):
+        return request
+    name = "max_completion_tokens" if "max_completion_tokens" in request.parameters else "max_tokens"
+    parameters = {**request.parameters, name: most}
+    if parameters.get("min_tokens"):  # a server refuses more than max_tokens
+        parameters["min_tokens"] = min(parameters["min_tokens"], most)
+    return dataclasses.replace(request, parameters=parameters)
+
+
+async def continue_answer(
+    transport: Transport,
+    request: ChatRequest,
+    sample: Sample,
+    *,
+    max_tokens: int | None,
+    number: int | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+    cut: asyncio.Event | None = None,
+) -> Answer:
+    """Goes on with a completion that was cut off: the whole of it, as if it had never been. One attempt; `sample` is not touched.
+
+    max_tokens: of new tokens, at most; None for as many as `request.max_tokens` and the model's context leave.
+    number: tells samples of equal tasks apart where there is a seed; None for the sample's own.
+    on_tokens(k): k more tokens have arrived. cut: when set, the server is stopped, and what came is kept.
+
+    The choice's finish_reason is null where the budget ended it again (`max_tokens` or `cut`), otherwise what the server says.
+    Raises UserError (see check_continuable), TokenizationError for a sample that cannot be continued, RequestError.
+    """
+    check_continuable(request)
+    place = where(sample.task_id, sample.sample)
+    if not sample.prompt_token_ids or not sample.token_ids:
+        raise TokenizationError(f"{place}: it has no token ids, so it cannot be continued; sample with token_ids=True")
+    if request.wants_logprobs and (sample.logprobs is None or len(sample.logprobs) != len(sample.token_ids)):
+        raise TokenizationError(f"{place}: it was sampled without logprobs, and they are asked for now; ask as before")
+    going = _Continued(transport, request, sample, sample.sample if number is None else number, place, on_tokens, cut)
+    context = await going.tokenizer.context()
+    whole = len(sample.prompt_token_ids) + len(sample.token_ids)
+    limits = [request.max_tokens] if request.max_tokens is not None else []
+    limits += [context - len(sample.prompt_token_ids)] if context is not None else []
+    if not limits and max_tokens is None:
+        raise UserError("params: give max_tokens, as the server does not say how long a completion can be")
+    limit = min(limits) if limits else whole + (max_tokens or 0) + 1
+    stop_at = limit if max_tokens is None else min(limit, len(sample.token_ids) + max_tokens)
+    await going.run(limit, stop_at)
+    return going.answer()
+
+
+@dataclass
+class _Continued:
+    """A completion while it goes on."""
+
+    transport: Transport
+    request: ChatRequest
+    sample: Sample
+    number: int
+    place: str
+    on_tokens: Callable[[int], None] | None
+    cut: asyncio.Event | None
+    ids: list[int] = field(init=False)
+    text: str = field(init=False)
+    entries: list[dict[str, Any]] = field(init=False)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    last: Piece | None = None
+    asked: int = 0
+    cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt: list[int] = list(self.sample.prompt_token_ids or ())
+        self.ids, self.text = list(self.sample.token_ids or ()), self.sample.text
+        self.parameters = {name: value for name, value in self.request.cache_body([]).items() if value is not None}
+        stop = self.parameters.get("stop") or []
+        self.stops: list[str] = [stop] if isinstance(stop, str) else [one for one in stop if one]
+        self.skip_special = bool(self.parameters.get("skip_special_tokens", True))
+        self.tokenizer = ServerTokenizer.of(self.transport, self.request.model)
+        # A sample keeps no token strings: people read them in the text, and programs have the ids.
+        logprobs = self.sample.logprobs if self.request.wants_logprobs else None
+        self.entries = [_entry("", value) for value in logprobs or ()]
+
+    async def run(self, limit: int, stop_at: int) -> None:
+        """Asks until the completion has ended or has `stop_at` tokens; `limit` is where it would have ended anyway."""
+        if len(self.ids) >= limit:
+            self.finish_reason = "length"
+        while self.finish_reason is None and len(self.ids) < stop_at and not (self.cut is not None and self.cut.is_set()):
+            exact = await self._put_text_right()
+            left = stop_at - len(self.ids)
+            await self._go_on(left if exact else min(left, BRIDGE), exact)
+            assert self.last is not None
+            if self.finish_reason == "length" and len(self.ids) < limit and len(self.last.token_ids) >= self.asked:
+                self.finish_reason = None  # the budget's end, not the completion's
+
+    async def _go_on(self, max_tokens: int, exact: bool) -> None:
+        """One request. Without `exact`, the text that comes back is of no use, nor are stop strings found in it."""
+        piece = await ask(
+            self.transport,
+            self._body(max_tokens, with_stop=exact),
+            on_tokens=self.on_tokens,
+            cut=self.cut,
+            stall_timeout=self.request.stall_timeout,
+        )
+        if self.request.wants_logprobs and len(piece.logprobs) != len(piece.token_ids):
+            raise RequestError(
+                f"{self.transport.base_url}: {len(piece.token_ids)} token ids but {len(piece.logprobs)} logprobs", "malformed"
+            )
+        had, before = len(self.ids), self.text
+        self.last, self.asked = piece, max_tokens
+        self.cached_tokens = piece.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        self.ids += piece.token_ids
+        self.entries += [_entry(t, v) for t, v in zip(piece.tokens, piece.logprobs, strict=True)]
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        if exact:
+            self.text += piece.text
+        if not exact or (self.stops and piece.finish_reason is None):  # the end of a cut stream might have become a stop string
+            self.text = await self._shown(self._ids_of_text(), self.text)
+        if self.stops:
+            await self._stop_over_the_border(had, before)
+
+    def _body(self, max_tokens: int, *, with_stop: bool) -> dict[str, Any]:
+        body = {name: value for name, value in self.parameters.items() if name in _SAME}
+        if not with_stop:
+            body.pop("stop", None)
+        body |= {"model": self.request.model, "prompt": [*self.prompt, *self.ids], "max_tokens": max_tokens}
+        body |= {"return_token_ids": True, "add_special_tokens": False}
+        if self.request.wants_logprobs:
+            body["logprobs"] = 0
+        if self.parameters.get("min_tokens"):
+            body["min_tokens"] = min(max(0, self.parameters["min_tokens"] - len(self.ids)), max_tokens)
+        if self.parameters.get("seed") is not None:
+            made_of = f"{self.parameters['seed']}/{self.number}/{self.prompt}/{self.ids}"
+            body["seed"] = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:7], "big")
+        return body
+
+    # Text
+
+    async def _put_text_right(self) -> bool:
+        """Brings the text up to the ids; False where they end within a character."""
+        text = await self.tokenizer.text(self.prompt, self.ids, self.text, skip_special=self.skip_special, place=self.place)
+        if not text.endswith(INCOMPLETE):
+            self.text = text
+            return True
+        self.text = await self._shown(self.ids, self.text)
+        return False
+
+    async def _shown(self, ids: list[int], begins: str) -> str:
+        return await self.tokenizer.shown(self.prompt, ids, begins, skip_special=self.skip_special, place=self.place)
+
+    def _ids_of_text(self) -> list[int]:
+        """Without the token that ended it, which is no part of the text."""
+        by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        return self.ids[:-1] if by_token and not self.parameters.get("include_stop_str_in_output") else self.ids
+
+    async def _stop_over_the_border(self, had: int, before: str) -> None:
+        """Ends the completion where a stop string is complete that the server could not see, as a part of it was prompt.
+
+        had, before: tokens and text before the last request.
+        """
+        include = bool(self.parameters.get("include_stop_str_in_output"))
+        text = self.text
+        if isinstance(self.stop_reason, str) and not include:
+            text += self.stop_reason  # where the server found it
+        first = _first_stop(text, self.stops, len(before))
+        if first is None:
+            return
+        begin, end, string = first
+        if string == self.stop_reason and end == len(text):
+            return  # the server's own
+        count = had + 1
+        while count < len(self.ids) and len(await self._shown(self.ids[:count], before)) < end:
+            count += 1
+        self.ids, self.entries = self.ids[:count], self.entries[:count]
+        self.text = text[: end if include else begin]
+        self.finish_reason, self.stop_reason = "stop", string
+
+    def answer(self) -> Answer:
+        """The completion as it stands."""
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": {"role": "assistant", "content": self.text},
+            "logprobs": {"content": self.entries} if self.request.wants_logprobs else None,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "token_ids": self.ids,
+        }
+        last = self.last
+        return Answer(
+            choice=encoded(choice),
+            completion_id=last.completion_id if last is not None else "",
+            created=last.created if last is not None else 0,
+            model=last.model if last is not None else self.request.model,
+            prompt_token_ids=self.prompt,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=None if self.cached_tokens is None else min(self.cached_tokens, len(self.prompt)),
+            completion_tokens=len(self.ids),
+        )
+
+
+def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
+    """Fills a continued answer into its sample: tokens that it had keep their version, the new ones get `weights_version`.
+
+    `sample.weights_version` becomes that of the last token. Raises as read_choice does; the sample is untouched then.
+    """
+    had = len(sample.token_ids or ())
+    versions = sample.token_versions or [sample.weights_version] * had
+    read = Sample(task_id=sample.task_id, sample=sample.sample, messages=sample.messages)
+    place = where(sample.task_id, sample.sample)
+    read_choice(read, answer, place, token_ids=True, logprobs=sample.logprobs is not None)
+    ids = read.token_ids or []
+    if ids[:had] != sample.token_ids or read.prompt_token_ids != sample.prompt_token_ids:
+        raise TokenizationError(f"{place}: the continued completion does not begin with the {had} tokens that were kept")
+    sample.text, sample.token_ids, sample.logprobs = read.text, ids, read.logprobs
+    sample.finish_reason = "unfinished" if read.finish_reason is None else read.finish_reason
+    versions = versions + [weights_version] * (len(ids) - had)
+    if len(ids) > had:
+        sample.weights_version = weights_version
+    sample.token_versions = versions if any(version != sample.weights_version for version in versions) else None
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
+    return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "replace")), "top_logprobs": []}
+
+
+def _first_stop(text: str, stops: list[str], searched: int) -> tuple[int, int, str] | None:
+    """(begin, end, string) of the stop string that is complete first, behind the part of the text that was searched before."""
+    found = []
+    for number, string in enumerate(stops):
+        begin = text.find(string, max(0, searched - len(string) + 1))
+        if begin >= 0:
+            found.append((begin + len(string), number, begin, string))
+    if not found:
+        return None
+    end, _, begin, string = min(found)
+    return begin, end, string

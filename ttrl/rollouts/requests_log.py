@@ -1,0 +1,92 @@
+"""A line per request to a server, as JSON lines: what was asked of whom, what it cost, and how it ended."""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ttrl.files import append_jsonl
+from ttrl.rollouts.cache_stores import redact
+
+log = logging.getLogger(__name__)
+
+MAX_ERROR_LENGTH = 2000
+
+
+def _writable(text: str) -> str:
+    """Replaces lone surrogates, which no UTF-8 file can hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+class RequestsLog:
+    """Appends to one file; safe from several threads and tasks. Lines are written whole, so several processes may share it.
+
+    A line that cannot be written costs that line: it is reported once, and nothing is raised into a rollout.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self._whole = False  # whether the file is known to end with a newline
+        self._reported = False
+
+    def __repr__(self) -> str:
+        return f"RequestsLog({str(self.path)!r})"
+
+    def append(
+        self,
+        *,
+        base_url: str,
+        model: str,
+        digest: str,
+        samples: Sequence[int],
+        hit: bool,
+        prompt_tokens: int | None = None,
+        cached_prompt_tokens: int | None = None,
+        completion_tokens: int | None = None,
+        seconds: float = 0.0,
+        error: BaseException | str | None = None,
+    ) -> None:
+        """Appends a line.
+
+        base_url: the server's; credentials in it are taken out. digest: the request's (`request_digest`), as in the cache.
+        samples: the numbers of the samples that were asked for. hit: whether the cache served them, and no request was made.
+        tokens: as the server counted them, for all samples together; None where it did not say. seconds: from start to end.
+        """
+        if isinstance(error, BaseException):
+            error = f"{type(error).__name__}: {error}"
+        row = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "base_url": _writable(redact(base_url)),
+            "model": _writable(model),
+            "digest": digest,
+            "samples": list(samples),
+            "hit": hit,
+            "prompt_tokens": prompt_tokens,
+            "cached_prompt_tokens": cached_prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "seconds": round(seconds, 4),
+            "error": None if error is None else _writable(redact(error))[:MAX_ERROR_LENGTH],
+        }
+        line = (json.dumps(row, allow_nan=False) + "\n").encode("ascii")
+        try:
+            with self._lock:
+                self._write(line)
+        except OSError as failure:
+            if not self._reported:
+                self._reported = True
+                log.warning("requests log %s cannot be written: %s. The run goes on without it.", self.path, failure)
+
+    def _write(self, line: bytes) -> None:
+        if not self._whole:  # a killed process may have left half a line, which must not end up in the middle of the file
+            append_jsonl(self.path, json.loads(line))
+            self._whole = True
+            return
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            self._whole = os.write(descriptor, line) == len(line)  # a full disk takes a part of it
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,158 @@
+"""One readable text file per sample: what was asked, what was answered, what became of it. For people; nothing reads it back."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ttrl import files
+from ttrl.records import Sample
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_NAME = 80  # bytes of a task's id within a file name; file systems take 255 for the whole
+_RULE = "─" * 100
+_LONGEST_URL = 200
+
+
+class SampleLogs:
+    """Writes `FOLDER/TASK-ID_SAMPLE.txt` for every sample, each whole or not at all; an older file of that name is replaced.
+
+    A log that cannot be written costs no sample: the first failure is a warning, `num_failed` counts them.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.num_failed = 0
+
+    def write(self, sample: Sample) -> Path:
+        """Writes one sample; returns where it stands (or would stand, had it been possible to write it)."""
+        path = self.folder / f"{file_name(sample.task_id)}_{sample.sample:03d}.txt"
+        try:
+            self._write(path, _writable(sample_text(sample)))
+        except OSError as error:
+            if not self.num_failed:
+                logger.warning(
+                    "sample logs: could not write %s: %s; sampling goes on without the logs that cannot be written",
+                    path,
+                    error.strerror or error,
+                )
+            self.num_failed += 1
+        return path
+
+    def _write(self, path: Path, text: str) -> None:
+        """Not `files.write_text`, whose fsync would hold up the event loop for every sample; the rename makes it whole."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f"{files.TEMPORARY_PREFIX}{os.getpid()}-{path.name}"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+
+def file_name(task_id: str) -> str:
+    """A name that any file system takes. Ids that had to be changed carry a digest, so that no two of them get the same name."""
+    clean = re.sub(r"[^A-Za-z0-9.-]+", "_", task_id).strip("._-")[:_LONGEST_NAME]
+    # Lower case, because some file systems do not tell a from A; the digest does.
+    if clean and clean == task_id and clean == clean.lower():
+        return clean
+    digest = hashlib.sha256(task_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"{clean}-{digest}" if clean else f"task-{digest}"
+
+
+def sample_text(sample: Sample) -> str:
+    """The whole file."""
+    parts = [_head(sample)]
+    if sample.error:
+        parts.append(f"{_title('error')}\n{sample.error}")
+    parts += [f"{_title(_role(message))}\n{_message(message)}" for message in sample.messages]
+    end = f" ({sample.finish_reason})" if sample.finish_reason else ""
+    parts.append(f"{_title('answer' + end)}\n{sample.text}")
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _head(sample: Sample) -> str:
+    rows: list[tuple[str, str]] = [("task", sample.task_id), ("sample", str(sample.sample))]
+    rows.append(("reward", "none" if sample.reward is None else f"{sample.reward:g}"))
+    rows += [(f"  {name}", f"{value:g}") for name, value in sample.metrics.items()]
+    rows.append(("finish reason", sample.finish_reason or "unknown"))
+    if sample.weights_version >= 0:
+        rows.append(("weights version", _versions(sample)))
+    if sample.prompt_token_ids is not None:
+        rows.append(("prompt tokens", str(len(sample.prompt_token_ids))))
+    count = (
+        len(sample.token_ids) if sample.token_ids is not None else len(sample.logprobs) if sample.logprobs is not None else None
+    )
+    if count is not None:
+        rows.append(("completion tokens", str(count)))
+    known = [logprob for logprob in sample.logprobs or () if not math.isnan(logprob)]
+    if known:
+        unknown = len(sample.logprobs or ()) - len(known)
+        rows.append(("mean logprob", f"{sum(known) / len(known):.4f}" + (f" ({unknown} unknown)" if unknown else "")))
+    if sample.cached:
+        rows.append(("from the cache", "yes"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {' '.join(value.split())}" for name, value in rows)
+
+
+def _versions(sample: Sample) -> str:
+    """3, or 2 (120 tokens), 3 (45 tokens) where it was continued."""
+    if not sample.token_versions:
+        return str(sample.weights_version)
+    counts: dict[int, int] = {}
+    for version in sample.token_versions:
+        counts[version] = counts.get(version, 0) + 1
+    return ", ".join(f"{version} ({count} tokens)" for version, count in counts.items())
+
+
+def _title(text: str) -> str:
+    return f"{'── ' + text + ' ':─<{len(_RULE)}}"
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    name = message.get("name") or message.get("tool_call_id")
+    return f"{message.get('role', '?')} {name}" if name else str(message.get("role", "?"))
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    blocks = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
+    blocks += [_tool_call(call) for call in message.get("tool_calls") or ()]
+    return "\n".join(block for block in blocks if block) or "(empty)"
+
+
+def _part(part: Any) -> str:
+    """One part of a message that is a list: text as it is, everything else by its kind and where it is."""
+    if not isinstance(part, Mapping):
+        return str(part)
+    if isinstance(part.get("text"), str):
+        return part["text"]
+    kind = str(part.get("type", "part"))
+    inner = part.get(kind)
+    url = inner.get("url") if isinstance(inner, Mapping) else inner
+    if isinstance(url, str):
+        return f"[{kind}: {url if len(url) <= _LONGEST_URL else f'{url[:60]}… ({len(url)} characters)'}]"
+    text = json.dumps(part, ensure_ascii=False, default=str)
+    return f"[{text if len(text) <= _LONGEST_URL else f'{text[:60]}… ({len(text)} characters)'}]"
+
+
+def _tool_call(call: Any) -> str:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return f"[tool call {json.dumps(call, ensure_ascii=False, default=str)}]"
+    return f"[tool call {call.get('id', '')}] {function.get('name')}({function.get('arguments', '')})"
+
+
+def _writable(text: str) -> str:
+    """Lone surrogates cannot be written as UTF-8; control characters would act on a terminal that shows the file."""
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    return text.encode("utf-8", "replace").decode("utf-8")

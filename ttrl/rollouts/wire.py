@@ -1,0 +1,357 @@
+"""What travels between ttrl and a server, as it is decoded: only what is needed, and nothing twice.
+
+Choices and log-probabilities stay the bytes that the server sent until somebody asks for them. msgspec reads JSON as the standard
+says; servers also write NaN, Infinity and halves of surrogate pairs, which Python's json reads: it is the second try everywhere.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ttrl.errors import RequestError
+
+_NO_RAW = msgspec.Raw()
+_NOTHING = (b"", b"null")
+
+
+class Answer(msgspec.Struct):
+    """One choice of a chat completion, with what of the response belongs to it."""
+
+    choice: bytes
+    """JSON of the choice, as the server sent it or as put together from chunks; finish_reason is null where we cut the stream."""
+    completion_id: str = ""
+    created: int = 0
+    model: str = ""
+    """As the server names it."""
+    prompt_token_ids: list[int] | None = None
+    prompt_tokens: int | None = None
+    """As the server counted; None where it did not say."""
+    cached_tokens: int | None = None
+    """Of the prompt's tokens, those that the server's prefix cache knew."""
+    completion_tokens: int | None = None
+    """Of this choice alone; None where it cannot be told."""
+
+
+# Chunks of a stream: the names are those of openai's ChatCompletionChunk.
+
+
+class TopLogprob(msgspec.Struct):
+    token: str = ""
+    logprob: float | None = None
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str = ""
+    logprob: float | None = None
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] | None = None
+
+
+class Logprobs(msgspec.Struct):
+    content: list[TokenLogprob] | None = None
+    refusal: list[TokenLogprob] | None = None
+
+
+class FunctionDelta(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: FunctionDelta | None = None
+    type: str | None = None
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    role: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    function_call: FunctionDelta | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    """`logprobs` is decoded when it is first looked at."""
+
+    index: int = 0
+    delta: Delta | None = None
+    raw_logprobs: msgspec.Raw = msgspec.field(name="logprobs", default=_NO_RAW)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    decoded_logprobs: Logprobs | None = msgspec.field(name=" decoded", default=None)  # never in JSON
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        if self.decoded_logprobs is None and (raw := bytes(self.raw_logprobs)) not in _NOTHING:
+            self.decoded_logprobs = decoded_logprobs(raw)
+        return self.decoded_logprobs
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+
+class Chunk(msgspec.Struct):
+    choices: list[ChunkChoice] | None = None
+    id: str | None = None
+    created: int | None = None
+    model: str | None = None
+    object: str | None = None
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    error: msgspec.Raw = _NO_RAW
+
+
+_logprobs_decoder = msgspec.json.Decoder(Logprobs)
+_chunk_decoder = msgspec.json.Decoder(Chunk)
+
+
+def decoded_logprobs(raw: bytes) -> Logprobs:
+    """Raises RequestError where they cannot be read."""
+    try:
+        return _logprobs_decoder.decode(raw)
+    except ValueError:
+        pass
+    try:
+        return msgspec.convert(json.loads(raw), Logprobs, strict=False)
+    except ValueError as error:
+        raise RequestError(f"the log-probabilities in a chunk cannot be read: {error}", "malformed") from error
+
+
+def decoded_chunk(data: bytes, place: str) -> Chunk:
+    """One event of a stream. Raises RequestError where it is unreadable, or says that the server failed."""
+    try:
+        if not data.isascii():
+            data.decode()  # what is kept raw is not looked at by the decoder
+        chunk = _chunk_decoder.decode(data)
+    except ValueError:
+        chunk = _leniently(data, place)
+    if chunk.error is not _NO_RAW and (error := bytes(chunk.error)) not in _NOTHING:
+        raise failure(loads(error), place)
+    return chunk
+
+
+def _leniently(data: bytes, place: str) -> Chunk:
+    try:
+        obj = json.loads(data)
+        if not isinstance(obj, dict):
+            raise ValueError(f"{type(obj).__name__} instead of an object")
+        error = obj.pop("error", None)
+        choices = obj.get("choices") or []
+        raws = [json.dumps(choice.pop("logprobs", None)).encode() for choice in choices]
+        chunk = msgspec.convert(obj, Chunk, strict=False)
+        for choice, raw in zip(chunk.choices or (), raws, strict=True):
+            choice.raw_logprobs = msgspec.Raw(raw)
+        chunk.error = msgspec.Raw(json.dumps(error).encode())
+        return chunk
+    except (ValueError, TypeError, AttributeError, RecursionError) as problem:
+        shown = short(data.decode(errors="replace"))
+        raise RequestError(f"{place}: a chunk of the stream cannot be read: {problem}: {shown}", "malformed") from problem
+
+
+# A whole response.
+
+
+class _Response(msgspec.Struct):
+    choices: list[msgspec.Raw] | None = None
+    id: Any = None
+    created: Any = None
+    model: Any = None
+    usage: Any = None
+    prompt_token_ids: Any = None
+    error: Any = None
+
+
+class _Counted(msgspec.Struct):
+    """Of a choice, what tells its place and its length."""
+
+    index: Any = None
+    token_ids: list[int] | None = None
+    logprobs: msgspec.Raw = _NO_RAW
+
+
+class _RawEntries(msgspec.Struct):
+    content: list[msgspec.Raw] | None = None
+
+
+_response_decoder = msgspec.json.Decoder(_Response)
+_counted_decoder = msgspec.json.Decoder(_Counted)
+_entries_decoder = msgspec.json.Decoder(_RawEntries)
+
+
+def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
+    """The choices of a whole response, by their numbers; None for those that it lacks. Raises RequestError."""
+    response = _response(data, place)
+    if response.error is not None and not response.choices:
+        raise failure(response.error, place)
+    if response.choices is None:
+        raise RequestError(f"{place}: the server's answer has no choices: {short(data.decode(errors='replace'))}", "malformed")
+    usage = read_usage(response.usage)
+    prompt = response.prompt_token_ids if is_ids(response.prompt_token_ids) else None
+    raws = [raw for raw in map(bytes, response.choices) if raw != b"null"]
+    counted = _fill_in([_count(raw) for raw in raws], usage.completion_tokens)
+    answers = []
+    for raw, (_, tokens) in zip(raws, counted, strict=True):
+        answers.append(
+            Answer(
+                raw,
+                completion_id=response.id if isinstance(response.id, str) else "",
+                created=int(response.created) if is_number(response.created) else 0,
+                model=response.model if isinstance(response.model, str) else "",
+                prompt_token_ids=prompt,
+                prompt_tokens=usage.prompt_tokens if usage.prompt_tokens is not None else None if prompt is None else len(prompt),
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=tokens,
+            )
+        )
+    return in_order(answers, [index for index, _ in counted], n)
+
+
+def _fill_in(counted: list[tuple[Any, int | None]], total: int | None) -> list[tuple[Any, int | None]]:
+    """Choices that do not tell their tokens share what the usage leaves for them, so that the sum is right."""
+    unknown = sum(tokens is None for _, tokens in counted)
+    if unknown == 0 or total is None:
+        return counted
+    left = max(total - sum(tokens or 0 for _, tokens in counted), 0)
+    shares = iter([left // unknown + (k < left % unknown) for k in range(unknown)])
+    return [(index, next(shares) if tokens is None else tokens) for index, tokens in counted]
+
+
+def _response(data: bytes, place: str) -> _Response:
+    try:
+        if not data.isascii():
+            data.decode()
+        return _response_decoder.decode(data)
+    except ValueError:
+        pass
+    try:
+        obj = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        shown = data.decode(errors="replace").strip()
+        if not shown.startswith(("{", "[")):
+            raise RequestError(
+                f"{place}: the server answered {short(shown) or 'nothing'}, which is no chat completion", "malformed"
+            ) from error
+        raise RequestError(f"{place}: the server's answer cannot be read: {error}: {short(shown)}", "malformed") from error
+    if not isinstance(obj, dict):
+        raise RequestError(f"{place}: the server answered {short(obj)}, which is no chat completion", "malformed")
+    choices = obj.get("choices")
+    obj["choices"] = [msgspec.Raw(json.dumps(choice).encode()) for choice in choices] if isinstance(choices, list) else None
+    return _Response(**{name: obj.get(name) for name in _Response.__struct_fields__})
+
+
+def _count(raw: bytes) -> tuple[Any, int | None]:
+    """(index, tokens) of a choice."""
+    try:
+        counted = _counted_decoder.decode(raw)
+        if counted.token_ids is not None:
+            return counted.index, len(counted.token_ids)
+        return counted.index, count_entries(bytes(counted.logprobs))
+    except ValueError:
+        pass
+    choice = loads(raw)
+    if not isinstance(choice, dict):
+        return None, None
+    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+    if isinstance(ids, list):
+        return choice.get("index"), len(ids)
+    return choice.get("index"), count_entries(json.dumps(logprobs).encode())
+
+
+def count_entries(raw_logprobs: bytes) -> int | None:
+    """How many tokens have log-probabilities; None where there are none at all."""
+    if raw_logprobs in _NOTHING:
+        return None
+    try:
+        content = _entries_decoder.decode(raw_logprobs).content
+    except ValueError:
+        logprobs = loads(raw_logprobs)
+        content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    return len(content) if isinstance(content, list) else None
+
+
+def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[Answer | None]:
+    """By their index, in whatever order they came; by position where a server numbers them wrongly. n entries."""
+    numbered = dict(zip(indexes, answers, strict=True)) if all(type(index) is int for index in indexes) else {}
+    if len(numbered) == len(answers) and all(0 <= index < n for index in numbered):
+        return [numbered.get(k) for k in range(n)]
+    return [answers[k] if k < len(answers) else None for k in range(n)]
+
+
+def read_usage(usage: Any) -> Usage:
+    """What of it makes sense."""
+    usage = usage if isinstance(usage, dict) else {}
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    counts = {name: _count_or_none(usage.get(name)) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return Usage(**counts, prompt_tokens_details=PromptDetails(_count_or_none(cached)))
+
+
+def _count_or_none(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def failure(error: Any, place: str) -> RequestError:
+    """An error that a server reports within an answer of status 200."""
+    message = error.get("message") if isinstance(error, dict) else error
+    code = error.get("code") if isinstance(error, dict) else None
+    text = f"{place}: the server failed: {short(message or error)}"
+    if type(code) is int and 400 <= code < 600:
+        return RequestError(f"{text} (code {code})", "status", status=code)
+    return RequestError(text, "malformed")
+
+
+def encoded(value: Any) -> bytes:
+    """JSON in UTF-8; escapes for halves of surrogate pairs, which UTF-8 does not have."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(value)).encode()
+
+
+def dumped(value: Any) -> bytes:
+    """JSON as Python writes it, NaN and all."""
+    return json.dumps(value).encode()
+
+
+def loads(data: bytes) -> Any:
+    """Any JSON as Python reads it; None where it is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_ids(ids: object) -> bool:
+    return isinstance(ids, list) and all(type(i) is int for i in ids)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def short(value: object, length: int = 400) -> str:
+    """A value within one line of a message."""
+    text = value if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 1] + "…"
