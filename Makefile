@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+S3_SERVER := $(VENV)/s3/bin/moto_server
 
 .PHONY: help install quickstart test test-quick bench lint clean
 
@@ -25,8 +26,14 @@ quickstart: install
 test: test-quick
 	$(RUN) -m pytest -m e2e
 
-test-quick: install
-	$(RUN) -m pytest -m "not e2e"
+test-quick: install $(S3_SERVER)
+	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -m "not e2e"
+
+# For the tests of the cache; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
+$(S3_SERVER): tests/s3_server.txt | install
+	$(PYTHON) -m venv $(VENV)/s3
+	$(VENV)/s3/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 bench: install
 	@for script in $(wildcard tools/bench_*.py); do echo "== $$script"; $(RUN) "$$script" || exit 1; done

@@ -232,6 +232,11 @@ def test_the_makefile_installs_before_everything_and_passes_failures_on(tmp_path
     fake.chmod(0o755)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").symlink_to(fake)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "s3_server.txt").write_text("moto\n", encoding="utf-8")
+    server = tmp_path / ".venv" / "s3" / "bin" / "moto_server"  # there already, so that make does not install it
+    server.parent.mkdir(parents=True)
+    server.touch()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
         ["make", f"PYTHON={fake}", "test"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -25,8 +25,8 @@ from ttrl.rollouts.servers import Servers
 from ttrl.rollouts.transport import answer_identity, transport_for
 from ttrl.tasks.task import Task
 
-LIVE_TASKS = 4096
-"""Tasks that are begun and not yet handed over, at most; more where `concurrency` asks for it."""
+LIVE_SAMPLES = 16384
+"""Samples of tasks that are begun and not yet handed over, where the server decides how many requests are in flight."""
 
 
 class Call:
@@ -60,7 +60,9 @@ class Call:
         per_request = given["samples_per_request"]
         if per_request is not None and (type(per_request) is not int or per_request < 1):
             raise UserError(f"samples_per_request is {per_request!r}; give a number of at least 1, or None")
-        self.samples_per_request = per_request or (1 if given["on_chunk"] is not None else self.n)
+        # vLLM refuses n > 1 where sampling is greedy; and a choice of many that is ended early would be sampled on.
+        alone = given["on_chunk"] is not None or self.request.parameters.get("temperature") == 0
+        self.samples_per_request = per_request or (1 if alone else self.n)
         if not all(isinstance(result, TaskResult) for result in self.kept):
             raise UserError("unfinished holds something else than TaskResult; give the `unfinished` of an earlier call")
         if (self.budget is not None or self.kept) and not given["token_ids"]:
@@ -75,7 +77,8 @@ class Call:
         self.not_handed_over: list[Outcome] = []
         """What was finished when the call was cancelled."""
         concurrency = given["concurrency"]
-        self._live = max(LIVE_TASKS, 2 * concurrency if isinstance(concurrency, int) else 0)
+        # More than can be in flight, so that no server waits for us; not many more, as each keeps its answers until it is graded.
+        self._live = 4 * concurrency if isinstance(concurrency, int) else max(256, LIVE_SAMPLES // self.n)
         self._servers = Servers(
             self.transports,
             concurrency=concurrency,
@@ -160,7 +163,8 @@ class Call:
     def _jobs(self, tasks: Iterable[Task]) -> Iterator[Job]:
         """Tasks with what an earlier call sampled of them, and with the numbers that tell equal ones apart."""
         times: Counter[str] = Counter()
-        numbered = self.cache is not None or self.request.seed is not None or self._given["requests_log"] is not None
+        logged = self._given["requests_log"] is not None or self._given["log_dir"] is not None
+        numbered = logged or self.cache is not None or self.request.seed is not None
         for position, task in enumerate(tasks):
             kept = self.kept[position] if position < len(self.kept) else None
             if kept is not None and (kept.task_id, kept.messages) != (task.id, task.messages):

@@ -285,7 +285,7 @@ class Group:
     def _done(self, sample: Sample) -> None:
         self.s.progress.add_sample(sample, cached=sample.cached)
         if self.s.sample_logs is not None:
-            self.s.sample_logs.write(sample)
+            self.s.sample_logs.write(sample, number=self.job.first + sample.sample)
 
 
 async def _as_list(answer: Any) -> list[Answer | None]:

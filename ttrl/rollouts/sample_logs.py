@@ -31,9 +31,12 @@ class SampleLogs:
         self.folder = Path(folder)
         self.num_failed = 0
 
-    def write(self, sample: Sample) -> Path:
-        """Writes one sample; returns where it stands (or would stand, had it been possible to write it)."""
-        path = self.folder / f"{file_name(sample.task_id)}_{sample.sample:03d}.txt"
+    def write(self, sample: Sample, *, number: int | None = None) -> Path:
+        """Writes one sample; returns where it stands (or would stand, had it been possible to write it).
+
+        number: in the file's name; by default the sample's own. Equal tasks of one call number their samples one after another.
+        """
+        path = self.folder / f"{file_name(sample.task_id)}_{sample.sample if number is None else number:03d}.txt"
         try:
             self._write(path, _writable(sample_text(sample)))
         except OSError as error:

@@ -89,8 +89,8 @@ async def get_task_results(
 
     concurrency: requests in flight at once, or a semaphore shared with other calls; None: as many as keep the server's KV cache
         full (its /metrics say how large it is), or as an unknown server bears.
-    samples_per_request: how many of a task's samples one request asks for; None: all, or one where `on_chunk` may end them. All
-        of them go to the same server, whose prefix cache serves the prompt.
+    samples_per_request: how many of a task's samples one request asks for; None: all, or one where `on_chunk` may end them and
+        where sampling is greedy. All of them go to the same server, whose prefix cache serves the prompt.
     max_retries: of a request, on broken connections, timeouts, stalled streams, 408, 429 and 5xx, with pauses of 0.5, 1, 2 … s.
     max_downtime: seconds for which requests wait when no server answers (a restart costs no retry).
     stall_timeout: seconds without a byte after which a stream counts as broken.
@@ -98,7 +98,8 @@ async def get_task_results(
     on_chunk: `on_chunk(chunk, completion)` sees every chunk, so that completions are streamed; StopIteration ends the choices of
         that chunk (finish_reason "stopped_early"). See InferenceEarlyStop. Not called for completions from the cache.
     isolated: graders run in processes of their own, which are ended when a grade takes longer than `grader_timeout` seconds or
-        more than `grader_memory` bytes. Otherwise sync graders run in up to 16 threads at once: they must be safe to call so.
+        more than `grader_memory` bytes; they do not see keys and tokens of our environment, and async ones run one per process.
+        Otherwise sync graders run in up to 16 threads at once: they must be safe to call so.
     transform: called with each result as soon as its task is finished, if sync one at a time in a thread; what it returns, or the
         exception that it raised, stands in `TaskResults.transformed`.
     on_task_done: called on the event loop after each task.

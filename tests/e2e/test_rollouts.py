@@ -1,0 +1,179 @@
+"""get_task_results on a real vLLM server: streams, early stops, cache, prefix cache, restarts and budgets, with real numbers."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ttrl import InferenceEarlyStop, Task, get_chat_completion, get_task_results
+from ttrl.errors import UserError
+from ttrl.server.vllm import VLLMServer
+from ttrl.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    folder = tmp_path_factory.mktemp("rollouts")
+    model = make_tiny_model(folder / "model", seed=1, layers=2, width=64, heads=2, context=1024)
+    with VLLMServer(model, served_model_name="m", log_path=folder / "server.log", dtype="float32") as running:
+        yield running
+
+
+def tasks(count: int, prompt: str = "say something about") -> list[Task]:
+    return [
+        Task(
+            [{"role": "user", "content": f"{prompt} {number}"}],
+            lambda choice: float(len(choice.message.content)),
+            id=f"t{number}",
+        )
+        for number in range(count)
+    ]
+
+
+def sample(server: VLLMServer, given: list[Task], **arguments):
+    async def main():
+        async with server.client() as client:
+            return await get_task_results(given, client, "m", pbar=False, **arguments)
+
+    return asyncio.run(main())
+
+
+def content(results) -> list[tuple]:
+    return [(s.text, s.token_ids, s.prompt_token_ids, s.finish_reason, s.reward) for s in results.samples]
+
+
+def test_streamed_completions_are_those_that_are_not(server):
+    params = {"temperature": 1.0, "seed": 7, "max_tokens": 48}
+    whole = sample(server, tasks(6), n=3, params=params)
+    seen: list[int] = []
+
+    def on_chunk(chunk, completion):
+        seen.extend(len(choice.logprobs.content) for choice in chunk.choices if choice.logprobs)
+
+    streamed = sample(server, tasks(6), n=3, params=params, on_chunk=on_chunk)
+    together = sample(server, tasks(6), n=3, params=params, on_chunk=on_chunk, samples_per_request=3)
+    assert whole.stats.num_graded == 18
+    assert content(whole) == content(together)
+    assert content(whole) == content(streamed)
+    assert sum(seen) == 2 * whole.stats.completion_tokens
+    for a, b, c in zip(whole.samples, streamed.samples, together.samples, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert a.logprobs == pytest.approx(c.logprobs, abs=1e-4)
+    assert len({s.text for s in whole.samples}) > 12  # the samples of a seeded task differ
+
+
+def test_early_stopping_ends_the_work_of_the_server(server):
+    # A random model's tokens have a log-probability of about -5.6: the mean falls below -3 after (1 - 0.992^k) 5.6 > 3, k of 96.
+    stop = InferenceEarlyStop()
+    results = sample(server, tasks(3), n=2, params={"max_tokens": 900, "ignore_eos": True}, on_chunk=stop)
+    assert {s.finish_reason for s in results.samples} == {"stopped_early"}
+    for s in results.samples:
+        mean = 0.0
+        for k, logprob in enumerate(s.logprobs, 1):
+            mean = 0.992 * mean + 0.008 * logprob
+            assert (mean < -3.0) == (k == len(s.logprobs)), (k, mean)
+        assert s.reward == len(s.text) and len(s.token_ids) == len(s.logprobs) < 200
+    deadline = time.monotonic() + 30
+    while running := [
+        line for line in server.request("GET", "/metrics").splitlines() if line.startswith("vllm:num_requests_running")
+    ]:
+        if all(line.endswith(" 0.0") for line in running):
+            break
+        assert time.monotonic() < deadline, running
+        time.sleep(0.1)
+
+
+def test_the_cache_serves_this_policy_and_no_other(server, tmp_path):
+    params = {"temperature": 1.0, "max_tokens": 16}
+    arguments = {"params": params, "cache": tmp_path / "cache", "weights_digest": server.weights_digest()}
+    first = sample(server, tasks(4), n=2, **arguments)
+    again = sample(server, tasks(4), n=2, **arguments)
+    assert content(first) == content(again) and again.stats.num_cached == 8 and again.stats.new_completion_tokens == 0
+    assert [s.logprobs for s in first.samples] == [s.logprobs for s in again.samples]
+    more = sample(server, tasks(4), n=3, **arguments)
+    assert more.stats.num_cached == 8 and more.stats.num_graded == 12
+    other = sample(server, tasks(4), n=2, **{**arguments, "weights_digest": "other"})
+    assert other.stats.num_cached == 0
+    with pytest.raises(UserError, match="weights_digest"):
+        sample(server, tasks(1), **{**arguments, "weights_digest": None})
+
+    async def one():
+        async with server.client() as client:
+            return await get_chat_completion(
+                client, tasks(1)[0].messages, "m", token_ids=True, sample=1, **{k: v for k, v in arguments.items()}
+            )
+
+    assert asyncio.run(one()).choices[0].message.content == first[0].samples[1].text  # the same entry
+
+
+@pytest.mark.parametrize("per_request", [None, 1])
+def test_the_prompt_of_a_task_is_computed_once(server, per_request):
+    """vLLM's blocks are of 128 tokens on CPU: of a prompt of 600 tokens 4 blocks can be shared."""
+    long = tasks(3, prompt=f"{time.time_ns()} " + "a long prompt that everybody shares " * 16)
+    results = sample(server, long, n=4, params={"max_tokens": 4, "ignore_eos": True}, samples_per_request=per_request)
+    stats = results.stats
+    prompt = len(results.samples[0].prompt_token_ids)
+    assert prompt > 550 and stats.prompt_tokens == sum(len(r.samples[0].prompt_token_ids) for r in results)
+    if per_request == 1:
+        assert stats.new_prompt_tokens == 4 * stats.prompt_tokens
+        assert stats.prefix_cached_tokens >= 0.5 * 3 * 3 * (prompt - 128), stats
+
+
+def test_a_server_that_is_started_again_in_mid_run_loses_nothing(server):
+    """The process is ended while requests run, and another one listens at the same port 20 s later."""
+    began = threading.Event()
+
+    def restart() -> None:
+        began.wait(60)
+        server.restart()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    given = tasks(40)
+    try:
+        results = sample(
+            server,
+            given,
+            n=2,
+            params={"max_tokens": 200, "ignore_eos": True},
+            concurrency=8,
+            max_downtime=180.0,
+            on_task_done=lambda result: began.set(),
+        )
+    finally:
+        began.set()
+        thread.join()
+    stats = results.stats
+    assert (stats.num_graded, stats.num_failed) == (80, 0), stats.failures()
+    assert all(len(s.token_ids) == 200 for s in results.samples)
+
+
+def test_a_token_budget_in_two_calls(server):
+    given = tasks(8)
+    params = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    whole = sample(server, given, n=2, params=params)
+    kept: list = []
+    versions, rounds = [], 0
+    results = None
+    by_id = {task.id: task for task in given}
+    done: dict[str, object] = {}
+    left = given
+    while left:
+        results = sample(server, left, n=2, params=params, token_budget=200, unfinished=kept, weights_version=rounds)
+        done.update({r.task_id: r for r in results if r not in results.unfinished})
+        kept = results.unfinished
+        fresh = [task for task in left if task.id not in done and task.id not in {r.task_id for r in kept}]
+        left = [by_id[r.task_id] for r in kept] + fresh
+        rounds += 1
+        assert rounds < 30
+    assert rounds > 2
+    for expected in whole:
+        for a, b in zip(expected.samples, done[expected.task_id].samples, strict=True):
+            assert (a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+            versions.append(b.token_versions)
+    assert any(v is not None and len(set(v)) > 1 and v == sorted(v) for v in versions)
