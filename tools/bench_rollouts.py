@@ -7,7 +7,8 @@ Ways, each sampling tasks × samples completions of exactly `tokens` tokens with
 raw           a bare load generator: aiohttp posts the bodies and throws the answers away unread
 ttrl          get_task_results, n samples per request, not streamed: what training uses
 ttrl stream   the same with on_chunk, which sees every token: one stream per sample
-raw stream    a bare generator for that: aiohttp reads the streams and throws them away
+ttrl stream n the same with one stream for all samples of a task: samples_per_request=n
+raw stream    a bare generator for one stream per sample: aiohttp reads the streams and throws them away
 openai        the plain openai client, n samples per request, not streamed, its answers read
 openai stream the plain openai client, one stream per sample, its chunks read
 
@@ -82,18 +83,28 @@ class Ways:
             await asyncio.gather(*(one(task) for task in range(self.o.tasks) for _ in range(self.o.samples)))
         return self.o.tasks * self.o.samples * self.o.tokens
 
-    async def ttrl(self, on_chunk: Any = None) -> int:
+    async def ttrl(self, on_chunk: Any = None, samples_per_request: int | None = None) -> int:
         tasks = [Task(self.messages(task), lambda choice: float(len(choice.message.content))) for task in range(self.o.tasks)]
         params = {"max_tokens": self.o.tokens, "temperature": 1.0, "ignore_eos": True}
         async with self.client() as client:
             results = await get_task_results(
-                tasks, client, self.model, n=self.o.samples, params=params, on_chunk=on_chunk, pbar=False
+                tasks,
+                client,
+                self.model,
+                n=self.o.samples,
+                params=params,
+                on_chunk=on_chunk,
+                samples_per_request=samples_per_request,
+                pbar=False,
             )
         stats = results.stats
         assert stats.num_failed == 0, stats.failures()
         return stats.completion_tokens
 
-    async def ttrl_stream(self) -> int:
+    async def ttrl_stream_n(self) -> int:
+        return await self.ttrl_stream(self.o.samples)
+
+    async def ttrl_stream(self, samples_per_request: int = 1) -> int:
         seen = 0
 
         def on_chunk(chunk: Any, completion: Any) -> None:
@@ -102,7 +113,7 @@ class Ways:
                 if choice.logprobs is not None:
                     seen += len(choice.logprobs.content)
 
-        tokens = await self.ttrl(on_chunk)
+        tokens = await self.ttrl(on_chunk, samples_per_request)
         assert seen == tokens, (seen, tokens)
         return tokens
 
@@ -169,6 +180,7 @@ def bench(ways: Ways) -> None:
         "openai": (ways.openai, "raw"),
         "raw stream": (ways.raw_stream, "raw stream"),
         "ttrl stream": (ways.ttrl_stream, "raw stream"),
+        "ttrl stream n": (ways.ttrl_stream_n, "raw stream"),
         "openai stream": (ways.openai_stream, "raw stream"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -246,7 +246,7 @@ class Group:
             if self._is_cut_off(sample, new):
                 self._leave_open(sample)
                 return
-            if not cached:
+            if not cached and not had:
                 await self._keep(sample, answer)
             graded = await s.graders.grade(self.job.task, openai_choice(answer), place)
             sample.reward, sample.metrics = graded.reward, graded.metrics
@@ -264,10 +264,11 @@ class Group:
         return self.s.request.max_tokens is None or len(sample.token_ids or ()) < self.s.request.max_tokens
 
     async def _keep(self, sample: Sample, answer: Answer) -> None:
-        """Into the cache; unless it has tokens of several policies, or `on_chunk`, which no key can describe, ended it."""
+        """Into the cache, unless `on_chunk` ended it, which no key can describe. (Continued samples are not kept: they may have
+        tokens of several policies.)"""
         cache, digest = self.s.cache, self.job.digest
         own_end = sample.finish_reason != "stopped_early" or getattr(self.s.on_chunk, "cache_key", None) is not None
-        if cache is None or digest is None or sample.finish_reason in _NOT_TO_KEEP or not own_end or sample.token_versions:
+        if cache is None or digest is None or sample.finish_reason in _NOT_TO_KEEP or not own_end:
             return
         body = self.s.cache_body(self.messages)
         await cache.put(sample_key(digest, self.job.first + sample.sample), answer, body)
