@@ -24,7 +24,7 @@ quickstart: install
 	$(RUN) recipes/sort_letters.py $(ARGS)
 
 test: test-quick
-	$(RUN) -m pytest -m e2e
+	$(RUN) -m pytest -n 2 --dist loadfile -m e2e
 
 test-quick: install $(S3_SERVER)
 	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 -m "not e2e"

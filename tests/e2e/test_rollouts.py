@@ -63,7 +63,7 @@ def test_streamed_completions_are_those_that_are_not(server):
     for a, b, c in zip(whole.samples, streamed.samples, together.samples, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
         assert a.logprobs == pytest.approx(c.logprobs, abs=1e-4)
-    assert len({s.text for s in whole.samples}) > 12  # the samples of a seeded task differ
+    assert all(len({s.text for s in result.samples}) == 3 for result in whole)  # the samples of a seeded task differ
 
 
 def test_early_stopping_ends_the_work_of_the_server(server):
