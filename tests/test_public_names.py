@@ -17,7 +17,6 @@ PUBLIC = [
     "PackedTensors",
     "Prices",
     "Sample",
-    "SamplingCancelled",
     "Task",
     "TaskResult",
     "TaskResultTokenizer",

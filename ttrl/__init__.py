@@ -17,7 +17,6 @@ _HOME = {
     "get_task_results": "ttrl.rollouts.task_results",
     "iter_task_results": "ttrl.rollouts.task_results",
     "TaskResults": "ttrl.rollouts.task_results",
-    "SamplingCancelled": "ttrl.rollouts.task_results",
     "TokenBudget": "ttrl.rollouts.partial",
     "Prices": "ttrl.rollouts.progress",
     "InferenceEarlyStop": "ttrl.rollouts.early_stop",
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from ttrl.rollouts.progress import Prices
     from ttrl.rollouts.single import get_chat_completion
     from ttrl.rollouts.stream import consume_chat_completion_stream
-    from ttrl.rollouts.task_results import SamplingCancelled, TaskResults, get_task_results, iter_task_results
+    from ttrl.rollouts.task_results import TaskResults, get_task_results, iter_task_results
     from ttrl.tasks.task import Grade, Task
 
 

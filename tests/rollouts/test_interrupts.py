@@ -14,7 +14,6 @@ import pytest
 SCRIPT = """
 import asyncio, json, sys, zlib
 from ttrl import Task, get_task_results
-from ttrl.rollouts.task_results import SamplingCancelled
 
 url, folder, how = sys.argv[1:]
 
@@ -39,7 +38,7 @@ async def main():
             isolated="isolated" in how, on_chunk=ignore if "stream" in how else None, log_dir=folder + "-logs",
             requests_log=folder + "-requests.jsonl",
         )
-    except SamplingCancelled as cancelled:
+    except asyncio.CancelledError as cancelled:
         stats = cancelled.results.stats
         print(json.dumps({"kept": len(cancelled.results), "done": len(done), "graded": stats.num_graded}), flush=True)
         raise

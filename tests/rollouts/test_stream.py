@@ -162,6 +162,11 @@ def test_broken_ends():
     assert said(run(finished, gone)[0])[0] == "abc"
     with pytest.raises(RequestError, match="gone"):  # the second choice might still have come
         run(finished, gone, n=2)
+    half = as_bytes(events_of([spoken(0, "abc", None)], usage=False))
+    for parts in [(half,), (half, gone), (half, 30)]:  # [DONE] ends the stream, but no completion that was not at its end
+        with pytest.raises(RequestError) as caught:
+            run(*parts)
+        assert caught.value.kind == "connection"
 
 
 def test_malformed_chunks_errors_and_other_answers(kit):

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ttrl.errors import GraderError, ServerError, TaskError, UserError
+from ttrl.records import Sample, TaskResult
+from ttrl.rollouts.results import TaskResults, Usage
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.tasks import Task
 
@@ -457,3 +459,75 @@ def test_slices_and_lengths(kit):
     assert [r.messages[0]["content"] for r in results[1:]] == ["b", "c"]
     assert results[-1].samples[0].text == "c#0"
     assert "3 samples of 3 tasks" in repr(results)
+
+
+def test_the_prompt_is_counted_where_the_completions_come_from_the_cache(kit):
+    def ask():
+        results, server = kit.run(kit.echo, [task("p"), task("q")], n=2, cache="memory://prompt-counted", weights_digest="w")
+        return results.stats, len(server.requests)
+
+    (first, _), (second, requests) = ask(), ask()
+    assert (requests, second.num_cached, second.new_prompt_tokens) == (0, 4, 0)
+    assert first.prompt_tokens == second.prompt_tokens == 2 * len(kit.prompt_ids)
+
+
+def test_the_mean_length_leaves_out_what_failed_before_its_end():
+    def sample(number, **changes):
+        return Sample(task_id="t", sample=number, messages=[], **changes)
+
+    done = sample(0, token_ids=[1] * 10, finish_reason="stop", reward=1.0)
+    failed = sample(1, token_ids=[1] * 100, error="RequestError: a continuation that failed")
+    cut = sample(2, token_ids=[1] * 1000, finish_reason="unfinished")
+    result = TaskResult(task_id="t", messages=[], samples=[done, failed, cut])
+    stats = TaskResults([result], usage=[Usage(completion=1110)]).stats
+    assert (stats.mean_completion_tokens, stats.completion_tokens) == (10.0, 1110)
+    assert (stats.num_graded, stats.num_failed, stats.num_unfinished) == (1, 1, 1)
+
+
+def test_unfinished_groups_are_checked_against_the_tasks_before_any_request(kit):
+    def begun(of):
+        sample = Sample(task_id=of.id, sample=0, messages=of.messages, finish_reason="unfinished")
+        return TaskResult(task_id=of.id, messages=of.messages, samples=[sample])
+
+    asked = []
+
+    def behaviour(body, attempt):
+        asked.append(body)
+        return kit.echo(body)
+
+    tasks = [task(f"{k}", id=f"{k}") for k in range(200)]
+    groups = [begun(one) for one in tasks]
+    with pytest.raises(UserError, match="unfinished holds 200 groups, but there are 199 tasks"):
+        kit.run(behaviour, tasks[:-1], unfinished=groups)
+    with pytest.raises(UserError, match=r"unfinished\[150\] is of task '0'"):
+        kit.run(behaviour, tasks, unfinished=[*groups[:150], groups[0], *groups[151:]])
+    assert not asked
+
+
+def test_a_timeout_around_the_call_is_a_timeout_and_the_finished_tasks_are_there(kit):
+    async def behaviour(body, attempt):
+        if body["messages"][0]["content"] == "slow":
+            await asyncio.sleep(60)
+        return kit.echo(body)
+
+    async def main():
+        done = asyncio.Event()
+        async with kit.serving(behaviour) as server, server.client() as client:
+            with pytest.raises(TimeoutError) as caught:
+                async with asyncio.timeout(3600) as limit:
+
+                    def soon(result):
+                        if not done.is_set():
+                            done.set()
+                            limit.reschedule(asyncio.get_running_loop().time() + 0.2)
+
+                    await get_task_results([task("slow"), task("quick")], client, "m", pbar=False, on_task_done=soon)
+        assert [r.samples[0].text for r in caught.value.__cause__.results] == ["quick#0"]
+
+    asyncio.run(main())
+
+
+def test_groups_to_continue_have_the_n_of_the_call(kit):
+    first = kit.run(kit.echo, [task("x")], n=2)[0]
+    with pytest.raises(UserError, match="has 2 samples, n is 4"):
+        kit.run(kit.echo, [task("x")], n=4, params={"max_tokens": 4}, unfinished=list(first))

@@ -16,6 +16,7 @@ import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, OpenAI
 
 from ttrl.errors import RequestError, UserError
+from ttrl.rollouts.direct_stream import Connection, address_of
 from ttrl.rollouts.http_errors import retry_after
 from ttrl.rollouts.http_transport import HTTPTransport
 from ttrl.rollouts.openai_transport import ClientTransport
@@ -440,3 +441,63 @@ def test_what_the_reader_raises_is_no_failure_of_the_connection():
 
     with pytest.raises(ConnectionResetError, match="mine"):
         asyncio.run(main())
+
+
+def test_a_connection_that_was_closed_before_its_request_leaves_nothing_behind(caplog):
+    async def main():
+        async with listening(ok) as (url, _):
+            address = address_of(url)
+            _, connection = await asyncio.get_running_loop().create_connection(lambda: Connection([]), *address)
+            connection.transport.close()
+            with pytest.raises(ConnectionResetError):
+                await connection.request(b"POST / HTTP/1.1\r\n\r\n", lambda part: False)
+            await asyncio.sleep(0.01)  # for connection_lost
+
+    asyncio.run(main())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_the_kernels_own_timeout_where_the_client_has_none():
+    async def gives_up(*_):
+        raise TimeoutError(110, "Connection timed out")
+
+    async def main():
+        transport = HTTPTransport("http://127.0.0.1:9/v1", {}, {}, connect_timeout=None)
+        asyncio.get_running_loop().create_connection = gives_up
+        with pytest.raises(RequestError, match="Connection timed out") as caught:
+            await fed(transport)
+        assert caught.value.kind == "connection"
+
+    asyncio.run(main())
+
+
+def test_another_stream_finds_out_that_the_server_is_not_plain():
+    requests, compressed = 0, asyncio.Event()
+
+    async def serve(reader, writer):
+        nonlocal requests
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+                requests += 1
+                if requests == 3:
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 0\r\n\r\n")
+                elif requests == 4:
+                    await compressed.wait()
+                    break
+                else:
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+                if requests == 5:
+                    compressed.set()
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with transport_of("url", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1") as transport:
+            for _ in range(2):  # with new connections, then with those
+                assert await asyncio.gather(fed(transport), fed(transport)) == [b"ok", b"ok"]
+        server.close()
+
+    asyncio.run(main())

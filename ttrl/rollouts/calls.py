@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import numbers
@@ -65,6 +66,11 @@ class Call:
         self.samples_per_request = per_request or (1 if alone else self.n)
         if not all(isinstance(result, TaskResult) for result in self.kept):
             raise UserError("unfinished holds something else than TaskResult; give the `unfinished` of an earlier call")
+        if wrong := [result for result in self.kept if len(result.samples) != self.n]:
+            raise UserError(
+                f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, n is {self.n}; give the n of the "
+                "call that began them"
+            )
         if (self.budget is not None or self.kept) and not given["token_ids"]:
             raise UserError("token_budget and unfinished need token ids: completions are continued from them; set token_ids=True")
         self.prices = None if given["prices"] is None else Prices.of(given["prices"])
@@ -165,19 +171,31 @@ class Call:
         times: Counter[str] = Counter()
         logged = self._given["requests_log"] is not None or self._given["log_dir"] is not None
         numbered = logged or self.cache is not None or self.request.seed is not None
-        for position, task in enumerate(tasks):
+        tasks = iter(tasks)
+        begun = list(itertools.islice(tasks, len(self.kept)))
+        self._check_begun(begun)
+        for position, task in enumerate(itertools.chain(begun, tasks)):
             kept = self.kept[position] if position < len(self.kept) else None
-            if kept is not None and (kept.task_id, kept.messages) != (task.id, task.messages):
-                raise UserError(
-                    f"unfinished[{position}] is of task {kept.task_id!r}, tasks[{position}] is task {task.id!r}; "
-                    "the tasks of `unfinished` come first, in the same order"
-                )
             body = cache_body(self.request, self._given["on_chunk"], task.messages) if numbered else None
             digest = request_digest(self.identity, body) if body is not None else None
             first = times[digest] * self.n if digest is not None else 0
             if digest is not None:
                 times[digest] += 1
             yield Job(position, task, first, digest, kept)
+
+    def _check_begun(self, tasks: Sequence[Task]) -> None:
+        """All of `unfinished` at once, before the first request: a mistake must cost no samples, and none may be left out."""
+        for position, (kept, task) in enumerate(zip(self.kept, tasks, strict=False)):
+            if (kept.task_id, kept.messages) != (task.id, task.messages):
+                raise UserError(
+                    f"unfinished[{position}] is of task {kept.task_id!r}, tasks[{position}] is task {task.id!r}; "
+                    "the tasks of `unfinished` come first, in the same order"
+                )
+        if len(tasks) < len(self.kept):
+            raise UserError(
+                f"unfinished holds {len(self.kept)} groups, but there are {len(tasks)} tasks; "
+                "the tasks of `unfinished` come first, in the same order"
+            )
 
 
 def checked_tasks(tasks: Iterable[Task]) -> list[Task]:

@@ -75,16 +75,16 @@ class Connection(asyncio.Protocol):
         Raises NotPlain, Refused, BadHTTPError, ConnectionError, and whatever the sink raises.
         """
         assert self._done is None
+        self.has_answered = False
+        if self.transport.is_closing():
+            raise ConnectionResetError("the server closed the connection")
         self._done = asyncio.get_running_loop().create_future()
         self._sink, self._rest = sink, b""
         self._take: Callable[[bytes], None] = self._head
-        self.has_answered = False
         self._refusal: tuple[int, dict[str, str], list[bytes]] | None = None
         self._keeps = False
         self._ends_with_connection = False
         self._left = 0
-        if self.transport.is_closing():
-            raise ConnectionResetError("the server closed the connection")
         self.transport.write(data)
         try:
             await self._done

@@ -82,6 +82,7 @@ class Group:
         """Brings every sample to its end: graded, failed, or cut off by the budget."""
         begun, fresh = [], []
         for sample in self.samples:
+            self.usage.prompt = max(self.usage.prompt, len(sample.prompt_token_ids or ()))
             if is_unfinished(sample) or (sample.finish_reason is None and sample.error is None):
                 (begun if sample.token_ids else fresh).append(sample)
             else:  # an earlier call has finished it
@@ -206,7 +207,6 @@ class Group:
                 self._fail(sample, failure)
         got = [answer for answer in answers if answer is not None]
         if got:
-            self.usage.prompt = max(self.usage.prompt, got[0].prompt_tokens or len(got[0].prompt_token_ids or ()))
             self.usage.new_prompt += got[0].prompt_tokens or 0
             self.usage.prefix_cached += max(answer.cached_tokens or 0 for answer in got)
             self.s.progress.add_tokens(0, got[0].prompt_tokens or 0)
@@ -238,6 +238,7 @@ class Group:
         new = 0 if cached else (answer.completion_tokens or 0) - had
         self.usage.new_completion += new
         self.usage.completion += answer.completion_tokens or 0
+        self.usage.prompt = max(self.usage.prompt, answer.prompt_tokens or len(answer.prompt_token_ids or ()))
         try:
             if had:
                 extend(sample, answer, s.weights_version)

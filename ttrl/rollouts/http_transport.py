@@ -144,12 +144,14 @@ class HTTPTransport:
             if not connection.transport.is_closing() and loop.time() - connection.free_since < KEEP_ALIVE:
                 return connection, False
             connection.transport.abort()
-        assert self._address is not None
+        if self._address is None:  # found out by another stream, while this one had an idle connection that was closed
+            raise NotPlain
         try:
             async with asyncio.timeout(self.connect_timeout):
                 _, made = await loop.create_connection(lambda: Connection(_KEEP_ALIVE_OPTIONS), *self._address)
-        except TimeoutError as error:
-            raise connection_error(self.base_url, f"none within {self.connect_timeout:g} s") from error
+        except TimeoutError as error:  # ours, or the kernel's own
+            limit = self.connect_timeout
+            raise connection_error(self.base_url, error if limit is None else f"none within {limit:g} s") from error
         except OSError as error:
             raise connection_error(self.base_url, error) from error
         return made, True

@@ -169,8 +169,9 @@ class TaskResults(Sequence[TaskResult]):
         reasons = Counter(reason(sample) for sample in samples if sample.reward is None and not is_unfinished(sample))
         reasons.update(self._other_failures)
         usage = [known or _usage(result) for result, known in zip(self._results, self._usage, strict=True)]
-        completed = sum(sample.finish_reason is not None for sample in samples) - len(unfinished)
-        completed_tokens = sum(u.completion for u in usage) - sum(len(sample.token_ids or ()) for sample in unfinished)
+        cut_off = [sample for sample in samples if sample.finish_reason is None or is_unfinished(sample)]
+        completed = len(samples) - len(cut_off)
+        completed_tokens = sum(u.completion for u in usage) - sum(len(sample.token_ids or ()) for sample in cut_off)
         new_prompt, new_completion = sum(u.new_prompt for u in usage), sum(u.new_completion for u in usage)
         return RolloutStats(
             num_tasks=len(self._results),

@@ -170,9 +170,11 @@ async def stream_answers(
             if not watch.has_begun:
                 raise timeout_error(place, first) from None
             raise RequestError(f"{place}: the stream stalled for {stall_timeout:g} s", "stall") from None
+        if not live.is_finished and not (cut is not None and cut.is_set()):  # [DONE] alone ends no completion
+            raise _broken(place, live) from None
         return live.answers()
     except RequestError as error:
-        if error.kind == "connection" and (done or live.is_complete):
+        if error.kind == "connection" and live.is_finished and (done or live.is_complete):
             return live.answers()
         raise
     return live.answers() if stopped else _ended(live, events, n, place, on_chunk, on_tokens)

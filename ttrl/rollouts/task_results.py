@@ -27,20 +27,12 @@ from ttrl.rollouts.results import RolloutStats, TaskResults
 from ttrl.rollouts.sampling import OnChunk
 from ttrl.tasks.task import Task
 
-__all__ = ["RolloutStats", "SamplingCancelled", "TaskResults", "get_task_results", "iter_task_results"]
+__all__ = ["RolloutStats", "TaskResults", "get_task_results", "iter_task_results"]
 
 logger = logging.getLogger(__name__)
 
 Client: TypeAlias = "AsyncOpenAI | str | Sequence[AsyncOpenAI | str]"
 Transform: TypeAlias = Callable[[TaskResult], Any] | Callable[[TaskResult], Awaitable[Any]]
-
-
-class SamplingCancelled(asyncio.CancelledError):
-    """What cancellation (Ctrl-C) raises out of `get_task_results`; `results` holds the tasks that were finished by then."""
-
-    def __init__(self, results: TaskResults) -> None:
-        super().__init__(f"cancelled after {len(results)} tasks")
-        self.results = results
 
 
 async def get_task_results(
@@ -115,7 +107,7 @@ async def get_task_results(
 
     Raises TaskError or UserError before anything is sent if the arguments are wrong; afterwards failures are kept with their
     samples (see `TaskResults.raise_if_all_failed`). On cancellation, such as Ctrl-C, all requests are ended first, and
-    SamplingCancelled carries what was finished.
+    the CancelledError carries what was finished as `results` (a TaskResults).
     """
     arguments = dict(locals())
     tasks = checked_tasks(tasks)
@@ -138,9 +130,11 @@ async def get_task_results(
         async with contextlib.aclosing(call.outcomes(tasks)) as stream:
             async for outcome in stream:
                 outcomes.append(outcome)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as cancelled:
         outcomes.extend(call.not_handed_over)
-        raise SamplingCancelled(collected()) from None
+        # No subclass with a field: asyncio.timeout looks for this very type.
+        cancelled.results = collected()  # type: ignore[attr-defined]
+        raise
     results = collected()
     stats = results.stats
     logger.info("%s: %s", call.description, stats.summary())
