@@ -1,11 +1,12 @@
 """Masks: drawn matrices are the specification; an independent recursive definition checks what nobody drew."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
-from ttrl.data.masks import ancestor_table, block_mask, dense_mask
+from ttrl.data.masks import block_mask, dense_mask, subtree_ends
 
 
 def drawn(text: str) -> torch.Tensor:
@@ -59,21 +60,34 @@ def test_two_prompts_in_a_row_and_a_row_of_padding():
     assert torch.equal(mask[1], torch.eye(5, dtype=torch.bool))
 
 
-def test_ancestor_table_of_a_chain_and_of_a_short_row():
-    table = ancestor_table(ids([0, 1, 2, 3], [0, 0, -1, -1]), ids([0, 0, 1, 2], [0, 0, -1, -1]))
-    assert torch.equal(table[0], torch.ones(4, 4, dtype=torch.bool).tril())
-    assert torch.equal(table[1], torch.eye(4, dtype=torch.bool))
+def test_ends_of_a_chain_and_of_a_short_row():
+    ends = subtree_ends(ids([0, 1, 2, 3], [0, 0, -1, -1]), ids([0, 0, 1, 2], [0, 0, -1, -1]))
+    assert ends.tolist() == [[4, 4, 4, 4], [2, 2, 3, 4]]
+
+
+def test_groups_that_do_not_stand_depth_first_are_no_row_of_ours():
+    with pytest.raises(AssertionError, match="depth first"):
+        dense_mask(ids([0, 1, 2, 3]), ids([0, 0, 0, 1]))  # 2 stands between 1 and what continues 1
+
+
+def test_a_tree_as_deep_as_the_row_is_long():
+    length = 3000
+    groups = torch.arange(length)[None]
+    parents = (groups - 1).clamp(min=0)
+    assert subtree_ends(groups, parents).unique().tolist() == [length]
+    assert torch.equal(dense_mask(groups, parents)[0], torch.ones(length, length, dtype=torch.bool).tril())
 
 
 @st.composite
 def forests(draw, max_groups: int = 7, max_run: int = 6) -> tuple[list[int], list[int]]:
-    """One row: runs of groups with parents drawn among earlier groups, then padding."""
-    group_ids, parent_ids = [], []
+    """One row: runs of groups, each continuing the group before or one that this one continues, or a root; then padding."""
+    group_ids, parent_ids, path = [], [], []
     for group in range(draw(st.integers(0, max_groups))):
-        parent = draw(st.integers(0, group))  # itself: a root
+        path = path[: draw(st.integers(0, len(path)))]
         length = draw(st.integers(1, max_run))
         group_ids += [group] * length
-        parent_ids += [parent] * length
+        parent_ids += [path[-1] if path else group] * length
+        path = [*path, group]
     padding = draw(st.integers(0 if group_ids else 1, max_run))
     return group_ids + [-1] * padding, parent_ids + [-1] * padding
 

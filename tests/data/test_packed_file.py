@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 
 import pytest
 import safetensors.torch
@@ -153,3 +154,101 @@ def test_a_shift_of_all_input_positions_of_a_completion_is_found(packed):
     packed.input_pos[0, 2:5] += 1
     with pytest.raises(PackError, match="position 2: input_pos of a group does not continue its parent's"):
         packed.check()
+
+
+@pytest.fixture
+def tree() -> PackedTensors:
+    """Row 0: 0 is a system prompt (columns 0 1), 1 a question (2 3) with samples 0 and 1 (4 | 5), 2 another (6 7) with 2, 3
+    and 4 (8 | 9 | 10); 11 padding."""
+
+    def sample(number: int, prompt: list[int], completion: int) -> TokenizedResult:
+        length = len(prompt) + 1
+        return TokenizedResult(
+            task_id=f"t{number // 2}",
+            sample=number % 2,
+            token_ids=[*prompt, completion],
+            assistant_mask=[False] * len(prompt) + [True],
+            input_pos=list(range(length)),
+            logprobs=[math.nan] * len(prompt) + [-0.5],
+            prompt_length=len(prompt),
+            reward=1.0,
+            advantage=0.5,
+        )
+
+    results = [sample(i, [1, 2, 3, 4 if i < 2 else 5, 6], 7 + i) for i in range(5)]
+    return packed_tensors_from_tokenized_results(results, seq_len=12, pad_id=0, shortest_shared=1)
+
+
+def set_columns(name: str, columns: list[int], value: int):
+    def change(packed: PackedTensors) -> None:
+        getattr(packed, name)[0, columns] = value
+
+    return change
+
+
+def in_table(number: int, **changes):
+    def change(packed: PackedTensors) -> None:
+        packed.samples[number] = dataclasses.replace(packed.samples[number], **changes)
+
+    return change
+
+
+def test_the_tree_of_these_tests(tree):
+    assert tree.group_ids.tolist() == [[0, 0, 1, 1, 2, 3, 4, 4, 5, 6, 7, -1]]
+    assert tree.parent_ids.tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 4, 4, 4, -1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_columns("parent_ids", [8], 1), "position 8: groups do not stand depth first"),
+        (set_columns("parent_ids", [8, 9], 1), "position 6: a shared group with one child"),
+        (set_columns("parent_ids", [5], 0), "position 5: input_pos of a group does not continue its parent's"),
+        (set_columns("parent_ids", [6, 7], 6), "position 6: a parent does not come before its child"),
+        (set_columns("parent_ids", [6, 7], 4), "position 6: input_pos of a root group does not begin at 0"),
+        (set_columns("tokens", [6], 4), "position 2: siblings do not begin with the same token"),
+        (set_columns("tokens", [9], 5), "position 9: siblings do not begin with the same token"),
+        (set_columns("sample_ids", [2, 3], 0), "position 4: a group continues a group that belongs to one sample"),
+        (set_columns("sample_ids", [5], -1), "shared token or padding has a label|a shared group that nothing continues"),
+        (in_table(2, groups=[0, 5]), r"sample 2 .* \(0, \[0, 5\], 1\), but the tensors hold \(0, \[0, 4, 5\], 1\)"),
+        (in_table(3, prompt_length=4, completion_length=2), "sample 3 .* shares 4 positions and has 6 tokens"),
+        (in_table(3, prompt_length=6), None),
+        (in_table(1, prompt_length=5, completion_length=0), "sample 1 .* shares 4 positions and has 6 tokens"),
+    ],
+)
+def test_every_broken_rule_of_trees_is_found(tree, change, message):
+    tree.check()
+    change(tree)
+    if message is None:
+        tree.check("here")
+        return
+    with pytest.raises(PackError, match=f"^here: .*({message})"):
+        tree.check("here")
+
+
+def test_a_shared_group_with_one_child_is_refused(tree):
+    for tensor in tree.tensors().values():  # without samples 3 and 4, their question has one child left
+        tensor[0, 9:11] = tensor[0, 11]
+    del tree.samples[3:]
+    with pytest.raises(PackError, match="row 0, position 6: a shared group with one child, which should be one with it"):
+        tree.check()
+
+
+def test_places_are_right_beyond_the_rows_that_are_checked_at_a_time(tree, monkeypatch):
+    monkeypatch.setattr("ttrl.data.packed_check.CHUNK", 12)
+    padded = tree.pad_rows_to_multiple(3)
+    padded.check()
+    padded.tokens[2, 5] = 1
+    with pytest.raises(PackError, match="row 2, position 5: tokens is set in padding"):
+        padded.check()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs Linux's list of what is mapped")
+def test_a_loaded_file_is_mapped_into_memory(packed, tmp_path):
+    path = tmp_path / "packed.safetensors"
+    packed.save(path)
+    loaded = PackedTensors.load(path)
+    with open("/proc/self/maps") as maps:
+        assert str(path) in maps.read()
+    loaded.tokens[0, 0] = 77  # its own copy of that page
+    assert int(PackedTensors.load(path).tokens[0, 0]) == int(packed.tokens[0, 0])

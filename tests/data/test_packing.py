@@ -320,7 +320,7 @@ def test_lists_that_do_not_belong_together_are_named(changes, message):
         ({"aggregation": "mean"}, "choose one of token, sequence, constant"),
         ({"aggregation": "constant"}, "needs a constant_length"),
         ({"constant_length": 5}, "the others take none"),
-        ({"too_long": "cut"}, "choose 'drop' or 'error'"),
+        ({"too_long": "cut"}, "choose one of drop, error, truncate, extend"),
         ({"seq_len": 0}, "at least 1 position"),
     ],
 )

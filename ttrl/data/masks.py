@@ -1,7 +1,11 @@
 """Who may attend to whom in a packed row, from group ids alone.
 
 The rule: a token attends to earlier tokens of its row, and itself, in its own group and in its group's ancestors. Padding attends
-to itself, so that no row of a softmax is empty. Any depth of groups; parents have smaller ids than their children.
+to itself, so that no row of a softmax is empty.
+
+Groups stand depth first: whatever continues a group, at any depth, follows it without a gap. A token is therefore seen from
+itself up to where the subtree of its group ends, and one number per token says it all: query q sees key k where k <= q < end[k].
+No mask grows with the depth of the tree or with the square of the number of groups.
 
 Shapes: B rows, T positions, G groups of the row with the most, N blocks of a row.
 """
@@ -13,26 +17,39 @@ from torch.nn.attention.flex_attention import BlockMask
 DEFAULT_BLOCK_SIZE = 128
 
 
-def ancestor_table(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
-    """bool [B, G, G]: entry [b, g, h] says that group h of row b is g itself or one of its ancestors.
+def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
+    """int64 [B, T]: one past the last position of the row that may attend to this one.
 
-    group_ids, parent_ids: int64 [B, T], -1 in padding. Groups that a row does not have are their own only ancestors. G >= 1.
+    group_ids, parent_ids: int64 [B, T], -1 in padding; groups are runs and stand depth first, as `PackedTensors.check` demands.
     """
+    rows, seq_len = group_ids.shape
+    device = group_ids.device
+    position = torch.arange(seq_len, device=device).expand(rows, -1)
     num_groups = max(int(group_ids.max()) + 1, 1)
-    rows = group_ids.shape[0]
-    own = torch.arange(num_groups, device=group_ids.device).expand(rows, -1)
-    # Padding writes into a spare last column that is cut off again.
-    parent = torch.cat([own, own[:, :1]], dim=1).contiguous()
-    parent.scatter_(1, torch.where(group_ids < 0, num_groups, group_ids), parent_ids)
-    parent = parent[:, :-1]
-    table = torch.zeros(rows, num_groups, num_groups, dtype=torch.bool, device=group_ids.device)
-    current = own
-    while True:  # one step up the tree at a time: as often as the tree is deep
-        table.scatter_(2, current.unsqueeze(2), True)
+    slot = torch.where(group_ids < 0, num_groups, group_ids)  # padding goes into a spare last column
+
+    def column(fill: int) -> Tensor:
+        return torch.full((rows, num_groups + 1), fill, dtype=torch.int64, device=device)
+
+    first = column(seq_len).scatter_reduce_(1, slot, position, "amin")
+    stop = column(0).scatter_reduce_(1, slot, position + 1, "amax")
+    length = column(0).scatter_add_(1, slot, torch.ones_like(position))
+    own = torch.arange(num_groups + 1, device=device).expand(rows, -1)
+    parent = own.clone().scatter_(1, slot, torch.where(group_ids < 0, num_groups, parent_ids))
+    # What a group and its descendants hold is added to each of its ancestors, one step up the tree at a time.
+    end, held, current = stop.clone(), length.clone(), own
+    while True:
         above = parent.gather(1, current)
-        if torch.equal(above, current):
-            return table
+        rising = above != current
+        if not rising.any():
+            break
+        above_or_spare = torch.where(rising, above, num_groups)
+        end.scatter_reduce_(1, above_or_spare, stop, "amax")
+        held.scatter_add_(1, above_or_spare, length)
         current = above
+    depth_first = (held == end - first)[:, :-1] | (length == 0)[:, :-1]
+    assert bool(depth_first.all()), "groups of a packed row do not stand depth first"
+    return torch.where(group_ids < 0, position + 1, end.gather(1, slot))
 
 
 def dense_mask(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
@@ -40,48 +57,35 @@ def dense_mask(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
 
     Takes memory quadratic in T: for tests, and for short rows.
     """
-    table = ancestor_table(group_ids, parent_ids)
-    seq_len = group_ids.shape[1]
-    real, groups = group_ids >= 0, group_ids.clamp(min=0)
-    by_group = table.gather(1, groups.unsqueeze(2).expand(-1, -1, table.shape[2]))  # [B, T, G]
-    allowed = by_group.gather(2, groups.unsqueeze(1).expand(-1, seq_len, -1))  # [B, T, T]
-    causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=group_ids.device).tril()
-    allowed &= causal & real.unsqueeze(1) & real.unsqueeze(2)
-    return allowed | torch.eye(seq_len, dtype=torch.bool, device=group_ids.device)
+    position = torch.arange(group_ids.shape[1], device=group_ids.device)
+    ends = subtree_ends(group_ids, parent_ids)
+    return (position <= position.unsqueeze(1)) & (position.unsqueeze(1) < ends.unsqueeze(1))
 
 
 def block_mask(group_ids: Tensor, parent_ids: Tensor, block_size: int = DEFAULT_BLOCK_SIZE) -> BlockMask:
     """The same rule as a FlexAttention BlockMask, for all heads. On CUDA: never run on a GPU so far; tested on CPU (forward).
 
-    Which blocks are empty, mixed or full follows from which groups occur in each block, so neither time nor memory is quadratic
-    in T (create_block_mask evaluates, and without compilation stores, all T × T entries). Groups are runs in the order of their
-    ids, as packing leaves them; the mixed blocks are decided entry by entry inside the kernel.
+    Which blocks are empty, mixed or full follows from the first and the last end in each block of keys, so neither time nor
+    memory is quadratic in T (create_block_mask evaluates, and without compilation stores, all T × T entries). The mixed blocks
+    are decided entry by entry inside the kernel.
     """
     batch, seq_len = group_ids.shape
-    table = ancestor_table(group_ids, parent_ids)
-    num_groups = table.shape[1]
+    device = group_ids.device
+    ends = subtree_ends(group_ids, parent_ids)
     num_blocks = -(-seq_len // block_size)
-
-    # occurs [B, N, G]: the group has a token in the block. unclean [B, N]: the block holds padding or reaches over the row's end.
-    padded = torch.full((batch, num_blocks * block_size), -1, dtype=group_ids.dtype, device=group_ids.device)
-    padded[:, :seq_len] = group_ids
-    slots = torch.where(padded < 0, num_groups, padded).view(batch, num_blocks, block_size)
-    occurs = torch.zeros(batch, num_blocks, num_groups + 1, device=group_ids.device).scatter_(2, slots, 1.0)
-    unclean = occurs[:, :, -1] > 0
-    occurs = occurs[:, :, :-1]
-    seen = occurs @ table.float()  # [B, N, G]: how many of the block's groups may see that group
-    some = (seen @ occurs.transpose(1, 2)) > 0  # [B, N, N]
-    forbidden = occurs @ (~table).float() @ occurs.transpose(1, 2)
-    before = torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=group_ids.device).tril(-1)
-    full = before & (forbidden == 0) & ~unclean.unsqueeze(1) & ~unclean.unsqueeze(2)
+    # Behind the row's end nothing is seen by others, as in padding.
+    padded = torch.arange(1, num_blocks * block_size + 1, device=device).repeat(batch, 1)
+    padded[:, :seq_len] = ends
+    by_block = padded.view(batch, 1, num_blocks, block_size)
+    begin = (torch.arange(num_blocks, device=device) * block_size).unsqueeze(1)  # of each block of queries, [N, 1]
+    before = begin > begin.T
+    some = before & (by_block.amax(dim=-1) > begin)  # [B, N, N]
+    full = before & (by_block.amin(dim=-1) >= begin + block_size)
     # A block on the diagonal is always mixed: every token sees itself.
-    mixed = (before & some & ~full) | torch.eye(num_blocks, dtype=torch.bool, device=group_ids.device)
-
-    real, groups = group_ids >= 0, group_ids.clamp(min=0)
+    mixed = (some & ~full) | torch.eye(num_blocks, dtype=torch.bool, device=device)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        allowed = (k <= q) & real[b, q] & real[b, k] & table[b, groups[b, q], groups[b, k]]
-        return allowed | (q == k)
+        return (k <= q) & (q < ends[b, k])
 
     return BlockMask.from_kv_blocks(
         *_block_lists(mixed),

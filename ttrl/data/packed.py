@@ -8,6 +8,7 @@ Shapes: B rows, T positions of a row (seq_len).
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ttrl.data.packed_check import check_packed
 from ttrl.data.packed_file import HEADER_FIELDS, load_packed, save_packed
 from ttrl.data.packed_format import IGNORE_LABEL, TENSOR_DTYPES, Aggregation, PackedSample, padding_value
 from ttrl.errors import PackError
+from ttrl.records import TokenizedResult
 
 
 @dataclass(kw_only=True)
@@ -30,7 +32,7 @@ class PackedTensors:
     labels: Tensor
     """int64: the token to predict from this position, -100 where none is trained."""
     group_ids: Tensor
-    """int64: 0, 1, 2… within the row, parents before children; -1 in padding."""
+    """int64: 0, 1, 2… within the row, depth first (a group is followed by all that continues it); -1 in padding."""
     parent_ids: Tensor
     """int64: the group that this token's group continues; its own id for a root; -1 in padding."""
     input_pos: Tensor
@@ -55,7 +57,8 @@ class PackedTensors:
     """Tokens per sample in the normaliser of aggregation "constant"."""
     pad_id: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """How many samples were left out, by reason: "too_long", "no_trained_token"."""
+    """How many samples were left out, by reason: "too_long", "no_trained_token"; and how many were kept although they were too
+    long: "truncated", "extended", where that was asked for."""
     metadata: dict[str, str] = field(default_factory=dict)
     """Anything else that is worth keeping with the file."""
 
@@ -93,14 +96,14 @@ class PackedTensors:
         if len(set(chosen)) != len(chosen) or not all(0 <= row < self.num_rows for row in chosen):
             raise PackError(f"rows {chosen} of {self.num_rows} rows; give each row once, from 0 to {self.num_rows - 1}")
         new_row = {row: number for number, row in enumerate(chosen)}
-        new_sample = torch.full((len(self.samples) + 1,), -1, dtype=torch.int64)  # the last entry is for sample id -1
-        samples: list[PackedSample] = []
-        for number, sample in enumerate(self.samples):
-            if sample.row in new_row:
-                new_sample[number] = len(samples)
-                samples.append(dataclasses.replace(sample, row=new_row[sample.row]))
         index = torch.tensor(chosen, dtype=torch.int64)
         tensors = {name: tensor[index] for name, tensor in self.tensors().items()}
+        present = tensors["sample_ids"].unique()  # in order
+        present = present[present >= 0]
+        kept = [self.samples[number] for number in present.tolist()]
+        samples = [dataclasses.replace(sample, row=new_row[sample.row]) for sample in kept]
+        new_sample = torch.full((len(self.samples) + 1,), -1, dtype=torch.int64)  # the last entry is for sample id -1
+        new_sample[present] = torch.arange(len(present))
         tensors["sample_ids"] = new_sample[tensors["sample_ids"]]
         return dataclasses.replace(self, **tensors, samples=samples)
 
@@ -144,3 +147,66 @@ class PackedTensors:
         packed = cls(**tensors, samples=samples, **header)
         packed.check(os.fspath(path))
         return packed
+
+
+def unpack(packed: PackedTensors) -> list[TokenizedResult]:
+    """The samples as they were before packing, in the order of the sample table, up to the last trained token of each: what
+    follows it is not stored.
+
+    Known of trained tokens alone, and else as follows: `logprobs` NaN, `token_versions` -1 (None where one version sampled them
+    all). `advantage` is the one in the table; `tokens` is None. `packed` must hold to the format (`check`).
+    """
+    runs = _runs(packed)
+    tokens, labels, logprobs, versions = (
+        t.numpy() for t in (packed.tokens, packed.labels, packed.logprobs, packed.weights_version)
+    )
+    results = []
+    for sample in packed.samples:
+        row = sample.row
+        ids: list[int] = []
+        for group in sample.groups:
+            begin, stop = runs[row, group]
+            ids += tokens[row, begin:stop].tolist()
+        begin, stop = runs[row, sample.groups[-1]]
+        own = slice(begin, stop)
+        before = len(ids) - (stop - begin) + 1  # tokens that are not the label of one of the sample's own positions
+        ids.append(int(labels[row, stop - 1]))
+        trained = labels[row, own] != IGNORE_LABEL
+        sampled_by = versions[row, own]
+        seen = set(sampled_by[trained].tolist())
+        each = None
+        if len(seen) > 1:
+            each = ([-1] * before + sampled_by.tolist())[sample.prompt_length :]
+        results.append(
+            TokenizedResult(
+                task_id=sample.task_id,
+                sample=sample.sample,
+                token_ids=ids,
+                assistant_mask=[False] * before + trained.tolist(),
+                input_pos=list(range(len(ids))),
+                logprobs=[math.nan] * before + logprobs[row, own].tolist(),
+                prompt_length=sample.prompt_length,
+                reward=sample.reward,
+                advantage=sample.advantage,
+                weights_version=max(seen),
+                token_versions=each,
+                finish_reason=sample.finish_reason,
+            )
+        )
+    return results
+
+
+def _runs(packed: PackedTensors) -> dict[tuple[int, int], tuple[int, int]]:
+    """First position, and one past the last, of each group by (row, group)."""
+    groups = packed.group_ids
+    starts = torch.ones_like(groups, dtype=torch.bool)
+    starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
+    flat = starts.flatten().nonzero().flatten()
+    stops = torch.cat([flat[1:], torch.tensor([groups.numel()])])
+    found = groups.flatten()[flat].tolist()
+    length = packed.seq_len
+    return {
+        (begin // length, group): (begin % length, begin % length + stop - begin)
+        for begin, stop, group in zip(flat.tolist(), stops.tolist(), found, strict=True)
+        if group >= 0
+    }

@@ -4,7 +4,6 @@ The header holds a single key: safetensors keeps its metadata in an unordered ma
 order each time, so that equal packs would differ in their bytes and digests.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ def save_packed(
     tensors: Mapping[str, Tensor], samples: Sequence[PackedSample], header: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
     """Writes the file atomically; `header` holds HEADER_FIELDS. Raises StorageError when it cannot be written."""
-    values = {"schema": SCHEMA, "samples": [dataclasses.asdict(sample) for sample in samples], **header}
+    values = {"schema": SCHEMA, "samples": [vars(sample) for sample in samples], **header}
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, allow_nan=False)
     data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, {HEADER_KEY: text})
     with atomic_file(path) as temporary:
@@ -37,6 +36,9 @@ def save_packed(
 
 def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[PackedSample], dict[str, Any]]:
     """Tensors, sample table and HEADER_FIELDS of a file, their contents not yet checked against each other.
+
+    The tensors are the file itself, mapped into memory: pages are read when they are looked at, and what is written to a tensor
+    stays with this process.
 
     Raises PackError when it is missing, damaged or of another origin.
     """

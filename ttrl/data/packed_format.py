@@ -39,7 +39,7 @@ class PackedSample:
     groups: list[int]
     """The path of groups that hold its tokens, from the root to its own."""
     prompt_length: int
-    """Tokens of its prompt, stored once for all completions of that prompt in the row."""
+    """Tokens before the first that was generated; how many positions of them are shared, `groups` and the tensors say."""
     completion_length: int
     """Tokens of its completion, as sampled."""
     num_trained: int

@@ -1,35 +1,46 @@
-"""From token sequences to packed tensors: rows of prompt groups in which a prompt is stored once for all its completions.
+"""From token sequences to packed tensors: rows in which every beginning that samples have in common is stored once.
 
 The rules of the format, all of which `PackedTensors.check` tests on every pack:
 
-- A prompt is stored without its last token, and every completion starts with its own copy of that token (same position, so the
-  same keys and values). The first label of every completion therefore has the right context. A prompt of one token leaves no
-  group: its completions are roots. A prompt with one completion in its row is merged with it.
+- What precedes a sample's first trained token may be shared, as a tree: a system prompt, below it a question, below that the
+  given part of a conversation (prefix_tree.py). What a model generated belongs to one sample, even where others have the same.
+- A shared node is stored without its last token, and everything that continues it starts with its own copy of that token (same
+  position, so the same keys and values). The first label of every sample therefore has the right context. A beginning of one
+  token leaves no group: its samples are roots. A node with one child in its row is merged with it.
+- Groups stand depth first: whatever continues a node follows it without a gap.
 - A sample is stored up to the position that predicts its last trained token. That last token is a label, never an input, as
   nothing is predicted from it; untrained tokens behind it (a template's newline) are left out for the same reason.
+- Labels are where `assistant_mask` is: any number of turns of one sample, with what stands between them as context.
 - Nothing is added: the end-of-turn token is trained where the server's ids contain it, that is, where it was sampled.
 
 A sample of n tokens whose last token is trained takes n - 1 positions, alone in its row.
+
+Here: the options and the order of the work. flat_samples.py reads the samples, prefix_tree.py finds what they share, placement.py
+chooses their rows, row_layout.py writes the tensors.
 """
 
-import itertools
+import contextlib
+import gc
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import get_args
 
 import numpy as np
-import torch
 
-from ttrl.data.packed import PackedTensors
+from ttrl.data.flat_samples import FlatSamples, TooLong, flatten, select
+from ttrl.data.packed import PackedTensors, unpack
 from ttrl.data.packed_format import IGNORE_LABEL, Aggregation, PackedSample
-from ttrl.data.placement import place_groups
+from ttrl.data.placement import Forest, place
+from ttrl.data.prefix_tree import PrefixTree, Share, prefix_tree
+from ttrl.data.row_layout import fill, lay_out
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
-__all__ = ["IGNORE_LABEL", "PackedSample", "PackedTensors", "packed_tensors_from_tokenized_results"]
+__all__ = ["IGNORE_LABEL", "PackedSample", "PackedTensors", "packed_tensors_from_tokenized_results", "unpack"]
 
 logger = logging.getLogger(__name__)
+
+SHORTEST_SHARED = 8
 
 
 def packed_tensors_from_tokenized_results(
@@ -39,17 +50,90 @@ def packed_tensors_from_tokenized_results(
     pad_id: int,
     aggregation: Aggregation = "token",
     constant_length: int | None = None,
-    too_long: Literal["drop", "error"] = "drop",
+    too_long: TooLong = "drop",
+    share: Share = "tree",
+    shortest_shared: int = SHORTEST_SHARED,
+    multiple: int = 1,
+    seed: int = 0,
 ) -> PackedTensors:
-    """Packs samples into rows of `seq_len` positions; results with the same prompt ids share it, whatever their order.
+    """Packs samples into rows of `seq_len` positions; what they have in common before their first trained token is stored once
+    per row, whatever their order. The sample table is in the order of `results`.
 
     aggregation decides `weights`: "token" and "constant" 1, "sequence" 1 / the number of trained tokens of the sample;
-    `constant_length` (tokens) is the fixed length of "constant". too_long says what becomes of a sample that does not fit into a
-    row even alone: "drop" counts it in `.dropped["too_long"]`, "error" raises. Samples without a trained token are counted in
-    `.dropped["no_trained_token"]`. The sample table is in the order of `results`.
+    `constant_length` (tokens) is the fixed length of "constant".
+
+    too_long says what becomes of a sample that does not fit into a row even alone:
+        drop       it is left out, counted in `.dropped["too_long"]`
+        error      PackError
+        truncate   its end is cut off (and with it its end-of-turn token), counted in `.dropped["truncated"]`; only where nothing
+                   trained is left is it dropped
+        extend     it gets a row as long as the longest sample, counted in `.dropped["extended"]`; the tensors are then wider than
+                   `seq_len`, and all other rows hold at most `seq_len` positions
+    Samples without a trained token are counted in `.dropped["no_trained_token"]`.
+
+    share: "tree", or "prompt" (samples of the same prompt alone), or "none", for measurements. shortest_shared: a beginning that
+    different prompts have in common is stored once from so many positions on; the same prompt always is.
+
+    multiple: so many data-parallel ranks are given equal work where rows are placed. seed: decides between equally good
+    placements.
 
     Raises PackError for samples whose lists do not belong together, and when nothing is left to pack.
     """
+    _check_options(seq_len, aggregation, constant_length, too_long, share, shortest_shared, multiple)
+    if not results:
+        raise PackError("there is nothing to pack: no samples were given; check how many groups had a signal")
+
+    with _no_garbage_collection():
+        flat = flatten(results)
+        kept, dropped = select(results, flat, seq_len, too_long)
+        if not len(kept):
+            counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+            raise PackError(
+                f"there is nothing to pack: all {len(results)} samples were dropped ({counts}) at seq_len {seq_len}; "
+                "raise seq_len, or lower the sampler's max_tokens"
+            )
+        if dropped["too_long"]:
+            logger.warning("dropped %d of %d samples, longer than seq_len %d", dropped["too_long"], len(results), seq_len)
+        start, end = flat.start[kept], flat.end[kept]
+        tree = prefix_tree(flat.tokens, start, flat.shared[kept], share, shortest_shared)
+        rows = _place(tree, end, seq_len, multiple, seed)
+        width = max(seq_len, int(end.max()) - 1)
+        segments, places = lay_out(rows, tree, start.tolist(), end.tolist(), width)
+        weights = 1.0 / flat.num_trained[kept] if aggregation == "sequence" else np.ones(len(kept))
+        packed = PackedTensors(
+            **fill(flat, segments, kept, weights, (len(rows), width), pad_id),
+            samples=_sample_table(results, flat, kept, places),
+            aggregation=aggregation,
+            constant_length=constant_length,
+            pad_id=pad_id,
+            dropped=dropped,
+        )
+        packed.check("after packing")
+        return packed
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The few objects made here would set off Python's collector, which walks through every token of all samples each time:
+    a second for 25 million tokens."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _check_options(
+    seq_len: int,
+    aggregation: str,
+    constant_length: int | None,
+    too_long: str,
+    share: str,
+    shortest_shared: int,
+    multiple: int,
+) -> None:
     if aggregation not in get_args(Aggregation):
         raise PackError(f"aggregation is {aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
     if (aggregation == "constant") != (constant_length is not None) or (constant_length is not None and constant_length < 1):
@@ -57,238 +141,54 @@ def packed_tensors_from_tokenized_results(
             f"aggregation {aggregation!r} with constant_length {constant_length}; 'constant' needs a constant_length of at least "
             "1 token, the others take none"
         )
-    if too_long not in ("drop", "error"):
-        raise PackError(f"too_long is {too_long!r}; choose 'drop' or 'error'")
+    if too_long not in get_args(TooLong):
+        raise PackError(f"too_long is {too_long!r}; choose one of {', '.join(get_args(TooLong))}")
+    if share not in get_args(Share):
+        raise PackError(f"share is {share!r}; choose one of {', '.join(get_args(Share))}")
     if seq_len < 1:
         raise PackError(f"seq_len is {seq_len}; a row needs at least 1 position")
-    if not results:
-        raise PackError("there is nothing to pack: no samples were given; check how many groups had a signal")
+    if shortest_shared < 1:
+        raise PackError(f"shortest_shared is {shortest_shared}; what is stored once takes at least 1 position")
+    if multiple < 1:
+        raise PackError(f"rows cannot be brought to a multiple of {multiple}")
 
-    flat = _flatten(results)
-    kept, dropped = _select(results, flat, seq_len, too_long)
-    if not kept:
-        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
-        raise PackError(
-            f"there is nothing to pack: all {len(results)} samples were dropped ({counts}) at seq_len {seq_len}; "
-            "raise seq_len, or lower the sampler's max_tokens"
+
+def _place(tree: PrefixTree, end: np.ndarray, seq_len: int, multiple: int, seed: int) -> list[list[int]]:
+    """Rows of samples. Those longer than `seq_len` get rows for themselves, as long as the longest."""
+    cut = np.array([0, *tree.cut])  # of node n at n + 1, and of no node at 0
+    node_of = np.array(tree.node_of)
+    node_size = (cut[1:] - cut[np.array(tree.parent, dtype=np.int64) + 1]).tolist()
+    own = end - 1 - cut[node_of + 1]
+    long = end - 1 > seq_len
+
+    def placed(which: np.ndarray, length: int) -> list[list[int]]:
+        if not len(which):
+            return []
+        forest = Forest(node_size, tree.parent, node_of[which].tolist(), own[which].tolist())
+        return [which[np.array(row, dtype=np.int64)].tolist() for row in place(forest, length, multiple=multiple, seed=seed)]
+
+    ordinary = placed(np.flatnonzero(~long), seq_len)
+    return ordinary + (placed(np.flatnonzero(long), int(end.max()) - 1) if long.any() else [])
+
+
+def _sample_table(
+    results: Sequence[TokenizedResult], flat: FlatSamples, kept: np.ndarray, places: Sequence[tuple[int, list[int]]]
+) -> list[PackedSample]:
+    table = []
+    for number, num_trained, (row, groups) in zip(kept.tolist(), flat.num_trained[kept].tolist(), places, strict=True):
+        result = results[number]
+        table.append(
+            PackedSample(
+                task_id=result.task_id,
+                sample=result.sample,
+                row=row,
+                reward=float(result.reward),
+                advantage=float(result.advantage),
+                groups=groups,
+                prompt_length=result.prompt_length,
+                completion_length=len(result.token_ids) - result.prompt_length,
+                num_trained=num_trained,
+                finish_reason=result.finish_reason,
+            )
         )
-    if dropped["too_long"]:
-        logger.warning("dropped %d of %d samples, longer than seq_len %d", dropped["too_long"], len(results), seq_len)
-    segments, samples = _lay_out(results, flat, kept, seq_len)
-    packed = _fill(flat, segments, samples, seq_len, pad_id, aggregation, constant_length, dropped)
-    packed.check("after packing")
-    return packed
-
-
-@dataclass
-class _Flat:
-    """All samples end to end (N tokens), and where each begins (one entry per sample)."""
-
-    tokens: np.ndarray
-    trained: np.ndarray
-    logprobs: np.ndarray
-    start: np.ndarray
-    shared: np.ndarray
-    """Tokens that may be shared: the prompt, or what precedes the first trained token where that is less."""
-    end: np.ndarray
-    """One past the last trained token, counted from `start`; 0 where nothing is trained."""
-    num_trained: np.ndarray
-    versions: np.ndarray
-    """Of the policy that sampled each token; meaningless for the prompt."""
-    advantages: np.ndarray
-
-
-def _where(result: TokenizedResult) -> str:
-    return f"task {result.task_id!r}, sample {result.sample}"
-
-
-def _flatten(results: Sequence[TokenizedResult]) -> _Flat:
-    """Joins the lists of all samples and checks that they belong together."""
-    lengths = np.array([len(result.token_ids) for result in results], dtype=np.int64)
-    for result, length in zip(results, lengths, strict=True):
-        if not len(result.assistant_mask) == len(result.input_pos) == len(result.logprobs) == length:
-            raise PackError(
-                f"{_where(result)}: {length} token ids, but {len(result.assistant_mask)} assistant_mask, {len(result.input_pos)} "
-                f"input_pos and {len(result.logprobs)} logprobs; all have one entry per token"
-            )
-        if result.token_versions is not None and len(result.token_versions) != length - result.prompt_length:
-            raise PackError(
-                f"{_where(result)}: {len(result.token_versions)} token_versions for {length - result.prompt_length} completion "
-                "tokens; there is one for each, or None where all are of one version"
-            )
-        if not 1 <= result.prompt_length <= length:
-            raise PackError(
-                f"{_where(result)}: prompt_length {result.prompt_length} of {length} tokens; a sample needs a prompt of at least "
-                "one token, as the first generated token is predicted from the prompt's last"
-            )
-
-    def join(name: str, dtype: type) -> np.ndarray:
-        return np.fromiter(itertools.chain.from_iterable(getattr(r, name) for r in results), dtype, count=int(lengths.sum()))
-
-    tokens, trained = join("token_ids", np.int64), join("assistant_mask", np.bool_)
-    positions, logprobs = join("input_pos", np.int64), join("logprobs", np.float32)
-    start = np.cumsum(lengths) - lengths
-    owner = np.repeat(np.arange(len(results)), lengths)
-    offset = np.arange(len(tokens)) - start[owner]
-    advantages = np.array([result.advantage for result in results], dtype=np.float32)
-    for wrong, what in (
-        (tokens < 0, "a negative token id"),
-        (positions != offset, "input_pos that is not 0, 1, 2, …"),
-        (trained & (offset == 0), "a trained first token, which nothing predicts"),
-        (np.isinf(logprobs), "an infinite logprob (NaN marks an unknown one)"),
-        (~np.isfinite(advantages)[owner], "an advantage that is not finite"),
-    ):
-        if wrong.any():
-            place = int(np.flatnonzero(wrong)[0])
-            raise PackError(f"{_where(results[owner[place]])}, token {offset[place]}: {what}")
-
-    # One past the last, and the number of the first trained token of each sample, by reductions over the trained offsets alone.
-    end = np.zeros(len(results), dtype=np.int64)
-    np.maximum.at(end, owner[trained], offset[trained] + 1)
-    shared = np.array([result.prompt_length for result in results], dtype=np.int64)
-    np.minimum.at(shared, owner[trained], offset[trained])
-    num_trained = np.bincount(owner[trained], minlength=len(results))
-    versions = np.repeat(np.array([result.weights_version for result in results], dtype=np.int32), lengths)
-    for result, begin, length in zip(results, start, lengths, strict=True):
-        if result.token_versions is not None:
-            versions[begin + result.prompt_length : begin + length] = result.token_versions
-    return _Flat(tokens, trained, logprobs, start, shared, end, num_trained, versions, advantages)
-
-
-def _select(results: Sequence[TokenizedResult], flat: _Flat, seq_len: int, too_long: str) -> tuple[list[int], dict[str, int]]:
-    """Indices of the samples to pack, and how many were dropped for which reason."""
-    positions = flat.end - 1  # what a sample takes alone: everything up to the position that predicts its last trained token
-    untrained = flat.num_trained == 0
-    long = ~untrained & (positions > seq_len)
-    if too_long == "error" and long.any():
-        first = int(np.flatnonzero(long)[0])
-        raise PackError(
-            f"{_where(results[first])} takes {positions[first]} positions (prompt {results[first].prompt_length} tokens), but "
-            f"seq_len is {seq_len}, and {int(long.sum())} of {len(results)} samples are too long; raise seq_len to at least "
-            f"{int(positions.max())}, or drop them with too_long='drop'"
-        )
-    dropped = {"too_long": int(long.sum()), "no_trained_token": int(untrained.sum())}
-    return np.flatnonzero(~untrained & ~long).tolist(), dropped
-
-
-@dataclass
-class _Segments:
-    """Runs of positions, in the order in which they are stored; one list entry per segment."""
-
-    row: list[int]
-    column: list[int]
-    source: list[int]
-    """The first token, counted in `_Flat`."""
-    length: list[int]
-    position: list[int]
-    group: list[int]
-    parent: list[int]
-    sample: list[int]
-    """Row of the sample table, -1 for shared prompts."""
-
-
-def _lay_out(
-    results: Sequence[TokenizedResult], flat: _Flat, kept: list[int], seq_len: int
-) -> tuple[_Segments, list[PackedSample]]:
-    """Decides which tokens stand where. `kept[i]` becomes row i of the sample table."""
-    start, shared, end = flat.start.tolist(), flat.shared.tolist(), flat.end.tolist()
-    groups: dict[bytes, list[int]] = {}
-    for number, index in enumerate(kept):
-        prompt = flat.tokens[start[index] : start[index] + shared[index]].tobytes()
-        groups.setdefault(prompt, []).append(number)
-    members = list(groups.values())
-    rows = place_groups(
-        [shared[kept[numbers[0]]] - 1 for numbers in members],
-        [[end[kept[number]] - shared[kept[number]] for number in numbers] for numbers in members],
-        seq_len,
-    )
-
-    segments = _Segments([], [], [], [], [], [], [], [])
-    placed: dict[int, PackedSample] = {}
-    for row, parts in enumerate(rows):
-        column, next_group = 0, 0
-
-        def add(source: int, length: int, position: int, parent: int, sample: int, row: int = row) -> int:
-            nonlocal column, next_group
-            group, next_group = next_group, next_group + 1
-            values = (row, column, source, length, position, group, group if parent < 0 else parent, sample)
-            for field, value in zip(vars(segments).values(), values, strict=True):
-                field.append(value)
-            column += length
-            return group
-
-        for part in parts:
-            numbers = [members[part.group][member] for member in part.members]
-            first = kept[numbers[0]]
-            prefix = shared[first] - 1
-            root = -1
-            if prefix and len(numbers) > 1:
-                root = add(start[first], prefix, 0, -1, -1)
-            for number in numbers:
-                index = kept[number]
-                begin = prefix if root >= 0 else 0
-                leaf = add(start[index] + begin, end[index] - 1 - begin, begin, root, number)
-                result = results[index]
-                placed[number] = PackedSample(
-                    task_id=result.task_id,
-                    sample=result.sample,
-                    row=row,
-                    reward=float(result.reward),
-                    advantage=float(result.advantage),
-                    groups=[leaf] if root < 0 else [root, leaf],
-                    prompt_length=result.prompt_length,
-                    completion_length=len(result.token_ids) - result.prompt_length,
-                    num_trained=int(flat.num_trained[index]),
-                    finish_reason=result.finish_reason,
-                )
-        assert column <= seq_len
-    return segments, [placed[number] for number in range(len(kept))]
-
-
-def _fill(
-    flat: _Flat,
-    segments: _Segments,
-    samples: list[PackedSample],
-    seq_len: int,
-    pad_id: int,
-    aggregation: Aggregation,
-    constant_length: int | None,
-    dropped: dict[str, int],
-) -> PackedTensors:
-    """Writes all segments at once: token k of a segment goes from `source + k` to `column + k`, everything else follows."""
-    length = np.array(segments.length)
-    owner = np.repeat(np.arange(len(length)), length)
-    within = np.arange(int(length.sum())) - (np.cumsum(length) - length)[owner]
-    source = np.array(segments.source)[owner] + within
-    shape = (max(segments.row) + 1, seq_len)
-    target = (np.array(segments.row)[owner], np.array(segments.column)[owner] + within)
-
-    def tensor(fill: float, dtype: type, values: np.ndarray, at: np.ndarray | slice = slice(None)) -> torch.Tensor:
-        array = np.full(shape, fill, dtype=dtype)
-        array[target[0][at], target[1][at]] = values
-        return torch.from_numpy(array)
-
-    sample = np.array(segments.sample)[owner]
-    label_source = source + 1  # never past the end: a sample's last trained token is not stored as an input
-    trained = (sample >= 0) & flat.trained[label_source]
-    predicted = label_source[trained]
-    origin = np.searchsorted(flat.start, predicted, side="right") - 1
-    weights = 1.0 / flat.num_trained[origin] if aggregation == "sequence" else np.ones(len(origin))
-    return PackedTensors(
-        tokens=tensor(pad_id, np.int64, flat.tokens[source]),
-        labels=tensor(IGNORE_LABEL, np.int64, flat.tokens[predicted], trained),
-        group_ids=tensor(-1, np.int64, np.array(segments.group)[owner]),
-        parent_ids=tensor(-1, np.int64, np.array(segments.parent)[owner]),
-        input_pos=tensor(0, np.int64, np.array(segments.position)[owner] + within),
-        sample_ids=tensor(-1, np.int64, sample),
-        assistant_mask=tensor(False, np.bool_, np.ones(len(origin), dtype=bool), trained),
-        logprobs=tensor(np.nan, np.float32, flat.logprobs[predicted], trained),
-        advantages=tensor(0.0, np.float32, flat.advantages[origin], trained),
-        weights=tensor(0.0, np.float32, weights, trained),
-        weights_version=tensor(-1, np.int32, flat.versions[predicted], trained),
-        samples=samples,
-        aggregation=aggregation,
-        constant_length=constant_length,
-        pad_id=pad_id,
-        dropped=dropped,
-    )
+    return table

@@ -1,0 +1,125 @@
+"""Which beginnings of samples are stored once: a tree over the tokens that stand before each sample's first trained one.
+
+A node is a beginning that several samples have in common: a system prompt or few-shot examples, below it a question, below that
+the given part of a conversation, however deep. It holds positions from its parent's `cut` up to its own: a node of t tokens is
+stored without its last one, which everything that continues it repeats at its own beginning (so that the first label of each
+sample is predicted from a position of its own). Its cut is therefore t - 1, and a beginning of one token is no node.
+
+Storing a beginning once never takes more positions than storing it several times, but a short one saves next to nothing and still
+ties its samples together in one tree: `shortest` is the number of positions from which on it is done for different prompts.
+Samples with the same prompt always share it.
+
+What a model generated is never looked at: it belongs to one sample, even where others have the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+Share: TypeAlias = Literal["tree", "prompt", "none"]
+
+
+@dataclass
+class PrefixTree:
+    """Nodes, parents first; lists with one entry per node or per sample."""
+
+    cut: list[int]
+    """Positions of a sample that lie in this node or in its ancestors; at least 1, and more than the parent's."""
+    parent: list[int]
+    """-1 for roots."""
+    example: list[int]
+    """A sample that begins with the tokens of the node."""
+    node_of: list[int]
+    """For each sample: the deepest node that it hangs from, or -1."""
+
+
+def prefix_tree(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, share: Share, shortest: int) -> PrefixTree:
+    """The tree over the beginnings tokens[start[i] : start[i] + length[i]], one per sample i.
+
+    tokens: int32, none negative; length: at least 1 each. share: "tree", or "prompt" for one level (the same beginning as a whole
+    or nothing), or "none".
+    """
+    if share == "none":
+        return PrefixTree([], [], [], [-1] * len(start))
+    # As big-endian bytes, so that beginnings are hashed, compared and sorted by memcmp, in the order of their tokens.
+    data = tokens.astype(">u4").tobytes()
+    number_of: dict[bytes, int] = {}  # distinct beginnings, in order of their first sample
+    beginning_of: list[int] = []
+    first: list[int] = []
+    members: list[int] = []
+    for sample, (begin, count) in enumerate(zip((4 * start).tolist(), (4 * length).tolist(), strict=True)):
+        number = number_of.setdefault(data[begin : begin + count], len(number_of))
+        if number == len(first):
+            first.append(sample)
+            members.append(0)
+        members[number] += 1
+        beginning_of.append(number)
+    if share == "prompt":
+        nodes = _Nodes([int(length[sample]) for sample in first], [-1] * len(first), list(range(len(first))))
+    else:
+        nodes = _radix_tree(list(number_of))
+    return _worth_keeping(nodes, first, members, beginning_of, shortest)
+
+
+@dataclass
+class _Nodes:
+    """The whole radix tree. The first nodes are the beginnings themselves, in their order."""
+
+    depth: list[int]
+    """Tokens."""
+    parent: list[int]
+    example: list[int]
+    """One of the beginnings below, or the one that it is."""
+
+
+def _radix_tree(beginnings: Sequence[bytes]) -> _Nodes:
+    """Sorts the beginnings, all different, 4 bytes per token; then neighbours tell where the branches are."""
+    nodes = _Nodes([len(text) // 4 for text in beginnings], [-1] * len(beginnings), list(range(len(beginnings))))
+    path: list[int] = []  # from the root to the beginning before
+    for leaf in sorted(range(len(beginnings)), key=beginnings.__getitem__):
+        common = _common_tokens(beginnings[path[-1]], beginnings[leaf]) if path else 0
+        below = -1
+        while path and nodes.depth[path[-1]] > common:
+            below = path.pop()
+        if common and not (path and nodes.depth[path[-1]] == common):  # they part in the middle of an edge
+            nodes.depth.append(common)
+            nodes.parent.append(path[-1] if path else -1)
+            nodes.example.append(leaf)
+            nodes.parent[below] = len(nodes.depth) - 1
+            path.append(nodes.parent[below])
+        nodes.parent[leaf] = path[-1] if path else -1
+        path.append(leaf)
+    return nodes
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    count = min(len(a), len(b)) // 4
+    differ = np.frombuffer(a, np.uint32, count) != np.frombuffer(b, np.uint32, count)
+    place = int(differ.argmax())
+    return place if differ[place] else count
+
+
+def _worth_keeping(nodes: _Nodes, first: list[int], members: list[int], beginning_of: list[int], shortest: int) -> PrefixTree:
+    """The nodes that are stored once, renumbered with parents first."""
+    has_children = [False] * len(nodes.depth)
+    for parent in nodes.parent:
+        if parent >= 0:
+            has_children[parent] = True
+    tree = PrefixTree([], [], [], [])
+    kept_at = [-1] * len(nodes.depth)  # the kept node that stands for a node: itself or its next ancestor
+    for node in sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__):
+        above = kept_at[nodes.parent[node]] if nodes.parent[node] >= 0 else -1
+        cut = nodes.depth[node] - 1
+        saved = cut - (tree.cut[above] if above >= 0 else 0)  # by each sample or branch but the first
+        same_prompt = node < len(first) and members[node] > 1
+        if saved and (same_prompt or (has_children[node] and saved >= shortest)):
+            kept_at[node] = len(tree.cut)
+            tree.cut.append(cut)
+            tree.parent.append(above)
+            tree.example.append(first[nodes.example[node]])
+        else:
+            kept_at[node] = above
+    tree.node_of = [kept_at[beginning] for beginning in beginning_of]
+    return tree
