@@ -118,6 +118,7 @@ def allocates_by_and_by(choice):
         (writes_garbage, "wrote into the channel"),
         (claims_much, "wrote into the channel"),
         (lambda choice: os.closerange(3, 64) or 1.0, "ended its process with exit code"),
+        (lambda choice: os.closerange(3, 64) or time.sleep(60), "closed the channel between its process and ttrl"),
         (allocates, "ran out of the 512 MiB of memory"),
         (allocates_by_and_by, "ran out of the 512 MiB of memory"),
         (lambda choice: (1.0, {f"m{i}": 1.0 for i in range(100_000)}), "MB; it may have 1.0 MB"),

@@ -266,6 +266,11 @@ class Worker:
             # Without its keeper it cannot go on; if it had no grader yet, its choice can still be given to another one.
             self._fail("not taken" if status is None and self._is_loading else "died")
 
+    async def ends_by_itself(self, seconds: float) -> bool:
+        """Whether the keeper tells its end within so many seconds, without our doing."""
+        await asyncio.wait({self._status}, timeout=seconds)
+        return self._status.done()
+
     async def status(self) -> int | None:
         """The exit code, negative for a signal; None where nobody knows."""
         await asyncio.wait({self._status}, timeout=10)

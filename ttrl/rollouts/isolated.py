@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
 DEFAULT_MEMORY = 2 * 2**30
+_END_SECONDS = 2.0
+"""From a closed channel to the end of the process that closed it, after which the process is taken to go on."""
 _KEPT_PICKLES = 1024
 _STARTS = 3  # of the keeper, in a row without a single answer, before we give up
 
@@ -137,7 +139,10 @@ class IsolatedGraders:
 
     async def _why(self, worker: Worker, kind: str) -> str:
         """Ends a worker that gave no answer; says why there was none."""
+        by_itself = kind != "died" or await worker.ends_by_itself(_END_SECONDS)
         worker.end()
+        if not by_itself:
+            return "the grader closed the channel between its process and ttrl; a grader closes files of its own only"
         if kind == "timeout":
             return f"the grader took longer than {self.timeout:g} s; make it faster or raise grader_timeout"
         if kind == "load":
