@@ -106,6 +106,9 @@ class TokenizedResult:
     prompt_length: int
     reward: float
     advantage: float
+    token_advantages: list[float] | None = None
+    """One per completion token, from `prompt_length` on, instead of `advantage`: of a value head, or of implicit rewards
+    (`ttrl.data.token_advantages`); None: all `advantage`."""
     weights_version: int = -1
     token_versions: list[int] | None = None
     """As in Sample: one per completion token, from `prompt_length` on; None: all `weights_version`."""

@@ -334,3 +334,12 @@ def test_nothing_to_pack_says_why():
         pack([])
     with pytest.raises(PackError, match=r"all 1 samples were dropped \(1 no_trained_token\)"):
         pack([result("a", 0, [1, 2], [])])
+
+
+def test_advantages_per_token_are_refused_rather_than_ignored():
+    result = TokenizedResult(
+        task_id="t", sample=0, token_ids=[1, 2, 3], assistant_mask=[False, True, True], input_pos=[0, 1, 2],
+        logprobs=[math.nan, -1.0, -1.0], prompt_length=1, reward=1.0, advantage=1.0, token_advantages=[1.0, 2.0],
+    )  # fmt: skip
+    with pytest.raises(PackError, match="token_advantages"):
+        packed_tensors_from_tokenized_results([result], seq_len=8, pad_id=0)

@@ -81,11 +81,12 @@ class FakeServer:
         for k in range(body["n"]):
             text = self.world.answer(prompt, k, version)
             ids = [*self.world.tokenizer.encode(text), self.world.tokenizer.eos_token_id]
+            logprobs = [self.world.logprob(k, place) for place in range(len(ids))]
             choices.append(
                 {
                     "index": k,
                     "message": {"role": "assistant", "content": text},
-                    "logprobs": {"content": [{"token": "", "logprob": -1.0, "bytes": None, "top_logprobs": []} for _ in ids]},
+                    "logprobs": {"content": [{"token": "", "logprob": p, "bytes": None, "top_logprobs": []} for p in logprobs]},
                     "finish_reason": "stop",
                     "token_ids": ids,
                 }
@@ -128,6 +129,10 @@ class World:
     def answer(self, prompt: str, k: int, version: int) -> str:
         """1, 2 or 3 of the samples of a group are right, by the version; number 0 always is."""
         return "yes" if k < 1 + version % 3 else "no"
+
+    def logprob(self, k: int, place: int) -> float:
+        """Of a token of the k-th sample of a request."""
+        return -1.0
 
     def grade(self, choice: Any) -> tuple[float, dict[str, float]]:
         right = float(choice.message.content == "yes")

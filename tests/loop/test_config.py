@@ -45,6 +45,16 @@ def test_defaults_are_right():
         ({"training": {"lr": np.float64(1e-4)}}, "training holds what config.yaml cannot"),
         ({"server": {"max_model_len": np.int64(5)}}, "server holds what config.yaml cannot"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
+        ({"advantages": "median"}, "advantages is 'median'; it must be one of 'std', 'mean', 'leave_one_out', 'batch'"),
+        ({"advantage_std_floor": 0}, "advantage_std_floor is 0.0; it must be above 0"),
+        ({"advantage_clip": 0.0}, "advantage_clip is 0.0; it must be above 0, or null for no clipping"),
+        ({"reward_power": -1}, "reward_power is -1.0; it must be above 0"),
+        ({"surprise_bonus": 1.5}, "surprise_bonus is 1.5; it must be in [0, 1]"),
+        ({"surprise_until": "end"}, "surprise_until is 'end' without a surprise_bonus"),
+        ({"dynamic_sampling": 0}, "dynamic_sampling is 0; it must be at least 1"),
+        ({"max_extra_tasks": 4}, "max_extra_tasks is given without dynamic_sampling"),
+        ({"dynamic_sampling": 97}, "dynamic_sampling is 97, but an iteration has at most 96 tasks"),
+        ({"dynamic_sampling": 38, "max_extra_tasks": 5}, "at most 37 tasks; raise max_extra_tasks"),
     ],
 )
 def test_what_is_refused(changes, text):

@@ -25,6 +25,7 @@ class Sampler:
         self.calls = []
         """(ids of continued tasks, ids of new tasks, budget, weights version)."""
         self.interrupt_after = None
+        self.reward = lambda task_id, k: float(k % 2)
 
     async def __call__(self, tasks, client, model, *, n, weights_version, on_task_done, token_budget=None, unfinished=(), **_):
         if tasks[0].id.startswith("held-out"):
@@ -70,7 +71,7 @@ class Sampler:
         sample.weights_version = version
         sample.token_versions = versions if len(set(versions)) > 1 else None
         if last:
-            sample.finish_reason, sample.reward = "stop", float(sample.sample % 2)
+            sample.finish_reason, sample.reward = "stop", self.reward(sample.task_id, sample.sample)
 
 
 @pytest.fixture
@@ -164,6 +165,19 @@ def test_where_no_group_is_finished_another_budget_is_spent(world, sampler):
     assert len(budgets) > 1 and set(budgets) == {10}
     assert check_run(world, sampler, 1)
     assert world.rows()[1]["new_completion_tokens"] == 10 * len(budgets)
+
+
+def test_dynamic_sampling_takes_further_tasks_while_the_budget_lasts(world, sampler):
+    sampler.length = lambda task_id, k: 3
+    sampler.reward = lambda task_id, k: float(k % 2) if task_id == "task/0" else 0.0
+    # 12 tokens a task: three tasks at first, two more end, and a sixth does not
+    world.train(**BUDGET | {"tokens_per_iteration": 65, "dynamic_sampling": 2, "max_extra_tasks": 9})
+    check_run(world, sampler, 6)
+    rows = world.rows()[1:]
+    assert all(row["new_completion_tokens"] <= 65 for row in rows)
+    assert any(row["extra_tasks"] for row in rows) and any(row["unfinished"]["groups"] for row in rows)
+    began = [task_id for _, new, _, _ in sampler.calls for task_id in new]
+    assert began == stream(world, len(began))
 
 
 def test_interrupted_in_the_middle_finished_groups_are_kept_and_the_rest_of_the_budget_is_spent(world, sampler):

@@ -1,13 +1,93 @@
-"""From the rewards of a group to advantages, and which groups have anything to teach."""
+"""From the rewards of groups to advantages, and which groups have anything to teach.
 
+With r the rewards of a group of n samples, m their mean and σ their standard deviation (of the population):
+
+std             (r - m) / max(σ, floor)          GRPO, arXiv 2402.03300
+mean            r - m                            Dr. GRPO, arXiv 2503.20783
+leave_one_out   r - mean of the others           RLOO, arXiv 2402.14740; equals n/(n - 1)·(r - m)
+batch           (r - m) / max(σ_batch, floor)    REINFORCE++ with baseline, arXiv 2501.03262; σ_batch: of r - m over all groups
+
+and then cut to [-clip, clip], if asked for. Rewards may be shaped before (`ttrl.data.shaping`). Advantages of single tokens:
+`ttrl.data.token_advantages`.
+"""
+
+import logging
 import math
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
-from ttrl.errors import ConfigError
+from ttrl.data.shaping import shaped_rewards
+from ttrl.errors import ConfigError, UserError
 from ttrl.records import TaskResult
 
+logger = logging.getLogger(__name__)
+
+AdvantageKind: TypeAlias = Literal["std", "mean", "leave_one_out", "batch"]
+
 _EQUAL = 1e-9  # rewards that differ by less are the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """How rewards become advantages. Raises ConfigError for values that make no sense."""
+
+    kind: AdvantageKind = "std"
+    """See the head of this module."""
+    std_floor: float = 1e-6
+    """Standard deviations are taken to be at least this, so that a group of nearly equal rewards is not blown up to the size of
+    any other; of "std" and "batch" alone."""
+    clip: float | None = None
+    """Advantages are cut to [-clip, clip]; None: not at all."""
+    reward_power: float = 1.0
+    """Rewards become sign(r)·|r|^reward_power first."""
+    surprise_bonus: float = 0.0
+    """b of (1 - b)·r + b·r·s, the reward after that; s is the completion's mean -logp. 0: rewards as they are. Groups that are
+    all right get a signal from it, however small; "std" makes it as large as any other's unless `std_floor` stops it."""
+    surprise_until: str | None = None
+    """The grader's metric that says up to which character of the answer s goes; None: up to the end."""
+
+    def __post_init__(self) -> None:
+        if found := self.problems():
+            raise ConfigError("AdvantageConfig", found)
+
+    def problems(self) -> list[str]:
+        """What is wrong, one line each."""
+        found = []
+        if self.kind not in ("std", "mean", "leave_one_out", "batch"):
+            found.append(f"kind is {self.kind!r}; choose 'std', 'mean', 'leave_one_out' or 'batch'")
+        if not (math.isfinite(self.std_floor) and self.std_floor > 0):
+            found.append(f"std_floor is {self.std_floor}; it must be above 0")
+        if self.clip is not None and not self.clip > 0:
+            found.append(f"clip is {self.clip}; it must be above 0, or null for no clipping")
+        if not (math.isfinite(self.reward_power) and self.reward_power > 0):
+            found.append(f"reward_power is {self.reward_power}; it must be above 0")
+        if not 0 <= self.surprise_bonus <= 1:
+            found.append(f"surprise_bonus is {self.surprise_bonus}; it must be in [0, 1]")
+        if self.surprise_until is not None and self.surprise_bonus == 0:
+            found.append(f"surprise_until is {self.surprise_until!r} without a surprise_bonus; they go together")
+        return found
+
+    def shaped(self, result: TaskResult, tokenizer: Any = None) -> tuple[list[float], list[float | None]]:
+        """Shaped rewards of the graded samples and their surprises. See `ttrl.data.shaping.shaped_rewards`."""
+        return shaped_rewards(result, self.reward_power, self.surprise_bonus, self.surprise_until, tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """What came of the groups of one batch."""
+
+    kept: list[TaskResult]
+    """Groups with signal."""
+    values: list[list[float]]
+    """Of the graded samples of each group that was kept."""
+    groups: dict[str, float]
+    """Counts: "total", "kept", the reasons of `drop_groups_without_signal`, "no_signal" (their sum) and "no_signal_share", and
+    "low_std": groups that were kept and whose standard deviation is below the floor."""
+    facts: dict[str, float]
+    """"clipped": samples whose advantage was cut, "mean_abs": mean |advantage|; where rewards were shaped, "shaped_reward": the
+    mean of it over all graded samples; with a surprise bonus, "surprise": the mean of it, and "surprise_unknown": samples without
+    any known log-probability."""
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
@@ -17,52 +97,146 @@ def has_signal(rewards: Sequence[float]) -> bool:
 
 def group_advantages(
     rewards: Sequence[float],
-    method: Literal["std", "mean"] = "std",
+    method: AdvantageKind = "std",
     std_floor: float = 1e-6,
     clip: float | None = None,
 ) -> list[float]:
-    """Advantages of the samples of one group, in order.
+    """Advantages of the samples of one group, in order; see the head of this module. Zeros where the rewards are all equal.
 
-    "std" is (r - mean) / max(std, std_floor) with the population's standard deviation (GRPO, arXiv 2402.03300); "mean" is
-    r - mean alone (Dr. GRPO, arXiv 2503.20783). With `clip`, they are cut to [-clip, clip].
-
-    Raises ConfigError for another method.
+    Raises ConfigError for a method that is unknown or needs more than one group ("batch": `batch_advantages`), UserError for a
+    reward that is not finite.
     """
-    if method not in ("std", "mean"):
-        raise ConfigError("advantages", [f"method is {method!r}; choose 'std' or 'mean'"])
-    if not rewards:
-        return []
-    mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not has_signal(rewards):
-        return [0.0] * len(rewards)  # rounding in the mean must not be blown up by a tiny standard deviation
+    if method not in ("std", "mean", "leave_one_out"):
+        more = "; 'batch' needs all groups at once (batch_advantages)" if method == "batch" else ""
+        raise ConfigError("advantages", [f"method is {method!r}; choose 'std', 'mean' or 'leave_one_out'{more}"])
+    centred = _centred(rewards)
     if method == "std":
-        std = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
+        std = _std(centred)
         centred = [value / max(std, std_floor) for value in centred]
-    return centred if clip is None else [max(-clip, min(clip, value)) for value in centred]
+    elif method == "leave_one_out" and len(centred) > 1:
+        centred = [value * (len(centred) / (len(centred) - 1)) for value in centred]
+    return _cut(centred, clip)
 
 
-def drop_groups_without_signal(results: Sequence[TaskResult]) -> tuple[list[TaskResult], dict[str, int]]:
+def batch_advantages(groups: Sequence[Sequence[float]], std_floor: float = 1e-6, clip: float | None = None) -> list[list[float]]:
+    """Advantages of the samples of every group: r - group mean, divided by the standard deviation of that over all samples.
+
+    REINFORCE++ with baseline (arXiv 2501.03262); the mean over the batch, which it subtracts too, is 0 after the groups' own. A
+    group without signal takes part in the standard deviation, with zeros; leave it out to have that of the others.
+
+    Raises UserError for a reward that is not finite.
+    """
+    centred = [_centred(rewards) for rewards in groups]
+    scale = max(_std([value for group in centred for value in group]), std_floor)
+    return [_cut([value / scale for value in group], clip) for group in centred]
+
+
+def advantages_of(results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None) -> Advantages:
+    """Shapes the rewards of a batch, leaves groups without signal out, and computes the advantages of the others.
+
+    Whether a group has signal is told by the shaped rewards: equal answers that surprised differently have some. Failed samples
+    take no part. `tokenizer`: the model's, needed with `surprise_until`. Warns where standard deviations are below the floor.
+
+    Raises UserError, naming the sample, for a reward that is not finite.
+    """
+    pairs = [config.shaped(result, tokenizer) for result in results]
+    shaped = [rewards for rewards, _ in pairs]
+    kept, counts, places = _with_signal(results, shaped)
+    rewards = [shaped[place] for place in places]
+    if config.kind == "batch":
+        uncut, cut = batch_advantages(rewards, config.std_floor), batch_advantages(rewards, config.std_floor, config.clip)
+    else:
+        uncut = [group_advantages(group, config.kind, config.std_floor) for group in rewards]
+        cut = [_cut(group, config.clip) for group in uncut]
+    low = _count_low_std(rewards, config)
+    if low:
+        logger.warning(
+            "%d of %d groups with a signal have rewards with a standard deviation below the floor of %g, so their advantages are "
+            "smaller than those of the others",
+            *(low, len(kept), config.std_floor),
+        )
+    dropped = len(results) - len(kept)
+    groups = {"total": len(results), "kept": len(kept), **counts, "no_signal": dropped}
+    groups |= {"no_signal_share": dropped / len(results) if results else 0.0, "low_std": low}
+    flat = [value for group in cut for value in group]
+    clipped = sum(before != after for before, after in zip((value for group in uncut for value in group), flat, strict=True))
+    facts = {"clipped": clipped, "mean_abs": math.fsum(map(abs, flat)) / len(flat) if flat else 0.0}
+    return Advantages(kept=kept, values=cut, groups=groups, facts=facts | _shaping_facts(pairs, config))
+
+
+def drop_groups_without_signal(
+    results: Sequence[TaskResult], shaped: Sequence[Sequence[float]] | None = None
+) -> tuple[list[TaskResult], dict[str, int]]:
     """The groups whose rewards differ, and how many were left out for which reason.
 
     "all_right" and "all_wrong" are groups whose samples all have the highest or the lowest reward that was seen in any group;
     where all groups have the same one, it is wrong when it is not positive. "other_equal" is the rest of the groups with one
-    reward, "too_few" those with fewer than two graded samples.
+    reward, "too_few" those with fewer than two graded samples. With `shaped`, those rewards decide whether a group has signal,
+    and the graders' say what it lacks.
     """
+    kept, counts, _ = _with_signal(results, [result.rewards for result in results] if shaped is None else shaped)
+    return kept, counts
+
+
+def _with_signal(
+    results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]
+) -> tuple[list[TaskResult], dict[str, int], list[int]]:
+    """Also the places of the groups that are kept."""
     everything = [reward for result in results for reward in result.rewards]
     highest, lowest = (max(everything), min(everything)) if everything else (0.0, 0.0)
     counts = {"all_right": 0, "all_wrong": 0, "other_equal": 0, "too_few": 0}
-    kept = []
-    for result in results:
+    places = []
+    for place, (result, compared) in enumerate(zip(results, shaped, strict=True)):
         rewards = result.rewards
         if len(rewards) < 2:
             counts["too_few"] += 1
+        elif has_signal(compared):
+            places.append(place)
         elif has_signal(rewards):
-            kept.append(result)
+            counts["other_equal"] += 1  # by their shaping alone
         elif highest - lowest > _EQUAL and rewards[0] >= highest - _EQUAL:
             counts["all_right"] += 1
         elif rewards[0] <= lowest + _EQUAL and (highest - lowest > _EQUAL or rewards[0] <= 0):
             counts["all_wrong"] += 1
         else:
             counts["other_equal"] += 1
-    return kept, counts
+    return [results[place] for place in places], counts, places
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    for number, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise UserError(f"reward {number} of a group is {reward}; rewards are finite numbers")
+    if not has_signal(rewards):
+        return [0.0] * len(rewards)  # rounding in the mean must not be blown up by a tiny standard deviation
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _std(centred: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(value * value for value in centred) / len(centred)) if centred else 0.0
+
+
+def _cut(values: list[float], clip: float | None) -> list[float]:
+    return values if clip is None else [max(-clip, min(clip, value)) for value in values]
+
+
+def _count_low_std(rewards: Sequence[Sequence[float]], config: AdvantageConfig) -> int:
+    if config.kind == "std":
+        return sum(_std(_centred(group)) < config.std_floor for group in rewards)
+    if config.kind == "batch" and _std([value for group in rewards for value in _centred(group)]) < config.std_floor:
+        return len(rewards)
+    return 0  # no other divides by it
+
+
+def _shaping_facts(pairs: Sequence[tuple[list[float], list[float | None]]], config: AdvantageConfig) -> dict[str, float]:
+    rewards = [reward for group, _ in pairs for reward in group]
+    facts: dict[str, float] = {}
+    if rewards and (config.reward_power != 1.0 or config.surprise_bonus):
+        facts["shaped_reward"] = math.fsum(rewards) / len(rewards)
+    if config.surprise_bonus:
+        surprises = [value for _, group in pairs for value in group]
+        known = [value for value in surprises if value is not None]
+        facts |= {"surprise": math.fsum(known) / len(known)} if known else {}
+        facts["surprise_unknown"] = len(surprises) - len(known)
+    return facts

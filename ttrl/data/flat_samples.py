@@ -116,6 +116,8 @@ def _check_lengths(result: TokenizedResult) -> None:
             f"{where(result)}: {len(result.token_versions)} token_versions for {length - result.prompt_length} completion "
             "tokens; there is one for each, or None where all are of one version"
         )
+    if result.token_advantages is not None:
+        raise PackError(f"{where(result)}: token_advantages, which packing does not know yet; give one `advantage` per sample")
     if not 1 <= result.prompt_length <= length:
         raise PackError(
             f"{where(result)}: prompt_length {result.prompt_length} of {length} tokens; a sample needs a prompt of at least "

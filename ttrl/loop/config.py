@@ -7,6 +7,7 @@ from typing import Any, Literal
 import yaml
 
 from ttrl.configs import Config, GRPOConfig, at_least
+from ttrl.data.advantages import AdvantageConfig
 from ttrl.errors import ConfigError
 
 # What the loop itself puts into each iteration's recipe config, so that `training` cannot.
@@ -75,8 +76,28 @@ class TrainConfig(Config):
     """What the run's progress is measured by: "reward", or the name of one of the grader's metrics."""
     stop_at: float | None = None
     """Ends the run early, after the iteration whose validation metric reaches this."""
-    advantages: Literal["std", "mean"] = "std"
-    """(reward - group mean) / group standard deviation, or reward - group mean alone (Dr. GRPO)."""
+    advantages: Literal["std", "mean", "leave_one_out", "batch"] = "std"
+    """(reward - group mean) / group standard deviation (GRPO), reward - group mean alone (Dr. GRPO), reward - mean of the others
+    of the group (RLOO), or reward - group mean divided by the standard deviation of that over all groups (REINFORCE++)."""
+    advantage_std_floor: float = 1e-6
+    """With "std" and "batch": standard deviations below this are taken to be this, with a warning; so that rewards that hardly
+    differ do not count as much as those that do."""
+    advantage_clip: float | None = None
+    """Advantages are cut to [-advantage_clip, advantage_clip]; None: not at all."""
+    reward_power: float = 1.0
+    """Before all else, rewards become sign(r)·|r|^reward_power: above 1, nearly perfect answers count for more."""
+    surprise_bonus: float = 0.0
+    """b: after that, rewards become (1 - b)·r + b·r·s with s the completion's mean -log-probability in nats, so that right
+    answers that were unlikely count for more. Groups that are all right then have a signal too, however small: with "std", give
+    an `advantage_std_floor`."""
+    surprise_until: str | None = None
+    """The name of a metric of the grader: how many characters of the answer there are up to the end of its last answer; s is then
+    the mean up to there. None, and samples without that metric: up to the end."""
+    dynamic_sampling: int | None = None
+    """Samples further tasks until so many groups of an iteration have a signal (DAPO); None: `tasks_per_iteration` are sampled,
+    whatever comes of them. With `tokens_per_iteration`, only while the budget lasts."""
+    max_extra_tasks: int | None = None
+    """With `dynamic_sampling`: how many further tasks an iteration may have; None: twice `tasks_per_iteration`."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """How tokens weigh in the loss: all alike, all samples alike, or divided by `constant_length` per sample."""
     constant_length: int | None = None
@@ -115,6 +136,8 @@ class TrainConfig(Config):
             nproc_per_node=self.nproc_per_node,
             num_threads=self.num_threads,
             constant_length=self.constant_length,
+            dynamic_sampling=self.dynamic_sampling,
+            max_extra_tasks=self.max_extra_tasks,
         )
         found += at_least(0, temperature=self.temperature, validation_temperature=self.validation_temperature, seed=self.seed)
         found += at_least(3, keep_checkpoints=self.keep_checkpoints)
@@ -124,6 +147,18 @@ class TrainConfig(Config):
             found.append("samples_per_task is 1; advantages compare the samples of a task, so there must be at least 2")
         if self.max_staleness is not None and self.tokens_per_iteration is None:
             found.append("max_staleness is given without tokens_per_iteration; no completion gets old without a budget")
+        try:
+            self.advantage_config()
+        except ConfigError as error:
+            # Their names have a word more here.
+            found += [f"advantage_{line}" if line.startswith(("std_floor", "clip")) else line for line in error.problems]
+        if self.dynamic_sampling is None:
+            if self.max_extra_tasks is not None:
+                found.append("max_extra_tasks is given without dynamic_sampling; they go together")
+        elif self.dynamic_sampling > (most := self.tasks_per_iteration + self.extra_task_limit):
+            found.append(
+                f"dynamic_sampling is {self.dynamic_sampling}, but an iteration has at most {most} tasks; raise max_extra_tasks"
+            )
         if (self.aggregation == "constant") != (self.constant_length is not None):
             found.append(f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; they go together")
         for name in ("n", "temperature", "max_tokens", "logprobs", "model", "messages"):
@@ -146,6 +181,22 @@ class TrainConfig(Config):
             except yaml.YAMLError as error:
                 found.append(f"{name} holds what config.yaml cannot ({error.args[-1]!r}); use plain numbers, strings and lists")
         return found
+
+    @property
+    def extra_task_limit(self) -> int:
+        """How many further tasks dynamic sampling may take in an iteration."""
+        return self.max_extra_tasks if self.max_extra_tasks is not None else 2 * self.tasks_per_iteration
+
+    def advantage_config(self) -> AdvantageConfig:
+        """How rewards become advantages. Raises ConfigError."""
+        return AdvantageConfig(
+            kind=self.advantages,
+            std_floor=self.advantage_std_floor,
+            clip=self.advantage_clip,
+            reward_power=self.reward_power,
+            surprise_bonus=self.surprise_bonus,
+            surprise_until=self.surprise_until,
+        )
 
     def recipe_config(self, values: dict[str, Any]) -> GRPOConfig:
         """The recipe's config: `training`, and what the loop sets for an iteration. Raises ConfigError."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrl.data.advantages import drop_groups_without_signal, group_advantages
+from ttrl.data.advantages import advantages_of
 from ttrl.data.packing import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.files import append_jsonl, atomic_folder, read_jsonl, write_jsonl
@@ -35,6 +35,7 @@ from ttrl.loop.carried import (
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.console import Console, clock
 from ttrl.loop.coroutines import run_async
+from ttrl.loop.dynamic_sampling import further_tasks
 from ttrl.loop.metrics_row import PHASES, metrics_row
 from ttrl.loop.policy_server import MODEL_NAME, PolicyServer
 from ttrl.loop.run_folder import RunFolder
@@ -128,15 +129,18 @@ class Phases:
         partial: Path | None = None,
         budget: int | None = None,
         carried: Sequence[TaskResult] = (),
+        known: TaskResults | None = None,
     ) -> TaskResults:
         """Samples from the running server. With `partial`, finished groups are kept there, and those that lie there are not
         sampled again. With `budget`, so many new tokens are sampled (and as many again while no group is finished); `carried` are
-        the groups to continue, those of the first tasks. Raises ServerDiedError where the server is gone, ServerError or
-        GraderError where every sample failed."""
+        the groups to continue, those of the first tasks. `known`: what a call for the first of these tasks returned. Raises
+        ServerDiedError where the server is gone, ServerError or GraderError where every sample failed."""
+        done = dict(enumerate(known or ()))
         kept = {} if partial is None else kept_groups(partial, tasks, n, version, carried)
-        done = dict(kept)
+        kept = {position: group for position, group in kept.items() if position not in done}
+        done |= kept
         waiting = dict(enumerate(carried))
-        missing = [position for position in range(len(tasks)) if position not in kept]
+        missing = [position for position in range(len(tasks)) if position not in done]
         positions: dict[str, list[int]] = {}
         for position in missing:
             positions.setdefault(task_key(tasks[position].id, tasks[position].messages), []).append(position)
@@ -166,7 +170,7 @@ class Phases:
                 )
 
         began = clock()
-        spent = sum(usage.new_completion for usage in usage_of(kept, carried))
+        spent = sum(usage.new_completion for usage in usage_of(done, carried))
         left = None if budget is None else max(1, budget - spent)
         while missing:
             fresh = run_async(sample(left))
@@ -178,6 +182,9 @@ class Phases:
             waiting, missing, left = dict(done), sorted(done), budget
         # Tokens that an earlier process sampled took their time there: no speed can be told from ours.
         seconds = clock() - began if not kept else None
+        if known is not None:
+            before = known.stats.seconds
+            seconds = None if seconds is None or before is None else before + seconds
         groups = [done[position] for position in range(len(tasks))]
         results = TaskResults(groups, seconds=seconds, usage=usage_of(dict(enumerate(groups)), carried))
         results.raise_if_all_failed()
@@ -196,10 +203,14 @@ class Phases:
             chosen.append(self.tasks[orders[epoch][position]])
         return chosen
 
+    def _taken_before(self, number: int) -> int:
+        """How many tasks of the stream earlier iterations took: equal parts, where their markers do not tell otherwise."""
+        marker = self.folder.iteration(number - 1).marker("rollouts") or {}
+        return marker.get("tasks_taken", (number - 1) * self.config.tasks_per_iteration)
+
     def _tasks_of(self, number: int) -> list[Task]:
-        """The tasks of an iteration without a token budget: equal parts of the stream."""
-        size = self.config.tasks_per_iteration
-        return self._tasks_from((number - 1) * size, size)
+        """The tasks with which an iteration without a token budget begins."""
+        return self._tasks_from(self._taken_before(number), self.config.tasks_per_iteration)
 
     def rollouts(self, number: int) -> None:
         """Samples the iteration's tasks from the newest policy and grades them."""
@@ -215,16 +226,16 @@ class Phases:
         sync = self.server.serve(self.folder.checkpoint(number - 1))
         sync_seconds = clock() - began
         partial = iteration.path / "rollouts.partial.jsonl"
-        results = self._sample(
-            tasks,
-            self.config.samples_per_task,
-            self.config.temperature,
-            version,
-            f"{number}: sampling",
-            partial,
-            budget,
-            carried,
-        )
+        n, temperature, what = self.config.samples_per_task, self.config.temperature, f"{number}: sampling"
+        results = self._sample(tasks, n, temperature, version, what, partial, budget, carried)
+        if self.config.dynamic_sampling is not None:
+            first, taken = len(tasks), more.get("tasks_taken", self._taken_before(number) + len(tasks))
+            while count := further_tasks(
+                results, self.config, len(tasks) - first, results.stats.new_completion_tokens, self.tokenizer
+            ):
+                tasks, taken = tasks + self._tasks_from(taken, count), taken + count
+                results = self._sample(tasks, n, temperature, version, f"{what} more", partial, budget, carried, results)
+            more |= {"tasks_taken": taken, "extra_tasks": len(tasks) - first}
         files = ["rollouts.jsonl"]
         finished = TaskResults([group for group in results if not is_open(group)])
         stats = (results if budget is None else finished).stats.to_json()
@@ -245,7 +256,7 @@ class Phases:
         New tasks follow in the stream on those that were taken so far; the markers say how many that are.
         """
         previous = self.folder.iteration(number - 1)
-        taken = (previous.marker("rollouts") or {}).get("tasks_taken", 0)
+        taken = self._taken_before(number)
         known = {task_key(task.id, task.messages): task for task in self.tasks}
         groups, limit = carried_groups(previous), self.config.max_staleness
         carried = [
@@ -281,25 +292,27 @@ class Phases:
     # Training
 
     def pack(self, number: int) -> None:
-        """Advantages, tokens, packed tensors. Groups whose rewards are all equal teach nothing; they are counted and left out."""
+        """Advantages, tokens, packed tensors. Groups whose rewards are all equal teach nothing; they are counted and left out.
+
+        So is what else happened to the rewards, in the marker's "groups" and "advantages": see `ttrl.data.advantages.Advantages`.
+        """
         iteration = self.folder.iteration(number)
         if iteration.marker("pack") is not None:
             return
         began = clock()
         iteration.verify("rollouts")
         samples = [Sample.from_json(row) for row in read_jsonl(iteration.path / "rollouts.jsonl")]
-        results = list(TaskResults.from_samples(samples))
-        kept, counts = drop_groups_without_signal(results)
-        groups = {"total": len(results), "kept": len(kept), **counts}
-        if not kept:
-            iteration.mark("pack", [], {"seconds": clock() - began, "groups": groups, "rows": 0})
-            return
         tokenizer = self.tokenizer()
+        advantages = advantages_of(list(TaskResults.from_samples(samples)), self.config.advantage_config(), tokenizer)
+        facts: dict[str, Any] = {"groups": advantages.groups, "advantages": advantages.facts}
+        if not advantages.kept:
+            iteration.mark("pack", [], {"seconds": clock() - began, **facts, "rows": 0})
+            return
         tokenize = TaskResultTokenizer(tokenizer)
         tokenized = [
             sequence
-            for result in kept
-            for sequence in tokenize(result, group_advantages(result.rewards, method=self.config.advantages))
+            for result, values in zip(advantages.kept, advantages.values, strict=True)
+            for sequence in tokenize(result, values)
         ]
         packed = packed_tensors_from_tokenized_results(
             tokenized,
@@ -309,7 +322,7 @@ class Phases:
             constant_length=self.config.constant_length,
         )
         packed.save(iteration.path / "packed.safetensors")
-        facts = {"groups": groups, "rows": packed.num_rows, "row_tokens": packed.num_tokens, "trained_tokens": packed.num_trained}
+        facts |= {"rows": packed.num_rows, "row_tokens": packed.num_tokens, "trained_tokens": packed.num_trained}
         facts |= {"fill": packed.num_tokens / packed.tokens.numel(), "dropped": packed.dropped}
         iteration.mark("pack", ["packed.safetensors"], {"seconds": clock() - began, **facts})
 

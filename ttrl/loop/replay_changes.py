@@ -5,11 +5,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from ttrl.data.advantages import group_advantages, has_signal
+from ttrl.data.advantages import AdvantageKind, group_advantages, has_signal
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import is_unfinished, reason
 
@@ -78,8 +78,9 @@ class Changes:
 class Comparison:
     """Collects groups and adds them up."""
 
-    def __init__(self, iteration: int | None, method: Literal["std", "mean"]) -> None:
-        self._changes, self._method = Changes(iteration), method
+    def __init__(self, iteration: int | None, method: AdvantageKind) -> None:
+        # The divisor of "batch" is common to all groups of an iteration, so what it divides is compared.
+        self._changes, self._method = Changes(iteration), "mean" if method == "batch" else method
         self._rewards: tuple[list[float], list[float]] = ([], [])
         self._advantages: tuple[list[float], list[float]] = ([], [])
         self._metrics: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})

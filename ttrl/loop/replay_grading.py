@@ -222,7 +222,7 @@ class Regrading:
 
     def compare(self) -> Compared:
         """From the files of both folders."""
-        method = "mean" if self.config.get("advantages") == "mean" else "std"
+        method = self.config.get("advantages", "std")
         total, tasks = Comparison(None, method), TaskChanges()
         iterations: list[Changes] = []
         tool_calls = 0

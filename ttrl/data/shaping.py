@@ -1,0 +1,105 @@
+"""From a grader's reward to the reward that advantages are made of: powers, and a bonus for surprising right answers.
+
+power      r ↦ sign(r)·|r|^p
+surprise   r ↦ (1 - b)·r + b·r·s,  s = mean of -logp over the completion's tokens up to the last answer, in nats per token
+
+In this order: what the power makes of the reward is the `r` of the bonus. Rollouts keep the grader's reward; nothing here changes
+a sample.
+"""
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ttrl.errors import UserError
+from ttrl.records import Sample, TaskResult
+
+
+def reward_power(reward: float, power: float) -> float:
+    """sign(r)·|r|^power, power > 0.
+
+    Above 1 it favours nearly perfect answers (a puzzle's accuracy of 0.9 counts 0.53 with power 6), below 1 any progress. -1, 0
+    and 1 stay what they are, the order of rewards stays, and a penalty stays a penalty: an even power does not make it a reward.
+
+    Raises UserError where the result is larger than any float.
+    """
+    try:
+        return math.copysign(abs(reward) ** power, reward)
+    except OverflowError as error:
+        raise UserError(f"reward {reward} to the power {power} is larger than any float; scale the rewards down") from error
+
+
+def surprise(logprobs: Sequence[float], until: int | None = None) -> float | None:
+    """Mean of -logp [nats per token] over the first `until` tokens, None: over all of them; unknown logprobs (NaN) are skipped.
+
+    None where not one is known. It is not normalised: 0 for a completion that was certain, and with no upper end.
+    """
+    known = [logprob for logprob in logprobs[:until] if math.isfinite(logprob)]
+    return -math.fsum(known) / len(known) if known else None
+
+
+def with_surprise(reward: float, surprised: float | None, bonus: float) -> float:
+    """(1 - bonus)·reward + bonus·reward·surprised, bonus in [0, 1].
+
+    A sample without a known surprise has none (0), as one that was certain. Wrong answers (reward 0) stay at 0 however
+    surprising. The formula is meant for accuracies; as it stands, it makes a negative reward worse the more surprising it was.
+    """
+    return (1.0 - bonus) * reward + bonus * reward * (surprised or 0.0)
+
+
+def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None:
+    """How many completion tokens hold the text up to the end of the last answer; None for all of them.
+
+    `metric` is the name of a metric in which the grader tells where its last answer ends: the number of characters of the
+    message's content up to there (of a regular expression's match, `match.end()`). All tokens count where `metric` is None, where
+    the grader gave no such metric, and where the content is not found in what the ids decode to. What precedes the content in
+    the ids (reasoning that the server took out) counts as before the answer.
+    """
+    if metric is None or metric not in sample.metrics or not sample.token_ids:
+        return None
+    ids = sample.token_ids
+
+    def length(count: int) -> int:
+        return len(tokenizer.decode(ids[:count], skip_special_tokens=True))
+
+    decoded = tokenizer.decode(ids, skip_special_tokens=True)
+    begin = 0
+    if not decoded.startswith(sample.text):
+        found = decoded.rfind(sample.text.strip())
+        if found < 0:
+            return None
+        begin = found - (len(sample.text) - len(sample.text.lstrip()))
+    characters = max(0, min(int(sample.metrics[metric]), len(sample.text)))
+    return bisect.bisect_left(range(len(ids)), begin + characters, key=length) if characters else 0
+
+
+def shaped_rewards(
+    result: TaskResult, power: float = 1.0, bonus: float = 0.0, until: str | None = None, tokenizer: Any = None
+) -> tuple[list[float], list[float | None]]:
+    """The shaped rewards of the graded samples, and their surprises (where `bonus` is 0: none).
+
+    power: see `reward_power`. bonus: see `with_surprise`. until: the grader's metric that says where the last answer ends, see
+    `answer_end`; it needs the model's `tokenizer`.
+
+    Raises UserError, naming the sample, for a reward that is not finite.
+    """
+    if until is not None and bonus and tokenizer is None:
+        raise UserError(f"where the last answer ends ({until!r}) is told in characters; give the tokenizer that finds its tokens")
+    rewards: list[float] = []
+    surprises: list[float | None] = []
+    for sample in result.graded:
+        assert sample.reward is not None
+        reward = float(sample.reward)
+        if not math.isfinite(reward):
+            raise UserError(
+                f"task {sample.task_id!r}, sample {sample.sample}: its reward is {reward}; rewards are finite numbers"
+            )
+        if power != 1.0:
+            reward = reward_power(reward, power)
+        if bonus:
+            end = answer_end(sample, until, tokenizer)
+            surprises.append(surprise(sample.logprobs or (), end))
+            reward = with_surprise(reward, surprises[-1], bonus)
+        rewards.append(reward)
+    return rewards, surprises
