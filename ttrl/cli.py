@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,6 +33,36 @@ def _report(arguments: argparse.Namespace) -> int:
 
     print(write_report(arguments.run))
     return 0
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    from ttrl.loop.view import open_pack, spans
+
+    view = open_pack(arguments.run, arguments.iteration, arguments.rows, arguments.tokenizer)
+    if arguments.text:
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        print(view.text(colour=colour, width=shutil.get_terminal_size((130, 24)).columns))
+    written = [view.write_png(arguments.png)] if arguments.png else []
+    if arguments.output or not (arguments.text or arguments.png):
+        written.append(view.write_html(arguments.output))
+    shown = f"rows {spans(view.rows)} of {view.packed.num_rows:,}"
+    for path in written:
+        print(path)
+        print(f"({path.stat().st_size / 1e6:.2f} MB, {shown})", file=sys.stderr)
+    return 0
+
+
+def _add_view_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, such as runs/sort_letters, or a packed.safetensors")
+    parser.add_argument(
+        "--iteration", "--pack", type=int, metavar="N", help="whose pack; without it, the newest iteration's that has one"
+    )
+    parser.add_argument("--rows", metavar="A-B", help="which rows, such as 3, or 0-7, or 0-3,8; without it, the first 8")
+    parser.add_argument("--output", type=Path, metavar="FILE.html", help="instead of packed.html beside the pack")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="a picture (with matplotlib), instead of the page")
+    parser.add_argument("--text", action="store_true", help="print the rows here, instead of writing the page")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="a folder with tokenizer.json; without it, the run's")
+    parser.set_defaults(run_command=_view)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -128,6 +159,9 @@ def make_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write a run's report.html again and print where it is")
     report.add_argument("run", type=Path, metavar="RUN", help="a run folder, such as runs/sort_letters")
     report.set_defaults(run_command=_report)
+
+    view = commands.add_parser("view", help="look at the packed rows that an iteration was trained on")
+    _add_view_arguments(view)
 
     again = commands.add_parser("replay", help="grade a run's rollouts again with a changed grader, and train on the new grades")
     _add_replay_arguments(again)

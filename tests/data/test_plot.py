@@ -63,15 +63,17 @@ def test_every_position_of_a_row_is_drawn_with_what_is_known_of_it(packed):
         "advantage -2.000, logprob -0.250",
     ]
     assert "task b<, sample 0" in cells[6]
-    assert "3 samples, 4 trained tokens, 7 of 12 positions used (58%)" in svg
+    assert "12 positions, 7 tokens, 4 trained (57.1%), 5 padding (41.7%), 3 samples in 2 trees" in svg
+    assert "2 shared tokens saved (22.2%)" in svg  # 1 2 for the second completion
 
 
 def test_any_text_is_safe_inside_of_html(packed):
-    strings = ["<script>", "&amp;", '"', "\x00\n\t\x07", "]]>", "é", "日本"] + [""] * 5
-    svg = packed_row_svg(packed, 0, strings)
+    strings = {1: "<script>", 2: "&amp;", 3: '"', 4: "\x00\n\t\x07", 5: "]]>", 6: "é", 7: "日本\u202e"}
+    svg = packed_row_svg(packed, 0, lambda token: strings.get(token, ""))
     ElementTree.fromstring(svg)  # well-formed
     assert "<script" not in svg and "&lt;script&gt;" in svg
-    assert any("␀↵⇥␇" in title for title in hovers(svg))
+    assert any("␀↵⇥␇" in title for title in hovers(svg)) and any("日本⟨202e⟩" in title for title in hovers(svg))
+    assert any("]]>" in title and "never read" in title for title in hovers(svg))  # a label that is no input has its text too
 
 
 def test_a_long_row_says_what_is_not_drawn(packed):
@@ -82,10 +84,10 @@ def test_a_long_row_says_what_is_not_drawn(packed):
 
 
 def test_what_cannot_be_drawn_is_named(packed):
-    with pytest.raises(PackError, match="row 1 of 1 rows; give one from 0 to 0"):
+    with pytest.raises(PackError, match="row 1 of 1 row; give rows from 0 to 0"):
         packed_row_svg(packed, 1)
-    with pytest.raises(PackError, match="2 token strings for a row of 12 positions"):
-        packed_row_svg(packed, 0, ["a", "b"])
+    with pytest.raises(PackError, match="no row of 1 row"):
+        plot_packed_tensors(packed, rows=[])
 
 
 def test_the_figure_shows_the_advantages_where_they_are(packed, tmp_path, tokenizer):
@@ -93,15 +95,30 @@ def test_the_figure_shows_the_advantages_where_they_are(packed, tmp_path, tokeni
     figure = plot_packed_tensors(packed.pad_rows_to_multiple(3), tmp_path / "rows.png", tokenizer=tokenizer)
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     assert "3 rows of 12 positions, 19.4% filled: 3 samples, 4 trained tokens" in figure.get_suptitle()
-    groups, trained, advantages = (image.get_array() for image in figure.axes[0].images)
-    values = advantages[0].filled(math.nan).tolist()
-    assert values[2:5] == [1.0, 1.0, -2.0] and values[6] == 0.0
-    assert all(math.isnan(value) for value in (*values[:2], values[5], *values[7:]))
-    colours = [tuple(colour) for colour in groups[0]]
-    assert len(set(colours)) == 5  # the prompt, its two completions, the other sample, padding
-    assert len({tuple(colour) for colour in trained[0]}) == 3
-    with pytest.raises(PackError, match=r"rows \[4\] of 1 rows"):
+    bars = boxes(figure.axes[0])
+    advantages = [(left, right, low, high) for left, right, low, high in bars if low > 1.4 and high < 4.2]
+    zero, size = 2.8, 1.3
+    assert advantages == [
+        (2, 4, zero, pytest.approx(zero + size / 2)),  # 1.0 of at most 2.0
+        (4, 5, pytest.approx(zero - size), zero),
+        (6, 7, pytest.approx(zero - 0.06), pytest.approx(zero + 0.06)),  # trained, advantage 0
+    ]
+    masked = [(left, right) for left, right, low, high in bars if (low, high) == (4.4, 5.2)]
+    assert sorted(masked) == [(0, 7), (2, 5), (6, 7)]  # all tokens, and before them the trained ones
+    assert [one.get_text() for one in figure.axes[0].texts] == ['"', "#", r"\$", "%", r"\$", "(", ")"]
+    assert figure.axes[2].get_title(loc="left") == "row 2: padding alone"
+    with pytest.raises(PackError, match=r"row 4 of 1 row"):
         plot_packed_tensors(packed, rows=[4])
+
+
+def boxes(axis) -> list[tuple[float, float, float, float]]:
+    """Left, right, bottom and top of all rectangles of an axis, in its units."""
+    found = []
+    for collection in axis.collections:
+        for path in collection.get_paths():
+            (left, low), (right, high) = path.get_extents().get_points().round(6).tolist()
+            found.append((left, right, low, high))
+    return found
 
 
 def test_a_row_is_drawn_without_loading_matplotlib():

@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ttrl.data import row_colours
 from ttrl.data.packed import PackedTensors
 from ttrl.data.packed_format import IGNORE_LABEL
+from ttrl.data.row_segments import Segment, TokenText, check_rows, figures_of, figures_of_pack, segments_of, visible
 from ttrl.data.row_svg import packed_row_svg
-from ttrl.errors import PackError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["packed_row_svg", "plot_packed_tensors"]
 
-_PALETTE = ["#2563b8", "#d9730d", "#2f8f6b", "#b8385e", "#7a5bc4", "#8a7a1e"]
-_PADDING, _TRAINED, _UNTRAINED = "#d9dadc", "#1c1e21", "#f1f1ef"
+_PADDING, _TRAINED, _UNTRAINED, _INK = "#d9dadc", "#1c1e21", "#e9e9e5", "#5d636a"
 _MAX_ROWS, _MAX_TEXT = 12, 96  # rows of a picture when none are named; columns up to which tokens are written into it
+# Lanes of a row, in units of about 0.13 inches, from the bottom: position, advantage, trained, tree (one unit or so per depth).
+_POSITION, _ADVANTAGE, _MASK = (0.0, 1.2), (1.5, 4.1), (4.4, 5.2)
+_TREE = 5.5
+_UNIT = 0.13  # inches
 
 
 def plot_packed_tensors(
@@ -30,120 +35,142 @@ def plot_packed_tensors(
     path: str | os.PathLike[str] | None = None,
     rows: Sequence[int] | None = None,
     tokenizer: Any = None,
+    *,
+    title: str = "",
 ) -> "Figure":
-    """A figure with three lanes per row: groups, trained positions, advantages. Saved to `path` if that is given.
+    """A figure with four lanes per row, drawn to scale along the positions: trees of groups, trained positions, advantages, and
+    the position of each token in its sample. Saved to `path` (as PNG where its name does not say otherwise) if that is given.
 
-    In the lane of groups a colour is a prompt with its completions: the shared prompt dark, its completions in two light tints by
-    turns, padding grey. Without `rows`, the first 12 are drawn. With a `tokenizer`, and rows of at most 96 positions, tokens are
-    written into their places.
+    A hue is a tree; its root is dark, and what lies deeper stands lower and is lighter. A faint bar behind a group spans all that
+    continues it. Advantages are blue above and red-brown below a common zero, on one scale for all rows. Without `rows`, the
+    first 12 are drawn. With a `tokenizer` (or a function from a token id to its text), and rows of at most 96 positions, tokens
+    are written into their places.
 
     Raises PackError for rows that are not there, and ImportError where matplotlib is not installed.
     """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
-    chosen = list(range(min(packed.num_rows, _MAX_ROWS))) if rows is None else [int(row) for row in rows]
-    if not chosen or not all(0 <= row < packed.num_rows for row in chosen):
-        raise PackError(f"rows {chosen} of {packed.num_rows} rows; give some from 0 to {packed.num_rows - 1}")
+    chosen = check_rows(packed, range(min(packed.num_rows, _MAX_ROWS)) if rows is None else rows)
+    segments = [segments_of(packed, row) for row in chosen]
+    depths = max((segment.depth + 1 for one in segments for segment in one), default=1)
     largest = float(packed.advantages[chosen].abs().max()) or 1.0
-    figure = Figure(figsize=(13, 1.5 + 0.72 * len(chosen)), layout="constrained")
-    figure.get_layout_engine().set(hspace=0.06)
+    token_text = _token_text(tokenizer) if packed.seq_len <= _MAX_TEXT else None
+    level = 4.0 if token_text else max(0.45, min(1.6, 7 / depths))
+    top = _TREE + level * depths
+    height = len(chosen) * (top * _UNIT + 0.36) + 1.5
+    figure = Figure(figsize=(13, height), layout="constrained")
+    figure.get_layout_engine().set(hspace=0.02, h_pad=0.05)
     axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
-    with_text = tokenizer is not None and packed.seq_len <= _MAX_TEXT  # instead of the hatching, which would hide it
-    scale = None
-    for axis, row in zip(axes, chosen, strict=True):
-        groups, trained = _group_colours(packed, row), _trained_colours(packed, row)
-        values = np.where((packed.labels[row] != IGNORE_LABEL).numpy(), packed.advantages[row].numpy(), np.nan)
-        # Each lane is an image of one line: [1, T, 3] or [1, T], from top to bottom.
-        common = {"aspect": "auto", "interpolation": "nearest"}
-        right = packed.seq_len - 0.5
-        axis.imshow(groups[None], extent=(-0.5, right, 2, 4), **common)
-        axis.imshow(trained[None], extent=(-0.5, right, 1.2, 1.9), **common)
-        scale = axis.imshow(values[None], extent=(-0.5, right, 0, 1.1), cmap="RdBu", vmin=-largest, vmax=largest, **common)
-        axis.set(ylim=(0, 4), xlim=(-0.5, right), yticks=[3, 1.55, 0.55])
-        axis.set_yticklabels([f"row {row}", "trained", "advantage"], fontsize=7.5)
+    for axis, row, one in zip(axes, chosen, segments, strict=True):
+        _draw_row(axis, packed, row, one, depths, largest, level)
+        if token_text:
+            _write_tokens(axis, packed, row, one, level, top, token_text)
+        axis.set(ylim=(0, top), xlim=(0, packed.seq_len))
+        lanes = {"position": _POSITION, "advantage": _ADVANTAGE, "trained": _MASK, "tree": (_TREE, top)}
+        axis.set_yticks([(low + high) / 2 for low, high in lanes.values()], list(lanes), fontsize=7, color=_INK)
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-        _mark_groups(axis, packed, row, hatched=not with_text)
-        if with_text:
-            _write_tokens(axis, packed, row, tokenizer)
-    axes[-1].set_xlabel("position in the row")
-    axes[-1].tick_params(axis="x", length=3)
-    figure.colorbar(scale, ax=list(axes), label="advantage of the next token", pad=0.01, fraction=0.02)
-    dark, light, other = (_tint(_PALETTE[0], share) for share in (0.0, 0.55, 0.72))
-    figure.legend(
-        handles=[
-            Patch(facecolor=dark, hatch="" if with_text else "////", edgecolor="white", label="prompt, stored once"),
-            Patch(facecolor=light, label="its completions,"),
-            Patch(facecolor=other, label="in turn (one colour per prompt)"),
-            Patch(facecolor=_TRAINED, label="the next token is trained"),
-            Patch(facecolor=_PADDING, label="padding"),
-        ],
-        loc="outside lower center",
-        ncols=5,
-        frameon=False,
-        fontsize=9,
+        axis.set_title(f"row {row}: {', '.join(figures_of(packed, row, one).words()[1:])}", fontsize=8, loc="left", pad=3)
+    axes[-1].set_xlabel("position in the row", fontsize=8)
+    axes[-1].tick_params(axis="x", length=3, labelsize=8)
+    scale = LinearSegmentedColormap.from_list("", [row_colours.advantage_colour(v, 1, "light") for v in (-1, 0, 1)])
+    mappable = ScalarMappable(Normalize(-largest, largest), scale)
+    figure.colorbar(
+        mappable, ax=list(axes), label="advantage of the next token", pad=0.01, fraction=0.015, aspect=min(30, 8 * height)
     )
+    _legend(figure, depths)
+    whole = figures_of_pack(packed)
     shown = "" if len(chosen) == packed.num_rows else f" ({len(chosen)} of them shown)"
-    fill = packed.num_tokens / packed.tokens.numel()
+    rows_word = "row" if packed.num_rows == 1 else "rows"
     figure.suptitle(
-        f"{packed.num_rows} rows of {packed.seq_len} positions{shown}, {100 * fill:.1f}% filled: "
-        f"{len(packed.samples)} samples, {packed.num_trained} trained tokens",
+        (f"{visible(title)} · " if title else "").replace("$", r"\$")
+        + f"{packed.num_rows} {rows_word} of {packed.seq_len:,} positions{shown}, "
+        f"{100 * whole.tokens / whole.positions:.1f}% filled: {whole.samples:,} samples, {whole.trained:,} trained tokens, "
+        f"{whole.saved:,} saved by sharing",
         fontsize=11,
     )
     if path is not None:
-        figure.savefig(path, dpi=130)
+        name = os.fspath(path)
+        figure.savefig(name, dpi=130, format=None if os.path.splitext(name)[1] else "png")
     return figure
 
 
-def _tint(colour: str, share: float) -> tuple[float, float, float]:
-    """A colour mixed with white."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (channel + (1 - channel) * share for channel in channels)
-    return red, green, blue
+def _token_text(tokenizer: Any) -> TokenText | None:
+    if tokenizer is None or not hasattr(tokenizer, "decode"):
+        return tokenizer  # a function, or nothing
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
 
-def _group_colours(packed: PackedTensors, row: int) -> np.ndarray:
-    """[T, 3]."""
-    groups, samples = packed.group_ids[row].tolist(), packed.sample_ids[row].tolist()
-    parent_of = dict(zip(groups, packed.parent_ids[row].tolist()))
-    colours: dict[int, tuple[float, float, float]] = {-1: _tint(_PADDING, 0.0)}
-    hue_of: dict[int, int] = {}
-    for group, sample in dict(zip(groups, samples)).items():  # in the order of the row: parents first
-        if group < 0:
-            continue
-        parent = parent_of[group]
-        hue_of[group] = hue_of[parent] if parent != group else len({hue_of[g] for g in hue_of})
-        share = 0.0 if sample < 0 else (0.55, 0.72)[group % 2]
-        colours[group] = _tint(_PALETTE[hue_of[group] % len(_PALETTE)], share)
-    return np.array([colours[group] for group in groups])
+def _draw_row(
+    axis: "Axes", packed: PackedTensors, row: int, segments: Sequence[Segment], depths: int, largest: float, level: float
+) -> None:
+    """All lanes of a row. Position t spans t to t + 1."""
+    from matplotlib.collections import PolyCollection
+
+    used = segments[-1].stop if segments else 0
+    top = _TREE + level * depths
+    longest = max((segment.position + segment.stop - segment.begin for segment in segments), default=1)
+    for segment in segments:
+        colour = row_colours.group_colour(segment.tree, segment.depth, depths)
+        bottom = top - (segment.depth + 1) * level
+        box = {"linewidth": 0.6 if len(segments) < 200 else 0.15, "edgecolor": "white"}
+        axis.broken_barh([(segment.begin, segment.stop - segment.begin)], (bottom, level), facecolor=colour, **box)
+        if segment.end > segment.stop:
+            below = row_colours.mix("#ffffff", colour, 0.18)
+            axis.broken_barh([(segment.stop, segment.end - segment.stop)], (bottom, level), facecolor=below, **box)
+        low, high = segment.position, segment.position + segment.stop - segment.begin
+        heights = [(_POSITION[1] - _POSITION[0]) * value / longest for value in (low, high)]
+        axis.fill_between([segment.begin, segment.stop], heights, color="#a6aab0", linewidth=0)
+    axis.broken_barh([(0, used)], (_MASK[0], _MASK[1] - _MASK[0]), facecolor=_UNTRAINED, linewidth=0)
+    zero, half = sum(_ADVANTAGE) / 2, (_ADVANTAGE[1] - _ADVANTAGE[0]) / 2
+    axis.plot([0, used], [zero, zero], color="#c9ccd1", linewidth=0.6)
+    trained = (packed.labels[row] != IGNORE_LABEL).numpy()
+    values = np.where(trained, packed.advantages[row].numpy(), np.nan)
+    edges = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    masked = [(begin, stop - begin) for begin, stop in edges.tolist()]
+    axis.broken_barh(masked, (_MASK[0], _MASK[1] - _MASK[0]), facecolor=_TRAINED, linewidth=0)
+    bars, colours = [], []  # one collection for all: advantages may differ from token to token
+    for begin, stop, value in _runs(values):
+        low, high = sorted((zero, zero + value / largest * half)) if value else (zero - 0.06, zero + 0.06)
+        bars.append([(begin, low), (begin, high), (stop, high), (stop, low)])
+        colours.append(row_colours.advantage_colour(value, largest))
+    axis.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0))
+    if used < packed.seq_len:
+        padding = {"facecolor": "#f4f4f2", "hatch": "////", "edgecolor": _PADDING, "linewidth": 0}
+        axis.broken_barh([(used, packed.seq_len - used)], (_TREE, top - _TREE), **padding)
 
 
-def _trained_colours(packed: PackedTensors, row: int) -> np.ndarray:
-    """[T, 3]."""
-    dark, light, padding = (_tint(colour, 0.0) for colour in (_TRAINED, _UNTRAINED, _PADDING))
-    trained, real = (packed.labels[row] != IGNORE_LABEL).tolist(), (packed.group_ids[row] >= 0).tolist()
-    return np.array([dark if t else light if r else padding for t, r in zip(trained, real)])
+def _runs(values: np.ndarray) -> list[tuple[int, int, float]]:
+    """Begin, stop and value of the runs of equal numbers; NaN is left out."""
+    known = ~np.isnan(values)
+    filled = np.where(known, values, 0.0)
+    change = (filled[1:] != filled[:-1]) | (known[1:] != known[:-1])
+    begins = [0, *(np.flatnonzero(change) + 1).tolist()]
+    return [(b, s, float(values[b])) for b, s in zip(begins, [*begins[1:], len(values)], strict=True) if known[b]]
 
 
-def _mark_groups(axis: Any, packed: PackedTensors, row: int, hatched: bool) -> None:
-    """Draws a line before each group, and hatches shared prompts."""
-    from matplotlib.patches import Rectangle
+def _legend(figure: "Figure", depths: int) -> None:
+    from matplotlib.patches import Patch
 
-    groups, samples = packed.group_ids[row], packed.sample_ids[row]
-    for group in groups[groups >= 0].unique().tolist():
-        columns = (groups == group).nonzero().flatten()
-        first, last = int(columns[0]), int(columns[-1])
-        if hatched and samples[first] < 0:
-            place = (first - 0.5, 2), last - first + 1, 2
-            axis.add_patch(Rectangle(*place, fill=False, hatch="////", edgecolor="white", linewidth=0))
-        axis.plot([first - 0.5, first - 0.5], [2, 4], color="white", linewidth=0.8)
+    root, leaf = (row_colours.group_colour(0, depth, max(depths, 2)) for depth in (0, depths - 1 or 1))
+    handles = [
+        Patch(facecolor=root, label="root of a tree (one hue per tree)"),
+        Patch(facecolor=leaf, label="deepest group"),
+        Patch(facecolor=row_colours.mix("#ffffff", root, 0.18), label="seen by all that stands below"),
+        Patch(facecolor=_TRAINED, label="the next token is trained"),
+        Patch(facecolor="#f4f4f2", hatch="////", edgecolor=_PADDING, label="padding"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)
 
 
-def _write_tokens(axis: Any, packed: PackedTensors, row: int, tokenizer: Any) -> None:
-    for column, token in enumerate(packed.tokens[row].tolist()):
-        if packed.group_ids[row, column] >= 0:
-            text = tokenizer.decode([token], skip_special_tokens=False).replace("\n", "↵")
+def _write_tokens(
+    axis: "Axes", packed: PackedTensors, row: int, segments: Sequence[Segment], level: float, top: float, token_text: TokenText
+) -> None:
+    for segment in segments:
+        for column in range(segment.begin, segment.stop):
+            text = visible(token_text(int(packed.tokens[row, column])))
             text = (text if len(text) <= 8 else text[:7] + "…").replace("$", r"\$")
-            colour = "white" if packed.sample_ids[row, column] < 0 else "black"
-            axis.text(column, 3, text, ha="center", va="center", fontsize=6.5, rotation=90, color=colour, clip_on=True)
+            height = top - (segment.depth + 0.5) * level
+            axis.text(column + 0.5, height, text, ha="center", va="center", fontsize=6.5, rotation=90, clip_on=True)

@@ -1,59 +1,46 @@
 """One packed row as an SVG that a report can hold: every token in its cell, with all that the trainer knows of it on hover.
 
-A colour is a prompt with its completions. Prompts that are stored once for several completions are hatched; the completions
-behind them alternate between two tints. Under each cell stands the advantage of the token that is predicted there: a bar up or
-down, and nothing where nothing is trained. A sample's last token is never an input, so it stands behind the sample in a dashed
-cell without a position of its own. No script, no outer files; text outside of cells takes the page's colour.
+A hue is a tree of groups, the lighter the deeper; what is stored once for several samples is hatched. Under each cell stands the
+advantage of the token that is predicted there: a bar up or down, and nothing where nothing is trained. A sample's last token is
+never an input, so it stands behind the sample in a dashed cell without a position of its own. No script, no outer files; text
+outside of cells takes the page's colour.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ttrl.data import row_colours
 from ttrl.data.packed import PackedTensors
 from ttrl.data.packed_format import IGNORE_LABEL
-from ttrl.errors import PackError
+from ttrl.data.row_segments import TokenText, check_rows, figures_of, segments_of, visible
 
-# (hatched prompt, first and second tint of its completions): light enough for dark text in both
-_HUES = [
-    ("#8fb4e8", "#dbe8fa", "#c3d8f5"),
-    ("#f0b27a", "#fce8d5", "#f8d5b4"),
-    ("#86c9ab", "#dcf2e8", "#bfe6d5"),
-    ("#e39ab2", "#f9e0e8", "#f3c9d6"),
-    ("#b7a3e3", "#ebe4f9", "#d9cdf3"),
-    ("#c9bd7c", "#f4f0d8", "#e8e1b8"),
-]
-_UP, _DOWN, _FLAT = "#2563b8", "#c2372e", "#8a8f96"
+_UP, _DOWN, _LINE = "#3478d4", "#d2591e", "#8a8f96"  # visible on light and dark pages
 _WIDTH, _CELL, _BAR, _GAP, _TOP = 960, 20, 8, 8, 64  # pixels: the picture, a cell, half of the bars, between lines, the legend
 _CHARACTER, _LONGEST = 6.4, 14  # width of a character of 10.5 pixels in a monospace font; characters of a token that are shown
 
 
-def packed_row_svg(packed: PackedTensors, row: int, token_strings: Sequence[str] | None = None, max_positions: int = 2048) -> str:
+def packed_row_svg(packed: PackedTensors, row: int, token_text: TokenText | None = None, max_positions: int = 2048) -> str:
     """The picture of a row as `<svg>…</svg>`, to be put into HTML as it is.
 
-    token_strings: the text of `packed.tokens[row]`, one entry per position; ids are shown where it is None. Only the first
-    `max_positions` positions are drawn, as each costs about 0.4 kB; a line says so. Padding is counted in the title.
+    Ids are shown where `token_text` is None. Only the first `max_positions` positions are drawn, as each costs about 0.4 kB; a
+    line says so. Padding is counted in the title.
 
-    Raises PackError for a row that is not there and for strings of another number.
+    Raises PackError for a row that is not there.
     """
-    if not 0 <= row < packed.num_rows:
-        raise PackError(f"row {row} of {packed.num_rows} rows; give one from 0 to {packed.num_rows - 1}")
-    if token_strings is not None and len(token_strings) != packed.seq_len:
-        raise PackError(f"{len(token_strings)} token strings for a row of {packed.seq_len} positions; give one for each")
+    check_rows(packed, [row])
     used = int((packed.group_ids[row] >= 0).sum())
     drawn = min(used, max_positions)
-    facts = _RowFacts(packed, row, used, token_strings)
+    facts = _RowFacts(packed, row, token_text)
     cells, lines = facts.layout(drawn)
     height = _TOP + lines * (_CELL + 2 * _BAR + _GAP) + (20 if drawn < used else 0)
 
-    samples = {sample for sample in facts.samples if sample >= 0}
-    fill = f"{used} of {packed.seq_len} positions used ({100 * used / packed.seq_len:.0f}%)"
-    title = escape(f"Row {row}: {len(samples)} samples, {facts.num_trained} trained tokens, {fill}")
+    figures = figures_of(packed, row, facts.segments)
+    title = escape(f"Row {row}: {', '.join(figures.words()).replace(' of the tokens', '')}")
     hatch = f"ttrl-hatch-{row}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img" '
         f'aria-label="{title}" font-family="system-ui, sans-serif" font-size="12" fill="currentColor">',
-        f'<text x="0" y="14" font-size="13">{title}</text>',
+        f'<text x="0" y="14">{title}</text>',
         _legend(hatch),
         '<g font-family="ui-monospace, monospace" font-size="10.5" text-anchor="middle">',
         *(facts.draw(cell, hatch) for cell in cells),
@@ -78,18 +65,20 @@ class _Cell:
 
 def _legend(hatch: str) -> str:
     """The hatching, and what the colours mean."""
-    prompt, light, dark = _HUES[0]
+    root, middle, leaf = (row_colours.group_colour(0, depth, 3) for depth in range(3))
     pattern = (
         f'<defs><pattern id="{hatch}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect width="1.6" height="5" fill="#000" fill-opacity=".22"/></pattern></defs>'
+        '<rect width="1.6" height="5" fill="#000" fill-opacity=".11"/></pattern></defs>'
     )
     return (
-        f'{pattern}<rect x="0" y="23" width="22" height="13" fill="{prompt}"/>'
+        f'{pattern}<rect x="0" y="23" width="22" height="13" fill="{root}"/>'
         f'<rect x="0" y="23" width="22" height="13" fill="url(#{hatch})"/>'
-        '<text x="28" y="34">prompt, stored once</text>'
-        f'<rect x="180" y="23" width="11" height="13" fill="{light}"/><rect x="191" y="23" width="11" height="13" fill="{dark}"/>'
-        '<text x="208" y="34">its completions, in turn (one colour per prompt)</text>'
-        f'<rect x="540" y="23.5" width="22" height="12" fill="none" stroke="{_FLAT}" stroke-dasharray="3 2"/>'
+        '<text x="28" y="34">stored once for several samples</text>'
+        + "".join(
+            f'<rect x="{238 + 11 * i}" y="23" width="11" height="13" fill="{c}"/>' for i, c in enumerate((root, middle, leaf))
+        )
+        + '<text x="277" y="34">one hue per tree, the lighter the deeper</text>'
+        f'<rect x="540" y="23.5" width="22" height="12" fill="none" stroke="{_LINE}" stroke-dasharray="3 2"/>'
         '<text x="568" y="34">a sample\'s last token: predicted, never read</text>'
         f'<rect x="0" y="42" width="10" height="7" fill="{_UP}"/><rect x="12" y="49" width="10" height="7" fill="{_DOWN}"/>'
         '<text x="28" y="53">advantage of the token that is predicted here, above and below zero; '
@@ -100,7 +89,9 @@ def _legend(hatch: str) -> str:
 class _RowFacts:
     """A row's arrays as lists, and what is drawn for one position."""
 
-    def __init__(self, packed: PackedTensors, row: int, used: int, token_strings: Sequence[str] | None) -> None:
+    def __init__(self, packed: PackedTensors, row: int, token_text: TokenText | None) -> None:
+        self.segments = segments_of(packed, row)
+        used = self.segments[-1].stop if self.segments else 0
         self.tokens = packed.tokens[row, :used].tolist()
         self.labels = packed.labels[row, :used].tolist()
         self.groups = packed.group_ids[row, :used].tolist()
@@ -109,29 +100,18 @@ class _RowFacts:
         self.advantages = packed.advantages[row, :used].tolist()
         self.logprobs = packed.logprobs[row, :used].tolist()
         self.table = packed.samples
-        self.num_trained = sum(label != IGNORE_LABEL for label in self.labels)
-        self._strings = dict(zip(self.tokens, token_strings)) if token_strings is not None else None
+        self._text = token_text
         self._largest = max(map(abs, self.advantages), default=0.0) or 1.0
-        self._parent = dict(zip(self.groups, packed.parent_ids[row, :used].tolist()))
-        roots = {group: self._root(group) for group in self._parent}
-        order = {root: number for number, root in enumerate(sorted(set(roots.values())))}
-        self._hue = {group: _HUES[order[root] % len(_HUES)] for group, root in roots.items()}
-
-    def _root(self, group: int) -> int:
-        while self._parent[group] != group:
-            group = self._parent[group]
-        return group
+        depths = max((segment.depth + 1 for segment in self.segments), default=1)
+        self._colour = [row_colours.group_colour(segment.tree, segment.depth, depths) for segment in self.segments]
 
     def text(self, token: int) -> str:
         """A token for people: its id where its text is unknown; spaces and control characters made visible."""
-        if self._strings is None or token not in self._strings:
-            return str(token)
-        visible = {"\n": "↵", " ": "·", "\t": "⇥", "\x7f": "␡"}
-        return "".join(visible.get(c) or (chr(0x2400 + ord(c)) if ord(c) < 32 else c) for c in self._strings[token])
+        return str(token) if self._text is None else visible(self._text(token)).replace(" ", "·")
 
     def _hover(self, position: int) -> str:
         group, label, sample = self.groups[position], self.labels[position], self.samples[position]
-        parent = self._parent[group]
+        parent = self.segments[group].parent
         lines = [
             f"token {self.text(self.tokens[position])!r}, id {self.tokens[position]}",
             f"group {group}, " + ("a root" if parent == group else f"continues group {parent}"),
@@ -175,22 +155,22 @@ class _RowFacts:
             box = f'x="{x + 1:.1f}" y="{y + 0.5}" width="{width - 2:.1f}" height="{_CELL - 1}"'
             hover = escape(f"token {text!r}, id {self.labels[position]}\nthe sample's last: predicted, never read", quote=False)
             return (
-                f'<g><title>{hover}</title><rect {box} fill="transparent" stroke="{_FLAT}" stroke-dasharray="3 2"/>'
+                f'<g><title>{hover}</title><rect {box} fill="transparent" stroke="{_LINE}" stroke-dasharray="3 2"/>'
                 f"<text {label}>{short}</text></g>"
             )
         box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_CELL}"'
-        colour = self._hue[group][0 if shared else 1 + group % 2]
+        colour = self._colour[group]
         parts = [f'<g><title>{self._hover(position)}</title><rect {box} fill="{colour}"/>']
         if shared:
             parts.append(f'<rect {box} fill="url(#{hatch})"/>')
         if position == 0 or self.groups[position - 1] != group:
-            parts.append(f'<rect x="{x:.1f}" y="{y}" width="1.5" height="{_CELL + 2 * _BAR}" fill="{_FLAT}"/>')
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="1.5" height="{_CELL + 2 * _BAR}" fill="{_LINE}"/>')
         parts.append(f'<text {label} fill="#1c1e21">{short}</text>')
         if self.labels[position] != IGNORE_LABEL:
             value = self.advantages[position] / self._largest
             size = max(1.0, abs(value) * _BAR)
             zero = y + _CELL + _BAR
-            top, bar = (zero - size, _UP) if value > 0 else (zero, _DOWN) if value < 0 else (zero - 0.5, _FLAT)
+            top, bar = (zero - size, _UP) if value > 0 else (zero, _DOWN) if value < 0 else (zero - 0.5, _LINE)
             parts.append(f'<rect x="{x + 2:.1f}" y="{top:.1f}" width="{width - 3:.1f}" height="{size:.1f}" fill="{bar}"/>')
         parts.append("</g>")
         return "".join(parts)

@@ -7,7 +7,6 @@ text goes through `text_html`, which escapes it and makes control characters vis
 
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ttrl.loop.charts import Series, legend, line_chart, stacked_bars
 from ttrl.loop.report_conversations import conversations
 from ttrl.loop.report_data import PHASES, RunData, held_out_metric, interval, phase_columns, read_run
 from ttrl.loop.report_html import figure, grid, section, text_html
+from ttrl.loop.token_text import run_token_text
 
 logger = logging.getLogger(__name__)
 
@@ -206,21 +206,6 @@ def _training(run: RunData) -> str:
     )
 
 
-def _token_strings(run: RunData, iteration: int, token_ids: Sequence[int]) -> list[str] | None:
-    """The tokens as text, by the tokenizer of a checkpoint or of the configured model; None when no tokenizer.json is at hand."""
-    from tokenizers import Tokenizer
-
-    folders = [run.iteration_folder(one) / "checkpoint" for one in (iteration, *reversed(run.iterations))]
-    if model := words.model_name(run):
-        folders += [Path(model), run.folder / model]
-    path = next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
-    if path is None:
-        return None
-    tokenizer = Tokenizer.from_file(str(path))
-    known = {one: tokenizer.decode([one], skip_special_tokens=False) for one in set(token_ids)}
-    return [known[one] for one in token_ids]
-
-
 def _packed_row(run: RunData) -> str:
     there = run.numbers_with("packed.safetensors")
     if not there:
@@ -233,14 +218,13 @@ def _packed_row(run: RunData) -> str:
         packed = PackedTensors.load(path)
         if packed.num_rows == 0:
             return ""
-        token_ids = packed.tokens[0].tolist()
-        picture = packed_row_svg(packed, 0, _token_strings(run, there[-1], token_ids))
+        picture = packed_row_svg(packed, 0, run_token_text(run, there[-1]))
     except TtrlError as error:
         logger.warning("the report has no picture of a packed row: %s", error)
         return section("A packed row", f"<p>{text_html(error)}</p>")
     lead = (
-        f"Row 1 of {packed.num_rows} of iteration {there[-1]}: what the trainer reads at once. Each prompt is stored once; the "
-        "completions that follow it continue it without seeing each other."
+        f"Row 1 of {packed.num_rows} of iteration {there[-1]}: what the trainer reads at once. What samples have in common "
+        "before their answers is stored once; the answers that follow it continue it without seeing each other."
     )
     return section("A packed row", f'<div class="wide">{picture}</div>', lead)
 
