@@ -140,8 +140,12 @@ def test_prompts_are_stored_once(finished):
         rewards.setdefault(row["task_id"], set()).add(row["reward"])
     rows = [row for row in everything if len(rewards[row["task_id"]]) > 1]  # groups with one reward teach nothing
     assert packed.num_trained == sum(len(row["token_ids"]) for row in rows) > 0
-    prompts = {row["task_id"]: len(row["prompt_token_ids"]) for row in rows}
-    assert packed.num_tokens == sum(length - 1 for length in prompts.values()) + sum(len(row["token_ids"]) for row in rows)
+    prompts = {row["task_id"]: row["prompt_token_ids"] for row in rows}
+    sampled = sum(len(row["token_ids"]) for row in rows)
+    once_per_task = sum(len(prompt) - 1 for prompt in prompts.values())
+    # Words that begin alike share more than their task: how many do is up to what was sampled, and to which row they are in.
+    all_beginnings = {tuple(prompt[:end]) for prompt in prompts.values() for end in range(1, len(prompt))}
+    assert len(all_beginnings) <= packed.num_tokens - sampled <= once_per_task
 
 
 def test_a_finished_run_does_nothing_again(finished):

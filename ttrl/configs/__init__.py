@@ -1,0 +1,9 @@
+"""The recipes' configs. They live here, beside neither torch nor torchtune, so that the loop can check what it is going to write
+into a recipe's YAML file before anything expensive starts."""
+
+from ttrl.configs.base import Config, at_least
+from ttrl.configs.grpo import GRPOConfig
+from ttrl.configs.sft import SFTConfig
+from ttrl.configs.training import TrainingConfig
+
+__all__ = ["Config", "GRPOConfig", "SFTConfig", "TrainingConfig", "at_least"]

@@ -1,0 +1,122 @@
+"""Configs: strict dataclasses that say everything that is wrong with them at once."""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from ttrl.errors import ConfigError
+
+
+def _describe(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(repr(value) for value in typing.get_args(kind))
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_describe(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is dict:
+        return "a mapping with names as keys"
+    if typing.get_origin(kind) in (list, tuple):
+        return "a list of which each is " + _describe(typing.get_args(kind)[0])
+    return {type(None): "null", str: "a string", int: "a whole number", float: "a number", bool: "true or false"}.get(
+        kind, str(kind)
+    )
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """`value` as `kind`; raises TypeError where it is something else. Ints pass as floats, and so do strings such as 1e-4,
+    which YAML 1.1 reads as text; nothing else is converted."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        if value in typing.get_args(kind) and not isinstance(value, bool):
+            return value
+    elif isinstance(kind, types.UnionType):
+        for part in typing.get_args(kind):
+            try:
+                return _converted(value, part)
+            except TypeError:
+                continue
+    elif origin is dict:
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return dict(value)
+    elif origin in (list, tuple):
+        if isinstance(value, list | tuple):
+            part = typing.get_args(kind)[0]
+            return origin(_converted(entry, part) for entry in value)
+    elif kind is float:
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                raise TypeError from None
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    elif kind is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif kind is str and isinstance(value, Path):
+        return str(value)
+    elif kind is Any or (isinstance(kind, type) and isinstance(value, kind)):
+        return value
+    raise TypeError
+
+
+_STAND_INS = {str: "", int: 1, float: 1.0}  # for required values that are wrong, so that the others can be judged all the same
+
+
+class Config:
+    """Base of the config dataclasses. Subclasses list what else can be wrong in `problems`."""
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one line each, beyond their types."""
+        return []
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], where: str) -> Self:
+        """Makes a config from plain values. Raises ConfigError with every problem: unknown and missing keys, types, ranges."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        kinds = typing.get_type_hints(cls)
+        found: list[str] = []
+        for key in values:
+            if key not in fields:
+                near = difflib.get_close_matches(str(key), fields, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(fields)}"
+                found.append(f"unknown key {key!r}{hint}")
+        converted: dict[str, Any] = {}
+        for name, field in fields.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if name in values:
+                try:
+                    converted[name] = _converted(values[name], kinds[name])
+                    continue
+                except TypeError:
+                    found.append(f"{name} is {values[name]!r}; it must be {_describe(kinds[name])}")
+            elif required:
+                found.append(f"{name} is missing; it must be {_describe(kinds[name])}")
+            if required:
+                converted[name] = _STAND_INS[kinds[name]]
+        config = cls(**converted)
+        found.extend(config.problems())
+        if found:
+            raise ConfigError(where, found)
+        return config
+
+    def check(self, where: str) -> Self:
+        """Checks a config that was made in Python as `parse` would. Raises ConfigError."""
+        return self.parse({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, where)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for YAML."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+def at_least(minimum: float, **values: float | None) -> list[str]:
+    """A problem for each value below `minimum`; None passes."""
+    return [
+        f"{name} is {value}; it must be at least {minimum}"
+        for name, value in values.items()
+        if value is not None and value < minimum
+    ]

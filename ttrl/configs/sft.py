@@ -1,0 +1,24 @@
+"""The settings of `tune run ttrl/sft_recipe`."""
+
+from dataclasses import dataclass
+
+from ttrl.configs.base import at_least
+from ttrl.configs.training import TrainingConfig
+
+
+@dataclass(kw_only=True)
+class SFTConfig(TrainingConfig):
+    """One run of `tune run ttrl/sft_recipe`."""
+
+    data: str
+    """JSON lines, each {"messages": [...]} whose last message is the assistant's."""
+    steps: int
+    """Optimizer steps."""
+    batch_size: int = 64
+    """Conversations in one optimizer step, over all ranks."""
+    seq_len: int = 512
+    """Length of a packed row, in tokens."""
+
+    def problems(self) -> list[str]:
+        """See Config.problems."""
+        return super().problems() + at_least(1, steps=self.steps, batch_size=self.batch_size, seq_len=self.seq_len)
