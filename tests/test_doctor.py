@@ -171,6 +171,7 @@ def test_the_command_exits_with_one_when_ttrl_cannot_run(
     assert " x          y" in capsys.readouterr().out
 
 
+@pytest.mark.e2e
 def test_this_machine_for_real() -> None:
     """What runs these tests can run ttrl, and one screen is one screen."""
     findings = doctor.examine(Path.cwd())

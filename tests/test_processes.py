@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,7 +157,7 @@ def test_stop_returns_only_when_all_descendants_are_gone(tmp_path):
     child = ChildProcess(python(FAMILY, tmp_path), tmp_path / "child.log").start()
     pids = family_pids(tmp_path)
     assert pids[0] == child.pid and all(map(is_alive, pids))
-    assert child.stop(timeout=0.5) == -signal.SIGTERM
+    assert child.stop(timeout=2.0) == -signal.SIGTERM  # long enough to die of TERM on a busy machine
     assert not any(map(is_alive, pids))
 
 
@@ -171,8 +172,10 @@ def test_descendants_end_when_the_child_ends_by_itself(tmp_path):
 
 OWNER = """
 import pathlib, sys, time
+from ttrl import process_guard
 from ttrl.processes import ChildProcess
 folder = pathlib.Path(sys.argv[1])
+process_guard.__file__ = sys.argv[4]  # the guard is started as a file
 child = ChildProcess([sys.executable, "-c", sys.argv[2], str(folder)], folder / "child.log").start()
 (folder / "guard").write_text(str(child._guard.pid))
 if sys.argv[3] == "fork":  # a forked copy keeps our end of the pipe open
@@ -184,8 +187,19 @@ time.sleep(600)
 """
 
 
+def hasty_guard(folder: Path) -> Path:
+    """The guard's file, with pauses so short that tests need not wait."""
+    text = Path(process_guard.__file__).read_text()
+    for name, seconds in (("GRACE_WITHOUT_PARENT", 1.0), ("_LOOK_INTERVAL", 0.5)):
+        text, count = re.subn(rf"(?m)^{name} = [\d.]+", f"{name} = {seconds}", text)
+        assert count == 1, name
+    path = folder / "hasty_guard.py"
+    path.write_text(text)
+    return path
+
+
 def start_owner(folder: Path, own_children: list[int], how: str = "") -> tuple[subprocess.Popen, int, list[int]]:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), FAMILY, how])
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), FAMILY, how, str(hasty_guard(folder))])
     own_children.append(owner.pid)
     pids = family_pids(folder)
     wait_until((folder / "guard").exists, "the guard's pid")

@@ -17,7 +17,7 @@ from ttrl.files import digest, read_jsonl
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.batches import derived_generator
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
 helpers = importlib.util.module_from_spec(_spec)
@@ -45,7 +45,7 @@ def run(folder: Path, inputs: Path, *, processes: int = 1, recipe: str = "ttrl/g
     (folder / "config.yaml").write_text(yaml.safe_dump({**config, **settings}))
     torchrun = ["--nproc_per_node", str(processes)] if processes > 1 else []
     command = [sys.executable, "-m", "torchtune._cli.tune", "run", *torchrun, recipe, "--config", str(folder / "config.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == expect, done.stdout + done.stderr
     return done.stdout + done.stderr
 

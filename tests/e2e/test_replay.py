@@ -16,15 +16,15 @@ import pytest
 from ttrl.files import digest, read_jsonl
 from ttrl.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 SCRIPT = textwrap.dedent(
     """
     import sys
     from ttrl import Task, TrainConfig, train
 
-    def grader(choice):  # random letters score at once, so there is something to learn from
-        return sum(c in "aeiou" for c in choice.message.content or "") / 8
+    def grader(choice):  # so that random text differs within every group: all groups have a signal
+        return sum(ord(c) % 2 for c in choice.message.content or "") / 8
 
     run, model = sys.argv[1:3]
     tasks = [Task([{"role": "user", "content": f"vowels {n}"}], grader, id=f"vowels/{n}") for n in range(8)]
@@ -38,7 +38,7 @@ SCRIPT = textwrap.dedent(
 GRADERS = textwrap.dedent(
     """
     def same(choice):
-        return sum(c in "aeiou" for c in choice.message.content or "") / 8
+        return sum(ord(c) % 2 for c in choice.message.content or "") / 8
 
     def consonants(choice):
         return sum(c.isalpha() and c not in "aeiou" for c in choice.message.content or "") / 8
@@ -55,7 +55,7 @@ def run(tmp_path_factory) -> Path:
     (folder / "graders.py").write_text(GRADERS)
     make_tiny_model(folder / "model", layers=2, width=64, heads=2)
     command = [sys.executable, str(folder / "script.py"), str(folder / "run"), str(folder / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "run"
 
@@ -65,7 +65,7 @@ def command(run: Path, *arguments: str) -> list[str]:
 
 
 def replay(run: Path, *arguments: str) -> str:
-    done = subprocess.run(command(run, *arguments), cwd=run.parent, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command(run, *arguments), cwd=run.parent, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -95,7 +95,7 @@ def test_other_grades_and_a_kill(run, tmp_path):
 
     arguments = ("--grader", "graders.py:consonants", "--train", "--output", str(torn))
     process = subprocess.Popen(command(run, *arguments), cwd=run.parent, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while not (torn / "iterations/0002/train.log").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)

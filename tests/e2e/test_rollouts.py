@@ -46,8 +46,18 @@ def content(results) -> list[tuple]:
     return [(s.text, s.token_ids, s.prompt_token_ids, s.finish_reason, s.reward) for s in results.samples]
 
 
+def assert_drawn_alike(results, others):
+    """The same samples. Batches round differently, so a draw just between two tokens may fall otherwise in one sample: rarely."""
+    pairs = list(zip(results.samples, others.samples, strict=True))
+    same = [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
+    assert len(same) >= len(pairs) - 1
+    for a, b in same:
+        assert (a.text, a.prompt_token_ids, a.finish_reason, a.reward) == (b.text, b.prompt_token_ids, b.finish_reason, b.reward)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
 def test_streamed_completions_are_those_that_are_not(server):
-    params = {"temperature": 1.0, "seed": 7, "max_tokens": 48}
+    params = {"temperature": 1.0, "seed": 7, "max_tokens": 48, "ignore_eos": True}
     whole = sample(server, tasks(6), n=3, params=params)
     seen: list[int] = []
 
@@ -57,27 +67,40 @@ def test_streamed_completions_are_those_that_are_not(server):
     streamed = sample(server, tasks(6), n=3, params=params, on_chunk=on_chunk)
     together = sample(server, tasks(6), n=3, params=params, on_chunk=on_chunk, samples_per_request=3)
     assert whole.stats.num_graded == 18
-    assert content(whole) == content(together)
-    assert content(whole) == content(streamed)
-    assert sum(seen) == 2 * whole.stats.completion_tokens
-    for a, b, c in zip(whole.samples, streamed.samples, together.samples, strict=True):
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-        assert a.logprobs == pytest.approx(c.logprobs, abs=1e-4)
-    assert all(len({s.text for s in result.samples}) == 3 for result in whole)  # the samples of a seeded task differ
+    assert_drawn_alike(whole, together)
+    assert_drawn_alike(whole, streamed)
+    assert sum(seen) == streamed.stats.completion_tokens + together.stats.completion_tokens
+    assert all(len({tuple(s.token_ids) for s in result.samples}) == 3 for result in whole)  # the samples of a seeded task differ
 
 
 def test_early_stopping_ends_the_work_of_the_server(server):
     # A random model's tokens have a log-probability of about -5.6: the mean falls below -3 after (1 - 0.992^k) 5.6 > 3, k of 96.
     stop = InferenceEarlyStop()
-    results = sample(server, tasks(3), n=2, params={"max_tokens": 900, "ignore_eos": True}, on_chunk=stop)
+    chunks: dict[str, list[int]] = {}  # where a client is slow, vLLM puts several tokens into one chunk
+
+    def on_chunk(chunk, completion):
+        for part in chunk.choices:
+            if part.logprobs:
+                chunks.setdefault(completion.id, []).append(len(part.logprobs.content))
+        stop(chunk, completion)
+
+    results = sample(
+        server, tasks(3), n=2, params={"max_tokens": 900, "ignore_eos": True}, on_chunk=on_chunk, samples_per_request=1
+    )
     assert {s.finish_reason for s in results.samples} == {"stopped_early"}
+    lengths = sorted((sum(sizes), sizes[-1]) for sizes in chunks.values())
+    assert [length for length, _ in lengths] == sorted(len(s.logprobs) for s in results.samples)
+    last_chunks = dict(lengths)
     for s in results.samples:
-        mean = 0.0
+        mean, fell = 0.0, None
         for k, logprob in enumerate(s.logprobs, 1):
             mean = 0.992 * mean + 0.008 * logprob
-            assert (mean < -3.0) == (k == len(s.logprobs)), (k, mean)
-        assert s.reward == len(s.text) and len(s.token_ids) == len(s.logprobs) < 200
-    deadline = time.monotonic() + 30
+            if mean < -3.0:
+                fell = k
+                break
+        assert fell is not None and len(s.logprobs) - max(last_chunks.values()) < fell <= len(s.logprobs)
+        assert s.reward == len(s.text) and len(s.token_ids) == len(s.logprobs) < 900
+    deadline = time.monotonic() + 120
     while running := [
         line for line in server.request("GET", "/metrics").splitlines() if line.startswith("vllm:num_requests_running")
     ]:
@@ -152,10 +175,20 @@ def test_a_server_that_is_started_again_in_mid_run_loses_nothing(server):
     assert all(len(s.token_ids) == 200 for s in results.samples)
 
 
-def test_a_token_budget_in_two_calls(server):
+def test_a_token_budget_in_several_calls(server):
     given = tasks(8)
     params = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
     whole = sample(server, given, n=2, params=params)
+    for _ in range(5):  # where a client is slow, everything may have come before the budget cuts anything
+        rounds, versions = in_rounds(server, given, params, whole)
+        assert all(v is None or v == sorted(v) for v in versions)
+        if rounds > 2 and any(v is not None and len(set(v)) > 1 for v in versions):
+            return
+    raise AssertionError(f"no completion was cut, in {rounds} rounds")
+
+
+def in_rounds(server, given, params, whole) -> tuple[int, list]:
+    """Calls until all is done, compared with `whole`: how many, and each sample's token versions."""
     kept: list = []
     versions, rounds = [], 0
     results = None
@@ -170,10 +203,9 @@ def test_a_token_budget_in_two_calls(server):
         left = [by_id[r.task_id] for r in kept] + fresh
         rounds += 1
         assert rounds < 30
-    assert rounds > 2
     for expected in whole:
         for a, b in zip(expected.samples, done[expected.task_id].samples, strict=True):
             assert (a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason)
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
             versions.append(b.token_versions)
-    assert any(v is not None and len(set(v)) > 1 and v == sorted(v) for v in versions)
+    return rounds, versions

@@ -263,7 +263,7 @@ def test_a_dead_engine_is_noticed(server, first):
     os.kill(engine.pid, signal.SIGKILL)
     engine.wait(30)
     with pytest.raises(ServerDiedError, match=r"(?s)last lines of its log"):
-        for _ in range(200):
+        for _ in range(1200):
             server.check()
             psutil.wait_procs([psutil.Process(server._child.pid)], timeout=0.1)
     server.restart(first)

@@ -21,7 +21,7 @@ BODY = {
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-async def post(session, server, body, timeout=10.0):
+async def post(session, server, body, timeout=60.0):
     async with session.post(
         server.url + "/chat/completions", json=body, timeout=aiohttp.ClientTimeout(total=timeout)
     ) as response:
@@ -167,13 +167,13 @@ def test_every_fault_is_what_its_name_says(bad_server, stream):
         body = {**BODY, **(STREAM if stream else {})}
         read = assembled if stream else whole
         async with (
-            bad_server.serving(lambda ask: fault if ask.attempt == 1 else None, refused_for=0.05) as server,
+            bad_server.serving(lambda ask: fault if ask.attempt == 1 else None, refused_for=3600) as server,
             aiohttp.ClientSession() as session,
         ):
             failure = expected_failure(fault)
             if failure is not None:
                 with pytest.raises(failure):
-                    await post(session, server, body, timeout=0.3)
+                    await post(session, server, body, timeout=0.5 if failure is TimeoutError else 60.0)
             elif fault == "length_short":  # aiohttp notices what is left over, at once or when it is read as the next answer
                 with contextlib.suppress(aiohttp.ClientResponseError), pytest.raises(json.JSONDecodeError):
                     read((await post(session, server, body))[2])
@@ -184,7 +184,7 @@ def test_every_fault_is_what_its_name_says(bad_server, stream):
             if fault == "refuse":
                 with pytest.raises(aiohttp.ClientConnectorError):
                     await post(session, server, body)
-                await asyncio.sleep(0.2)
+                await server.listen()  # the hour is over
             try:
                 good = read((await post(session, server, body))[2])  # the next time all is well
             except aiohttp.ClientConnectionError:
@@ -246,8 +246,8 @@ def test_faults_are_drawn_as_often_as_told_and_the_same_each_time(bad_server):
         async def one(i):
             try:
                 status, _, _ = await post(session, server, {**BODY, "messages": [{"role": "user", "content": str(i)}]})
-            except aiohttp.ClientError as error:
-                status = type(error).__name__
+            except aiohttp.ClientError:
+                status = "lost"
             return status
 
         return await asyncio.gather(*map(one, range(300))), server.stats()["faults"]
@@ -268,10 +268,11 @@ def test_a_process_of_its_own_is_asked_and_told(bad_server):
             async with session.get(server.root + "/metrics") as response:
                 text = await response.text()
             assert 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"' in text
-            server.control(faults="", restart=0.3)
-        await asyncio.sleep(0.1)
-        with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(server.root.rsplit(":", 1)[1]))):
-            pass
+            server.control(faults="", restart=1.5)
+        with pytest.raises(OSError):  # it is away soon
+            for _ in range(6000):
+                socket.create_connection(("127.0.0.1", int(server.root.rsplit(":", 1)[1]))).close()
+                await asyncio.sleep(0.01)
         async with aiohttp.ClientSession() as session:
             while True:
                 try:

@@ -70,7 +70,7 @@ async def nothing_left(server):
         left = asyncio.all_tasks() - server.tasks - before
         assert not {task for task in left if not task.done()}
         del left
-        for _ in range(200):  # the server notices closed connections a little later
+        for _ in range(6000):  # the server notices closed connections a little later
             if not server.connections:
                 break
             await asyncio.sleep(0.01)
@@ -81,10 +81,13 @@ async def nothing_left(server):
     assert [str(w.message) for w in warned if issubclass(w.category, ResourceWarning | RuntimeWarning)] == []
 
 
-def call(bad_server, plan="", *, tasks=6, stream=False, settings=None, timeout=1.0, **arguments):
-    """One call of get_task_results against a server of its own: (results, its stats, what graders saw)."""
+def call(bad_server, plan="", *, tasks=6, stream=False, settings=None, timeout=100.0, **arguments):
+    """One call of get_task_results against a server of its own: (results, its stats, what graders saw).
+
+    Nobody runs out of time on a busy machine, unless a test says so: a request would be sent once more than expected.
+    """
     grades = Counter()
-    arguments = {"n": N, "params": {"seed": 3}, "stall_timeout": 0.7, "pbar": False, **arguments}
+    arguments = {"n": N, "params": {"seed": 3}, "stall_timeout": 100.0, "pbar": False, **arguments}
     if stream:
         arguments = {"on_chunk": ignore, "samples_per_request": arguments["n"], **arguments}
 
@@ -103,9 +106,14 @@ def call(bad_server, plan="", *, tasks=6, stream=False, settings=None, timeout=1
     return results, stats, grades
 
 
-def faults_of(bad_server, stream):
+SILENT = ("silence", "stall")  # only a time limit ends them
+IMPATIENT = {"timeout": 1.0, "stall_timeout": 0.7}
+
+
+def faults_of(bad_server, stream, silent):
+    """Those that only a time limit ends, or all others."""
     other = "plain" if stream else "stream"
-    return [fault for fault, (_, where) in bad_server.FAULTS.items() if where != other]
+    return [fault for fault, (_, where) in bad_server.FAULTS.items() if where != other and (fault in SILENT) == silent]
 
 
 def by_task(results):
@@ -127,16 +135,18 @@ def content(result):
     return [(s.text, s.token_ids, s.prompt_token_ids, s.logprobs, s.finish_reason, s.reward) for s in result.samples]
 
 
+@pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_fault_once(bad_server, clean, stream):
+def test_each_fault_once(bad_server, clean, stream, silent):
     """Two tasks meet each fault, in their first request."""
-    faults = faults_of(bad_server, stream)
+    faults = faults_of(bad_server, stream, silent)
 
     def plan(ask):
         number = int(ask.prompt.split()[-1])
         return faults[number // 2] if ask.attempt == 1 and ask.n == N else None
 
-    results, stats, _ = call(bad_server, plan, tasks=2 * len(faults), stream=stream)
+    limits = IMPATIENT if silent else {}
+    results, stats, _ = call(bad_server, plan, tasks=2 * len(faults), stream=stream, max_retries=20, **limits)
     assert stats["faults"].keys() == set(faults)
     for number, result in enumerate(results):
         fault = faults[number // 2]
@@ -158,16 +168,18 @@ def test_each_fault_once(bad_server, clean, stream):
             assert asked == 2  # the one in the middle is asked for alone
 
 
+@pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_fault_for_ever_costs_one_task_and_not_the_others(bad_server, clean, stream):
+def test_each_fault_for_ever_costs_one_task_and_not_the_others(bad_server, clean, stream, silent):
     """Every second task meets a fault, whenever it is asked for."""
-    faults = faults_of(bad_server, stream)
+    faults = faults_of(bad_server, stream, silent)
 
     def plan(ask):
         number = int(ask.prompt.split()[-1])
         return faults[number // 2] if number % 2 == 0 else None
 
-    results, stats, _ = call(bad_server, plan, tasks=2 * len(faults), stream=stream, max_retries=1, max_downtime=5.0)
+    limits = IMPATIENT if silent else {}
+    results, stats, _ = call(bad_server, plan, tasks=2 * len(faults), stream=stream, max_retries=1, max_downtime=60.0, **limits)
     for number, result in enumerate(results):
         fault = faults[number // 2]
         kind, _ = bad_server.FAULTS[fault]
@@ -204,8 +216,8 @@ def test_a_restart_in_mid_run_costs_nothing(bad_server):
 
 def test_unusual_answers_are_graded_as_they_are(bad_server):
     model = bad_server.Model((8, 64), {"empty": 0.25, "null": 0.25, "length": 0.25, "long": 0.02})
-    plain, _, _ = call(bad_server, tasks=25, n=4, settings={"model": model}, timeout=30.0)
-    streamed, _, _ = call(bad_server, tasks=25, n=4, settings={"model": model}, timeout=30.0, stream=True, stall_timeout=10.0)
+    plain, _, _ = call(bad_server, tasks=25, n=4, settings={"model": model})
+    streamed, _, _ = call(bad_server, tasks=25, n=4, settings={"model": model}, stream=True)
     assert seen(plain) == seen(streamed)
     assert plain.stats.num_graded == 100
     assert {s.finish_reason for s in plain.samples} == {"stop", "length"}
@@ -262,11 +274,13 @@ def many_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.e2e)])
-def test_five_thousand_concurrent_requests(bad_server, many_files, stream):
+@pytest.mark.parametrize(
+    ("count", "stream"),
+    [(1500, False), pytest.param(5000, False, marks=pytest.mark.e2e), pytest.param(5000, True, marks=pytest.mark.e2e)],
+)
+def test_thousands_of_concurrent_requests(bad_server, many_files, count, stream):
     """All of them wait at the server at the same time; then all are answered. The server is a process of its own."""
     grades = Counter()
-    count = 5000
     with bad_server.process("--tokens", "4", "--gate", str(count)) as server:
         results = asyncio.run(
             get_task_results(
@@ -311,7 +325,7 @@ def test_cancelled_in_the_middle(bad_server, tmp_path, stream):
                     sampling = asyncio.create_task(
                         get_task_results(make_tasks(30), client, "m", on_task_done=done.append, **arguments)
                     )
-                    while len(done) < 5:
+                    while len(done) < 5 or not server.in_flight:
                         await asyncio.sleep(0.001)
                     sampling.cancel()
                     with pytest.raises(asyncio.CancelledError) as caught:

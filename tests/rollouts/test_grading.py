@@ -185,15 +185,15 @@ def test_hanging_graders_do_not_use_up_the_threads():
 
 def test_waiting_for_a_thread_is_not_held_against_a_grader():
     def takes_a_moment(choice):
-        time.sleep(0.1)
+        time.sleep(0.3)
         return 1.0
 
     async def main():
         with Threads(1) as threads:
-            grades = [grade(takes_a_moment, "c", where="w", threads=threads, timeout=0.5) for _ in range(10)]
+            grades = [grade(takes_a_moment, "c", where="w", threads=threads, timeout=2.0) for _ in range(8)]
             return [g.reward for g in await asyncio.gather(*grades)]
 
-    assert asyncio.run(main()) == [1.0] * 10  # a second in all
+    assert asyncio.run(main()) == [1.0] * 8  # the last one waits for longer than it may take
 
 
 def test_threads_end_with_the_call(kit):

@@ -31,7 +31,7 @@ def on_task_done(result):
         print("ten", flush=True)
 
 async def main():
-    tasks = [Task([{"role": "user", "content": f"task {i}"}], grader, id=f"task {i}") for i in range(400)]
+    tasks = [Task([{"role": "user", "content": f"task {i}"}], grader, id=f"task {i}") for i in range(5000)]  # far from done
     try:
         await get_task_results(
             tasks, url, "m", n=2, params={"seed": 3}, concurrency=16, cache=folder, weights_digest="w", on_task_done=on_task_done,
@@ -83,7 +83,7 @@ def test_ctrl_c_in_the_middle(bad_server, tmp_path, how):
             out, err = process.communicate(timeout=60)
         finally:
             process.kill()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while server.stats()["in_flight"] and time.monotonic() < deadline:
             time.sleep(0.05)
         assert server.stats()["in_flight"] == 0

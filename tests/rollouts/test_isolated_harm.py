@@ -20,7 +20,7 @@ from ttrl.rollouts import grader_processes, grader_wire
 WHERE = "task 't', sample 2"
 
 
-def until(condition, seconds=30.0):
+def until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -63,11 +63,11 @@ def stubborn(choice):
 def test_graders_that_never_end_cost_their_samples(hasty):
     bad = [spins, backtracks, lambda choice: time.sleep(3600), never, lambda choice: never(choice), forks_and_waits, stubborn]
     texts = hasty.grade_all([*bad, *[lambda choice: 1.0] * 8])
-    expected = f"{WHERE}: the grader took longer than 0.5 s; make it faster or raise grader_timeout"
+    expected = f"{WHERE}: the grader took longer than 2 s; make it faster or raise grader_timeout"
     assert texts[: len(bad)] == [expected] * len(bad)
     assert texts[len(bad) :] == [1.0] * 8
     # Nothing is left of them but the workers that wait: no children, none that is busy.
-    until(lambda: len(process_guard.descendants(hasty.keeper)) <= 4)
+    until(lambda: len(process_guard.descendants(hasty.keeper)) <= 8)
 
 
 def segfaults(choice):
@@ -218,15 +218,20 @@ def test_a_worker_that_dies_before_it_takes_its_order_costs_nothing(bench):
     assert bench.runner.run(main()).reward == 4.0
 
 
-def test_the_keeper_is_started_again(make_bench):
+def test_the_keeper_is_started_again(make_bench, tmp_path):
     made = make_bench(size=2)
     assert made.grade(lambda choice: 1.0).reward == 1.0
     os.kill(made.keeper, signal.SIGKILL)
     assert made.grade_all([lambda choice: 2.0] * 3) == [2.0] * 3
 
+    def hangs(choice):
+        (tmp_path / "started").touch()
+        time.sleep(3600)
+
     async def while_it_runs():
-        grading = asyncio.ensure_future(made.grading(lambda choice: time.sleep(3600)))
-        await asyncio.sleep(0.5)
+        grading = asyncio.ensure_future(made.grading(hangs))
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.01)
         os.kill(made.keeper, signal.SIGKILL)
         with pytest.raises(GraderError, match=r"were ended from outside|was ended by SIGKILL"):
             await grading

@@ -135,8 +135,8 @@ def test_broken_connections_and_timeouts(kit, kind, act):
             run(kit, kind, lambda body, attempt, reply=reply: reply, act)
         assert caught.value.kind == "connection"
     if kind != "url" and (kind, act) != ("client", streamed) and act is not fed:  # there the reader of the stream keeps the time
-        with pytest.raises(RequestError, match=r"no answer within the client's timeout of 0.2 s$") as caught:
-            run(kit, kind, slow, act, timeout=0.2)
+        with pytest.raises(RequestError, match=r"no answer within the client's timeout of 0.5 s$") as caught:
+            run(kit, kind, slow, act, timeout=0.5)
         assert caught.value.kind == "timeout"
 
 
@@ -257,10 +257,10 @@ def test_cancelling_closes_the_connection_and_leaves_nothing():
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await asyncio.wait_for(closed.wait(), 5)
-            await asyncio.sleep(0.01)
-            others = [t for t in asyncio.all_tasks() - {asyncio.current_task()} if "serve" not in repr(t)]
-            assert others == []
+            await asyncio.wait_for(closed.wait(), 60)
+            async with asyncio.timeout(60):
+                while [t for t in asyncio.all_tasks() - {asyncio.current_task()} if "serve" not in repr(t)]:
+                    await asyncio.sleep(0.01)
 
     async def chunked(transport):
         return await streamed(transport)
@@ -292,7 +292,7 @@ def test_leaving_a_stream_closes_its_connection(kind):
                 async for part in parts:
                     assert part.startswith(b"abc")
                     break
-            await asyncio.wait_for(closed.wait(), 5)
+            await asyncio.wait_for(closed.wait(), 60)
 
     asyncio.run(main())
 
@@ -451,7 +451,7 @@ def test_a_connection_that_was_closed_before_its_request_leaves_nothing_behind(c
             connection.transport.close()
             with pytest.raises(ConnectionResetError):
                 await connection.request(b"POST / HTTP/1.1\r\n\r\n", lambda part: False)
-            await asyncio.sleep(0.01)  # for connection_lost
+            await asyncio.sleep(0.1)  # for connection_lost
 
     asyncio.run(main())
     gc.collect()

@@ -55,15 +55,15 @@ def test_death_at_start_shows_the_last_lines_and_the_first_error(fake_server):
 
 
 def test_not_healthy_in_time(fake_server):
-    server = fake_server("hang", start_timeout=1.0)
-    with pytest.raises(ServerStartError, match=r"(?s)not healthy after 1 s \(it never answered\).*start_timeout.*loading"):
+    server = fake_server("hang", start_timeout=5.0)  # long enough to say "loading" on a busy machine
+    with pytest.raises(ServerStartError, match=r"(?s)not healthy after 5 s \(it never answered\).*start_timeout.*loading"):
         server.start()
     assert server._child is None
 
 
 def test_a_server_that_answers_without_the_key_is_refused(fake_server):
     with pytest.raises(ServerStartError, match="it answers without a key"):
-        fake_server("open", start_timeout=2.0).start()
+        fake_server("open", start_timeout=5.0).start()
 
 
 def test_another_server_at_the_port_is_not_taken_for_ours(fake_server):
