@@ -110,7 +110,7 @@ def stack(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.
 
 
 @given(st.lists(forests(), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_dense_mask_is_the_recursive_definition(rows):
     groups, parents = stack(rows)
     expected = [

@@ -53,6 +53,49 @@ def test_what_is_saved_is_loaded(packed, tmp_path):
             assert getattr(loaded, field.name) == value, field.name
 
 
+def test_reference_logprobs_go_with_their_rows(packed, tmp_path):
+    packed.reference_logprobs = torch.where(packed.labels >= 0, -packed.labels.float() / 8, math.nan)
+    padded = packed.pad_rows_to_multiple(3)
+    padded.check()
+    assert padded.num_rows == 3 and padded.reference_logprobs[1:].isnan().all()
+    for part in (padded.rows([2, 0]), padded.rows([0]).trim(), padded.trim()):
+        part.check()
+        at = part.labels >= 0
+        assert torch.equal(part.reference_logprobs[at], -part.labels[at].float() / 8)
+        assert part.reference_logprobs.shape == part.labels.shape and part.reference_logprobs[~at].isnan().all()
+        part.save(tmp_path / "part")
+        assert torch.equal(PackedTensors.load(tmp_path / "part").reference_logprobs[at], part.reference_logprobs[at])
+    without = dataclasses.replace(packed, reference_logprobs=None)
+    without.save(tmp_path / "without")
+    assert PackedTensors.load(tmp_path / "without").reference_logprobs is None
+    assert "reference_logprobs" not in without.pad_rows_to_multiple(3).trim().tensors()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (0, -1.0, "position 0: a reference_logprob without a label"),
+        (11, -1.0, "position 11: reference_logprobs is set in padding"),
+        (3, -math.inf, "position 3: a reference_logprob is infinite"),
+        (3, math.nan, None),
+    ],
+)
+def test_reference_logprobs_are_checked(packed, column, value, message):
+    packed.reference_logprobs = torch.where(packed.labels >= 0, -1.0, math.nan)
+    packed.reference_logprobs[0, column] = value
+    if message is None:
+        packed.check("here")
+        return
+    with pytest.raises(PackError, match=message):
+        packed.check("here")
+
+
+def test_reference_logprobs_have_the_shape_and_dtype_of_the_others(packed):
+    for wrong, message in ((packed.logprobs[:, :-1], "has shape"), (packed.logprobs.double(), "expected torch.float32")):
+        with pytest.raises(PackError, match=f"reference_logprobs .*{message}"):
+            dataclasses.replace(packed, reference_logprobs=wrong).check()
+
+
 def test_a_truncated_file_is_refused_at_any_length(packed, tmp_path):
     path = tmp_path / "packed.safetensors"
     packed.save(path)

@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import re
+from array import array
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from ttrl.data.masks import dense_mask
 from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing import unpack as unpack_samples
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
@@ -37,7 +41,7 @@ def pack(results, seq_len=16, **kwargs) -> PackedTensors:
 
 
 def same_float(a: float, b: float) -> bool:
-    return (math.isnan(a) and math.isnan(b)) or torch.tensor(a, dtype=torch.float32).item() == b
+    return (math.isnan(a) and math.isnan(b)) or float(np.float32(a)) == b
 
 
 def unpack(packed: PackedTensors) -> list[TokenizedResult]:
@@ -48,21 +52,22 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
         own = (packed.sample_ids[sample.row] == number).nonzero().flatten().tolist()
         seen = allowed[sample.row, own[-1]].nonzero().flatten().tolist()
         assert packed.input_pos[sample.row, seen].tolist() == list(range(len(seen)))
-        ids = packed.tokens[sample.row, seen].tolist()
-        mask, logprobs, versions, advantages = [False], [math.nan], [-1], []
-        for at in seen:  # what stands at a position speaks of the token after it
-            label = packed.labels[sample.row, at].item()
-            mask.append(packed.assistant_mask[sample.row, at].item())
-            logprobs.append(packed.logprobs[sample.row, at].item())
-            assert mask[-1] == (label != -100)
-            if mask[-1]:
-                advantages.append(packed.advantages[sample.row, at].item())
-            versions.append(packed.weights_version[sample.row, at].item())
-        for position, at in enumerate(seen[:-1]):
-            label = packed.labels[sample.row, at].item()
-            assert label in (-100, ids[position + 1])
-        ids.append(packed.labels[sample.row, seen[-1]].item())
-        assert len(set(advantages)) == 1
+        ids, labels, *columns = (
+            tensor[sample.row, seen].tolist()
+            for tensor in (
+                packed.tokens,
+                packed.labels,
+                packed.assistant_mask,
+                packed.logprobs,
+                packed.weights_version,
+                packed.advantages,
+            )
+        )
+        mask, logprobs, versions, advantages = ([first, *column] for first, column in zip([False, math.nan, -1, 0.0], columns))
+        advantages = [value if trained else math.nan for value, trained in zip(advantages, mask, strict=True)]
+        assert mask[1:] == [label != -100 for label in labels]  # what stands at a position speaks of the token after it
+        assert all(label in (-100, token) for label, token in zip(labels, ids[1:]))
+        ids.append(labels[-1])
         out.append(
             TokenizedResult(
                 task_id=sample.task_id,
@@ -73,7 +78,8 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
                 logprobs=logprobs,
                 prompt_length=sample.prompt_length,
                 reward=sample.reward,
-                advantage=advantages[0],
+                advantage=sample.advantage,
+                token_advantages=advantages[sample.prompt_length :],
                 weights_version=versions[-1],
                 token_versions=versions[sample.prompt_length :],
                 finish_reason=sample.finish_reason,
@@ -100,7 +106,11 @@ def assert_same(got: TokenizedResult, expected: TokenizedResult) -> None:
     for mask, a, b in zip(expected.assistant_mask[completion], each, got.token_versions, strict=False):
         assert b == (a if mask else -1)
     assert len(got.token_versions) == end - expected.prompt_length
-    assert same_float(expected.advantage, got.advantage)
+    assert expected.advantage == got.advantage
+    one_each = expected.token_advantages or [expected.advantage] * len(expected.token_ids)
+    for trained, a, b in zip(cut["assistant_mask"][completion], one_each, got.token_advantages, strict=False):
+        assert same_float(a if trained else math.nan, b)
+    assert len(got.token_advantages) == end - expected.prompt_length
 
 
 tokens = st.integers(0, 6)  # few, so that prompts and completions are prefixes and copies of each other
@@ -121,12 +131,15 @@ def sample_lists(draw) -> list[TokenizedResult]:
         one.weights_version = draw(st.integers(-1, 4))
         if draw(st.booleans()):  # continued under other weights
             one.token_versions = sorted(draw(st.integers(-1, 4)) for _ in completion)
+        if draw(st.integers(0, 2)) == 0:  # of a token that is not trained, anything
+            some = st.sampled_from([-0.7, 0.0, 1.1])
+            one.token_advantages = [draw(some) if is_trained else math.nan for is_trained in trained]
         out.append(one)
     return out
 
 
 @given(sample_lists(), st.integers(3, 24), st.sampled_from(["token", "sequence", "constant"]))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=80)
 def test_unpacking_gives_back_every_sample_that_fits(results, seq_len, aggregation):
     ends = [max((i for i, trained in enumerate(r.assistant_mask) if trained), default=None) for r in results]
     fits = [r for r, end in zip(results, ends) if end is not None and end <= seq_len]
@@ -153,8 +166,22 @@ def test_unpacking_gives_back_every_sample_that_fits(results, seq_len, aggregati
     owners = packed.sample_ids
     allowed = dense_mask(packed.group_ids, packed.parent_ids)
     for row in range(packed.num_rows):
-        for query, key in allowed[row].nonzero().tolist():
-            assert owners[row, key] in (-1, owners[row, query])
+        query, key = allowed[row].nonzero().T
+        assert torch.isin(owners[row, key], torch.tensor(-1)).logical_or(owners[row, key] == owners[row, query]).all()
+
+
+def test_every_token_can_have_an_advantage_of_its_own():
+    packed = pack([result("t", 0, [1, 2], [3, 4, 5], token_advantages=[0.5, -1.0, 2.0]), result("t", 1, [1, 2], [6, 7])])
+    assert packed.advantages[0, :7].tolist() == [0, 0.5, -1.0, 2.0, 1.5, 1.5, 0]
+    assert [sample.advantage for sample in packed.samples] == [1.5, 1.5]
+    mine, other = unpack_samples(packed)
+    assert mine.token_advantages == [0.5, -1.0, 2.0] and other.token_advantages is None
+    again = pack([mine, other])
+    assert all(torch.equal(again.tensors()[name], packed.tensors()[name]) for name in ("advantages", "labels", "tokens"))
+    turns = result("t", 0, [1, 2], [3, 4, 5], token_advantages=[0.5, math.nan, 2.0])
+    turns.assistant_mask[3] = False
+    (back,) = unpack_samples(pack([turns]))
+    assert back.token_advantages[::2] == [0.5, 2.0] and math.isnan(back.token_advantages[1])
 
 
 def test_every_token_has_the_version_of_the_weights_that_sampled_it():
@@ -336,10 +363,58 @@ def test_nothing_to_pack_says_why():
         pack([result("a", 0, [1, 2], [])])
 
 
-def test_advantages_per_token_are_refused_rather_than_ignored():
-    result = TokenizedResult(
-        task_id="t", sample=0, token_ids=[1, 2, 3], assistant_mask=[False, True, True], input_pos=[0, 1, 2],
-        logprobs=[math.nan, -1.0, -1.0], prompt_length=1, reward=1.0, advantage=1.0, token_advantages=[1.0, 2.0],
-    )  # fmt: skip
-    with pytest.raises(PackError, match="token_advantages"):
-        packed_tensors_from_tokenized_results([result], seq_len=8, pad_id=0)
+KINDS = {
+    "array": lambda code, values: array(code, values),
+    "numpy": lambda code, values: np.array(values, dtype={"i": np.int32, "q": np.int64, "b": np.bool_}.get(code, np.float64)),
+}
+
+
+def with_arrays(one: TokenizedResult, kind: str) -> TokenizedResult:
+    make = KINDS[kind]
+    per_token = {
+        "token_ids": make("q", one.token_ids),
+        "assistant_mask": make("b", one.assistant_mask),
+        "input_pos": range(len(one.token_ids)) if kind == "array" else make("i", one.input_pos),
+        "logprobs": make("d", one.logprobs),
+        "token_versions": None if one.token_versions is None else make("i", one.token_versions),
+        "token_advantages": None if one.token_advantages is None else make("f", one.token_advantages),
+    }
+    return dataclasses.replace(one, **per_token)
+
+
+@given(sample_lists(), st.integers(3, 24), st.sampled_from(list(KINDS)))
+@settings(deadline=None, max_examples=60)
+def test_arrays_are_packed_like_lists(results, seq_len, kind):
+    try:
+        packed = pack(results, seq_len)
+    except PackError as error:
+        with pytest.raises(PackError, match=re.escape(str(error))):
+            pack([with_arrays(one, kind) for one in results], seq_len)
+        return
+    again = pack([with_arrays(one, kind) for one in results], seq_len)
+    for name, tensor in packed.tensors().items():
+        torch.testing.assert_close(again.tensors()[name], tensor, equal_nan=True, rtol=0, atol=0)
+    assert again.samples == packed.samples
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": [1, 2, 2**31]}, "token_ids must be whole numbers of at most 32 bits"),
+        ({"token_ids": np.array([1, 2, 2**31])}, "token_ids must be whole numbers of at most 32 bits"),
+        ({"token_ids": [1, 2, 3.5]}, "token_ids must be whole numbers"),
+        ({"token_ids": np.array([1.0, 2.0, 3.0])}, "token_ids must be whole numbers of at most 32 bits .an array of float64"),
+        ({"logprobs": [math.nan, math.nan, None]}, "logprobs must be numbers, NaN where unknown"),
+        ({"logprobs": [math.nan, math.nan, -1e300]}, "token 2: an infinite logprob"),
+        ({"logprobs": np.array([math.nan, math.nan, -1e300])}, "token 2: an infinite logprob"),
+        ({"input_pos": range(1, 4)}, "token 0: input_pos that is not 0, 1, 2"),
+        ({"input_pos": np.array([0, 1, 3])}, "token 2: input_pos that is not 0, 1, 2"),
+        ({"token_advantages": [1.0, 2.0]}, "2 token_advantages for 1 completion tokens"),
+        ({"token_advantages": [math.inf]}, "token 2: a token_advantage that is not finite"),
+        ({"token_advantages": ["high"]}, "token_advantages must be numbers"),
+        ({"token_versions": [2**40]}, "token_versions must be whole numbers"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(changes, message):
+    with pytest.raises(PackError, match=f"task 'a', sample 3.*{message}"):
+        pack([result("ok", 0, [1], [2]), result("a", 3, [1, 2], [3], **changes)])

@@ -5,12 +5,15 @@ import itertools
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ttrl.data.masks import dense_mask
 from ttrl.data.placement import Forest, in_order, place
-from ttrl.data.row_balance import balance
+from ttrl.data.row_balance import balance, deal, waiting
 from ttrl.data.row_filling import best_fit, best_subset, fill, filled_bins
+from ttrl.data.row_work import row_work
 
 
 @st.composite
@@ -44,7 +47,7 @@ def fewest_rows(forest: Forest, seq_len: int) -> int:
 
 
 @given(forests(), st.integers(1, 4))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 def test_every_sample_once_within_the_limit(case, multiple):
     forest, seq_len = case
     rows = place(forest, seq_len, multiple=multiple)
@@ -57,14 +60,14 @@ def test_every_sample_once_within_the_limit(case, multiple):
 
 
 @given(forests(max_nodes=3, max_samples=7))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_at_most_one_row_more_than_needed_in_small_cases(case):
     forest, seq_len = case
     assert len(place(forest, seq_len)) <= fewest_rows(forest, seq_len) + 1
 
 
 @given(forests(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_the_order_of_the_input_changes_at_most_one_row(case, rng):
     forest, seq_len = case
     order = rng.sample(range(len(forest.sample_node)), len(forest.sample_node))
@@ -74,7 +77,7 @@ def test_the_order_of_the_input_changes_at_most_one_row(case, rng):
 
 
 @given(forests())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_in_order_takes_the_last_row_as_long_as_there_is_room(case):
     forest, seq_len = case
     rows = in_order(forest, seq_len)
@@ -112,7 +115,7 @@ def test_the_last_rows_are_spread_over_the_ranks():
 
 
 @given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 8))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_balance_deals_neighbours_and_even_sums(work, ranks):
     order = balance(work, ranks)
     assert sorted(order) == list(range(len(work)))
@@ -124,8 +127,49 @@ def test_balance_deals_neighbours_and_even_sums(work, ranks):
         assert max(sums) - min(sums) <= max(work, default=0)
 
 
+def test_the_work_of_a_row_is_its_positions_and_its_attention_area(monkeypatch):
+    groups = torch.tensor([[0, 0, 1, 1, 2, 3, -1], [0, 1, 2, -1, -1, -1, -1], [-1] * 7])
+    parents = torch.tensor([[0, 0, 0, 0, 0, 3, -1], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
+    used = groups >= 0
+    pairs = [int(mask[here].sum()) for mask, here in zip(dense_mask(groups, parents), used, strict=True)]
+    assert pairs == [1 + 2 + 3 + 4 + 3 + 1, 1 + 2 + 2, 0]
+    expected = [6 + 14 / 60, 3 + 5 / 60, 0]
+    assert row_work(groups, parents, width=10) == pytest.approx(expected)
+    monkeypatch.setattr("ttrl.data.row_work._CHUNK", 7)
+    assert row_work(groups, parents, width=10) == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 8))
+@settings(deadline=None, max_examples=60)
+def test_every_rank_is_dealt_as_many_rows_and_as_much_work(work, ranks):
+    dealt = deal(work, ranks)
+    assert sorted(row for rows in dealt for row in rows) == list(range(len(work)))
+    counts = [len(rows) for rows in dealt]
+    assert len(dealt) == ranks and max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
+    sums = [sum(work[row] for row in rows) for rows in dealt]
+    assert max(sums) - min(sums) <= max(work, default=0)
+    assert deal(work, ranks) == dealt
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(2, 3))
+@settings(deadline=None, max_examples=60)
+def test_no_way_of_dealing_has_ranks_wait_less(work, ranks):
+    rows = list(range(len(work)))
+    least = min(waiting(work, [order[rank::ranks] for rank in range(ranks)]) for order in itertools.permutations(rows))
+    assert waiting(work, deal(work, ranks)) == pytest.approx(least)
+
+
+def test_how_long_ranks_wait():
+    assert waiting([4, 4, 2, 2], [[0, 2], [1, 3]]) == 0
+    assert waiting([4, 4, 2, 2], [[0, 1], [2, 3]]) == 1 - 12 / (2 * 8)
+    assert waiting([4, 4, 2, 2], [[0, 2], [3, 1]]) == 1 - 12 / (2 * 8)
+    assert waiting([4, 4, 2, 2], [[0, 2], [3, 1]], microbatch=2) == 0
+    assert waiting([3, 3, 3], [[0, 2], [1]]) == 1 - 9 / 12
+    assert waiting([], [[], []]) == 0
+
+
 @given(st.lists(st.integers(1, 30), max_size=10), st.integers(1, 60))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_the_subset_with_the_largest_sum(sizes, room):
     sums = {0}
     for size in sizes:
@@ -144,7 +188,7 @@ def test_many_candidates_still_fill_to_the_last_position():
 
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=12))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_bins_hold_everything(sizes):
     for way in (best_fit, filled_bins):
         bins = way(sizes, 10)

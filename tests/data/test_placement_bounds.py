@@ -76,7 +76,7 @@ def test_ours_is_the_optimum_and_the_bound_near_it_in_most_small_cases():
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.lists(st.integers(1, 100), max_size=5))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_what_fits_into_a_row_never_weighs_more_than_one(sizes, marks):
     relative = np.array(sizes) / max(100, sum(sizes))
     for f in _dffs(np.array(marks, dtype=float) / 100):

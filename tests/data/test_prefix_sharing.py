@@ -91,7 +91,7 @@ def sample_trees(draw) -> list[TokenizedResult]:
 
 
 @given(sample_trees(), st.integers(6, 30), st.sampled_from(["tree", "tree", "prompt", "none"]), st.integers(1, 4))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=80)
 def test_unpacking_gives_back_every_sample_and_rows_hold_what_the_definition_says(results, seq_len, share, shortest):
     fits = [one for one in results if 0 < end_of(one) <= seq_len + 1]
     if not fits:
@@ -115,7 +115,7 @@ def test_unpacking_gives_back_every_sample_and_rows_hold_what_the_definition_say
 
 
 @given(sample_trees(), st.integers(8, 30))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_every_token_sees_the_beginning_of_its_own_sample_and_nothing_else(results, seq_len):
     fits = [one for one in results if 0 < end_of(one) <= seq_len + 1]
     if not fits:

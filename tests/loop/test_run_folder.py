@@ -160,6 +160,23 @@ def test_what_may_change_and_what_may_not(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == written  # a refused config leaves no trace
 
 
+def test_a_setting_that_is_younger_than_the_run_folder_had_its_default_then(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.remember_config(BEFORE)
+    defaults = {"cache": [], "clip": 0.2}
+    now = BEFORE | {"cache": [], "clip": 0.2}
+    folder.remember_config(now, defaults)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["clip"] == 0.2
+    for younger, message in (
+        ({"clip": 0.3}, r"clip: 0\.2 before, 0\.3 now"),
+        ({"cache": ["x"]}, r"cache: \[\] before, \['x'\] now"),
+    ):
+        with pytest.raises(RunFolderError, match=message):
+            folder.remember_config(now | younger, defaults)
+    with pytest.raises(RunFolderError, match=r"needed: None before, 1 now"):
+        folder.remember_config(now | {"needed": 1}, defaults)
+
+
 @pytest.mark.parametrize("content", ["", "- a", "a: [", b"\xff\xfe\x00"])
 def test_a_damaged_config(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -131,8 +131,13 @@ def batch_advantages(groups: Sequence[Sequence[float]], std_floor: float = 1e-6,
     return [_cut([value / scale for value in group], clip) for group in centred]
 
 
-def advantages_of(results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None) -> Advantages:
+def advantages_of(
+    results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None, *, keep_equal: bool = False
+) -> Advantages:
     """Shapes the rewards of a batch, leaves groups without signal out, and computes the advantages of the others.
+
+    `keep_equal`: groups of equal rewards stay, with advantages of 0, for what gives their tokens a signal later: a value head,
+    rewards of single tokens. They are counted as groups without signal all the same.
 
     Whether a group has signal is told by the shaped rewards: equal answers that surprised differently have some. Failed samples
     take no part. `tokenizer`: the model's, needed with `surprise_until`. Warns where standard deviations are below the floor.
@@ -141,23 +146,25 @@ def advantages_of(results: Sequence[TaskResult], config: AdvantageConfig, tokeni
     """
     pairs = [config.shaped(result, tokenizer) for result in results]
     shaped = [rewards for rewards, _ in pairs]
-    kept, counts, places = _with_signal(results, shaped)
-    rewards = [shaped[place] for place in places]
+    _, counts, places = _with_signal(results, shaped)
+    without = len(results) - len(places)
+    if keep_equal:
+        places = [place for place, result in enumerate(results) if len(result.rewards) > 1]
+    kept, rewards = [results[place] for place in places], [shaped[place] for place in places]
     if config.kind == "batch":
         uncut, cut = batch_advantages(rewards, config.std_floor), batch_advantages(rewards, config.std_floor, config.clip)
     else:
         uncut = [group_advantages(group, config.kind, config.std_floor) for group in rewards]
         cut = [_cut(group, config.clip) for group in uncut]
-    low = _count_low_std(rewards, config)
+    low = _count_low_std([group for group in rewards if has_signal(group)], config)
     if low:
         logger.warning(
             "%d of %d groups with a signal have rewards with a standard deviation below the floor of %g, so their advantages are "
             "smaller than those of the others",
             *(low, len(kept), config.std_floor),
         )
-    dropped = len(results) - len(kept)
-    groups = {"total": len(results), "kept": len(kept), **counts, "no_signal": dropped}
-    groups |= {"no_signal_share": dropped / len(results) if results else 0.0, "low_std": low}
+    groups = {"total": len(results), "kept": len(kept), **counts, "no_signal": without}
+    groups |= {"no_signal_share": without / len(results) if results else 0.0, "low_std": low}
     flat = [value for group in cut for value in group]
     clipped = sum(before != after for before, after in zip((value for group in uncut for value in group), flat, strict=True))
     facts = {"clipped": clipped, "mean_abs": math.fsum(map(abs, flat)) / len(flat) if flat else 0.0}

@@ -4,9 +4,14 @@ token      w = 1                          Z = trained tokens                   e
 sequence   w = 1 / its sample's length    Z = samples with a trained token     every sample counts the same
 constant   w = 1                          Z = samples × a fixed length         Dr. GRPO: no length in the weights at all
 
+A sample of several sequences (turns that do not continue each other, `TokenizedResult.share`) counts as one sample: each of its
+sequences counts for its share of the sample's generated tokens, in w and in Z.
+
 w is stored with the packed tensors. Z belongs to the rows of one optimizer step, over all ranks and microbatches, and is known
 before the forward pass.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -15,9 +20,10 @@ from ttrl.data.packed import PackedTensors
 from ttrl.data.packed_format import IGNORE_LABEL
 
 
-def num_trained_samples(packed: PackedTensors) -> int:
-    """Samples with at least one label in these rows."""
-    return len(torch.unique(packed.sample_ids[packed.labels != IGNORE_LABEL]))
+def num_trained_samples(packed: PackedTensors) -> float:
+    """Samples with at least one label in these rows; of a sample that is several sequences, the share that is here."""
+    trained = torch.unique(packed.sample_ids[packed.labels != IGNORE_LABEL]).tolist()
+    return math.fsum(packed.samples[number].share for number in trained)
 
 
 def normaliser(packed: PackedTensors) -> float:
@@ -28,9 +34,9 @@ def normaliser(packed: PackedTensors) -> float:
     if packed.aggregation == "token":
         return float(packed.num_trained)
     if packed.aggregation == "sequence":
-        return float(num_trained_samples(packed))
+        return num_trained_samples(packed)
     assert packed.aggregation == "constant" and packed.constant_length is not None
-    return float(num_trained_samples(packed) * packed.constant_length)
+    return num_trained_samples(packed) * packed.constant_length
 
 
 def loss_weights(packed: PackedTensors) -> Tensor:

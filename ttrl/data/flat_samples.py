@@ -1,10 +1,11 @@
 """All samples of a pack end to end, as a few long arrays: what packing reads from TokenizedResults, checked once.
 
-The lists of a sample are read as little as possible: converting Python lists is the largest part of the time that packing takes.
+Python lists are read as little as possible: converting them is the largest part of the time that packing takes. Samples that
+carry arrays (array.array or numpy) are copied, which takes next to nothing.
 """
 
 import math
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -15,6 +16,13 @@ from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
 TooLong: TypeAlias = Literal["drop", "error", "truncate", "extend"]
+
+_KINDS = {
+    "token_ids": "whole numbers of at most 32 bits",
+    "logprobs": "numbers, NaN where unknown",
+    "token_advantages": "numbers",
+    "token_versions": "whole numbers of at most 32 bits",
+}
 
 
 @dataclass
@@ -33,6 +41,8 @@ class FlatSamples:
     """int64 [S]: the place of each sample's first token in the arrays above."""
     shared: np.ndarray
     """int64 [S]: tokens that other samples may share: the prompt, or what precedes the first trained token where that is less."""
+    first: np.ndarray
+    """int64 [S]: the offset of the first trained token; the sample's length where nothing is trained."""
     end: np.ndarray
     """int64 [S]: one past the offset of the last trained token; 0 where nothing is trained."""
     num_trained: np.ndarray
@@ -41,6 +51,8 @@ class FlatSamples:
     """int32 [S]."""
     advantages: np.ndarray
     """float32 [S]."""
+    token_advantages: np.ndarray | None
+    """float32 [N], 0 where nothing is trained; None where no sample has any of its own."""
 
 
 def where(result: TokenizedResult) -> str:
@@ -57,50 +69,52 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
     total = int(lengths.sum())
     tokens = np.empty(total, dtype=np.int32)
     trained = np.empty(total, dtype=np.bool_)
-    logprobs = np.full(total, np.nan, dtype=np.float32)
-    shared, end, num_trained = [], [], []
+    logprobs = np.empty(total, dtype=np.float32)
+    spans: list[tuple[int, int, int, int]] = []
     counting = list(range(int(lengths.max())))
-    prompt: list[int] = []  # of the sample before, which often is this one's too; comparing is faster than converting
-    converted = array("i")
+    last_prompt: list[int] = []  # which often is the next sample's too; comparing is faster than converting
+    last_border = 0
     for result, begin, length in zip(results, start.tolist(), lengths.tolist(), strict=True):
-        stop, border = begin + length, begin + result.prompt_length
-        try:
-            if result.token_ids[: result.prompt_length] != prompt:
-                prompt = result.token_ids[: result.prompt_length]
-                converted = array("i", prompt)
-            tokens[begin:border] = converted
-            tokens[border:stop] = array("i", result.token_ids[result.prompt_length :])
-        except OverflowError as error:
-            raise PackError(f"{where(result)}: a token id that does not fit into 32 bits") from error
-        mask = _mask_bytes(result.assistant_mask)
-        trained[begin:stop] = np.frombuffer(mask, dtype=np.bool_)
-        first = mask.find(1)
+        border = begin + result.prompt_length
+        ids = result.token_ids
+        if isinstance(ids, list):
+            prompt = ids[: result.prompt_length]
+            if prompt == last_prompt:
+                tokens[begin:border] = tokens[last_border - len(prompt) : last_border]
+            else:
+                _convert(prompt, tokens, begin, result, "token_ids")
+                last_prompt, last_border = prompt, border
+            _convert(ids[result.prompt_length :], tokens, border, result, "token_ids")
+        else:
+            _convert(ids, tokens, begin, result, "token_ids")
+        stop = begin + length
+        first, end, num_trained = _write_mask(trained[begin:stop], result.assistant_mask, result.prompt_length)
         if first == 0:
             raise PackError(f"{where(result)}, token 0: a trained first token, which nothing predicts")
-        before = result.prompt_length if first < 0 else min(first, result.prompt_length)
-        logprobs[begin + before : stop] = array("f", result.logprobs[before:])
-        shared.append(before)
-        end.append(mask.rfind(1) + 1)
-        num_trained.append(mask.count(1))
-        if result.input_pos != counting[:length]:
-            wrong = [offset for offset, position in enumerate(result.input_pos) if position != offset]
-            if wrong:
-                raise PackError(f"{where(result)}, token {wrong[0]}: input_pos that is not 0, 1, 2, …")
+        before = min(first, result.prompt_length)
+        logprobs[begin : begin + before] = np.nan
+        _convert(result.logprobs[before:], logprobs, begin + before, result, "logprobs")
+        spans.append((before, first, end, num_trained))
+        _check_positions(result, counting)
         if not math.isfinite(result.advantage):
             raise PackError(f"{where(result)}: an advantage that is not finite")
-    _refuse(results, start, tokens < 0, "a negative token id")
+    if tokens.min() < 0:
+        _refuse(results, start, tokens < 0, "a negative token id")
     _refuse(results, start, np.isinf(logprobs), "an infinite logprob (NaN marks an unknown one)")
+    shared, first_trained, ends, counts = np.array(spans, dtype=np.int64).T
     return FlatSamples(
         tokens=tokens,
         trained=trained,
         logprobs=logprobs,
         versions=_token_versions(results, start, lengths),
         start=start,
-        shared=np.array(shared, dtype=np.int64),
-        end=np.array(end, dtype=np.int64),
-        num_trained=np.array(num_trained, dtype=np.int64),
+        shared=shared,
+        first=first_trained,
+        end=ends.copy(),
+        num_trained=counts.copy(),
         version=np.array([result.weights_version for result in results], dtype=np.int32),
         advantages=np.array([result.advantage for result in results], dtype=np.float32),
+        token_advantages=_token_advantages(results, start, lengths, trained),
     )
 
 
@@ -116,8 +130,11 @@ def _check_lengths(result: TokenizedResult) -> None:
             f"{where(result)}: {len(result.token_versions)} token_versions for {length - result.prompt_length} completion "
             "tokens; there is one for each, or None where all are of one version"
         )
-    if result.token_advantages is not None:
-        raise PackError(f"{where(result)}: token_advantages, which packing does not know yet; give one `advantage` per sample")
+    if result.token_advantages is not None and len(result.token_advantages) != length - result.prompt_length:
+        raise PackError(
+            f"{where(result)}: {len(result.token_advantages)} token_advantages for {length - result.prompt_length} completion "
+            "tokens; there is one for each, or None where all have the sample's `advantage`"
+        )
     if not 1 <= result.prompt_length <= length:
         raise PackError(
             f"{where(result)}: prompt_length {result.prompt_length} of {length} tokens; a sample needs a prompt of at least "
@@ -125,13 +142,61 @@ def _check_lengths(result: TokenizedResult) -> None:
         )
 
 
-def _mask_bytes(mask: Sequence[bool]) -> bytes:
-    """One byte per token, 0 or 1."""
+def _convert(values: Sequence[float], into: np.ndarray, at: int, result: TokenizedResult, name: str) -> None:
+    """Writes numbers into an int32 or float32 array; floats that are too large for that become infinite. Raises PackError."""
     try:
-        found = bytes(mask)  # the fast way for lists of Python's bools
-    except (TypeError, ValueError):
-        return bytes(map(bool, mask))
-    return found if not found.strip(b"\0\1") else bytes(map(bool, found))
+        if isinstance(values, list):
+            try:  # twice as fast as numpy
+                struct.pack_into(f"{len(values)}{into.dtype.char}", into, at * into.itemsize, *values)
+                return
+            except OverflowError:
+                pass
+        found = np.asarray(values)
+        if not len(found):
+            return
+        if into.dtype.kind == "i":
+            if found.dtype.kind not in "iu":
+                raise TypeError(f"an array of {found.dtype}")
+            if found.min() < -(2**31) or found.max() >= 2**31:
+                raise OverflowError("a number that does not fit into 32 bits")
+        with np.errstate(over="ignore"):
+            into[at : at + len(found)] = found
+    except (struct.error, OverflowError, TypeError, ValueError) as error:
+        raise PackError(f"{where(result)}: {name} must be {_KINDS[name]} ({error})") from error
+
+
+def _write_mask(into: np.ndarray, mask: Sequence[bool], prompt_length: int) -> tuple[int, int, int]:
+    """Writes an assistant mask; returns the offsets of the first trained token (the length where there is none) and of one past
+    the last (0 where there is none), and their number."""
+    length = len(mask)
+    if isinstance(mask, list):
+        # One turn that is trained as a whole is told by identity with False and True alone.
+        given, generated = mask[:prompt_length], mask[prompt_length:]
+        if generated and given.count(False) == prompt_length and generated.count(True) == len(generated):
+            into[:prompt_length] = False
+            into[prompt_length:] = True
+            return prompt_length, length, len(generated)
+        into[:] = list(map(bool, mask))
+    else:
+        into[:] = np.asarray(mask).astype(np.bool_, copy=False)
+    count = int(np.count_nonzero(into))
+    if not count:
+        return length, 0, 0
+    return int(into.argmax()), length if into[-1] else into.tobytes().rfind(1) + 1, count
+
+
+def _check_positions(result: TokenizedResult, counting: list[int]) -> None:
+    """Raises PackError unless input_pos is 0, 1, 2, …"""
+    positions, length = result.input_pos, len(result.input_pos)
+    if isinstance(positions, range):
+        right = positions == range(length)
+    elif isinstance(positions, list):
+        right = positions == counting[:length]
+    else:
+        right = np.array_equal(positions, np.arange(length))
+    if not right:
+        wrong = next(offset for offset, position in enumerate(positions) if position != offset)
+        raise PackError(f"{where(result)}, token {wrong}: input_pos that is not 0, 1, 2, …")
 
 
 def _refuse(results: Sequence[TokenizedResult], start: np.ndarray, wrong: np.ndarray, what: str) -> None:
@@ -145,10 +210,25 @@ def _token_versions(results: Sequence[TokenizedResult], start: np.ndarray, lengt
     if all(result.token_versions is None for result in results):
         return None
     versions = np.repeat(np.array([result.weights_version for result in results], dtype=np.int32), lengths)
-    for result, begin, length in zip(results, start.tolist(), lengths.tolist(), strict=True):
+    for result, begin in zip(results, start.tolist(), strict=True):
         if result.token_versions is not None:
-            versions[begin + result.prompt_length : begin + length] = result.token_versions
+            _convert(result.token_versions, versions, begin + result.prompt_length, result, "token_versions")
     return versions
+
+
+def _token_advantages(
+    results: Sequence[TokenizedResult], start: np.ndarray, lengths: np.ndarray, trained: np.ndarray
+) -> np.ndarray | None:
+    """Raises PackError where one of a trained token is not finite; those of others are of no use to anyone."""
+    if all(result.token_advantages is None for result in results):
+        return None
+    advantages = np.repeat(np.array([result.advantage for result in results], dtype=np.float32), lengths)
+    for result, begin in zip(results, start.tolist(), strict=True):
+        if result.token_advantages is not None:
+            _convert(result.token_advantages, advantages, begin + result.prompt_length, result, "token_advantages")
+    advantages[~trained] = 0.0
+    _refuse(results, start, ~np.isfinite(advantages), "a token_advantage that is not finite")
+    return advantages
 
 
 def select(

@@ -62,8 +62,17 @@ def dense_mask(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     return (position <= position.unsqueeze(1)) & (position.unsqueeze(1) < ends.unsqueeze(1))
 
 
-def block_mask(group_ids: Tensor, parent_ids: Tensor, block_size: int = DEFAULT_BLOCK_SIZE) -> BlockMask:
+def block_mask(
+    group_ids: Tensor,
+    parent_ids: Tensor,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    *,
+    input_pos: Tensor | None = None,
+    window: int | None = None,
+) -> BlockMask:
     """The same rule as a FlexAttention BlockMask, for all heads. On CUDA: never run on a GPU so far; tested on CPU (forward).
+
+    With `window`, a query at position p of `input_pos` (int64 [B, T]) sees only keys at positions above p - window.
 
     Which blocks are empty, mixed or full follows from the first and the last end in each block of keys, so neither time nor
     memory is quadratic in T (create_block_mask evaluates, and without compilation stores, all T × T entries). The mixed blocks
@@ -81,11 +90,25 @@ def block_mask(group_ids: Tensor, parent_ids: Tensor, block_size: int = DEFAULT_
     before = begin > begin.T
     some = before & (by_block.amax(dim=-1) > begin)  # [B, N, N]
     full = before & (by_block.amin(dim=-1) >= begin + block_size)
-    # A block on the diagonal is always mixed: every token sees itself.
-    mixed = (some & ~full) | torch.eye(num_blocks, dtype=torch.bool, device=device)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < ends[b, k])
+
+    if window is not None:
+        assert input_pos is not None, "a window is counted in positions"
+        positions, whole_tree = input_pos, mask_mod
+        in_blocks = torch.zeros_like(padded)
+        in_blocks[:, :seq_len] = positions
+        in_blocks = in_blocks.view(batch, num_blocks, block_size)
+        first, last = in_blocks.amin(dim=-1), in_blocks.amax(dim=-1)  # [B, N]
+        some &= last.unsqueeze(1) > first.unsqueeze(2) - window  # of keys against queries; some entry may be near enough
+        full &= first.unsqueeze(1) > last.unsqueeze(2) - window  # every one is
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return whole_tree(b, h, q, k) & (positions[b, k] > positions[b, q] - window)
+
+    # A block on the diagonal is always mixed: every token sees itself.
+    mixed = (some & ~full) | torch.eye(num_blocks, dtype=torch.bool, device=device)
 
     return BlockMask.from_kv_blocks(
         *_block_lists(mixed),

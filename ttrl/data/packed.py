@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,10 +121,12 @@ class PackedTensors:
         }
         return dataclasses.replace(self, **tensors)
 
-    def trim(self) -> "PackedTensors":
-        """The columns up to the longest used row, at least one: a forward pass over padding is wasted."""
+    def trim(self, multiple: int = 1) -> "PackedTensors":
+        """The columns up to the longest used row, at least one: a forward pass over padding is wasted. Rounded up to a multiple,
+        as far as there are columns."""
         used = (self.group_ids >= 0).any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
+        length = min(-(-length // multiple) * multiple, self.seq_len)
         if length == self.seq_len:
             return self
         return dataclasses.replace(self, **{name: tensor[:, :length].contiguous() for name, tensor in self.tensors().items()})
@@ -154,11 +157,12 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
     follows it is not stored.
 
     Known of trained tokens alone, and else as follows: `logprobs` NaN, `token_versions` -1 (None where one version sampled them
-    all). `advantage` is the one in the table; `tokens` is None. `packed` must hold to the format (`check`).
+    all), `token_advantages` NaN (None where all are the sample's). `advantage` is the one in the table; `tokens` is None.
+    `packed` must hold to the format (`check`).
     """
     runs = _runs(packed)
-    tokens, labels, logprobs, versions = (
-        t.numpy() for t in (packed.tokens, packed.labels, packed.logprobs, packed.weights_version)
+    tokens, labels, logprobs, versions, advantages = (
+        t.numpy() for t in (packed.tokens, packed.labels, packed.logprobs, packed.weights_version, packed.advantages)
     )
     results = []
     for sample in packed.samples:
@@ -177,6 +181,10 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
         each = None
         if len(seen) > 1:
             each = ([-1] * before + sampled_by.tolist())[sample.prompt_length :]
+        per_token = None
+        if (advantages[row, own][trained] != np.float32(sample.advantage)).any():
+            known = np.where(trained, advantages[row, own], np.float32(math.nan)).tolist()
+            per_token = ([math.nan] * before + known)[sample.prompt_length :]
         results.append(
             TokenizedResult(
                 task_id=sample.task_id,
@@ -188,9 +196,11 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
                 prompt_length=sample.prompt_length,
                 reward=sample.reward,
                 advantage=sample.advantage,
+                token_advantages=per_token,
                 weights_version=max(seen),
                 token_versions=each,
                 finish_reason=sample.finish_reason,
+                share=sample.share,
             )
         )
     return results

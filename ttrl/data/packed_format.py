@@ -45,6 +45,8 @@ class PackedSample:
     num_trained: int
     """Its labels."""
     finish_reason: str | None = None
+    share: float = 1.0
+    """As in TokenizedResult: below 1 where a sample is several sequences, each with a line of its own."""
 
 
 def padding_value(name: str, pad_id: int) -> float | int | bool:

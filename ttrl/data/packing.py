@@ -59,7 +59,8 @@ def packed_tensors_from_tokenized_results(
     """Packs samples into rows of `seq_len` positions; what they have in common before their first trained token is stored once
     per row, whatever their order. The sample table is in the order of `results`.
 
-    aggregation decides `weights`: "token" and "constant" 1, "sequence" 1 / the number of trained tokens of the sample;
+    aggregation decides `weights`: "token" and "constant" 1, "sequence" share / the number of trained tokens of the sequence,
+    which is 1 / that number for a sample of one sequence;
     `constant_length` (tokens) is the fixed length of "constant".
 
     too_long says what becomes of a sample that does not fit into a row even alone:
@@ -99,7 +100,8 @@ def packed_tensors_from_tokenized_results(
         rows = _place(tree, end, seq_len, multiple, seed)
         width = max(seq_len, int(end.max()) - 1)
         segments, places = lay_out(rows, tree, start.tolist(), end.tolist(), width)
-        weights = 1.0 / flat.num_trained[kept] if aggregation == "sequence" else np.ones(len(kept))
+        shares = np.array([results[number].share for number in kept.tolist()])
+        weights = shares / flat.num_trained[kept] if aggregation == "sequence" else np.ones(len(kept))
         packed = PackedTensors(
             **fill(flat, segments, kept, weights, (len(rows), width), pad_id),
             samples=_sample_table(results, flat, kept, places),
@@ -189,6 +191,7 @@ def _sample_table(
                 completion_length=len(result.token_ids) - result.prompt_length,
                 num_trained=num_trained,
                 finish_reason=result.finish_reason,
+                share=result.share,
             )
         )
     return table

@@ -9,7 +9,8 @@ to at most 1; the bound is then the sum of all weights. Four bounds, of which th
   have e such rows and other parts of at most S − ε; the cheapest e counts.
 - members: Σ f(c + P·ψ(c)) for DFFs f over S and ψ over S − P. As Σψ ≤ 1 over the members of a part, these sizes fit into any row
   that the part fits into.
-- parts: the cheapest way, measured by f, of cutting a group into parts as if members could be cut anywhere.
+- parts: the cheapest way, measured by f, of cutting a group into parts as if members could be cut anywhere; f may be a mixture
+  of DFFs.
 """
 
 import math
@@ -19,7 +20,12 @@ import numpy as np
 
 _TINY = 1e-9
 """Sizes are lowered by so much before a DFF sees them, all of which rise: rounding may lower the bound, never raise it."""
-_CELLS = 128
+_CELLS = 512
+_SEARCH = 16_000
+"""Steps of 1 cell for each function while mixtures are looked for, about."""
+_SHARES = (0.5, 0.8, 0.9, 0.97)
+_ROUNDS = 3
+_MOST_PARTS = 16
 _LATEST = 64
 
 Dff = Callable[[np.ndarray], np.ndarray]
@@ -87,15 +93,17 @@ def lower_bounds(prompts: Sequence[int], members: Sequence[Sequence[int]], seq_l
     dffs = list(
         _dffs(np.unique(np.concatenate([outer, seq_len - outer, [P.min(), 2 * P.min(), (P + smallest).min()]]) / seq_len))
     )
-    sizes = [np.maximum((c + p * share) / seq_len - _TINY, 0) for share in shares]
+    sizes = np.maximum((c + p * np.stack(shares)) / seq_len - _TINY, 0)
     least = np.maximum((P + smallest) / seq_len - _TINY, 0)
+    at_least = np.stack([k * f(least) for f in dffs])
+    by_members = np.stack([np.add.reduceat(f(sizes), first, axis=1).max(axis=0) for f in dffs])
     bounds = {
         "area": float((k * P + sums).sum() / seq_len),
         "exclusive rows": _exclusive(P, sums, k, float((P + smallest).min()), seq_len),
-        "members": max(float(np.maximum.reduce([k * f(least), *(total(f(size)) for size in sizes)]).sum()) for f in dffs),
+        "members": float(np.maximum(at_least, by_members).sum(axis=1).max()),
     }
-    if len(set(prompts)) == 1 and (sums / room).max() <= 4:
-        bounds["parts"] = max(_parts(f, float(P[0]), sums, k * f(least), float(smallest.min()), seq_len) for f in dffs)
+    if len(set(prompts)) == 1 and (sums / room).max() <= _MOST_PARTS:
+        bounds["parts"] = _parts(dffs, int(P[0]), sums, at_least, float(smallest.min()), seq_len)
     return bounds
 
 
@@ -116,13 +124,50 @@ def _exclusive(P: np.ndarray, sums: np.ndarray, k: np.ndarray, other: float, seq
     return float(cost.sum())
 
 
-def _parts(f: Dff, P: float, sums: np.ndarray, at_least: np.ndarray, smallest: float, seq_len: int) -> float:
-    """Members cut anywhere, sizes of parts lowered to the start of their cell: the cheapest sum of weights for each group."""
-    cell = (seq_len - P) / _CELLS
-    need = np.ceil(sums / cell - _TINY).astype(int)
-    weight = f(np.maximum((P + np.maximum(np.floor(np.arange(_CELLS) * cell), smallest)) / seq_len - _TINY, 0))
-    cheapest = np.zeros(int(need.max()) + 1)
-    for cells in range(1, len(cheapest)):
-        most = min(_CELLS, cells)
-        cheapest[cells] = (weight[:most] + cheapest[cells - 1 - np.arange(most)]).min()
-    return float(np.maximum(cheapest[need], at_least).sum())
+def _parts(dffs: Sequence[Dff], P: int, sums: np.ndarray, at_least: np.ndarray, smallest: float, seq_len: int) -> float:
+    """The best of all mixtures of the functions that a short search finds: a mixture of DFFs is one too.
+
+    Mixing pays because a group may be cut in another way for each function: what makes whole groups heavy by one of them makes
+    the prompts that cutting costs count for nothing, and by the plain size the other way round.
+    """
+    rooms = float(sums.max()) / (seq_len - P)
+    few = int(min(_CELLS, math.sqrt(_SEARCH / rooms)))
+    coarse, fine = (_cells(P, smallest, seq_len, count) for count in (few, _CELLS))
+
+    def total(weights: np.ndarray, at_least: np.ndarray, cell: float) -> np.ndarray:
+        need = np.ceil(sums / cell - _TINY).astype(int)
+        return np.maximum(_cheapest(weights, int(need.max()))[:, need], at_least).sum(axis=1)
+
+    # Each row is a mixture: what it gives to the functions.
+    each, tried = np.eye(len(dffs)), np.stack([f(coarse[1]) for f in dffs])
+    _, distinct = np.unique(np.round(np.concatenate([tried, at_least], axis=1), 9), axis=0, return_index=True)
+    best, value = each[0], -np.inf
+    for _ in range(_ROUNDS):
+        mixtures = np.concatenate([each[distinct], *(share * best + (1 - share) * each[distinct] for share in _SHARES)])
+        values = total(mixtures @ tried, mixtures @ at_least, coarse[0])
+        if values.max() <= value + 1e-6:
+            break
+        best, value = mixtures[values.argmax()], values.max()
+    if fine[0] == coarse[0]:
+        return float(value)
+    weights = np.stack([f(fine[1]) for f in dffs])
+    return float(max(total(best[None] @ weights, best[None] @ at_least, fine[0])[0], value))
+
+
+def _cells(P: int, smallest: float, seq_len: int, count: int) -> tuple[float, np.ndarray]:
+    """The room for members as cells: the size of one, and the least size, prompt included, of a part that takes 1, 2, … of them.
+    A part takes ceil(its members / cell)."""
+    count = min(count, seq_len - P)
+    cell = (seq_len - P) / count
+    members = np.floor(np.arange(count) * cell - _TINY) + 1  # whole positions, more than fill one cell less
+    return cell, np.maximum((P + np.maximum(members, smallest)) / seq_len - _TINY, 0)
+
+
+def _cheapest(weights: np.ndarray, need: int) -> np.ndarray:
+    """[F, need + 1]: for each of F functions the smallest sum of weights of parts that take so many cells together; weights:
+    [F, cells], of a part that takes 1, 2, … cells."""
+    cheapest = np.zeros((len(weights), need + 1))
+    for cells in range(1, need + 1):
+        most = min(weights.shape[1], cells)
+        cheapest[:, cells] = (weights[:, :most] + cheapest[:, cells - most : cells][:, ::-1]).min(axis=1)
+    return cheapest

@@ -43,23 +43,26 @@ def prefix_tree(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, share
     """
     if share == "none":
         return PrefixTree([], [], [], [-1] * len(start))
-    # As big-endian bytes, so that beginnings are hashed, compared and sorted by memcmp, in the order of their tokens.
-    data = tokens.astype(">u4").tobytes()
+    # As bytes, which are hashed and compared by memcmp; the beginning of the sample before is this one's too, very often.
     number_of: dict[bytes, int] = {}  # distinct beginnings, in order of their first sample
     beginning_of: list[int] = []
     first: list[int] = []
     members: list[int] = []
-    for sample, (begin, count) in enumerate(zip((4 * start).tolist(), (4 * length).tolist(), strict=True)):
-        number = number_of.setdefault(data[begin : begin + count], len(number_of))
-        if number == len(first):
-            first.append(sample)
-            members.append(0)
+    before, number = b"", -1
+    for sample, (begin, count) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
+        text = tokens[begin : begin + count].tobytes()
+        if text != before:
+            before, number = text, number_of.setdefault(text, len(number_of))
+            if number == len(first):
+                first.append(sample)
+                members.append(0)
         members[number] += 1
         beginning_of.append(number)
     if share == "prompt":
         nodes = _Nodes([int(length[sample]) for sample in first], [-1] * len(first), list(range(len(first))))
     else:
-        nodes = _radix_tree(list(number_of))
+        # Big-endian, so that memcmp sorts them in the order of their tokens.
+        nodes = _radix_tree([np.frombuffer(text, tokens.dtype).astype(">u4").tobytes() for text in number_of])
     return _worth_keeping(nodes, first, members, beginning_of, shortest)
 
 

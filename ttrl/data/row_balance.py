@@ -1,40 +1,49 @@
-"""Equal work for data-parallel ranks: the order of rows, and what a row costs to train on."""
+"""Equal work for data-parallel ranks: which rank takes which row, and how long they wait for each other."""
 
 import heapq
 from collections.abc import Sequence
-
-POSITIONS_PER_PAIR = 1 / 6144
-"""Work of one pair (position, earlier position that it attends to) as a share of one position's work in the matrices. A layer of
-width d takes about 12·d² multiplications per position and 2·d per pair, so 1/(6·d): this is d = 1024."""
-
-
-def work(positions: Sequence[int], pairs: Sequence[int]) -> list[float]:
-    """Of each row, in positions: what it stores, and its attention area (pairs of positions where the later sees the earlier)."""
-    return [p + a * POSITIONS_PER_PAIR for p, a in zip(positions, pairs, strict=True)]
 
 
 def balance(work: Sequence[float], ranks: int) -> list[int]:
     """An order of rows in which rank r of `ranks` takes rows r, r + ranks, r + 2·ranks, … with nearly equal work.
 
-    Both in every step of `ranks` rows, so that none waits for the largest row of another, and in sum: rows stand by falling work,
-    and in each block the largest goes to the rank with the least so far. A block that is not full is last.
+    Both in every step of `ranks` rows, so that none waits for the largest row of another, and in sum. Rows stand by falling
+    work, which makes the sum of what each step's largest row costs as small as it can be; and in each step the largest goes to
+    the rank with the least so far. A step that is not full is last, and those with the least so far take part in it.
     """
     assert ranks >= 1
     order = sorted(range(len(work)), key=lambda row: (-work[row], row))
     load = [(0.0, rank) for rank in range(ranks)]
-    result: list[int] = []
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
     for start in range(0, len(order), ranks):
-        block = order[start : start + ranks]
-        if len(block) < ranks:  # these go to the first ranks, as the dealing has it
-            load = sorted(load, key=lambda entry: entry[1])[: len(block)]
-            heapq.heapify(load)
-        dealt = [0] * len(block)
         taken = []
-        for row in block:
+        for row in order[start : start + ranks]:
             so_far, rank = heapq.heappop(load)
-            dealt[rank] = row
+            dealt[rank].append(row)
             taken.append((so_far + work[row], rank))
-        load = taken
+        load += taken
         heapq.heapify(load)
-        result += dealt
-    return result
+    dealt.sort(key=len, reverse=True)  # whoever has a row of the last step takes it as one of the first ranks
+    return [dealt[place % ranks][place // ranks] for place in range(len(work))]
+
+
+def deal(work: Sequence[float], ranks: int) -> list[list[int]]:
+    """The rows of each rank, in the order in which they are trained on: `balance`, rank by rank. The first ranks have one row
+    more where it does not come out even; the others need a row without weight there."""
+    order = balance(work, ranks)
+    return [order[rank::ranks] for rank in range(ranks)]
+
+
+def waiting(work: Sequence[float], ranks: Sequence[Sequence[int]], microbatch: int = 1) -> float:
+    """The share of all ranks' time in which one waits for another, where all wait for each other after every `microbatch` rows.
+
+    ranks: the rows of each, as `deal` has them.
+    """
+    assert microbatch >= 1
+    longest = max(map(len, ranks))
+    spent = sum(
+        max(sum(work[row] for row in rows[start : start + microbatch]) for rows in ranks)
+        for start in range(0, longest, microbatch)
+    )
+    useful = sum(work[row] for rows in ranks for row in rows)
+    return 1 - useful / (len(ranks) * spent) if spent else 0.0

@@ -111,8 +111,15 @@ def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) 
     homes: list[list[int]] = [[] for _ in groups]  # rows that hold some of a group
     for _, key, _, item in order:
         setup = groups[key][0]
-        homes[key] = [row for row in homes[key] if free[row] >= smallest[key]]
-        best = min(((free[row] - item.size, row) for row in homes[key] if free[row] >= item.size), default=None)
+        best: tuple[int, int] | None = None  # (left over, row)
+        still = []
+        for row in homes[key]:
+            left = free[row] - item.size
+            if free[row] >= smallest[key]:
+                still.append(row)
+            if left >= 0 and (best is None or (left, row) < best):
+                best = (left, row)
+        homes[key] = still
         at = bisect_left(gaps, (item.size + setup, -1))
         # A gap that is a home leaves the setup more than this says; it is among the homes with what it really leaves.
         if at < len(gaps) and (best is None or gaps[at][0] - item.size < best[0]):

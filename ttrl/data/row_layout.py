@@ -4,7 +4,6 @@ A row is cut into segments: a shared node, what belongs to one sample, and the p
 first, so that whatever continues a node stands behind it without a gap.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +11,14 @@ import numpy as np
 import torch
 
 from ttrl.data.flat_samples import FlatSamples
-from ttrl.data.packed_format import IGNORE_LABEL, TENSOR_DTYPES
+from ttrl.data.packed_format import TENSOR_DTYPES, padding_value
 from ttrl.data.prefix_tree import PrefixTree
 
-CHUNK = 1 << 17
-"""Positions that are written at a time."""
+_NUMPY_DTYPES = {
+    name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in TENSOR_DTYPES.items() if name != "reference_logprobs"
+}
+_OF_LABELS = ("labels", "assistant_mask", "logprobs", "advantages", "weights", "weights_version")
+"""What speaks of the token that a position predicts; where nothing trained is predicted, it is as in padding."""
 
 
 @dataclass
@@ -98,55 +100,53 @@ def fill(
 ) -> dict[str, torch.Tensor]:
     """The tensors of all rows, [B, T] as `shape` says. kept: the number in `flat` of each line of the sample table; weights: of
     one token of it.
-    """
-    tensors = {name: torch.empty(shape, dtype=TENSOR_DTYPES[name]) for name in TENSOR_DTYPES if name != "reference_logprobs"}
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    # A few rows at a time: what lies between stays in the processor's cache, and takes no new memory.
-    step = max(1, CHUNK // shape[1])
-    borders = np.searchsorted(segments.row, np.arange(0, shape[0] + step, step))
-    for first, (begin, stop) in zip(range(0, shape[0], step), itertools.pairwise(borders.tolist()), strict=True):
-        part = Segments(*(values[begin:stop] for values in vars(segments).values()))
-        for name, values in _filled(flat, part, kept, weights, pad_id).items():
-            arrays[name][first : first + step] = values.reshape(-1, shape[1])
-    return tensors
-
-
-def _filled(flat: FlatSamples, segments: Segments, kept: np.ndarray, weights: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:
-    """What `fill` writes into the rows of some segments, end to end.
 
     Position k of a segment holds token `source + k`; what it predicts is token `source + k + 1`, never past the end of its
     sample, as a sample's last trained token is not stored as an input.
     """
-
-    def spread(values: np.ndarray) -> np.ndarray:
-        return np.repeat(values, segments.length)
-
-    within = np.arange(int(segments.length.sum())) - spread(np.cumsum(segments.length) - segments.length)
-    source = within + spread(segments.source)
-    groups = spread(segments.group)
-    padding = groups < 0
-
-    def take(values: np.ndarray) -> np.ndarray:
-        return values.take(source, mode="clip")  # padding runs past the end; what it finds is replaced
-
-    owned = segments.sample >= 0
-    number = np.where(owned, kept[segments.sample], 0)  # of the segment's sample in `flat`
-    trained = take(flat.trained[1:])
-    trained &= spread(owned)
-
-    def predicted(values: np.ndarray, otherwise: float) -> np.ndarray:
-        return np.where(trained, values, np.asarray(otherwise, values.dtype))
-
-    return {
-        "tokens": np.where(padding, pad_id, take(flat.tokens)),
-        "labels": predicted(take(flat.tokens[1:]), IGNORE_LABEL),
-        "group_ids": groups,
-        "parent_ids": spread(segments.parent),
-        "input_pos": np.where(padding, 0, within + spread(segments.position)),
-        "sample_ids": spread(segments.sample),
-        "assistant_mask": trained,
-        "logprobs": predicted(take(flat.logprobs[1:]), np.nan),
-        "advantages": predicted(spread(flat.advantages[number]), 0.0),
-        "weights": predicted(spread(np.where(owned, weights[segments.sample], 0.0).astype(np.float32)), 0.0),
-        "weights_version": predicted(spread(flat.version[number]) if flat.versions is None else take(flat.versions[1:]), -1),
-    }
+    # By numpy, which asks the system for large pages: with torch.empty, getting the memory takes longer than all else here.
+    tensors = {name: torch.from_numpy(np.empty(shape, dtype)) for name, dtype in _NUMPY_DTYPES.items()}
+    to = {name: tensor.numpy().reshape(-1) for name, tensor in tensors.items()}
+    padding = {name: padding_value(name, pad_id) for name in to}
+    counting = np.arange(shape[1])
+    first, end, num_trained = flat.first.tolist(), flat.end.tolist(), flat.num_trained.tolist()
+    numbers, weight_of = kept.tolist(), weights.tolist()
+    stop = 0
+    for _, length, source, position, group, parent, sample in zip(*(values.tolist() for values in vars(segments).values())):
+        begin, stop = stop, stop + length
+        if group < 0:
+            for name, values in to.items():
+                values[begin:stop] = padding[name]
+            continue
+        to["tokens"][begin:stop] = flat.tokens[source : source + length]
+        to["group_ids"][begin:stop] = group
+        to["parent_ids"][begin:stop] = parent
+        to["input_pos"][begin:stop] = counting[position : position + length]
+        to["sample_ids"][begin:stop] = sample
+        number = numbers[sample] if sample >= 0 else -1
+        # Positions at the beginning that predict no trained token: all of a shared node, the given part of a sample alone.
+        silent = min(max(first[number] - position - 1, 0), length) if sample >= 0 else length
+        if silent:
+            for name in _OF_LABELS:
+                to[name][begin : begin + silent] = padding[name]
+            begin += silent
+        if begin == stop:
+            continue
+        after = slice(source + silent + 1, source + length + 1)
+        labels: dict[str, np.ndarray | float | int] = {
+            "labels": flat.tokens[after],
+            "assistant_mask": True,
+            "logprobs": flat.logprobs[after],
+            "advantages": flat.advantages[number] if flat.token_advantages is None else flat.token_advantages[after],
+            "weights": weight_of[sample],
+            "weights_version": flat.version[number] if flat.versions is None else flat.versions[after],
+        }
+        if num_trained[number] == end[number] - first[number]:
+            for name, found in labels.items():
+                to[name][begin:stop] = found
+        else:  # several turns
+            trained = flat.trained[after]
+            for name, found in labels.items():
+                to[name][begin:stop] = np.where(trained, found, padding[name])
+    assert stop == shape[0] * shape[1]
+    return tensors

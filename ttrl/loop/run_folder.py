@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ import yaml
 from ttrl.errors import RunFolderError
 from ttrl.files import digest, read_jsonl, remove_leftovers, write_json, write_text
 
-# On resume; everything else would make another run of it. (seq_len decides where samples lie, not what they weigh, and a row that
-# turns out to be too short for them must not be the end of a run.)
-_MAY_CHANGE = {"run", "iterations", "stop_at", "keep_checkpoints", "seq_len"}
+# On resume; everything else would make another run of it. (seq_len and share decide where samples lie, not what they weigh, and a
+# row that turns out to be too short for them must not be the end of a run.)
+_MAY_CHANGE = {"run", "iterations", "stop_at", "keep_checkpoints", "seq_len", "too_long", "share"}
 
 
 class IterationFolder:
@@ -109,8 +109,11 @@ class RunFolder:
             file.flush()
             yield
 
-    def remember_config(self, config: dict[str, Any]) -> None:
-        """Writes config.yaml, or compares with the one that is there. Raises RunFolderError with the differences."""
+    def remember_config(self, config: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        """Writes config.yaml, or compares with the one that is there. Raises RunFolderError with the differences.
+
+        defaults: of settings that may be younger than the run folder; what its config.yaml does not name was that then.
+        """
         path = self.path / "config.yaml"
         config = yaml.safe_load(yaml.safe_dump(config))  # compared as it will be read: tuples are lists there
         if path.exists():
@@ -120,6 +123,7 @@ class RunFolder:
                 before = None
             if not isinstance(before, dict):
                 raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
+            before = yaml.safe_load(yaml.safe_dump(dict(defaults or {}))) | before
             changed = [
                 f"  {key}: {before.get(key)!r} before, {config.get(key)!r} now"
                 for key in sorted(before.keys() | config.keys())
