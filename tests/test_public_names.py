@@ -12,10 +12,12 @@ import ttrl
 
 PUBLIC = [
     "Cache",
+    "Chat",
     "Grade",
     "InferenceEarlyStop",
     "PackedTensors",
     "Prices",
+    "RolloutLimits",
     "Sample",
     "Task",
     "TaskResult",

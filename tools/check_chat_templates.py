@@ -21,9 +21,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ttrl.data.chat_rendering import ChatTemplate, TemplateRefusalError
+from ttrl.data.chat_rendering import ChatTemplate
 from ttrl.data.chat_templates import ChatTokens, tokenize_chat, tokenize_chat_turns
-from ttrl.errors import UserError
+from ttrl.errors import TemplateRefusalError, UserError
 
 NOW = datetime(2024, 7, 26)
 SPECIAL = re.compile(

@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Task": "ttrl.tasks.task",
     "Grade": "ttrl.tasks.task",
+    "RolloutLimits": "ttrl.tasks.task",
+    "Chat": "ttrl.rollouts.chat",
     "Sample": "ttrl.records",
     "TaskResult": "ttrl.records",
     "TokenizedResult": "ttrl.records",
@@ -45,13 +47,14 @@ if TYPE_CHECKING:
     from ttrl.loop.tune import tune
     from ttrl.records import Sample, TaskResult, TokenizedResult
     from ttrl.rollouts.cache import Cache
+    from ttrl.rollouts.chat import Chat
     from ttrl.rollouts.early_stop import InferenceEarlyStop
     from ttrl.rollouts.partial import TokenBudget
     from ttrl.rollouts.progress import Prices
     from ttrl.rollouts.single import get_chat_completion
     from ttrl.rollouts.stream import consume_chat_completion_stream
     from ttrl.rollouts.task_results import TaskResults, get_task_results, iter_task_results
-    from ttrl.tasks.task import Grade, Task
+    from ttrl.tasks.task import Grade, RolloutLimits, Task
 
 
 def __getattr__(name: str) -> Any:

@@ -6,22 +6,27 @@ TtrlError
 │   ├── TaskError               a task: no messages, a grader that cannot be called
 │   ├── ModelFolderError        a model folder: missing, incomplete, of a family that ttrl does not train, no chat template
 │   ├── TokenizationError       tokens of a sample that cannot be told exactly
+│   │   └── TemplateRefusalError  a chat template raised an error for these messages
 │   ├── PackError               packed tensors that break their contract, or cannot be read
 │   └── RunFolderError          a run folder: locked by another run, made with another config, damaged
 ├── GraderError                 a grader raised, returned no number, or took too long; kept with its sample
+├── RolloutError                a task's rollout raised, hung, or asked the model for nothing; kept with its sample
+│   └── RolloutLimitError       it has no turns or tokens left, or the conversation fills the model's context
 ├── ServerError (RuntimeError)  an inference server
 │   ├── RequestError            one request failed; says how, and whether another try may help
 │   ├── ServerStartError        it never became healthy; the message ends with its last log lines
 │   ├── ServerDiedError         it was healthy once and is gone
 │   └── WeightSyncError         it does not compute with the weights that it was given
 ├── TrainerError (RuntimeError) a recipe process failed; the message ends with its last log lines
-├── DivergedError (ArithmeticError)  a gradient is not finite; the step was not taken
+├── TrainerMemoryError (MemoryError)  training does not fit into memory; says which setting would save how much
+├── DivergedError (ArithmeticError)  losses or gradients are not finite, and skipping the step is no way out
 └── StorageError (OSError)      a file could not be written completely (disk full, no permission); nothing was replaced
 """
 
 from typing import Literal
 
 RequestFailure = Literal["connection", "timeout", "stall", "status", "malformed"]
+RolloutLimit = Literal["turns", "tokens", "context"]
 
 
 class TtrlError(Exception):
@@ -53,6 +58,10 @@ class TokenizationError(UserError):
     """The tokens of a sample cannot be told exactly."""
 
 
+class TemplateRefusalError(TokenizationError):
+    """The chat template raised an error for these messages; the message says which."""
+
+
 class PackError(UserError):
     """Packed tensors break their contract or cannot be read."""
 
@@ -63,6 +72,21 @@ class RunFolderError(UserError):
 
 class GraderError(TtrlError):
     """A grader raised, returned something that is not a finite number, or took too long."""
+
+
+class RolloutError(TtrlError):
+    """A task's rollout raised, took too long, or never asked the model."""
+
+
+class RolloutLimitError(RolloutError):
+    """A rollout may not ask the model again.
+
+    limit: "turns" or "tokens" (the task's `RolloutLimits`), "context" (the conversation leaves the model no room to answer).
+    """
+
+    def __init__(self, message: str, limit: RolloutLimit) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class ServerError(TtrlError, RuntimeError):
@@ -106,8 +130,12 @@ class TrainerError(TtrlError, RuntimeError):
     """A recipe process failed."""
 
 
+class TrainerMemoryError(TtrlError, MemoryError):
+    """Training does not fit into memory."""
+
+
 class DivergedError(TtrlError, ArithmeticError):
-    """A gradient is not finite; the step was not taken."""
+    """Losses or gradients are not finite, too many times in a row or because the weights are not; nothing was saved."""
 
 
 class StorageError(TtrlError, OSError):

@@ -1,14 +1,15 @@
 """The plain nouns that pass between the rooms of the house: dataclasses of Python types, nothing heavier.
 
 Sample           one completion of one task, graded or failed     written to rollouts.jsonl
+Turn             one reply within a sample of several
 TaskResult       the samples of one task: a group
-TokenizedResult  a sample as one token sequence, ready to be packed
+TokenizedResult  a sample (or a part of one) as one token sequence, ready to be packed
 """
 
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,41 @@ def _null_if_nan(value: float) -> float | None:
 
 
 @dataclass(kw_only=True)
+class Turn:
+    """One reply of the model within a sample of several turns (those of a task's `rollout`).
+
+    Its tokens are `num_tokens` of the sample's `token_ids` and `logprobs`, behind those of the turns before it. What was sent is
+    kept as what is new in it, as conversations say the same again and again.
+    """
+
+    messages: list[dict[str, Any]]
+    """What was sent beyond the conversation of `follows`; all of it where that is None."""
+    follows: int | None = None
+    """The turn whose messages and reply were sent again before `messages`, from 0; -1: the task's messages."""
+    reply: dict[str, Any] = field(default_factory=dict)
+    """The assistant's message as it is sent back to the server: content, tool calls, reasoning."""
+    tools: list[dict[str, Any]] | None = None
+    """The tools that were sent with this request by the rollout."""
+    prompt_token_ids: list[int] | None = None
+    """The server's own ids of the prompt, beyond the tokens of `continues`; all of them where that is None."""
+    continues: int | None = None
+    """The turn whose prompt and generated tokens this prompt begins with, id by id. None for a first turn, and where the chat
+    template renders earlier turns in another way than they were generated (without their reasoning, in other tokens)."""
+    num_tokens: int = 0
+    """Tokens that the model generated."""
+    finish_reason: str | None = None
+    weights_version: int = -1
+    cached: bool = False
+    """True where the reply came from the cache."""
+
+
+@dataclass(kw_only=True)
 class Sample:
-    """One completion. `token_ids` and `logprobs` run over the completion alone and have the same length where both are known."""
+    """One completion. `token_ids` and `logprobs` run over what the model generated and have the same length where both are known.
+
+    With `turns`, that is what it generated in all of them, one after another; text and finish reason are the last turn's, and
+    `prompt_token_ids` the first one's.
+    """
 
     task_id: str
     sample: int
@@ -44,14 +78,23 @@ class Sample:
     token_versions: list[int] | None = None
     """The weights version of every completion token, where a sample was continued under other weights; None: the same for all."""
     cached: bool = False
-    """True where the completion came from the cache."""
+    """True where the completion came from the cache; with several turns, all of them."""
     error: str | None = None
     """Why the sample or its grade failed: exception type, message and, for graders, the traceback."""
+    logprob_tokens: list[str] | None = None
+    """Where the server gave log-probabilities and no ids: the bytes of each one's token, as Latin-1 text."""
+    turns: list[Turn] | None = None
+    """The model's replies, where a rollout asked for them; None for a single answer to `messages`."""
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary that `json` can write as it is: unknown logprobs become null. It shares the messages with the sample."""
         # Not dataclasses.asdict, which copies every token id by itself: that took longer than all else that is done to a sample.
         row = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        for name in ("logprob_tokens", "turns"):
+            if row[name] is None:
+                del row[name]
+        if self.turns is not None:
+            row["turns"] = [dict(vars(turn)) for turn in self.turns]
         if self.logprobs is not None:
             row["logprobs"] = [_null_if_nan(logprob) for logprob in self.logprobs]
         return row
@@ -63,7 +106,31 @@ class Sample:
         values = {key: value for key, value in row.items() if key in known}
         if values.get("logprobs") is not None:
             values["logprobs"] = [math.nan if logprob is None else logprob for logprob in values["logprobs"]]
+        if values.get("turns") is not None:
+            names = {f.name for f in dataclasses.fields(Turn)}
+            values["turns"] = [Turn(**{key: value for key, value in turn.items() if key in names}) for turn in values["turns"]]
         return cls(**values)
+
+    def sent(self, turn: int) -> list[dict[str, Any]]:
+        """All messages that were sent for a turn, from 0 (or from the last, -1), without its reply."""
+        assert self.turns is not None
+        this = self.turns[turn]
+        parts = [this.messages]
+        while this.follows is not None and this.follows >= 0:
+            this = self.turns[this.follows]
+            parts += [[this.reply], this.messages]
+        if this.follows is not None:
+            parts.append(self.messages)
+        return [message for part in reversed(parts) for message in part]
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """What was said, in the order in which it was: the messages and the answer; with turns, each one's new messages and its
+        reply (where a turn begins anew, all of its messages)."""
+        if self.turns is None:
+            return [*self.messages, {"role": "assistant", "content": self.text}]
+        begun = [] if self.turns and self.turns[0].follows is None else list(self.messages)
+        return begun + [message for turn in self.turns for message in (*turn.messages, turn.reply)]
 
 
 @dataclass(kw_only=True)
@@ -89,27 +156,33 @@ class TaskResult:
 class TokenizedResult:
     """One sample as one sequence: prompt, then completion. All lists have one entry per token and describe *that* token.
 
+    A completion may hold several turns that the model wrote, with what it was told between them. Where its turns do not continue
+    each other token by token, a sample is several sequences, with the same task, number, reward and advantage.
+
     (Packing moves labels, logprobs, advantages and masks to the position that predicts the token; nothing here is shifted.)
     """
 
     task_id: str
     sample: int
-    token_ids: list[int]
+    token_ids: Sequence[int]
     tokens: list[str] | None = None
     """The tokens as text, for people; None where no tokenizer was at hand."""
-    assistant_mask: list[bool]
+    assistant_mask: Sequence[bool]
     """True for tokens that the model generated."""
-    input_pos: list[int]
+    input_pos: Sequence[int]
     """0, 1, 2, …"""
-    logprobs: list[float]
+    logprobs: Sequence[float]
     """The sampler's, NaN for the prompt and where unknown."""
     prompt_length: int
     reward: float
     advantage: float
-    token_advantages: list[float] | None = None
+    token_advantages: Sequence[float] | None = None
     """One per completion token, from `prompt_length` on, instead of `advantage`: of a value head, or of implicit rewards
     (`ttrl.data.token_advantages`); None: all `advantage`."""
     weights_version: int = -1
-    token_versions: list[int] | None = None
+    token_versions: Sequence[int] | None = None
     """As in Sample: one per completion token, from `prompt_length` on; None: all `weights_version`."""
     finish_reason: str | None = None
+    share: float = 1.0
+    """Of the sample's generated tokens, the part that this sequence trains: below 1 where it is one of several. Means over
+    samples then still count a sample once (`ttrl.data.aggregation`)."""

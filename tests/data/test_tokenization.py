@@ -37,7 +37,7 @@ def test_ids_and_logprobs_are_the_servers_own():
     first, second = results
     assert first.token_ids == [1, 2, 3, 7, 8] and first.tokens is None
     assert first.assistant_mask == [False, False, False, True, True] and first.prompt_length == 3
-    assert first.input_pos == [0, 1, 2, 3, 4]
+    assert list(first.input_pos) == [0, 1, 2, 3, 4]
     assert all(map(math.isnan, first.logprobs[:3])) and first.logprobs[3:] == [-0.5, 0.0]
     assert (first.reward, first.advantage, first.weights_version, first.finish_reason) == (1.0, 0.5, 4, "stop")
     assert all(map(math.isnan, second.logprobs)) and (second.reward, second.advantage) == (0.25, -0.5)

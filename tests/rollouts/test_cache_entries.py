@@ -178,7 +178,7 @@ def test_added_bytes_are_noticed() -> None:
             decode_entry(KEY, data)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.binary(max_size=400))
 def test_foreign_bytes_are_noticed(data: bytes) -> None:
     for foreign in (data, b"ttrl-cache 1 " + data, b'{"answer": 1}'):

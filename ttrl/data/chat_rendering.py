@@ -12,13 +12,9 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ttrl.errors import ModelFolderError, TokenizationError
+from ttrl.errors import ModelFolderError, TemplateRefusalError
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-
-
-class TemplateRefusalError(TokenizationError):
-    """The template raised an error for these messages; the message says which."""
 
 
 def server_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

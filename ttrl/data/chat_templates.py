@@ -69,7 +69,7 @@ class ChatTokens:
             sample=0,
             token_ids=self.token_ids,
             assistant_mask=self.assistant_mask,
-            input_pos=list(range(len(self.token_ids))),
+            input_pos=range(len(self.token_ids)),
             logprobs=[math.nan] * len(self.token_ids),
             prompt_length=self.assistant_mask.index(True),
             reward=0.0,

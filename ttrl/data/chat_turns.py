@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.data.chat_probe import Probe, ending_probe, make_probe
-from ttrl.data.chat_rendering import REASONING_KEYS, ChatTemplate, TemplateRefusalError, unsayable
+from ttrl.data.chat_rendering import REASONING_KEYS, ChatTemplate, unsayable
+from ttrl.errors import TemplateRefusalError
 
 # Thinking that was skipped, as prompts end with it: <think>\n\n</think>, <|channel>thought\n<channel|>.
 _EMPTY_BLOCKS = re.compile(r"(?:<\W{0,2}(\w+)\W{0,2}>\s*\w*\s*<\W{0,2}\1\W{0,2}>\s*)+\Z")

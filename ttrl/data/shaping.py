@@ -54,11 +54,12 @@ def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None
     `metric` is the name of a metric in which the grader tells where its last answer ends: the number of characters of the
     message's content up to there (of a regular expression's match, `match.end()`). All tokens count where `metric` is None, where
     the grader gave no such metric, and where the content is not found in what the ids decode to. What precedes the content in
-    the ids (reasoning that the server took out) counts as before the answer.
+    the ids (reasoning that the server took out, earlier turns) counts as before the answer.
     """
     if metric is None or metric not in sample.metrics or not sample.token_ids:
         return None
-    ids = sample.token_ids
+    earlier = len(sample.token_ids) - sample.turns[-1].num_tokens if sample.turns else 0
+    ids = sample.token_ids[earlier:]
 
     def length(count: int) -> int:
         return len(tokenizer.decode(ids[:count], skip_special_tokens=True))
@@ -71,7 +72,7 @@ def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None
             return None
         begin = found - (len(sample.text) - len(sample.text.lstrip()))
     characters = max(0, min(int(sample.metrics[metric]), len(sample.text)))
-    return bisect.bisect_left(range(len(ids)), begin + characters, key=length) if characters else 0
+    return earlier + (bisect.bisect_left(range(len(ids)), begin + characters, key=length) if characters else 0)
 
 
 def shaped_rewards(

@@ -1,92 +1,164 @@
-"""From graded samples to token sequences, by the server's own token ids: nothing is tokenized again.
+"""From graded samples to token sequences: by the server's own token ids, or by the chat template where a server gives none.
 
-Text and ids are checked against each other where a tokenizer is at hand. They may differ for good reasons (a stop string that the
-server cuts off, bytes that are no UTF-8), so a difference is counted and logged, and is no error.
+With ids nothing is tokenized again. Text, ids and log-probabilities are checked against each other:
+
+    text against ids        they may differ for good reasons (a stop string that the server cuts off, bytes that are no UTF-8):
+                            counted and logged, the ids are used
+    ids against logprobs    one for each, else an error; where the server's token strings were kept, the same tokens
+    mask against ids        trained is what the server says it generated, and nothing else
+
+Without ids (`token_ids=False`), prompt and answer are made by the model's chat template (`ttrl.data.chat_templates`), and each
+log-probability is given to the id that covers exactly the same bytes of the answer. The others are NaN, and counted.
+
+A sample of several turns is one sequence as long as each prompt begins with the tokens before it, id by id. Where it does not (a
+template that leaves out earlier reasoning, text that is tokenized in another way than it was generated), the later turn begins
+another sequence, with the prompt that it was really generated after. Every generated token is trained once.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from ttrl.data.logprob_alignment import align, check_strings
+from ttrl.data.turn_tokens import TurnTokens, join, turns_by_ids, turns_by_template
 from ttrl.errors import TokenizationError
 from ttrl.records import Sample, TaskResult, TokenizedResult
 
 logger = logging.getLogger(__name__)
 
 
-class TaskResultTokenizer:
-    """Makes a TokenizedResult of each graded sample of a group. `tokenizer` is a Hugging Face tokenizer; without one, `tokens`
-    stay None and text is not compared. `mismatches` counts the samples whose text was not what their ids decode to."""
+@dataclass
+class TokenizationCounts:
+    """What was found, over all samples so far."""
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    samples: int = 0
+    sequences: int = 0
+    """`samples`, and one more for every turn that does not continue the tokens before it."""
+    turns: int = 0
+    mismatches: int = 0
+    """Turns whose text was not what their ids decode to."""
+    unaligned: int = 0
+    """Generated tokens whose log-probability is NaN because the server's could not be told to be theirs."""
+
+
+class TaskResultTokenizer:
+    """Makes one TokenizedResult, or several, of each graded sample of a group.
+
+    tokenizer: a Hugging Face tokenizer; without one, `tokens` stay None, text is not compared, and samples need ids.
+
+    For samples without ids: tools: those that the server was sent with every request. stop_tokens and template_kwargs: see
+    `ttrl.data.chat_templates.tokenize_chat`. end_of_turn: False where stop strings may have ended the answers, so that an
+    end-of-turn token is not known to have been sampled; then none is trained.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        stop_tokens: Collection[str] | None = None,
+        end_of_turn: bool = True,
+        **template_kwargs: Any,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._tools, self._end_of_turn = tools, end_of_turn
+        self._template_kwargs = {"stop_tokens": stop_tokens, **template_kwargs}
         self._strings: dict[int, str] = {}
-        self.mismatches = 0
+        self.counts = TokenizationCounts()
+
+    @property
+    def mismatches(self) -> int:
+        """`counts.mismatches`."""
+        return self.counts.mismatches
 
     def __call__(self, result: TaskResult, advantages: Sequence[float]) -> list[TokenizedResult]:
         """The graded samples of `result` as token sequences; `advantages` has one entry for each of them.
 
-        Raises TokenizationError where a sample has no ids, or lists of different lengths.
+        Raises TokenizationError where a sample has no ids and no template can make them, or lists of different lengths.
         """
         graded = result.graded
         if len(advantages) != len(graded):
             raise TokenizationError(
                 f"task {result.task_id!r}: {len(advantages)} advantages for {len(graded)} graded samples; give one for each"
             )
-        return [self._tokenized(sample, advantage) for sample, advantage in zip(graded, advantages, strict=True)]
+        pairs = zip(graded, advantages, strict=True)
+        return [sequence for sample, advantage in pairs for sequence in self._tokenized(sample, advantage)]
 
-    def _tokenized(self, sample: Sample, advantage: float) -> TokenizedResult:
+    def _tokenized(self, sample: Sample, advantage: float) -> list[TokenizedResult]:
         where = f"task {sample.task_id!r}, sample {sample.sample}"
-        prompt, completion = sample.prompt_token_ids, sample.token_ids
-        if prompt is None or completion is None:
-            raise TokenizationError(f"{where}: the server gave no token ids; sample with token_ids=True from a vLLM server")
-        if not prompt:
-            raise TokenizationError(f"{where}: the prompt has no tokens, so nothing predicts the first token of the completion")
-        logprobs = sample.logprobs if sample.logprobs is not None else [math.nan] * len(completion)
-        if len(logprobs) != len(completion):
-            raise TokenizationError(
-                f"{where}: the server returned {len(completion)} token ids but {len(logprobs)} logprobs; "
-                "request return_token_ids and logprobs together"
-            )
-        versions = sample.token_versions
-        if versions is not None and len(versions) != len(completion):
-            raise TokenizationError(
-                f"{where}: {len(completion)} token ids but {len(versions)} token_versions; a continued sample has one for each"
-            )
         assert sample.reward is not None
-        ids = [*prompt, *completion]
-        tokens = None
-        if self._tokenizer is not None:
-            self._compare(where, sample, completion)
-            tokens = [self._string(token) for token in ids]
-        return TokenizedResult(
-            task_id=sample.task_id,
-            sample=sample.sample,
-            token_ids=ids,
-            tokens=tokens,
-            assistant_mask=[False] * len(prompt) + [True] * len(completion),
-            input_pos=list(range(len(ids))),
-            logprobs=[math.nan] * len(prompt) + logprobs,
-            prompt_length=len(prompt),
-            reward=sample.reward,
-            advantage=advantage,
-            weights_version=sample.weights_version,
-            token_versions=None if versions is None else list(versions),
-            finish_reason=sample.finish_reason,
-        )
+        turns = self._turns(where, sample)
+        sequences = join(turns)
+        total = sum(len(turn.token_ids) for turn in turns)
+        self.counts.samples += 1
+        self.counts.turns += len(turns)
+        self.counts.sequences += len(sequences)
+        results = []
+        for one in sequences:
+            ids, trained = one.token_ids, sum(one.assistant_mask)
+            versions = one.versions if len(set(one.versions)) > 1 else None
+            results.append(
+                TokenizedResult(
+                    task_id=sample.task_id,
+                    sample=sample.sample,
+                    token_ids=ids,
+                    tokens=None if self._tokenizer is None else [self._string(token) for token in ids],
+                    assistant_mask=one.assistant_mask,
+                    input_pos=range(len(ids)),
+                    logprobs=one.logprobs,
+                    prompt_length=one.prompt_length,
+                    reward=sample.reward,
+                    advantage=advantage,
+                    weights_version=max(one.versions, default=sample.weights_version),
+                    token_versions=versions,
+                    finish_reason=one.finish_reason,
+                    share=1.0 if len(sequences) == 1 else trained / total if total else 1.0 / len(sequences),
+                )
+            )
+        return results
+
+    def _turns(self, where: str, sample: Sample) -> list[TurnTokens]:
+        if sample.prompt_token_ids is not None and sample.token_ids is not None:
+            turns = turns_by_ids(where, sample)
+            if self._tokenizer is not None:
+                for turn in turns:
+                    self._compare(turn)
+                    if turn.logprob_tokens is not None and sample.logprobs is not None:
+                        turn.logprobs, unaligned = check_strings(
+                            turn.where, self._tokenizer, turn.token_ids, turn.logprobs, turn.logprob_tokens
+                        )
+                        self.counts.unaligned += unaligned
+            return turns
+        if self._tokenizer is None or sample.token_ids is not None or sample.prompt_token_ids is not None:
+            raise TokenizationError(
+                f"{where}: the server gave no token ids; sample with token_ids=True from a vLLM server, or give the model's "
+                "tokenizer, whose chat template makes them"
+            )
+        turns = turns_by_template(where, sample, self._tokenizer, self._tools, self._end_of_turn, self._template_kwargs)
+        for turn in turns:
+            if turn.logprob_tokens is None and not turn.logprobs:  # none were asked for
+                turn.logprobs = [math.nan] * len(turn.token_ids)
+                continue
+            turn.logprobs, unaligned = align(
+                self._tokenizer, turn.before, turn.token_ids, turn.logprobs, turn.logprob_tokens or []
+            )
+            self.counts.unaligned += unaligned
+        return turns
 
     def _string(self, token: int) -> str:
         if token not in self._strings:
             self._strings[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return self._strings[token]
 
-    def _compare(self, where: str, sample: Sample, completion: list[int]) -> None:
-        decoded = self._tokenizer.decode(completion, skip_special_tokens=True)
-        # The server takes a stop string off the text, not off the ids.
-        if decoded.strip() != sample.text.strip() and not decoded.startswith(sample.text):
-            self.mismatches += 1
-            if self.mismatches == 1:
+    def _compare(self, turn: TurnTokens) -> None:
+        decoded = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        # The server takes a stop string off the text, not off the ids; reasoning and tool calls it takes out.
+        same = decoded.strip() == turn.text.strip() or decoded.startswith(turn.text)
+        if not same and not (turn.is_taken_apart and turn.text.strip() in decoded):
+            self.counts.mismatches += 1
+            if self.counts.mismatches == 1:
                 logger.warning(
-                    "%s: its ids decode to %.80r, but its text is %.80r; the ids are used", where, decoded, sample.text
+                    "%s: its ids decode to %.80r, but its text is %.80r; the ids are used", turn.where, decoded, turn.text
                 )

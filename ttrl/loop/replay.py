@@ -75,7 +75,8 @@ def replay(
     from_checkpoints: with `train`, each iteration from the run's own checkpoint instead.
 
     Failed requests stay failed and unfinished samples unfinished. Samples whose old grader failed are graded. Tool calls are not
-    in a run's rollouts: a choice has its text, finish reason, token ids and logprobs.
+    in a run's rollouts: a choice has its text, finish reason, token ids and logprobs. Those of tasks with a rollout are: the
+    choice is the last one, tool calls included, and its `messages` are the conversation.
 
     Raises UserError, TaskError, RunFolderError and ModelFolderError for what is wrong with the arguments, GraderError where every
     rollout of an iteration fails in the grader, TrainerError and StorageError.

@@ -230,7 +230,7 @@ class Regrading:
             one = Comparison(number, method)
             groups = list(TaskResults.from_samples(self._read(self.folder, number)))
             for before in TaskResults.from_samples(self._read(self.original, number)):
-                tool_calls += sum(sample.finish_reason == "tool_calls" for sample in before.samples)
+                tool_calls += sum(sample.finish_reason == "tool_calls" and not sample.turns for sample in before.samples)
                 if groups and _key(groups[0]) == _key(before) and len(groups[0].samples) == len(before.samples):
                     after = groups.pop(0)
                     tasks.add(number, before, after)
@@ -292,8 +292,10 @@ def _key(group: TaskResult) -> str:
 
 
 def _to_grade(sample: Sample) -> bool:
-    """False where there is nothing to grade: the request failed, or the sample is unfinished."""
-    return not is_unfinished(sample) and (sample.error is None or sample.error.startswith("GraderError"))
+    """False where there is nothing to grade: the request or the rollout failed, or the sample is unfinished."""
+    ended = sample.error is None or sample.error.startswith("GraderError")
+    at_limit = sample.error is not None and sample.error.startswith("RolloutLimitError") and bool(sample.turns)
+    return not is_unfinished(sample) and (ended or at_limit)
 
 
 def _check_any_graded(number: int, before: Sequence[Sample], after: Sequence[Sample]) -> None:

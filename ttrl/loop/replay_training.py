@@ -95,7 +95,7 @@ class ReplayTraining:
         """Packs and trains; returns the newest checkpoint, None where nothing was trained."""
         folder, config = self.folder, self.config
         values = config.to_dict() | {"run": str(folder.path)}
-        folder.remember_config(values)
+        folder.remember_config(values, config.defaults())
         write_json(folder.path / "environment.json", describe_environment())
         phases = Phases(
             TrainConfig.parse(values, "config"),

@@ -1,6 +1,7 @@
 """The report's conversations: the same held-out tasks before and after, training samples of the first and last iteration."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ttrl.loop.charts import compact
@@ -10,17 +11,24 @@ from ttrl.records import Sample
 
 
 def _content(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    if content is None:
-        content = message.get("tool_calls") or ""
+    content = message.get("content") or message.get("tool_calls") or ""
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def _prompt(sample: Sample) -> str:
-    messages = [message for message in sample.messages if isinstance(message, dict)]
+def _messages(messages: Iterable[Any], kind: str = "prompt") -> str:
     return "".join(
-        f'<div class="role">{text_html(message.get("role", "?"))}</div>{folded(_content(message), "prompt")}'
+        f'<div class="role">{text_html(message.get("role", "?"))}</div>{folded(_content(message), kind)}'
         for message in messages
+        if isinstance(message, dict)
+    )
+
+
+def _turns(sample: Sample) -> str:
+    """What was said up to the last reply, without the task's messages."""
+    turns = sample.turns or []
+    return "".join(
+        _messages(turn.messages) + (_messages([turn.reply], "answer") if number < len(turns) - 1 else "")
+        for number, turn in enumerate(turns)
     )
 
 
@@ -36,10 +44,12 @@ def _answer(sample: Sample, label: str) -> str:
         facts.append(text_html(ended))
     if sample.token_ids is not None:
         facts.append(f"{len(sample.token_ids)} tokens")
+    if sample.turns:
+        facts.append(f"{len(sample.turns)} turns")
     body = folded(sample.text, "answer") if sample.text else '<div class="answer empty">(empty answer)</div>'
     if sample.error:
         body += f'<div class="error">{folded(sample.error, "trace")}</div>'
-    return f'<div class="role">{label}</div>{body}<p class="facts">{" · ".join(facts)}</p>'
+    return f'{_turns(sample)}<div class="role">{label}</div>{body}<p class="facts">{" · ".join(facts)}</p>'
 
 
 def conversations(run: RunData) -> str:
@@ -50,7 +60,7 @@ def conversations(run: RunData) -> str:
         samples = (read_samples(run.iteration_folder(one) / "validation.jsonl") for one in (first, last))
         start = "starting model" if first == 0 else f"iteration {first}"
         cards = [
-            f'<article>{_prompt(before)}<div class="pair"><div>{_answer(before, start)}</div>'
+            f'<article>{_messages(before.messages)}<div class="pair"><div>{_answer(before, start)}</div>'
             f"<div>{_answer(after, f'iteration {last}')}</div></div></article>"
             for before, after in before_and_after(*samples)
         ]
@@ -63,7 +73,8 @@ def conversations(run: RunData) -> str:
         chosen = examples(read_samples(run.iteration_folder(iteration) / "rollouts.jsonl"))
         if chosen:
             cards = [
-                f'<article><p class="task">{text_html(one.task_id)}</p>{_prompt(one)}{_answer(one, "assistant")}</article>'
+                f'<article><p class="task">{text_html(one.task_id)}</p>{_messages(one.messages)}'
+                f"{_answer(one, 'assistant')}</article>"
                 for one in chosen
             ]
             body += f'<h3>Training samples of the {name} iteration ({iteration})</h3><div class="cards">{"".join(cards)}</div>'

@@ -99,6 +99,15 @@ class Call:
         self._total = None if total is None else total * self.n
         self._given = given
 
+    def check(self, task: Task) -> Task:
+        """Raises TaskError for a task that this call cannot sample."""
+        if task.rollout is not None and (self.budget is not None or self.kept):
+            raise TaskError(
+                f"task {task.id!r} has a rollout, which cannot be cut off by a token budget and continued later; leave "
+                "token_budget and unfinished out, or give the task no rollout"
+            )
+        return task
+
     async def outcomes(self, tasks: Iterable[Task]) -> AsyncIterator[Outcome]:
         """Every task's outcome as it is finished. At most `live` tasks are begun and not yet handed over."""
         given = self._given
@@ -174,7 +183,7 @@ class Call:
         tasks = iter(tasks)
         begun = list(itertools.islice(tasks, len(self.kept)))
         self._check_begun(begun)
-        for position, task in enumerate(itertools.chain(begun, tasks)):
+        for position, task in enumerate(map(self.check, itertools.chain(begun, tasks))):
             kept = self.kept[position] if position < len(self.kept) else None
             body = cache_body(self.request, self._given["on_chunk"], task.messages) if numbered else None
             digest = request_digest(self.identity, body) if body is not None else None

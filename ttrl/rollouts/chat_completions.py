@@ -113,6 +113,10 @@ class ChatRequest:
         newer = self.parameters.get("max_completion_tokens")
         return newer if newer is not None else self.parameters.get("max_tokens")
 
+    def limited(self, most: int) -> dict[str, int]:
+        """The parameter that limits each completion to `most` tokens, by the name that this request has for it."""
+        return {"max_completion_tokens" if "max_completion_tokens" in self.parameters else "max_tokens": most}
+
     def body(
         self, messages: Sequence[Mapping[str, Any]], n: int, *, seed_offset: int = 0, stream: bool = False, interval: int = 1
     ) -> dict[str, Any]:

@@ -36,6 +36,21 @@ class _Entries(msgspec.Struct):
     content: list[_Entry] | None = None
 
 
+class _TokenEntry(msgspec.Struct):
+    token: str | None = None
+    bytes: list[int] | None = None
+
+
+class _TokenEntries(msgspec.Struct):
+    content: list[_TokenEntry] | None = None
+
+
+class _ReadTokens(msgspec.Struct):
+    """Of a choice, the tokens of its log-probabilities."""
+
+    logprobs: _TokenEntries | None = None
+
+
 class _Message(msgspec.Struct):
     content: str | None = None
 
@@ -50,10 +65,12 @@ class _Read(msgspec.Struct):
 
 
 _read_decoder = msgspec.json.Decoder(_Read)
+_tokens_decoder = msgspec.json.Decoder(_ReadTokens)
 
 
-def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, logprobs: bool) -> None:
-    """Copies text, finish reason, ids and logprobs into the sample.
+def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, logprobs: bool, strings: bool = False) -> None:
+    """Copies text, finish reason, ids and logprobs into the sample; without ids, and where `strings` says so, also the logprobs'
+    own tokens, by which they can be checked against ids.
 
     vLLM: `prompt_token_ids` lies in the response, `token_ids` in the choice; ids and logprobs both include the sampled
     end-of-turn token, which the text does not. A token whose logprob is unknown carries -9999.
@@ -70,6 +87,8 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
         values = [math.nan if value is None or value <= UNKNOWN_LOGPROB else value for value in values]
     if read.finish_reason in ("abort", "error"):
         raise ServerError(f"{place}: the server ended the completion with finish_reason {read.finish_reason!r}")
+    if (strings or not token_ids) and values is not None:
+        sample.logprob_tokens = _token_bytes(answer, len(values))
     if not token_ids:
         sample.logprobs = values
         return
@@ -88,6 +107,22 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
                 "request return_token_ids and logprobs together"
             )
         sample.logprobs = values
+
+
+def _token_bytes(answer: Answer, count: int) -> list[str] | None:
+    """The bytes of each log-probability's token as Latin-1 text; None where the server does not say them all."""
+    try:
+        read = _tokens_decoder.decode(answer.choice)
+        entries = (read.logprobs.content if read.logprobs is not None else None) or []
+        found = [
+            bytes(entry.bytes) if entry.bytes is not None else None if entry.token is None else entry.token.encode()
+            for entry in entries
+        ]
+    except ValueError:
+        return None
+    if len(found) != count or None in found:
+        return None
+    return [token.decode("latin-1") for token in found if token is not None]
 
 
 def _read(answer: Answer, place: str) -> _Read:
@@ -276,17 +311,31 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
     return {name: None if field.is_required() else field.get_default() for name, field in fields.items()}
 
 
+def with_messages(choice: Choice, messages: list[dict[str, Any]]) -> Choice:
+    """The choice with the whole conversation, its reply included, as `choice.messages`: what graders of rollouts are given."""
+    choice.messages = copy.deepcopy(messages)  # type: ignore[attr-defined]
+    return choice
+
+
 def choice_of_sample(sample: Sample) -> Choice:
-    """The choice that a sample was made of, as far as the sample knows it: token strings are empty, tool calls are lost."""
+    """The choice that a sample was made of, as far as the sample knows it: token strings are empty, and tool calls are lost but
+    for those of rollouts, of which it is the last choice."""
+    message, logprobs, ids = {"role": "assistant", "content": sample.text}, sample.logprobs, sample.token_ids
+    finish_reason = sample.finish_reason
+    if sample.turns:
+        turn = sample.turns[-1]
+        message, finish_reason = {**turn.reply, "content": turn.reply.get("content") or ""}, turn.finish_reason
+        logprobs, ids = (None if values is None else values[len(values) - turn.num_tokens :] for values in (logprobs, ids))
     fields = {
         "index": sample.sample,
-        "message": _model(ChatCompletionMessage, {"role": "assistant", "content": sample.text}),
-        "finish_reason": sample.finish_reason,
-        "logprobs": None if sample.logprobs is None else _lazy(list(sample.logprobs)),
+        "message": _model(ChatCompletionMessage, message),
+        "finish_reason": finish_reason,
+        "logprobs": None if logprobs is None else _lazy(list(logprobs)),
     }
-    if sample.token_ids is not None:
-        fields["token_ids"] = list(sample.token_ids)
-    return _model(Choice, fields)
+    if ids is not None:
+        fields["token_ids"] = list(ids)
+    choice = _model(Choice, fields)
+    return with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply]) if sample.turns else choice
 
 
 def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ttrl.errors import GraderError, UserError
+from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError
 from ttrl.rollouts.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
 from ttrl.tasks.task import Grade, Grader, Task
 
@@ -142,7 +142,9 @@ async def call(function: Callable[..., Any], argument: Any, *, threads: Threads,
         if task is not None and task.cancelling():
             raise  # it is we who are being cancelled, not something inside the function
         return None, error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
         return None, error
     return value, None
 
@@ -210,6 +212,7 @@ class Graders:
         Raises GraderError, naming `where`, when the grader raises (the traceback follows the first line), breaks a limit, or
         returns something that is no finite number.
         """
+        assert task.grader is not None
         if self._processes is not None:
             return await self._processes.grade(task.grader, choice, where)
         assert self._threads is not None
@@ -222,6 +225,13 @@ def describe(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]
     return line if len(line) <= 400 else line[:399] + "…"
+
+
+def type_and_message(error: BaseException) -> str:
+    """Our own errors as they are written (a grader's traceback included), others by their type and first line."""
+    if isinstance(error, GraderError | RolloutError | ServerError | TokenizationError):
+        return f"{type(error).__name__}: {error}"
+    return describe(error)
 
 
 def own_traceback(error: BaseException, caller: str = __file__) -> str:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ttrl.errors import GraderError, RequestError, ServerError, TokenizationError
+from ttrl.errors import RequestError
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.cache import sample_key
 from ttrl.rollouts.chat_completions import request_answers
 from ttrl.rollouts.choices import openai_choice, read_choice, writable
-from ttrl.rollouts.grading import call, describe
+from ttrl.rollouts.grading import call, type_and_message
 from ttrl.rollouts.partial import continue_answer, extend
+from ttrl.rollouts.play import Play
 from ttrl.rollouts.results import Usage, is_unfinished, where
 from ttrl.rollouts.sampling import Job, Meter, Sampling
 from ttrl.rollouts.servers import Size
@@ -80,6 +81,11 @@ class Group:
 
     async def fill(self) -> None:
         """Brings every sample to its end: graded, failed, or cut off by the budget."""
+        if self.job.task.rollout is not None:
+            async with asyncio.TaskGroup() as tasks:
+                for sample in self.samples:
+                    tasks.create_task(Play(self, sample).run())
+            return
         begun, fresh = [], []
         for sample in self.samples:
             self.usage.prompt = max(self.usage.prompt, len(sample.prompt_token_ids or ()))
@@ -103,7 +109,7 @@ class Group:
                 found.append(sample)
                 tasks.create_task(self._finish(sample, answer, cached=True))
         if found:
-            self._log(found, base_url=self.s.cache.describe() if self.s.cache is not None else "", hit=True)
+            self.log(found, base_url=self.s.cache.describe() if self.s.cache is not None else "", hit=True)
         for part in _neighbours(missing, self.s.samples_per_request):
             tasks.create_task(self._request(part))
 
@@ -206,26 +212,32 @@ class Group:
             for sample in samples:
                 self._fail(sample, failure)
         got = [answer for answer in answers if answer is not None]
+        self.sent(samples, got, base_url=base_url, seconds=loop.time() - began, error=error)
+        return None if error is not None else answers
+
+    def sent(self, samples: Sequence[Sample], got: Sequence[Answer], **facts: Any) -> None:
+        """Counts and logs a request; `got` are its answers."""
         if got:
             self.usage.new_prompt += got[0].prompt_tokens or 0
             self.usage.prefix_cached += max(answer.cached_tokens or 0 for answer in got)
             self.s.progress.add_tokens(0, got[0].prompt_tokens or 0)
-        self._log(
+        self.log(
             samples,
-            base_url=base_url,
             prompt_tokens=got[0].prompt_tokens if got else None,
             cached_prompt_tokens=got[0].cached_tokens if got else None,
             completion_tokens=sum(answer.completion_tokens or 0 for answer in got) if got else None,
-            seconds=loop.time() - began,
-            error=error,
+            **facts,
         )
-        return None if error is not None else answers
 
-    def _log(self, samples: Sequence[Sample], *, base_url: str, hit: bool = False, **facts: Any) -> None:
+    def log(
+        self, samples: Sequence[Sample], *, base_url: str, hit: bool = False, digest: str | None = None, **facts: Any
+    ) -> None:
+        """A line of the requests log. digest: of the request, by default the task's."""
         if self.s.requests_log is not None and self.job.digest is not None:
             numbers = [self.job.first + sample.sample for sample in samples]
+            digest = digest or self.job.digest
             self.s.requests_log.append(
-                base_url=base_url, model=self.s.request.model, digest=self.job.digest, samples=numbers, hit=hit, **facts
+                base_url=base_url, model=self.s.request.model, digest=digest, samples=numbers, hit=hit, **facts
             )
 
     # Samples
@@ -242,18 +254,22 @@ class Group:
         try:
             if had:
                 extend(sample, answer, s.weights_version)
+                sample.logprob_tokens = None  # of the first part alone
             else:
-                read_choice(sample, answer, place, token_ids=s.token_ids, logprobs=s.request.wants_logprobs)
+                # One sample of each call is checked token by token against its ids, as all come from the same server.
+                first = self.job.position == 0 and sample.sample == 0
+                wants = s.request.wants_logprobs
+                read_choice(sample, answer, place, token_ids=s.token_ids, logprobs=wants, strings=first)
             if self._is_cut_off(sample, new):
                 self._leave_open(sample)
                 return
-            if not cached and not had:
-                await self._keep(sample, answer)
+            if not cached and not had and self.job.digest is not None:
+                await self.keep(sample, answer, self.job.digest, self.s.cache_body(self.messages))
             graded = await s.graders.grade(self.job.task, openai_choice(answer), place)
             sample.reward, sample.metrics = graded.reward, graded.metrics
         except Exception as error:  # noqa: BLE001 - one bad sample never costs another
-            sample.error = writable(_type_and_message(error))
-        self._done(sample)
+            sample.error = writable(type_and_message(error))
+        self.done(sample)
 
     def _is_cut_off(self, sample: Sample, new: int) -> bool:
         """True where not the model or max_tokens ended it, but the budget."""
@@ -264,27 +280,26 @@ class Group:
             return False
         return self.s.request.max_tokens is None or len(sample.token_ids or ()) < self.s.request.max_tokens
 
-    async def _keep(self, sample: Sample, answer: Answer) -> None:
+    async def keep(self, sample: Sample, answer: Answer, digest: str, body: dict[str, Any]) -> None:
         """Into the cache, unless `on_chunk` ended it, which no key can describe. (Continued samples are not kept: they may have
         tokens of several policies.)"""
-        cache, digest = self.s.cache, self.job.digest
+        cache = self.s.cache
         own_end = sample.finish_reason != "stopped_early" or getattr(self.s.on_chunk, "cache_key", None) is not None
-        if cache is None or digest is None or sample.finish_reason in _NOT_TO_KEEP or not own_end:
-            return
-        body = self.s.cache_body(self.messages)
-        await cache.put(sample_key(digest, self.job.first + sample.sample), answer, body)
+        if cache is not None and sample.finish_reason not in _NOT_TO_KEEP and own_end:
+            await cache.put(sample_key(digest, self.job.first + sample.sample), answer, body)
 
     def _leave_open(self, sample: Sample) -> None:
         sample.finish_reason = "unfinished"
-        self._done(sample)
+        self.done(sample)
 
     def _fail(self, sample: Sample, error: Exception) -> None:
         if is_unfinished(sample):
             sample.finish_reason = None
-        sample.error = writable(_type_and_message(error))
-        self._done(sample)
+        sample.error = writable(type_and_message(error))
+        self.done(sample)
 
-    def _done(self, sample: Sample) -> None:
+    def done(self, sample: Sample) -> None:
+        """Counts and logs a sample that is finished."""
         self.s.progress.add_sample(sample, cached=sample.cached)
         if self.s.sample_logs is not None:
             self.s.sample_logs.write(sample, number=self.job.first + sample.sample)
@@ -303,10 +318,3 @@ def _neighbours(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
         else:
             parts.append([sample])
     return parts
-
-
-def _type_and_message(error: BaseException) -> str:
-    """Our own errors as they are written (a grader's traceback included), others by their type and first line."""
-    if isinstance(error, GraderError | ServerError | TokenizationError):
-        return f"{type(error).__name__}: {error}"
-    return describe(error)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from ttrl.errors import GraderError, ServerError
+from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.progress import Prices, si
 
@@ -16,7 +16,7 @@ class Usage:
     """Tokens of one task, as the server counted them (or as its token ids say)."""
 
     prompt: int = 0
-    """The prompt once, however many samples it has."""
+    """The prompt once, however many samples it has; of rollouts, the first one's."""
     completion: int = 0
     new_prompt: int = 0
     """Of every request that was sent, so what a provider charges for; nothing for samples that came from the cache."""
@@ -38,6 +38,11 @@ class RolloutStats:
     """Samples that a token budget cut off; they can be continued."""
     num_cached: int
     """Samples whose completion came from the cache."""
+    num_turns: int
+    """Replies of the model in samples of rollouts."""
+    num_breaks: int
+    """Of these, those whose prompt does not continue an earlier turn token by token, first ones left out: they are trained as
+    sequences of their own, whose prompt is computed once more. 0 where the server gave no ids, by which it could be told."""
     mean_reward: float | None
     metrics: dict[str, float]
     """Each metric's mean over the graded samples that have it."""
@@ -79,6 +84,7 @@ class RolloutStats:
         if self.spend is not None:
             parts.append(f"${self.spend:.4g}")
         for count, what in (
+            (self.num_turns, "turns"),
             (self.num_cached, "from the cache"),
             (self.num_unfinished, "unfinished"),
             (self.num_failed, "failed"),
@@ -180,6 +186,13 @@ class TaskResults(Sequence[TaskResult]):
             num_failed=len(samples) - len(graded) - len(unfinished),
             num_unfinished=len(unfinished),
             num_cached=sum(sample.cached for sample in samples),
+            num_turns=sum(len(sample.turns) for sample in samples if sample.turns),
+            num_breaks=sum(
+                turn.continues is None and turn.prompt_token_ids is not None
+                for sample in samples
+                if sample.turns
+                for turn in sample.turns[1:]
+            ),
             mean_reward=_mean([sample.reward for sample in graded if sample.reward is not None]),
             metrics={name: sum(values) / len(values) for name, values in metrics.items()},
             prompt_tokens=sum(u.prompt for u in usage),
@@ -203,14 +216,18 @@ class TaskResults(Sequence[TaskResult]):
     def raise_if_all_failed(self) -> None:
         """Does nothing while a single sample has a reward.
 
-        Raises GraderError when all samples failed in their graders, ServerError otherwise; with the commonest reason in full.
+        Raises GraderError when all samples failed in their graders, RolloutError when all did there or in their rollouts,
+        ServerError otherwise; with the commonest reason in full.
         """
         samples = self.samples
         if not samples or any(sample.reward is not None or is_unfinished(sample) for sample in samples):
             return
         commonest, count = Counter(map(reason, samples)).most_common(1)[0]
         in_full = next(sample.error or commonest for sample in samples if reason(sample) == commonest)
-        kind = GraderError if all((sample.error or "").startswith("GraderError") for sample in samples) else ServerError
+        kinds = {(sample.error or "").split(":", 1)[0] for sample in samples}
+        kind: type[TtrlError] = ServerError
+        if kinds <= {"GraderError", "RolloutError", "RolloutLimitError"}:
+            kind = GraderError if kinds == {"GraderError"} else RolloutError
         raise kind(f"all {len(samples)} samples of {len(self)} tasks failed, {count} of them with: {in_full}")
 
 
@@ -239,9 +256,17 @@ def is_unfinished(sample: Sample) -> bool:
 def _usage(result: TaskResult) -> Usage:
     """From what is known of the samples: all of it new where the samples do not come from the cache."""
     prompt = max((len(sample.prompt_token_ids or ()) for sample in result.samples), default=0)
-    counts = [(len(sample.token_ids or sample.logprobs or ()), sample.cached) for sample in result.samples]
+    counts = [(len(sample.token_ids or sample.logprobs or ()), sample.cached) for sample in result.samples if not sample.turns]
+    sent = prompt if any(count for count, cached in counts if not cached) else 0
+    for sample in result.samples:
+        lengths: list[int] = []  # of each turn's prompt and reply
+        for turn in sample.turns or ():
+            asked = len(turn.prompt_token_ids or ()) + (0 if turn.continues is None else lengths[turn.continues])
+            lengths.append(asked + turn.num_tokens)
+            counts.append((turn.num_tokens, turn.cached))
+            sent += 0 if turn.cached else asked
     new = sum(count for count, cached in counts if not cached)
-    return Usage(prompt=prompt, completion=sum(count for count, _ in counts), new_prompt=prompt if new else 0, new_completion=new)
+    return Usage(prompt=prompt, completion=sum(count for count, _ in counts), new_prompt=sent, new_completion=new)
 
 
 def _dollars(prices: Prices | None, prompt: int, completion: int) -> float | None:

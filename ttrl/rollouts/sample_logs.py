@@ -77,10 +77,36 @@ def sample_text(sample: Sample) -> str:
     parts = [_head(sample)]
     if sample.error:
         parts.append(f"{_title('error')}\n{sample.error}")
+    if sample.turns is not None:
+        return "\n\n".join(part.rstrip("\n") for part in parts + _turns(sample)) + "\n"
     parts += [f"{_title(_role(message))}\n{_message(message)}" for message in sample.messages]
     end = f" ({sample.finish_reason})" if sample.finish_reason else ""
     parts.append(f"{_title('answer' + end)}\n{sample.text}")
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _turns(sample: Sample) -> list[str]:
+    """A conversation of several turns, each one's new messages and its reply."""
+    parts = []
+    begun = not sample.turns or sample.turns[0].follows is not None
+    messages = list(sample.messages) if begun else []
+    for number, turn in enumerate(sample.turns or ()):
+        if number and turn.follows != number - 1:
+            parts.append(
+                _title(f"turn {number}: another conversation" if turn.follows is None else f"turn {number}: goes on elsewhere")
+            )
+        messages += turn.messages
+        parts += [f"{_title(_role(message))}\n{_message(message)}" for message in messages]
+        about = [turn.finish_reason or "no finish reason", f"{turn.num_tokens} tokens"]
+        about += ["a new sequence"] if number and turn.continues is None and turn.prompt_token_ids is not None else []
+        reply = dict(turn.reply)
+        for name in ("reasoning", "reasoning_content"):
+            if isinstance(thought := reply.get(name), str):
+                parts.append(f"{_title(f'turn {number}: {name}')}\n{thought}")
+        title = _title(f"turn {number}: answer ({', '.join(about)})")
+        parts.append(f"{title}\n{_message(reply)}")
+        messages = []
+    return parts + [f"{_title(_role(message))}\n{_message(message)}" for message in messages]
 
 
 def _head(sample: Sample) -> str:

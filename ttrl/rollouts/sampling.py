@@ -79,9 +79,10 @@ class Sampling:
         self.first_request = first_part(self.request, self.budget)
         """What samples without a token are asked for with."""
 
-    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What an answer depends on, for the cache: the request, and what may end it early where that has a name."""
-        return cache_body(self.request, self.on_chunk, messages)
+    def cache_body(self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None) -> dict[str, Any]:
+        """What an answer depends on, for the cache: the request (by default the call's), and what may end it early where that has
+        a name."""
+        return cache_body(request or self.request, self.on_chunk, messages)
 
     def count_tokens(self, tokens: int, prompt: int = 0) -> None:
         """More tokens have come from a server (fewer, where a stream broke that is asked for again)."""

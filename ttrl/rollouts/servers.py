@@ -103,8 +103,8 @@ class Servers:
         if self._most is not None:  # who names a number means it: servers that say nothing of their room begin with it
             for server in self._servers:
                 server.room.limit = max(server.room.limit, math.ceil(self._most / len(transports)))
-        self._queue: list[tuple[int, _Waiter]] = []
-        self._tickets = itertools.count()
+        self._queue: list[tuple[tuple[int, int], _Waiter]] = []
+        self._tickets, self._arrivals = itertools.count(), itertools.count()
         self._in_flight = 0
         self._files = OpenFiles()
         self._last_served: dict[Hashable, Server] = {}
@@ -142,17 +142,25 @@ class Servers:
         """Requests that wait to be sent (those of cancelled callers may be counted for a while)."""
         return len(self._queue)
 
-    async def send(self, attempt: Attempt, *, size: Size, max_retries: int, affinity: Hashable = None) -> list[Answer | None]:
+    def ticket(self) -> int:
+        """A place in the queue, for requests of one sample that come one after another: see `send`."""
+        return next(self._tickets)
+
+    async def send(
+        self, attempt: Attempt, *, size: Size, max_retries: int, affinity: Hashable = None, ticket: int | None = None
+    ) -> list[Answer | None]:
         """Runs `attempt` with the transport of a server that has room, again after failures that another try may mend.
 
         max_retries: further attempts after connection errors, timeouts, stalls, unreadable answers, 408, 429 and 5xx, with pauses
             of 0.5, 1, 2 … 8 seconds or as long as the server asks for. Moving away from a server that is out is not counted.
         affinity: requests with an equal one go to the same server if they can: its prefix cache knows their prompt.
+        ticket: the place in the queue, the lowest is first; None: behind all that came before. A conversation that keeps its own
+            goes on before new ones are begun, while the server's prefix cache still has it.
 
         Raises RequestError: the last one of this request, or, after `max_downtime` seconds in which no server answered, one that
         says so. Whatever else `attempt` raises comes through.
         """
-        ticket = next(self._tickets)
+        ticket = next(self._tickets) if ticket is None else ticket
         attempts = moves = 0
         while True:
             async with self._semaphore or contextlib.nullcontext():
@@ -208,7 +216,7 @@ class Servers:
                 return self._lease(server, load, affinity)
         self._check_patience()
         waiter = _Waiter(asyncio.get_running_loop().create_future(), load, affinity)
-        heapq.heappush(self._queue, (ticket, waiter))
+        heapq.heappush(self._queue, ((ticket, next(self._arrivals)), waiter))
         self._pump()
         try:
             return await waiter.lease

@@ -67,6 +67,8 @@ async def get_task_results(
 ) -> TaskResults:
     """Samples `n` completions of every task and grades them; results come back in the order of the tasks.
 
+    A task with a `rollout` has its coroutine run `n` times instead; each of its requests is made as it is told here for one.
+
     client: an AsyncOpenAI client or a base URL ("http://127.0.0.1:8000/v1"; the key is then taken from OPENAI_API_KEY), or a list
         of them, all of which must serve the same model: requests are spread over them and moved away from one that fails.
     params: sampling parameters of the OpenAI API (temperature, max_tokens, stop, …) or of vLLM (top_k, min_p, …), and
@@ -112,6 +114,8 @@ async def get_task_results(
     arguments = dict(locals())
     tasks = checked_tasks(tasks)
     call = Call(arguments, len(tasks))
+    for task in tasks:
+        call.check(task)
     start = time.monotonic()
     outcomes: list[Outcome] = []
 

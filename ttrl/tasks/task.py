@@ -13,8 +13,11 @@ from ttrl.errors import GraderError, TaskError
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
+    from ttrl.rollouts.chat import Chat
+
 GraderOutput: TypeAlias = "float | tuple[float, Mapping[str, float]] | Grade"
 Grader: TypeAlias = "Callable[[Choice], GraderOutput | Awaitable[GraderOutput]]"
+Rollout: TypeAlias = "Callable[[Chat], Awaitable[GraderOutput | None]]"
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Grade:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, output: object, where: str) -> "Grade":
-        """Reads what a grader returned: a number, (number, metrics) or a Grade.
+    def of(cls, output: object, where: str, *, who: str = "grader") -> "Grade":
+        """Reads what a grader returned (or a rollout, `who`): a number, (number, metrics) or a Grade.
 
         Raises GraderError, naming `where`, for anything else, and for NaN and infinities.
         """
@@ -39,24 +42,49 @@ class Grade:
             reward = output
         if not _is_finite_number(reward):
             raise GraderError(
-                f"{where}: the grader returned {_short(output)}; a grader returns a finite number or (number, metrics)"
+                f"{where}: the {who} returned {_short(output)}; a {who} returns a finite number or (number, metrics)"
             )
         if not isinstance(metrics, Mapping):
-            raise GraderError(f"{where}: the grader's metrics are {_short(metrics)}; they must be a dict of names to numbers")
+            raise GraderError(f"{where}: the {who}'s metrics are {_short(metrics)}; they must be a dict of names to numbers")
         for name, value in metrics.items():
             if not isinstance(name, str) or not _is_finite_number(value):
-                raise GraderError(f"{where}: the grader's metric {name!r} is {_short(value)}; it must be a finite number")
+                raise GraderError(f"{where}: the {who}'s metric {name!r} is {_short(value)}; it must be a finite number")
         return cls(float(reward), {name: float(value) for name, value in metrics.items()})  # type: ignore[arg-type]
 
 
 def _is_finite_number(value: object) -> bool:
-    """bools, ints, floats and NumPy scalars count; NaN, infinities and strings do not."""
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    """bools, ints, floats and NumPy scalars count; NaN, infinities, strings, and whole numbers beyond any float do not."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - the user's object (or a number of thousands of digits, which Python does not print)
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """How far one rollout may go. Raises TaskError for numbers that are none."""
+
+    turns: int = 64
+    """Replies of the model."""
+    tokens: int | None = None
+    """Tokens that the model generates in all turns together; None: as many as its context has room for."""
+    seconds: float = 60.0
+    """Of the rollout's own work between two requests (a tool that runs, a game that thinks); the model's time does not count."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("turns", self.turns), ("tokens", self.tokens)):
+            if (value is not None or name == "turns") and (type(value) is not int or value < 1):
+                raise TaskError(f"rollout limits: {name} is {value!r}; give a whole number of at least 1")
+        if not _is_finite_number(self.seconds) or isinstance(self.seconds, bool) or self.seconds <= 0:
+            raise TaskError(f"rollout limits: seconds is {self.seconds!r}; give a positive number of seconds")
 
 
 @dataclass
@@ -69,13 +97,22 @@ class Task:
         )
 
     The grader is given the `Choice` of an OpenAI chat completion and returns a reward, or (reward, metrics), now or as an
-    awaitable. Raises TaskError when made of something that cannot be sampled.
+    awaitable. Assistant messages among `messages` are given, not trained: only what the model writes now is.
+
+    With `rollout`, the model is asked several times: see `ttrl.rollouts.chat.Chat`. Raises TaskError when made of something that
+    cannot be sampled.
     """
 
     messages: list[dict[str, Any]]
-    grader: Grader
+    grader: "Grader | None" = None
+    """May be left out where the rollout returns the reward."""
     id: str = ""
     """A name for logs and rollout files; by default a digest of the messages, the same in every run."""
+    rollout: "Rollout | None" = None
+    """`async def rollout(chat)`: talks to the model, `await chat("…")`, uses tools or makes moves between, and returns the
+    reward, (reward, metrics), or None: then the grader is asked, with the last choice, whose `messages` are the conversation."""
+    limits: RolloutLimits = field(default_factory=RolloutLimits)
+    """Of the rollout."""
 
     def __post_init__(self) -> None:
         name = f"task {self.id!r}" if self.id else "task"
@@ -89,8 +126,12 @@ class Task:
                 )
             if message.get("content") is None and not message.get("tool_calls"):
                 raise TaskError(f"{name}: message {number} (role {message['role']!r}) has neither content nor tool_calls")
-        if not callable(self.grader):
+        if self.rollout is not None and not callable(self.rollout):
+            raise TaskError(f"{name}: rollout is {_short(self.rollout)}; give a coroutine function, async def rollout(chat)")
+        if not callable(self.grader) and (self.grader is not None or self.rollout is None):
             raise TaskError(f"{name}: grader is {_short(self.grader)}; give a function of the choice that returns a reward")
+        if not isinstance(self.limits, RolloutLimits):
+            raise TaskError(f"{name}: limits is {_short(self.limits)}; give RolloutLimits(turns=…, tokens=…, seconds=…)")
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
             self.id = "task-" + hashlib.sha256(content.encode()).hexdigest()[:12]

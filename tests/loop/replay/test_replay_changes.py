@@ -25,7 +25,7 @@ def group(number, values):
     return TaskResult(task_id=f"task/{number}", messages=messages, samples=samples)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(groups, st.sampled_from(["std", "mean"]))
 def test_counts_are_what_they_say(drawn, method):
     comparison, pairs, advantages = Comparison(None, method), [], ([], [])

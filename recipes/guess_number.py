@@ -1,0 +1,121 @@
+"""Guess a die's number in three tries: an example of a conversation of several turns, on a laptop.
+
+    python recipes/guess_number.py [--run runs/guess_number] [--seed 0]
+
+The model names a number from 1 to 6 and is told "higher" or "lower"; who heeds that, and guesses in the middle, wins every game.
+A random model of a million parameters is warmed up by supervised training on games of players of whom every other one heeds
+what it is told. It then wins about half of its games, as many as one who guesses at random. From there on it is told nothing but
+whether it won: every guess is trained with the reward of its game, what the other side says is not.
+
+The example shows how such a task is written, not how well it can be learnt: the settings are not tuned. In four iterations the
+share of 128 held-out games that were won went from 0.54 to 0.63 (either may be off by 0.09). With a learning rate of 1e-3 it
+reached 0.74 after five and fell to 0 after seven, when the model no longer ended its answers.
+Interrupt it whenever you like: the same command continues where it was.
+"""
+
+import argparse
+import functools
+import random
+from pathlib import Path
+
+from ttrl import Task, TrainConfig, train, tune
+from ttrl.files import write_jsonl
+from ttrl.tiny_model import make_tiny_model
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--run", type=Path, default=Path("runs/guess_number"), help="the run folder")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--iterations", type=int, default=30, help="of training at most")
+arguments = parser.parse_args()
+
+NUMBERS, TRIES = range(1, 7), 3
+BEGIN = [{"role": "user", "content": "guess"}]
+
+
+def hint(guess: int, secret: int) -> str:
+    return "higher" if guess < secret else "lower"
+
+
+async def game(chat, secret):
+    """The rollout of one task: asks for a guess, says how it was wrong, and returns the reward and a metric."""
+    choice = await chat()
+    for turn in range(1, TRIES + 1):
+        said = choice.message.content.strip()
+        if said == str(secret):
+            return 1.0, {"won": 1.0, "tries": turn}
+        if turn == TRIES or not (said.isdecimal() and int(said) in NUMBERS):
+            return 0.0, {"won": 0.0}
+        choice = await chat(hint(int(said), secret))
+
+
+def tasks(count: int, seed: str) -> list[Task]:
+    """Games whose secrets differ; the id tells them apart, as all begin with the same messages."""
+    rng = random.Random(seed)
+    secrets = [rng.choice(NUMBERS) for _ in range(count)]
+    return [Task(BEGIN, rollout=functools.partial(game, secret=n), id=f"{seed}/{i}-{n}") for i, n in enumerate(secrets)]
+
+
+def random_games(count: int, seed: int) -> list[dict]:
+    """Players who answer with a number that they have not said yet. Half of them heed what they are told, the others do not."""
+    rng, games = random.Random(seed), []
+    for _ in range(count):
+        secret, messages, left, heeds = rng.choice(NUMBERS), list(BEGIN), list(NUMBERS), rng.random() < 0.5
+        for turn in range(1, TRIES + 1):
+            guess = rng.choice(left)
+            messages.append({"role": "assistant", "content": str(guess)})
+            if guess == secret or turn == TRIES:
+                break
+            messages.append({"role": "user", "content": hint(guess, secret)})
+            left = [n for n in left if n != guess and (not heeds or (n > guess) == (secret > guess))]
+        games.append({"messages": messages})
+    return games
+
+
+def warm_start(folder: Path, seed: int) -> Path:
+    """A tiny model that knows the rules: random weights, then a fixed number of supervised steps."""
+    if not (folder / "checkpoint" / "config.json").exists():
+        model = make_tiny_model(folder / "random_model", seed=seed)
+        write_jsonl(folder / "examples.jsonl", random_games(STEPS * BATCH, seed))
+        config = {"model": str(model), "data": str(folder / "examples.jsonl"), "output_dir": str(folder), "steps": STEPS}
+        config |= {
+            "batch_size": BATCH,
+            "seq_len": 256,
+            "lr": 1e-3,
+            "seed": seed,
+            "rows_per_microbatch": 16,
+            "num_output_chunks": 1,
+        }
+        tune(config, folder / "sft.yaml", recipe="ttrl/sft_recipe", pbar_desc="warm start")
+    return folder / "checkpoint"
+
+
+STEPS, BATCH = 80, 32
+
+if __name__ == "__main__":
+    run = arguments.run.absolute()
+    result = train(
+        TrainConfig(
+            run=str(run),
+            model=str(warm_start(run / "warm_start", arguments.seed)),
+            iterations=arguments.iterations,
+            tasks_per_iteration=32,
+            samples_per_task=16,
+            max_tokens=3,
+            seq_len=512,
+            seed=arguments.seed,
+            training={
+                "lr": 3e-4,
+                "warmup_steps": 4,
+                "updates_per_iteration": 4,
+                "rows_per_microbatch": 8,
+                "num_output_chunks": 1,
+            },
+            validation_metric="won",
+        ),
+        tasks=tasks(512, "train"),
+        validation_tasks=tasks(128, "validation"),
+    )
+    before, after = (row["validation"]["won"] for row in (result.metrics[0], result.metrics[-1]))
+    print(f"held-out games won: {before:.3f} before, {after:.3f} after {result.metrics[-1]['iteration']} iterations")
+    print(f"report:     {result.report}")
+    print(f"checkpoint: {result.checkpoint}")

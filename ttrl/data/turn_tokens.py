@@ -1,0 +1,211 @@
+"""The turns of a sample as tokens, and as sequences: a turn continues the tokens before it, or begins a sequence of its own."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrl.data.chat_templates import ChatTokens, tokenize_chat, tokenize_completion
+from ttrl.errors import TokenizationError
+from ttrl.records import Sample, Turn
+
+
+@dataclass
+class TurnTokens:
+    """One reply of the model."""
+
+    where: str
+    """How messages call it."""
+    prompt: list[int]
+    """Ids beyond those of `continues`."""
+    continues: int | None
+    """The turn whose prompt and generated tokens come before `prompt`; None: none."""
+    token_ids: list[int]
+    """Generated."""
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str | None
+    text: str
+    is_taken_apart: bool = False
+    """Whether the server took reasoning or tool calls out of the text."""
+    logprob_tokens: list[str] | None = None
+    before: list[int] = field(default_factory=list)
+    """The last id of the whole prompt."""
+
+
+@dataclass
+class Sequence:
+    """Tokens as the model saw them. Lists of one entry per token, `versions` of one per token from `prompt_length` on."""
+
+    prompt_length: int
+    token_ids: list[int]
+    assistant_mask: list[bool]
+    logprobs: list[float]
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @classmethod
+    def begun(cls, prompt: list[int]) -> "Sequence":
+        """A prompt, nothing of which is trained."""
+        return cls(len(prompt), list(prompt), [False] * len(prompt), [math.nan] * len(prompt))
+
+
+def join(turns: list[TurnTokens]) -> list[Sequence]:
+    """Sequences in which every turn's tokens are trained once.
+
+    A turn continues the sequence of the turn that it continues, if nothing else does yet; else it begins one, whose prompt holds
+    the same tokens, untrained.
+    """
+    sequences: list[Sequence] = []
+    ends: list[tuple[int, int]] = []  # of each turn: its sequence, and the length up to its end
+    for turn in turns:
+        number = len(sequences)
+        if turn.continues is None:
+            sequences.append(Sequence.begun(turn.prompt))
+        else:
+            number, end = ends[turn.continues]
+            one = sequences[number]
+            if len(one.token_ids) == end:
+                one.token_ids += turn.prompt
+                one.assistant_mask += [False] * len(turn.prompt)
+                one.logprobs += [math.nan] * len(turn.prompt)
+                one.versions += turn.versions[:1] * len(turn.prompt) or [-1] * len(turn.prompt)
+            else:
+                number = len(sequences)
+                sequences.append(Sequence.begun(one.token_ids[:end] + turn.prompt))
+        one = sequences[number]
+        one.token_ids += turn.token_ids
+        one.assistant_mask += [True] * len(turn.token_ids)
+        one.logprobs += turn.logprobs
+        one.versions += turn.versions
+        one.finish_reason = turn.finish_reason
+        ends.append((number, len(one.token_ids)))
+    return sequences
+
+
+def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
+    """By the server's own ids. Raises TokenizationError, naming the sample, where lists are missing or of different lengths."""
+    prompt, completion = sample.prompt_token_ids, sample.token_ids
+    assert prompt is not None and completion is not None
+    if not prompt:
+        raise TokenizationError(f"{where}: the prompt has no tokens, so nothing predicts the first token of the completion")
+    logprobs = sample.logprobs if sample.logprobs is not None else [math.nan] * len(completion)
+    if len(logprobs) != len(completion):
+        raise TokenizationError(
+            f"{where}: the server returned {len(completion)} token ids but {len(logprobs)} logprobs; "
+            "request return_token_ids and logprobs together"
+        )
+    versions = sample.token_versions
+    if versions is not None and len(versions) != len(completion):
+        raise TokenizationError(
+            f"{where}: {len(completion)} token ids but {len(versions)} token_versions; a continued sample has one for each"
+        )
+    if sample.turns is None:
+        versions = list(versions) if versions is not None else [sample.weights_version] * len(completion)
+        one = TurnTokens(where, prompt, None, completion, logprobs, versions, sample.finish_reason, sample.text)
+        one.logprob_tokens = sample.logprob_tokens
+        return [one]
+    told = sum(turn.num_tokens for turn in sample.turns)
+    if told != len(completion):
+        raise TokenizationError(f"{where}: {len(completion)} token ids, but its {len(sample.turns)} turns have {told} tokens")
+    found, begin = [], 0
+    for number, turn in enumerate(sample.turns):
+        if turn.prompt_token_ids is None or (turn.continues is None and not turn.prompt_token_ids):
+            raise TokenizationError(f"{where}, turn {number}: the server gave no token ids of its prompt")
+        if turn.continues is not None and not 0 <= turn.continues < number:
+            raise TokenizationError(f"{where}, turn {number}: it continues turn {turn.continues}, which is not before it")
+        own = slice(begin, begin := begin + turn.num_tokens)
+        found.append(
+            TurnTokens(
+                f"{where}, turn {number}",
+                turn.prompt_token_ids,
+                turn.continues,
+                completion[own],
+                logprobs[own],
+                versions[own] if versions is not None else [turn.weights_version] * turn.num_tokens,
+                turn.finish_reason,
+                turn.reply.get("content") or "",
+                is_taken_apart(turn.reply),
+                None if sample.logprob_tokens is None else sample.logprob_tokens[own],
+            )
+        )
+    return found
+
+
+def is_taken_apart(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant's message is more than its content."""
+    return any(message.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
+
+
+def turns_by_template(
+    where: str,
+    sample: Sample,
+    tokenizer: Any,
+    tools: list[dict[str, Any]] | None,
+    end_of_turn: bool,
+    template_kwargs: Mapping[str, Any],
+) -> list[TurnTokens]:
+    """By the chat template, for samples without ids; log-probabilities as the server gave them, not yet those of the ids.
+
+    Raises TokenizationError, naming the sample, for what the template cannot show as the model wrote it.
+    """
+    turns = sample.turns
+    if turns is None:
+        if sample.finish_reason == "tool_calls":
+            raise TokenizationError(
+                f"{where}: the server took tool calls out of the answer, and a sample without token ids does not keep them; "
+                "sample with token_ids=True, or with a rollout, whose turns keep whole messages"
+            )
+        reply = {"role": "assistant", "content": sample.text}
+        told = len(sample.logprobs or ())
+        turns = [Turn(messages=[], follows=-1, reply=reply, num_tokens=told, finish_reason=sample.finish_reason)]
+        turns[0].weights_version = sample.weights_version
+    found: list[TurnTokens] = []
+    wholes: list[list[int]] = []
+    begin = 0
+    for number, turn in enumerate(turns):
+        place = where if sample.turns is None else f"{where}, turn {number}"
+        messages = sample.sent(number) if sample.turns is not None else list(sample.messages)
+        ended = end_of_turn and turn.finish_reason in ("stop", "tool_calls")
+        try:
+            chat, generated = _tokens(tokenizer, messages, turn.reply, turn.tools or tools, ended, template_kwargs)
+        except TokenizationError as error:
+            raise TokenizationError(f"{place}: {error}") from error
+        whole = chat.token_ids[: generated.stop]
+        prompt, ids = whole[: generated.start], whole[generated.start :]
+        continues = next((k for k in range(number - 1, -1, -1) if prompt[: len(wholes[k])] == wholes[k]), None)
+        own = slice(begin, begin := begin + turn.num_tokens)
+        found.append(
+            TurnTokens(
+                place,
+                prompt if continues is None else prompt[len(wholes[continues]) :],
+                continues,
+                ids,
+                (sample.logprobs or [])[own],
+                [turn.weights_version] * len(ids),
+                turn.finish_reason,
+                turn.reply.get("content") or "",
+                is_taken_apart(turn.reply),
+                None if sample.logprob_tokens is None else sample.logprob_tokens[own],
+                prompt[-1:],
+            )
+        )
+        wholes.append(whole)
+    return found
+
+
+def _tokens(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    reply: dict[str, Any],
+    tools: list[dict[str, Any]] | None,
+    ended: bool,
+    template_kwargs: Mapping[str, Any],
+) -> tuple[ChatTokens, slice]:
+    """The conversation up to the reply, and which of its tokens the model wrote."""
+    if not is_taken_apart(reply):
+        chat = tokenize_completion(tokenizer, messages, reply.get("content") or "", tools, ended=ended, **template_kwargs)
+        return chat, slice(chat.turns[-1].start, chat.turns[-1].end)
+    chat = tokenize_chat(tokenizer, [*messages, reply], tools, turns="last", **template_kwargs)
+    turn = chat.turns[-1]
+    return chat, slice(turn.start, turn.end if ended else turn.end - 1)  # the end-of-turn token was not sampled

@@ -1,0 +1,393 @@
+"""One sample of a task with a `rollout`: the model is asked as often as the coroutine wants, and all replies become one Sample.
+
+Each reply is a request of its own, with cache, retries, admission, counts and logs as any other. A conversation that is under way
+goes before those that are not begun yet, so that the server's prefix cache still has it. What goes wrong costs this sample alone:
+an exception of the rollout (RolloutError), one of its steps that takes too long, a server that fails for good (RequestError).
+
+A reply continues an earlier one where the prompt that the server made begins with exactly that one's prompt and generated ids;
+else it is another sequence (`Turn.continues`). Nothing is tokenized here, and no log-probability is guessed.
+"""
+
+import asyncio
+import copy
+import dataclasses
+import functools
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from openai.types.chat.chat_completion import Choice
+
+from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TokenizationError
+from ttrl.records import Sample, Turn
+from ttrl.rollouts.cache import request_digest, sample_key
+from ttrl.rollouts.chat import Chat
+from ttrl.rollouts.chat_completions import ChatRequest, plain, request_answers
+from ttrl.rollouts.choices import openai_choice, read_choice, with_messages, writable
+from ttrl.rollouts.context import room_left
+from ttrl.rollouts.grading import describe, own_traceback, type_and_message
+from ttrl.rollouts.results import where
+from ttrl.rollouts.sampling import Meter
+from ttrl.rollouts.servers import Size
+from ttrl.rollouts.transport import Transport
+from ttrl.rollouts.wire import Answer
+from ttrl.tasks.task import Grade
+
+if TYPE_CHECKING:
+    from ttrl.rollouts.group import Group
+
+_REASONING = ("reasoning", "reasoning_content")
+
+
+@dataclasses.dataclass
+class _Reply:
+    """One answer of the model, with all that was sent for it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    answer: Answer
+    read: Sample
+    message: dict[str, Any]
+
+    @functools.cached_property
+    def ids(self) -> list[int] | None:
+        """Prompt and generated tokens."""
+        prompt, generated = self.read.prompt_token_ids, self.read.token_ids
+        return None if prompt is None or generated is None else prompt + generated
+
+
+class Play:
+    """The rollout of one sample, while it goes on."""
+
+    def __init__(self, group: "Group", sample: Sample) -> None:
+        self.group, self.sample, self.s = group, sample, group.s
+        self.task = group.job.task
+        self.place = where(sample.task_id, sample.sample)
+        self._replies: list[_Reply | None] = []
+        """In the order in which they were asked for; None where none came."""
+        self._generated = 0
+        self._waiting: set[asyncio.Task[Any]] = set()
+        self._clock: asyncio.Timeout | None = None
+        self._ticket = group.s.servers.ticket()
+        self._is_over = False
+
+    async def run(self) -> None:
+        """From the first request to the grade. Raises nothing but CancelledError."""
+        sample = self.sample
+        try:
+            output = await self._played()
+            self._fill()
+            await self._grade(output)
+        except RolloutLimitError as limit:
+            self._fill()
+            if sample.turns and self.task.grader is not None:
+                sample.finish_reason = "max_turns" if limit.limit == "turns" else "length"
+                await self._graded_or_failed()
+            else:
+                self._failed(limit)
+        except (GraderError, RolloutError, ServerError, TokenizationError) as error:
+            self._fill()
+            self._failed(error)
+        except Exception as error:  # noqa: BLE001 - one bad sample never costs another
+            self._failed(error)
+        self.group.done(sample)
+
+    def _failed(self, error: Exception) -> None:
+        self.sample.error = writable(type_and_message(error))
+        if not isinstance(error, GraderError):
+            self.sample.finish_reason = None
+
+    # The coroutine
+
+    async def _played(self) -> Any:
+        """What the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
+        chat = Chat(self, self.group.messages, self.sample.task_id, self.sample.sample)
+        seconds = self.task.limits.seconds
+        assert self.task.rollout is not None
+        try:
+            async with asyncio.timeout(seconds) as self._clock:
+                coroutine = self.task.rollout(chat)
+                if not inspect.isawaitable(coroutine):
+                    raise RolloutError(f"{self.place}: the rollout is no coroutine function; write it as async def rollout(chat)")
+                output = await coroutine
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # it is we who are being cancelled
+            raise self._raised(error) from None
+        except TimeoutError as error:
+            if self._clock is None or not self._clock.expired():
+                raise self._raised(error) from None
+            raise RolloutError(
+                f"{self.place}: the rollout worked for more than {seconds:g} s between two requests; make it faster, or raise "
+                "limits=RolloutLimits(seconds=…)"
+            ) from None
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
+            raise self._raised(error) from None
+        finally:
+            self._is_over = True
+            for task in self._waiting - {asyncio.current_task()}:
+                task.cancel()  # requests that the rollout left behind
+        if not any(self._replies):
+            raise RolloutError(f"{self.place}: the rollout ended without a reply of the model; ask it with await chat(…)")
+        return output
+
+    def _raised(self, error: BaseException) -> Exception:
+        """Our own errors as they are, out of exception groups too; others as a RolloutError with their traceback."""
+        first = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if isinstance(first, GraderError | RolloutError | ServerError | TokenizationError):
+            return first
+        return RolloutError(f"{self.place}: the rollout raised {describe(error)}\n{own_traceback(error, __file__)}")
+
+    # The grade
+
+    async def _grade(self, output: Any) -> None:
+        if output is not None:
+            grade = Grade.of(output, self.place, who="rollout")
+            self.sample.reward, self.sample.metrics = grade.reward, grade.metrics
+        elif self.task.grader is not None:
+            await self._graded_or_failed()
+        else:
+            raise GraderError(f"{self.place}: the rollout returned no reward, and the task has no grader; give one of them")
+
+    async def _graded_or_failed(self) -> None:
+        last = next(reply for reply in reversed(self._replies) if reply is not None)
+        choice = with_messages(openai_choice(last.answer), [*last.messages, last.message])
+        try:
+            grade = await self.s.graders.grade(self.task, choice, self.place)
+            self.sample.reward, self.sample.metrics = grade.reward, grade.metrics
+        except GraderError as error:
+            self._failed(error)
+
+    # Requests
+
+    async def ask(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None,
+        stop: str | Sequence[str] | None,
+    ) -> tuple[Choice, dict[str, Any]]:
+        """See `ttrl.rollouts.chat.Asked`."""
+        try:
+            self._check_limits()
+        except RolloutError:
+            await asyncio.sleep(0)  # a rollout that catches it and asks again, for ever, must not hold up all others
+            raise
+        number = len(self._replies)
+        self._replies.append(None)
+        sent = _clean(plain(messages, "messages"))
+        if not sent:
+            raise RolloutError(f"{self.place}: there are no messages to answer")
+        own = {"tools": _clean(plain(tools, "tools")) if tools else None, "stop": plain(stop, "stop")}
+        request = self._request(own, max_tokens)
+        waiting = asyncio.current_task()
+        assert waiting is not None
+        self._waiting.add(waiting)
+        self._count_time(False)
+        try:
+            answer, digest, cached = await self._answer(request, sent, number)
+        finally:
+            self._waiting.discard(waiting)
+            self._count_time(not self._waiting)
+        reply = await self._read(request, sent, own["tools"], answer, digest, cached)
+        self._check_over()
+        self._replies[number] = reply
+        return openai_choice(answer), copy.deepcopy(reply.message)  # a copy, as messages are the rollout's to change
+
+    def _check_over(self) -> None:
+        if self._is_over:
+            raise RolloutError(f"{self.place}: the rollout is over; await all requests before it returns")
+
+    def _check_limits(self) -> None:
+        self._check_over()
+        limits = self.task.limits
+        if len(self._replies) >= limits.turns:
+            raise RolloutLimitError(f"{self.place}: the rollout has had its {limits.turns} turns", "turns")
+        if limits.tokens is not None and self._generated >= limits.tokens:
+            raise RolloutLimitError(f"{self.place}: the rollout has had its {limits.tokens} tokens", "tokens")
+
+    def _request(self, own: Mapping[str, Any], max_tokens: int | None) -> ChatRequest:
+        """What this reply is asked for with."""
+        parameters = {**self.s.request.parameters, **{name: value for name, value in own.items() if value is not None}}
+        most = [limit for limit in (max_tokens, self.s.request.max_tokens) if limit is not None][:1]
+        if self.task.limits.tokens is not None:
+            most.append(self.task.limits.tokens - self._generated)
+        if most:
+            parameters |= self.s.request.limited(min(most))
+        return dataclasses.replace(self.s.request, parameters=parameters)
+
+    def _count_time(self, counts: bool) -> None:
+        """The rollout's own time begins anew with each reply, and stands still while the model is asked."""
+        if self._clock is not None and not self._is_over and not self._clock.expired():
+            now = asyncio.get_running_loop().time()
+            self._clock.reschedule(now + self.task.limits.seconds if counts else None)
+
+    def _digest(self, request: ChatRequest, messages: list[dict[str, Any]], number: int) -> str | None:
+        """A first request as it would be without a rollout has the digest of that; all others are of this task and turn alone, so
+        that no two of them share an answer."""
+        task = self.group.job.digest
+        if task is None:
+            return None
+        body = self.s.cache_body(messages, request)
+        same = number == 0 and body == self.s.cache_body(self.group.messages)
+        return task if same else request_digest({"task": task, "turn": number}, body)
+
+    async def _answer(self, request: ChatRequest, messages: list[dict[str, Any]], number: int) -> tuple[Answer, str | None, bool]:
+        """From the cache, else from a server: (answer, digest, whether it was cached)."""
+        digest = self._digest(request, messages, number)
+        place = self.group.job.first + self.sample.sample
+        cache = self.s.cache
+        if cache is not None and digest is not None and (found := await cache.get(sample_key(digest, place))) is not None:
+            self.group.log([self.sample], base_url=cache.describe(), hit=True, digest=digest)
+            return found, digest, True
+        same = number == 0 and digest == self.group.job.digest
+        offset = place if same else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big")
+        loop = asyncio.get_running_loop()
+        began, base_url = loop.time(), ""
+
+        async def attempt(transport: Transport) -> list[Answer | None]:
+            nonlocal base_url
+            base_url = transport.base_url
+            meter = Meter(self.s)
+
+            async def once(request: ChatRequest) -> list[Answer | None]:
+                return await request_answers(
+                    transport, request, messages, 1, seed_offset=offset, on_chunk=self.s.on_chunk, on_tokens=meter.add
+                )
+
+            async def fitting() -> list[Answer | None]:
+                try:
+                    return await once(request)
+                except RequestError as error:
+                    room = await room_left(error, transport, request, messages)
+                    if room is None:
+                        raise
+                    if room < 1 or (request.max_tokens is not None and room >= request.max_tokens):
+                        full = f"{self.place}: the conversation fills the model's context: {error}"
+                        raise RolloutLimitError(full, "context") from None
+                return await once(dataclasses.replace(request, parameters={**request.parameters, **request.limited(room)}))
+
+            answers = await meter.around(fitting())
+            if not any(answers):
+                raise RequestError(f"{transport.base_url}: the server returned 0 choices, 1 was asked for", "malformed")
+            return answers
+
+        size = Size(prompt=sum(len(str(m.get("content") or "")) for m in messages), n=1, max_tokens=request.max_tokens)
+
+        def sent(got: Sequence[Answer], error: Exception | None = None) -> None:
+            self.group.sent([self.sample], got, base_url=base_url, seconds=loop.time() - began, error=error, digest=digest)
+
+        try:
+            answers = await self.s.servers.send(
+                attempt, size=size, max_retries=self.s.max_retries, affinity=self.group.job.position, ticket=self._ticket
+            )
+        except Exception as error:
+            sent([], error)
+            raise
+        got = [answer for answer in answers if answer is not None]
+        sent(got)
+        return got[0], digest, False
+
+    async def _read(
+        self,
+        request: ChatRequest,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        answer: Answer,
+        digest: str | None,
+        cached: bool,
+    ) -> _Reply:
+        """Checks ids and log-probabilities, counts, and keeps the answer in the cache."""
+        usage, tokens = self.group.usage, answer.completion_tokens or 0
+        self._generated += tokens
+        usage.completion += tokens
+        usage.new_completion += 0 if cached else tokens
+        read = Sample(task_id=self.sample.task_id, sample=self.sample.sample, messages=messages, cached=cached)
+        read.weights_version = self.s.weights_version
+        first = self.group.job.position == 0 and self.sample.sample == 0  # checked token by token, as a single answer is
+        read_choice(read, answer, self.place, token_ids=self.s.token_ids, logprobs=request.wants_logprobs, strings=first)
+        if not cached and digest is not None:
+            await self.group.keep(read, answer, digest, self.s.cache_body(messages, request))
+        return _Reply(messages, tools, answer, read, _clean(_sent_back(openai_choice(answer))))
+
+    # The sample
+
+    def _fill(self) -> None:
+        """The replies that came, as the sample's turns."""
+        sample, replies = self.sample, [reply for reply in self._replies if reply is not None]
+        sample.turns = [_turn(replies, number, self.group.messages) for number in range(len(replies))]
+        if not replies:
+            return
+        first, usage = replies[0].answer, self.group.usage
+        usage.prompt = max(usage.prompt, first.prompt_tokens or len(first.prompt_token_ids or ()))
+        reads = [reply.read for reply in replies]
+        sample.text, sample.finish_reason = reads[-1].text, reads[-1].finish_reason
+        sample.cached = all(read.cached for read in reads)
+        if self.s.token_ids:
+            sample.prompt_token_ids = list(reads[0].prompt_token_ids or ())
+            sample.token_ids = [token for read in reads for token in read.token_ids or ()]
+        if any(read.logprobs is not None for read in reads):
+            sample.logprobs = [logprob for read in reads for logprob in read.logprobs or ()]
+        if all(len(read.logprob_tokens or ()) == len(read.logprobs or ()) for read in reads) and sample.logprobs:
+            sample.logprob_tokens = [token for read in reads for token in read.logprob_tokens or ()]
+
+
+def _turn(replies: Sequence[_Reply], number: int, given: list[dict[str, Any]]) -> Turn:
+    reply = replies[number]
+    read, messages = reply.read, reply.messages
+    follows = next((k for k in range(number - 1, -1, -1) if _begins(messages, [*replies[k].messages, replies[k].message])), None)
+    if follows is not None:
+        known = len(replies[follows].messages) + 1
+    else:
+        follows, known = (-1, len(given)) if _begins(messages, given) else (None, 0)
+    prompt, continues, shown = read.prompt_token_ids, None, 0
+    if prompt is not None:
+        for k in range(number - 1, -1, -1):
+            ids = replies[k].ids
+            if ids is not None and _begins(prompt, ids):
+                continues, shown = k, len(ids)
+                break
+    return Turn(
+        messages=messages[known:],
+        follows=follows,
+        reply=reply.message,
+        tools=reply.tools,
+        prompt_token_ids=None if prompt is None else prompt[shown:],
+        continues=continues,
+        num_tokens=len(read.token_ids if read.token_ids is not None else read.logprobs or ()),
+        finish_reason=read.finish_reason,
+        weights_version=read.weights_version,
+        cached=read.cached,
+    )
+
+
+def _begins(whole: list[Any], part: list[Any]) -> bool:
+    """The ends are compared first: that is where conversations that part usually do."""
+    return len(part) <= len(whole) and (not part or whole[len(part) - 1] == part[-1]) and whole[: len(part)] == part
+
+
+def _sent_back(choice: Choice) -> dict[str, Any]:
+    """The model's message as servers read it in a later request."""
+    message = choice.message
+    sent: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.tool_calls:
+        sent["tool_calls"] = plain(message.tool_calls, "tool_calls")
+    for name in _REASONING:
+        if isinstance(reasoning := getattr(message, name, None), str) and reasoning:
+            sent[name] = reasoning
+    return sent
+
+
+def _clean(value: Any) -> Any:
+    """Without halves of surrogate pairs, which neither a request nor a file can hold."""
+    if isinstance(value, str):
+        return value if value.isascii() else writable(value)
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    return [_clean(item) for item in value] if isinstance(value, list) else value
