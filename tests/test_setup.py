@@ -75,7 +75,7 @@ def test_every_requirement_of_ours_is_pinned_within_its_bounds(install: ModuleTy
             name, version = line.split("==")
             assert install.name_of(name) not in versions, f"{name} is pinned twice"
             versions[install.name_of(name)] = version
-    for text in install.own_requirements(["cpu", "dev"]):
+    for text in install.own_requirements(["cpu", "dev", "tasks"]):
         requirement = Requirement(text)
         name = install.name_of(requirement.name)
         assert name in versions, f"{name} has no tested version"

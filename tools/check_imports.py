@@ -48,7 +48,7 @@ HOUSE = {
     "process_guard": _room(),
     "records": _room(),
     "configs": _room(),
-    "tasks": _room("records"),
+    "tasks": _room("records", "chess datasets pyarrow"),
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).
     "rollouts": _room("tasks records process_guard", "openai obstore tqdm aiohttp httpx msgspec cloudpickle numpy"),
     "server": _room("records", "openai psutil httpx"),

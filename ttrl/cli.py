@@ -145,6 +145,58 @@ def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
     prune.set_defaults(run_command=_cache_prune)
 
 
+def _tasks_generate(arguments: argparse.Namespace) -> int:
+    from ttrl.loop.generate_puzzles import generate
+
+    names = ("seed", "size", "processes")
+    print(generate(arguments.family, arguments.n, arguments.out, **{name: getattr(arguments, name) for name in names}))
+    return 0
+
+
+def _tasks_new(arguments: argparse.Namespace) -> int:
+    from ttrl.loop.own_task import write_template
+
+    path = write_template(arguments.file)
+    print(f"{path}\nNext: ttrl tasks try {path} --n 3 --reply 'The answer is 12.'")
+    return 0
+
+
+def _tasks_try(arguments: argparse.Namespace) -> int:
+    from ttrl.loop.own_task import load_tasks, try_tasks
+
+    tasks = load_tasks(arguments.file, arguments.n)
+    names = ("model", "samples", "max_tokens", "temperature")
+    options = {name: getattr(arguments, name) for name in names}
+    return 0 if try_tasks(tasks, print, replies=arguments.reply, **options) else 1
+
+
+def _add_tasks_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="make puzzles and write them to a file, in parallel")
+    generate.add_argument("family", metavar="FAMILY", help="temporal-clue or zebra-grid")
+    generate.add_argument("--n", type=int, required=True, help="how many")
+    generate.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the file; replaced if it exists")
+    generate.add_argument("--seed", type=int, default=0, help="other seeds, other puzzles (0)")
+    generate.add_argument("--size", help="temporal-clue: tiny, small, medium, large; zebra-grid: 5x4; without it, mixed")
+    generate.add_argument("--processes", type=int, metavar="N", help="without it, one for each core")
+    generate.set_defaults(run_command=_tasks_generate)
+
+    new = commands.add_parser("new", help="write a file to start a task of your own from")
+    new.add_argument("file", type=Path, metavar="FILE.py", help="such as my_task.py")
+    new.set_defaults(run_command=_tasks_new)
+
+    attempt = commands.add_parser("try", help="show prompts, replies and grades of a task before any training")
+    attempt.add_argument("file", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks")
+    attempt.add_argument("--n", type=int, default=3, help="how many tasks (3)")
+    attempt.add_argument("--model", metavar="URL_OR_FOLDER", help="a server's address, or a model folder to start one for")
+    attempt.add_argument("--reply", action="append", default=[], metavar="TEXT", help="grade this reply; may be repeated")
+    attempt.add_argument("--samples", type=int, default=1, help="replies of the model to each task (1)")
+    attempt.add_argument("--max-tokens", type=int, default=512, help="of one reply (512)")
+    attempt.add_argument("--temperature", type=float, default=1.0, help="of the sampling (1)")
+    attempt.set_defaults(run_command=_tasks_try)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The subcommands that exist, and nothing else."""
     parser = argparse.ArgumentParser(
@@ -168,6 +220,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     cache = commands.add_parser("cache", help="look into a cache of completions, export it, clear it")
     _add_cache_commands(cache)
+
+    tasks = commands.add_parser("tasks", help="make puzzles, start a task of your own, try it before training")
+    _add_tasks_commands(tasks)
     return parser
 
 

@@ -42,12 +42,18 @@ class Regrader:
         self._tasks: dict[str, Task] = {}
         self._ids: set[str] = set()
         given = grader if tasks is None else tasks
-        found, module = _load(given, "--grader" if tasks is None else "--tasks") if isinstance(given, str) else (given, None)
+        option = "--grader" if tasks is None else "--tasks"
+        found, module = load_reference(given, option) if isinstance(given, str) else (given, None)
         if tasks is None:
             self._grader, self._takes_sample = found, _takes_sample(found, _shown(given))
             sources: list[Any] = [found]
         else:
             listed = _task_list(found, _shown(given))
+            if without := [task.id for task in listed if task.grader is None]:
+                raise TaskError(
+                    f"--tasks {_shown(given)}: {len(without)} of {len(listed)} have no grader, such as {without[0]!r}, as their "
+                    "rollout returns the reward; to grade their conversations again give a grader: --grader, or Task(grader=…)"
+                )
             for task in listed:
                 self._tasks.setdefault(_key(task.id, task.messages), task)
             self._ids = {task.id for task in listed}
@@ -113,7 +119,7 @@ def _relative(path: Path) -> str:
         return str(path)
 
 
-def _load(reference: str, option: str) -> tuple[Any, ModuleType]:
+def load_reference(reference: str, option: str) -> tuple[Any, ModuleType]:
     """The object that a reference names, and the module it was named in."""
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:

@@ -1,0 +1,189 @@
+"""`ttrl tasks new` and `ttrl tasks try`: the template runs at once; prompts, replies, grades and every mistake are shown."""
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from ttrl import cli
+from ttrl.errors import ServerError, TaskError, UserError
+from ttrl.loop.own_task import load_tasks, try_tasks, write_template
+from ttrl.tasks.task import Task
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Iterator[Path]:
+    yield write_template(tmp_path / "my_first_task.py")
+    sys.modules.pop("my_first_task", None)
+    sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
+
+
+def shown(tasks: list[Task], **options) -> tuple[bool, str]:
+    lines: list[str] = []
+    fine = try_tasks(tasks, lines.append, **options)
+    return fine, "\n".join(lines)
+
+
+def test_the_template_runs_at_once_and_grades(template: Path) -> None:
+    tasks = load_tasks(str(template), 3)
+    assert [task.id for task in tasks] == [f"my_first_task/train/0/{number}" for number in range(3)]
+    answers = [sum(map(int, re.findall(r"\d+", task.messages[0]["content"]))) for task in tasks]
+    fine, text = shown(tasks, replies=[f"The answer is {answers[0]}.", "no idea", "9" * 5000])
+    assert fine
+    assert tasks[0].messages[0]["content"] in text
+    grades = re.findall(r"^  reward (.+)$", text, re.M)
+    assert grades[:3] == ["1, right 1, has_number 1", "0, right 0, has_number 0", "0.1, right 0, has_number 1"]
+    assert len(grades) == 9
+    validation = {task.messages[0]["content"] for task in sys.modules["my_first_task"].get_tasks("validation", 2)}
+    assert len(validation) <= 2
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """From nothing to grades, as a person does it; the file needs no other argument."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert cli.main(["tasks", "new", "sums_of_two.py"]) == 0
+    assert capsys.readouterr().out.startswith("sums_of_two.py\nNext: ttrl tasks try sums_of_two.py")
+    assert cli.main(["tasks", "try", "sums_of_two.py", "--n", "2", "--reply", "x"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("reward 0, right 0, has_number 0") == 2
+    assert "task 2 of 2: sums_of_two/train/0/1" in text
+    del sys.modules["sums_of_two"]
+
+
+def test_without_replies_the_prompts_are_shown(template: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tasks", "try", str(template), "--n", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "End your reply with the number." in text and "--reply TEXT" in text and "reward" not in text
+
+
+def test_a_file_is_not_written_over(template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tasks", "new", str(template)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    for name in ("my-task.py", "my_task", "1.py"):
+        with pytest.raises(UserError, match="give a name that Python can import"):
+            write_template(tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reference", "message"),
+    [
+        ("get_tasks = 3", "", "gives 3; it must be, or return, a list of ttrl.Task"),
+        ("def get_tasks(): return []", "", "gives []"),
+        ("def get_tasks(): return ['a']", "", "gives ['a']"),
+        ("def get_tasks(): 1 / 0", "", "raised ZeroDivisionError: division by zero"),
+        ("def other(): pass", "", "has no 'get_tasks'"),
+        ("import nothing_of_that_name", "", "nothing_of_that_name"),
+        ("def get_tasks(): pass", ":others", "did you mean 'get_tasks'|has no 'others'"),
+    ],
+)
+def test_files_without_tasks(tmp_path: Path, content: str, reference: str, message: str) -> None:
+    path = tmp_path / "faulty_task_file.py"
+    path.write_text(content, encoding="utf-8")
+    try:
+        with pytest.raises(UserError) as caught:
+            load_tasks(f"{path}{reference}", 3)
+        assert any(part in str(caught.value) for part in message.split("|"))
+    finally:
+        sys.modules.pop("faulty_task_file", None)
+        sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no file"):
+        load_tasks(str(tmp_path / "none.py"), 3)
+    with pytest.raises(UserError, match="--n is 0"):
+        load_tasks("anything.py", 0)
+    task = Task(messages=[{"role": "user", "content": "?"}], grader=lambda choice: 1.0)
+    with pytest.raises(UserError, match="a model or replies, not both"):
+        shown([task], model="http://127.0.0.1:1/v1", replies=["x"])
+    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:1/v1: Connection error"):
+        shown([task], model="http://127.0.0.1:1/v1")
+    with pytest.raises(UserError, match=r"config\.json"):
+        shown([task], model=str(tmp_path))
+
+
+def test_graders_of_every_kind_and_their_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    async def later(choice) -> float:
+        return float(choice.message.content == "yes")
+
+    def broken(choice) -> float:
+        raise KeyError("answer")
+
+    async def play(chat) -> float:
+        return 1.0
+
+    question = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "parts"}]}]
+    tasks = [Task(messages=question, grader=grader, id=grader.__name__) for grader in (later, broken)]
+    tasks.append(Task(messages=question, grader=lambda choice: "much", id="no number"))
+    tasks.append(Task(messages=question, rollout=play, id="play"))
+    fine, text = shown(tasks, replies=["yes"])
+    assert not fine
+    parts = text.split("━━ task ")[1:]
+    assert "reward 1" in parts[0] and "parts" in parts[0]
+    assert "no grade: KeyError: 'answer'" in parts[1]
+    assert "no grade: GraderError" in parts[2] and "returned 'much'" in parts[2]
+    assert "needs a model: --model" in parts[3]
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Names its model, and replies to every question that the answer is 12."""
+
+    def do_GET(self) -> None:
+        self._send(200, {"object": "list", "data": [{"id": "small", "object": "model"}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["model"] == "small" and body["max_tokens"] == 9
+        message = {"role": "assistant", "content": "It is 12."}
+        choices = [
+            {"index": i, "finish_reason": "length", "message": message, "logprobs": None} for i in range(body.get("n") or 1)
+        ]
+        usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "small", "choices": choices, "usage": usage}
+        self._send(200, answer)
+
+    def _send(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        """Not to the terminal."""
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_server_is_asked(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def only_twelve(choice) -> float:
+        assert choice.message.content == "It is 12.", "another reply"
+        return 1.0
+
+    def broken(choice) -> float:
+        raise TaskError("this one is broken")
+
+    tasks = [Task(messages=[{"role": "user", "content": "6 + 6?"}], grader=grader) for grader in (only_twelve, only_twelve)]
+    fine, text = shown(tasks, model=address, samples=2, max_tokens=9)
+    assert fine
+    assert text.count("It is 12. [ended: length]") == text.count("reward 1") == 4
+    fine, text = shown([Task(messages=tasks[0].messages, grader=broken)], model=address, max_tokens=9)
+    assert not fine and "this one is broken" in text

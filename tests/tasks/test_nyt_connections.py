@@ -1,0 +1,163 @@
+"""NYT Connections: four last lines, strictly and liberally; the forms in which puzzles are shared."""
+
+import json
+
+import pytest
+
+from ttrl.errors import TaskError
+from ttrl.tasks.nyt_connections import ConnectionsGrader, get_nyt_connections_tasks, read_puzzles
+
+GROUPS = (
+    ("HAIL", "RAIN", "SLEET", "SNOW"),
+    ("BUCKS", "HEAT", "JAZZ", "NETS"),
+    ("OPTION", "RETURN", "SHIFT", "TAB"),
+    ("KAYAK", "LEVEL", "MOM", "RACE CAR"),
+)
+LINES = [", ".join(group) for group in GROUPS]
+RIGHT = "\n".join(LINES)
+
+
+@pytest.mark.parametrize(
+    ("content", "strict", "liberal"),
+    [
+        (RIGHT, 4, 4),
+        (RIGHT.lower(), 4, 4),
+        (RIGHT.replace(", ", ","), 4, 4),
+        (RIGHT.replace("\n", "\n\n") + "\n\n", 4, 4),
+        (RIGHT.replace("\n", "\r\n"), 4, 4),
+        ("Here you are, my friend:\n" + RIGHT, 4, 4),
+        ("\n".join(reversed(LINES)), 4, 4),
+        ("\n".join(", ".join(reversed(group)) for group in GROUPS), 4, 4),
+        ("<think>A, B, C, D</think>\n" + RIGHT, 4, 4),
+        ("\n".join(["A, B, C, D"] * 4) + "\n" + RIGHT, 4, 4),
+        (RIGHT.replace(",", "，"), 4, 4),
+        ("思考…\n" + RIGHT, 4, 4),
+        (RIGHT.replace("RACE CAR", "RACE  CAR"), 4, 4),
+        ("x" * 100_000 + "\n" + RIGHT, 4, 4),
+        ("\n".join(f"{i}. {line}" for i, line in enumerate(LINES, 1)), 0, 4),
+        ("\n".join(f"{i}) {line}" for i, line in enumerate(LINES, 1)), 0, 4),
+        ("\n".join(f"- {line}" for line in LINES), 0, 4),
+        ("\n".join(f"* {line}." for line in LINES), 0, 4),
+        ("\n".join(f"Group {i}: {line}" for i, line in enumerate(LINES, 1)), 0, 4),
+        ("\n".join(f"**{line}**" for line in LINES), 0, 4),
+        ("\n".join(f"**{i}. {line}**" for i, line in enumerate(LINES, 1)), 0, 4),
+        ("\n".join(", ".join(f'"{word}"' for word in group) for group in GROUPS), 0, 4),
+        ("\n".join(", ".join(f"“{word}”" for word in group) for group in GROUPS), 0, 4),
+        ("\n".join(f"[{line}]" for line in LINES), 0, 4),
+        ("\n".join(f"{line} (a theme, it has commas)" for line in LINES), 0, 4),
+        ("\n".join(f"{line} (a (nested, theme))" for line in LINES), 0, 4),
+        (f"```\n{RIGHT}\n```", 3, 4),
+        (RIGHT + "\nI hope this is right!", 3, 3),
+        ("\n".join([LINES[0]] * 4), 1, 1),  # once is once
+        ("\n".join([*LINES[:3], LINES[3].replace("MOM", "DAD")]), 3, 3),
+        ("\n".join(LINES[:2]), 2, 2),
+        (RIGHT.replace("SNOW", "?").replace("NETS", "SNOW").replace("?", "NETS"), 2, 2),
+        (RIGHT.replace("SNOW", "TAB"), 3, 3),
+        (RIGHT + ", EXTRA", 3, 3),
+        (RIGHT.replace("HAIL", "HAIL, HAIL"), 3, 3),
+        (RIGHT.replace(", ", " "), 0, 0),
+        (RIGHT.replace("\n", "; "), 0, 0),
+        (", ".join(word for group in GROUPS for word in group), 0, 0),
+        ("<think>" + RIGHT, 0, 0),
+        ("<think>" + RIGHT + "</think>", 0, 0),
+        (RIGHT + "\n" + "\n".join(["no"] * 4), 0, 0),
+        ("", 0, 0),
+        (None, 0, 0),
+        (",,,\n" * 4, 0, 0),
+        ("ＨＡＩＬ, RAIN, SLEET, SNOW", 0, 0),
+    ],
+)
+def test_grader(reply, content, strict, liberal):
+    for is_liberal, right in ((False, strict), (True, liberal)):
+        reward, metrics = ConnectionsGrader(GROUPS, is_liberal)(reply(content))
+        assert (reward, metrics) == (right / 4, {"exact": float(right == 4)})
+
+
+def test_words_with_odd_characters(reply):
+    groups = (("'90S", "10%", "A (B)", "C.D"), *GROUPS[1:])
+    grader = ConnectionsGrader(groups)
+    assert grader(reply(grader.reference()))[0] == 1.0
+
+
+def test_long_replies(grade_long_replies):
+    grade_long_replies(ConnectionsGrader(GROUPS, True), "1. ", "(" * 50 + "\n", "Group 1: ", "a, b\n")
+
+
+FORMS = {
+    "members": {"id": 7, "answers": [{"level": 0, "group": "X", "members": list(group)} for group in GROUPS]},
+    "words": {"id": 7, "words": ["a"] * 16, "answers": [{"answerDescription": "X", "words": list(group)} for group in GROUPS]},
+    "lists": {"id": 7, "groups": [list(group) for group in GROUPS]},
+    "themes": {"id": 7, "groups": {f"theme {i}": list(group) for i, group in enumerate(GROUPS)}},
+    "json in csv": {"id": "7", "groups": json.dumps(GROUPS)},
+    "cards": {
+        "id": 7,
+        "categories": [{"title": "X", "cards": [{"content": w, "position": 1} for w in group]} for group in GROUPS],
+    },
+    "values": {"id": 7, "answers": [{"level": 1, "key": "X", "values": list(group)} for group in GROUPS]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form):
+    (puzzle,) = read_puzzles([FORMS[form]], "x")
+    assert (puzzle.id, puzzle.groups) == ("7", GROUPS)
+
+
+def test_a_row_for_each_word():
+    rows = [
+        {"Game ID": str(game), "Word": word + "!" * game, "Group Name": f"{i}", "Starting Row": "1"}
+        for game in (1, 2)
+        for i, group in enumerate(GROUPS)
+        for word in group
+    ]
+    one, two = read_puzzles(rows, "x")
+    assert one.groups[0] == ("HAIL!", "RAIN!", "SLEET!", "SNOW!") and two.groups[3][3] == "RACE CAR!!"
+    del rows[3]
+    with pytest.raises(TaskError, match=r"x, game 1: groups .*must be 4 groups of 4"):
+        read_puzzles(rows, "x")
+    rows[1].pop("Word")
+    with pytest.raises(TaskError, match="x, row 2: none of the fields Word, word"):
+        read_puzzles(rows, "x")
+
+
+def test_commas_in_words(reply):
+    (puzzle,) = read_puzzles([{"groups": [["A, B", *GROUPS[0][1:]], *GROUPS[1:]]}], "x")
+    assert puzzle.groups[0][0] == "A B"
+    grader = ConnectionsGrader(puzzle.groups)
+    assert grader(reply(grader.reference()))[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"a": 1}, "none of the fields answers, groups"),
+        ({"groups": 3}, "not iterable"),
+        ({"groups": "x"}, "Expecting value"),
+        ({"groups": [["a"] * 4] * 4}, "no word twice"),
+        ({"groups": GROUPS[:3]}, "must be 4 groups"),
+        ({"groups": ["abcd", "efgh", "ijkl", "mnop"]}, "a group is 'abcd'"),
+        ({"groups": [[1, 2, 3, 4], *GROUPS[1:]]}, "a group is"),
+        ({"groups": [{"theme": "x"}, *GROUPS[1:]]}, "none of the fields members"),
+    ],
+)
+def test_bad_rows(tmp_path, row, words):
+    (tmp_path / "x.json").write_text(json.dumps([FORMS["lists"], row]))
+    with pytest.raises(TaskError, match=r"x\.json, row 2: .*" + words):
+        get_nyt_connections_tasks(path=tmp_path / "x.json")
+
+
+def test_splits(tmp_path, reply):
+    rows = [{"id": i, "groups": [[f"{word}{i}" for word in group] for group in GROUPS]} for i in range(200)]
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
+    splits = {split: get_nyt_connections_tasks(split, path=path) for split in ("train", "validation", "test")}
+    assert sum(map(len, splits.values())) == 200 == len({task.id for tasks in splits.values() for task in tasks})
+    assert all(5 < len(splits[split]) < 50 for split in ("validation", "test"))
+    for task in splits["train"][:20]:
+        words = task.messages[0]["content"].split("\n\n")[1].split(", ")
+        assert sorted(words) == sorted(word for group in task.grader.groups for word in group)
+        assert task.grader(reply(", ".join(words).replace(", ", ",", 15)))[0] == 0.0
+        assert task.grader(reply(task.grader.reference()))[0] == 1.0
+    assert [t.id for t in get_nyt_connections_tasks("validation", 3, 9, path=path)] == [t.id for t in splits["validation"][:3]]
+    with pytest.raises(TaskError, match="split is 'dev'"):
+        get_nyt_connections_tasks("dev", path=path)

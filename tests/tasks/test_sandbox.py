@@ -1,0 +1,177 @@
+"""The sandbox: what a program may do, what it may not, and that nothing of it stays."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ttrl.errors import GraderError, TaskError
+from ttrl.tasks import sandbox
+from ttrl.tasks.sandbox import Limits, Outcome, run_sandboxed
+
+WHY_NOT = sandbox.why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+LIMITS = Limits(seconds=100, cpu_seconds=50, memory=256 * 2**20)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import math, re, collections, hashlib, typing, random, heapq, datetime, decimal, json; assert math.pi > 3",
+        "open('a', 'w').write('x' * 1000); assert open('/work/a').read() == 'x' * 1000",
+        "import os; os.kill(1, 9); os.kill(1, 15)",  # the first process of the namespace hears nothing from inside
+        "x = bytearray(100 * 2**20)",
+        "print('x' * 10**6); import sys; sys.stderr.write('x' * 10**6)",
+        "import threading; t = threading.Thread(target=int); t.start(); t.join()",
+    ],
+)
+def test_what_a_program_may_do(source):
+    assert run_sandboxed(source, LIMITS) == Outcome(True)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("assert 1 == 2, 'no'", "AssertionError: no"),
+        ("def f(:", "SyntaxError"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import os; os._exit(0)", "ended by itself"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by a signal"),
+        (
+            "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{\"passed\": 1}')\n    except OSError: pass\nos._exit(0)",
+            "ended by itself",
+        ),
+        ("class E(Exception):\n    def __str__(self): raise E\nraise E", "an exception without words"),
+        ("x = bytearray(10 * 2**30)", "MemoryError"),
+        ("x = [0]\nwhile True: x += x", "MemoryError"),
+        ("def f(): f()\nf()", "RecursionError"),
+        ("import os\nfor _ in range(50):\n    if os.fork() == 0:\n        import time; time.sleep(1000)", "BlockingIOError"),
+        (
+            "import threading, time\nfor _ in range(50): threading.Thread(target=time.sleep, args=(1000,)).start()",
+            "RuntimeError: can't start",
+        ),
+    ],
+)
+def test_what_ends_a_program(source, reason):
+    outcome = run_sandboxed(source, LIMITS)
+    assert not outcome.passed and outcome.reason.startswith(reason), outcome
+
+
+ATTEMPTS = [
+    ("open('/etc/passwd')", "FileNotFoundError"),
+    ("open('/work/../../etc/passwd')", "FileNotFoundError"),
+    ("open('/proc/self/status')", "FileNotFoundError"),
+    ("open('/dev/sda')", "FileNotFoundError"),
+    ("open('/x', 'w')", "OSError 30"),
+    ("open('/usr/lib/x', 'w')", "OSError 30"),
+    ("open('/dev/x', 'w')", "OSError 30"),
+    (f"os.listdir({os.path.dirname(__file__)!r})", "FileNotFoundError"),
+    ("open('a', 'w').write('x' * 10**8)", "OSError 27"),
+    ("os.remove('a'); [open(f'a{i}', 'w').write('x' * 10**6) for i in range(10)]", "OSError 28"),
+    ("[os.remove(name) for name in os.listdir()]; [open(f'b{i}', 'w').close() for i in range(10**4)]", "OSError 28"),
+    ("f = [open('/dev/null') for _ in range(100)]", "OSError 24"),
+    ("socket.create_connection(('127.0.0.1', 22), 2)", "OSError 101"),
+    ("socket.create_connection(('1.1.1.1', 53), 2)", "OSError 101"),
+    ("subprocess.run(['/bin/ls'])", "FileNotFoundError"),
+    ("assert libc.unshare(0x10000000) == 0", "AssertionError"),
+    ("assert libc.mount(b't', b'/work', b'tmpfs', 0, None) == 0", "AssertionError"),
+    ("assert libc.mount(None, b'/usr/lib', None, 32 | 4096, None) == 0", "AssertionError"),
+    ("assert libc.shmget(0, 10**6, 0o1777) >= 0", "AssertionError"),
+    ("assert libc.msgget(0, 0o1777) >= 0", "AssertionError"),
+    ("assert libc.ptrace(16, 1, 0, 0) == 0", "AssertionError"),
+    ("os.setuid(65534)", "OSError 22"),
+    ("import numpy", "ModuleNotFoundError"),
+    ("assert set(os.environ) - {'PATH', 'HOME', 'LANG', 'PYTHONHASHSEED', 'LC_CTYPE'}", "AssertionError"),
+]
+
+
+def test_what_it_may_not():
+    """All in one program, which is much faster than one for each."""
+    lines = [
+        "import ctypes, os, socket, subprocess",
+        "libc, found = ctypes.CDLL(None), []",
+        f"for attempt in {[a for a, _ in ATTEMPTS]!r}:",
+    ]
+    lines += [
+        "    try: exec(attempt)",
+        '    except BaseException as e: found.append(f\'{type(e).__name__} {getattr(e, "errno", None) or ""}\')',
+    ]
+    lines += ["    else: found.append('')", "raise Exception('|'.join(found))"]
+    outcome = run_sandboxed("\n".join(lines), LIMITS)
+    got = outcome.reason.removeprefix("Exception: ").split("|")
+    assert len(got) == len(ATTEMPTS), outcome
+    for (attempt, expected), end in zip(ATTEMPTS, got, strict=True):
+        assert end.startswith(expected), (attempt, end)
+
+
+def test_time():
+    assert run_sandboxed("while True: pass", Limits(seconds=100, cpu_seconds=1)) == Outcome(False, "out of CPU time")
+    assert run_sandboxed("import time; time.sleep(1000)", Limits(seconds=0.3)) == Outcome(False, "out of time")
+
+
+def test_a_fork_bomb_leaves_nothing(monkeypatch, tmp_path):
+    child = tmp_path / "child.py"  # a path of its own, by which its processes are told from those of other tests
+    child.write_text(sandbox._CHILD.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(sandbox, "_CHILD", child)
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert run_sandboxed(bomb, Limits(seconds=0.5)) == Outcome(False, "out of time")
+    deadline = time.monotonic() + 60
+    while running(str(child)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(str(child))
+
+
+def running(word):
+    """Processes with this in their command lines, zombies left out."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    if word.encode() in file.read():
+                        found.append(int(name))
+            except OSError:
+                continue
+    return found
+
+
+def test_a_machine_that_cannot_is_refused(monkeypatch, tmp_path):
+    child = tmp_path / "child.py"
+    text = sandbox._CHILD.read_text(encoding="utf-8")
+    child.write_text(
+        text.replace('"unshare", sum(_NEW.values())', '"unshare", 1')
+    )  # the kernel: EINVAL, as where it is forbidden
+    monkeypatch.setattr(sandbox, "_CHILD", child)
+    with pytest.raises(GraderError, match=r"does not allow it: namespaces of its own \(unshare\): Invalid argument"):
+        run_sandboxed("pass")
+    assert "namespaces of its own" in sandbox.why_not()
+    child.write_text("raise SystemExit(3)")
+    with pytest.raises(GraderError, match="exit code 3"):
+        run_sandboxed("pass")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(GraderError, match="darwin has no namespaces"):
+        run_sandboxed("pass")
+
+
+def test_as_another_user_than_root():
+    """Whoever runs the tests as root, as in a container, tries the other way too."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be somebody else")
+    program = sandbox._CHILD.read_text(encoding="utf-8").replace(
+        "    order = ", "    os.setgid(1234); os.setuid(1234); _prctl(_DUMPABLE, 1)\n    order = ", 1
+    )
+    order = '{"source": "import os; assert os.getuid() == 0", "passed": "x", "seconds": 9, "cpu": 9, "memory": 300000000, '
+    order += '"processes": 2, "disk": 100000, "folders": ["/lib", "/lib64", "/usr/lib"]}'
+    done = subprocess.run([sys.executable, "-ISc", program], input=order, capture_output=True, text=True, cwd="/", check=False)
+    assert done.stdout == '{"passed": "x"}', done
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seconds": 0}, {"seconds": float("nan")}, {"memory": 0}, {"processes": 1.5}, {"disk": -1}, {"cpu_seconds": 0}]
+)
+def test_refusals(changes):
+    with pytest.raises(TaskError, match=f"sandbox: {next(iter(changes))} is"):
+        Limits(**changes)

@@ -1,0 +1,418 @@
+"""Checks generated puzzles with another solver: one solution, and not one clue too many. `python tools/check_puzzles.py --n 200`
+
+Each puzzle is read again from its prompt, as a person would: nothing but the text and the solution is taken from the generator.
+What the sentences say becomes a model of integers (who was where) for CP-SAT of OR-Tools; the generator uses clauses and its own
+solver. OR-Tools is not among ttrl's requirements (it asks for another protobuf than vLLM was tested with), so it is put into a
+folder of its own: `pip install --no-deps --target DIR ortools absl-py immutabledict`, then `PYTHONPATH=DIR python tools/...`.
+"""
+
+import argparse
+import importlib
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from ttrl.tasks import temporal_clue, zebra_grid
+
+DIRECTIONS = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
+
+
+class Mystery(NamedTuple):
+    """A temporal-clue prompt, read. Statements are tuples (kind, ...), see `read_statement`; names are as in the text."""
+
+    victim: str
+    suspects: list[str]
+    weapons: list[str]
+    rooms: list[str]
+    width: int
+    times: list[str]
+    motives: dict[str, int]
+    """By name: how many suspects have it."""
+    clues: list[tuple[Any, ...]]
+    questions: dict[str, str]
+
+
+def read_mystery(prompt: str) -> Mystery:
+    """Takes a prompt apart. Raises ValueError for a clue that it does not know."""
+    victim = prompt.split(" invited", 1)[0]
+    lists = [re.findall(r"^• (.+)$", part, re.M) for part in re.split(r"\n\n(?!•)", prompt)]
+    lists = [items for items in lists if items]
+    suspects, weapons, rest = lists[0], lists[1], lists[2:]
+    times = rest.pop(0) if rest and re.fullmatch(r"\d\d:\d\d [AP]M", rest[0][0]) else [""]
+    motives = {}
+    for text in rest[0] if rest else []:
+        counted = re.fullmatch(r"(.+) \((\d+) suspects?\)", text)
+        motives[counted[1] if counted else text] = int(counted[2]) if counted else 1
+    rooms = re.findall(r"^\d+\. (.+)$", prompt, re.M)
+    first_row = re.search(r"^W (\S+) E$", prompt, re.M)
+    assert first_row is not None
+    mystery = Mystery(victim, suspects, weapons, rooms, first_row[1].count("|") + 1, times, motives, [], {})
+    for text in re.findall(r"^- (.+)\.$", prompt, re.M):
+        mystery.clues.append(read_statement(mystery, text))
+    for letter, text in re.findall(r"^([A-Z])\. (.+\?)$", prompt, re.M):
+        mystery.questions[letter] = text
+    return mystery
+
+
+def read_statement(mystery: Mystery, text: str) -> tuple[Any, ...]:
+    """A clue as a tuple: ("in", who, room, time), ("or", statement, statement), ..."""
+    for word, kind in ((" if and only if ", "iff"), (" or ", "or")):
+        if word in text:
+            return (kind, *(read_statement(mystery, part) for part in text.split(word)))
+    at = r"(?: at (?P<time>\d\d:\d\d [AP]M))?"
+    forms = (
+        ("killed", r".+ was killed with the (?P<thing>.+)"),
+        ("murdered", r".+ was murdered" + at),
+        ("motive", r"(?P<who>.+) was motivated by (?P<motive>\w+)"),
+        ("same", r"(?P<who>.+) was in the same room as (?P<other>.+?)" + at),
+        ("beside", r"(?P<who>.+) was in the room just (?P<direction>\w+) of (?P<other>.+?)" + at),
+        ("never", r"(?P<who>.+) was (?:never|not) in the (?P<room>.+)"),
+        ("stayed", r"(?P<who>.+) was in the (?P<room>.+) from (?P<time>.+) to (?P<until>.+)"),
+        ("together", r"(?P<who>.+) and (?P<other>.+) were in the (?P<room>.+) together at least once"),
+        ("moved", r"(?P<who>.+) moved(?P<thing> .+)? from the (?P<room>.+) to the (?P<second>.+?)" + at),
+        ("in", r"(?P<who>.+) was in the (?P<room>.+?)" + at),
+    )
+    for kind, form in forms:
+        if match := re.fullmatch(form, text):
+            found: dict[str, Any] = match.groupdict()
+            parts: list[Any] = [kind]
+            for name, value in found.items():
+                parts.append(_read_part(mystery, name, value))
+            return tuple(parts)
+    raise ValueError(f"no such kind of clue: {text!r}")
+
+
+def _read_part(mystery: Mystery, name: str, value: str | None) -> Any:
+    if name in ("room", "second"):
+        return mystery.rooms.index(str(value))
+    if name in ("time", "until"):
+        return mystery.times.index(value or "")
+    if name in ("who", "other", "thing"):
+        return None if value is None else read_subject(mystery, value)
+    return value
+
+
+def read_subject(mystery: Mystery, text: str) -> tuple[str, Any]:
+    """("mover", index of suspects, victim, weapons), ("murderer", 0), ("murder weapon", 0) or ("motive", name)."""
+    name = re.sub(r"^(?:the|a) ", "", text.strip(), flags=re.I)
+    if name in ("murderer", "murder weapon"):
+        return name, 0
+    if match := re.fullmatch(r"suspect motivated by (\w+)", name):
+        return "motive", match[1]
+    return "mover", [*mystery.suspects, mystery.victim, *mystery.weapons].index(name)
+
+
+class MysteryModel:
+    """A mystery as a CP-SAT model: an integer for each mover and time, for each motive, and for the facts of the murder."""
+
+    def __init__(self, cp: Any, mystery: Mystery, clues: Sequence[tuple[Any, ...]]) -> None:
+        self.m, self.mystery = cp.CpModel(), mystery
+        suspects, rooms = len(mystery.suspects), len(mystery.rooms)
+        self.victim = suspects
+        self.steps = range(len(mystery.times))
+        movers = range(suspects + 1 + len(mystery.weapons))
+        self.names = list(mystery.motives)
+        self.where = [[self.m.new_int_var(0, rooms - 1, "") for _ in self.steps] for _ in movers]
+        self.motive = [self.m.new_int_var(0, len(self.names) - 1, "") for _ in range(suspects if self.names else 0)]
+        self.murderer = self.m.new_int_var(0, suspects - 1, "")
+        self.weapon = self.m.new_int_var(0, len(mystery.weapons) - 1, "")
+        self.time = self.m.new_int_var(0, len(mystery.times) - 1, "")
+        self.room = self.m.new_int_var(0, rooms - 1, "")
+        for number, count in enumerate(mystery.motives.values()):
+            self.m.add(sum(self.equal(one, number) for one in self.motive) == count)
+        pairs = [(r, s) for r in range(rooms) for s in range(rooms) if r == s or s in self._around(r)]
+        for mover in movers:
+            for t in self.steps[:-1]:
+                now, then = self.where[mover][t : t + 2]
+                self.m.add_allowed_assignments([now, then], pairs)
+                if mover > self.victim:
+                    stays = self.equal(now, then)
+                    carrier = self.m.new_int_var(0, suspects - 1, "")
+                    before, after = self.pick(carrier, t), self.pick(carrier, t + 1)
+                    self.m.add(before == now).only_enforce_if(~stays)
+                    self.m.add(after == then).only_enforce_if(~stays)
+        for t in self.steps:
+            here = self.equal(self.time, t)
+            self.m.add(self.where[self.victim][t] == self.room).only_enforce_if(here)
+            self.m.add(self.pick(self.weapon, t, self.victim + 1) == self.room).only_enforce_if(here)
+            for s in range(suspects):
+                guilty = self.equal(self.murderer, s)
+                self.m.add(self.where[s][t] == self.room).only_enforce_if(here, guilty)
+                self.m.add(self.where[s][t] != self.room).only_enforce_if(here, ~guilty)
+        for clue in clues:
+            self._add(clue)
+
+    def _around(self, r: int) -> list[int]:
+        return [s for direction in DIRECTIONS if (s := self._next(r, direction)) is not None]
+
+    def _next(self, r: int, direction: str) -> int | None:
+        across, down = DIRECTIONS[direction]
+        column, row = r % self.mystery.width + across, r // self.mystery.width + down
+        there = row * self.mystery.width + column
+        return there if 0 <= column < self.mystery.width and 0 <= there < len(self.mystery.rooms) else None
+
+    def equal(self, one: Any, other: Any) -> Any:
+        """A boolean that is true exactly where they are equal."""
+        same = self.m.new_bool_var("")
+        self.m.add(one == other).only_enforce_if(same)
+        self.m.add(one != other).only_enforce_if(~same)
+        return same
+
+    def pick(self, index: Any, t: int, first: int = 0) -> Any:
+        """Where the mover number first + index was."""
+        count = len(self.mystery.suspects) if first == 0 else len(self.mystery.weapons)
+        result = self.m.new_int_var(0, len(self.mystery.rooms) - 1, "")
+        self.m.add_element(index, [self.where[first + number][t] for number in range(count)], result)
+        return result
+
+    def mover_of(self, subject: tuple[str, Any]) -> Any:
+        """A number or variable: the mover. For a motive of several, one of those that have it."""
+        kind, name = subject
+        if kind == "mover":
+            return name
+        if kind == "murderer":
+            return self.murderer
+        if kind == "murder weapon":
+            return self.weapon + self.victim + 1
+        holder = self.m.new_int_var(0, len(self.mystery.suspects) - 1, "")
+        self.m.add_element(holder, self.motive, self.names.index(name))
+        return holder
+
+    def place(self, subject: tuple[str, Any], mover: Any, t: int) -> Any:
+        """Where the mover of a subject was."""
+        if subject[0] == "mover":
+            return self.where[mover][t]
+        return self.pick(self.weapon, t, self.victim + 1) if subject[0] == "murder weapon" else self.pick(mover, t)
+
+    def _truth(self, statement: tuple[Any, ...]) -> Any:
+        """A boolean that is true exactly where ("in", who, room, time) is."""
+        _, who, room, t = statement
+        if who[0] != "motive":
+            return self.equal(self.place(who, self.mover_of(who), t), room)
+        both = []
+        for s, own in enumerate(self.motive):
+            both.append(one := self.m.new_bool_var(""))
+            has, there = self.equal(own, self.names.index(who[1])), self.equal(self.where[s][t], room)
+            self.m.add(has + there == 2).only_enforce_if(one)
+            self.m.add(has + there <= 1).only_enforce_if(~one)
+        return self.equal(self.equal(sum(both), 0), 0)
+
+    def _add(self, clue: tuple[Any, ...]) -> None:
+        kind, who = clue[:2]
+        if kind in ("or", "iff"):
+            first, second = (self._truth(part) for part in clue[1:])
+            self.m.add(first + second >= 1 if kind == "or" else first == second)
+            return
+        if kind in ("killed", "murdered"):
+            self.m.add(self.weapon + self.victim + 1 == who[1] if kind == "killed" else self.time == who)
+            return
+        mover = self.mover_of(who)
+        if kind == "motive":
+            own = self.m.new_int_var(0, len(self.names) - 1, "")
+            self.m.add_element(mover, self.motive, own)
+            self.m.add(own == self.names.index(clue[2]))
+        elif kind in ("same", "beside"):
+            other, t = clue[-2:]
+            them = self.mover_of(other)
+            mine, theirs = self.place(who, mover, t), self.place(other, them, t)
+            if kind == "same":
+                self.m.add(mine == theirs)
+                self._differ(mover, them)
+            else:
+                rooms = range(len(self.mystery.rooms))
+                pairs = [(there, r) for r in rooms if (there := self._next(r, clue[2])) is not None]
+                self.m.add_allowed_assignments([mine, theirs], pairs)
+        elif kind == "together":
+            them = self.mover_of(clue[2])
+            self._differ(mover, them)
+            met = []
+            for t in self.steps:
+                met.append(here := self.m.new_bool_var(""))
+                self.m.add(self.place(who, mover, t) == clue[3]).only_enforce_if(here)
+                self.m.add(self.place(clue[2], them, t) == clue[3]).only_enforce_if(here)
+            self.m.add_bool_or(met)
+        elif kind == "moved":
+            _, _, thing, before, after, t = clue
+            for subject, one in ((who, mover), *(((thing, self.mover_of(thing)),) if thing else ())):
+                self.m.add(self.place(subject, one, t - 1) == before)
+                self.m.add(self.place(subject, one, t) == after)
+        elif kind == "never":
+            for t in self.steps:
+                self.m.add(self.place(who, mover, t) != clue[2])
+        else:
+            last = clue[4] if kind == "stayed" else clue[3]
+            for t in range(clue[3], last + 1):
+                self.m.add(self.place(who, mover, t) == clue[2])
+
+    def _differ(self, one: Any, other: Any) -> None:
+        if isinstance(one, int) and isinstance(other, int):
+            assert one != other, "a clue about somebody and themselves"
+        else:
+            self.m.add(one != other)
+
+    def answer(self, question: str, value: str) -> Any:
+        """A boolean that is true exactly where `value` is the answer."""
+        mystery = self.mystery
+        if question.startswith("Who murdered"):
+            return self.equal(self.murderer, mystery.suspects.index(value))
+        if question.startswith("What weapon"):
+            return self.equal(self.weapon, mystery.weapons.index(value))
+        if question.startswith("Where was the murder committed"):
+            return self.equal(self.room, mystery.rooms.index(value))
+        if question.startswith("When"):
+            return self.equal(self.time, mystery.times.index(value))
+        if question.startswith("Why"):
+            own = self.m.new_int_var(0, len(self.names) - 1, "")
+            self.m.add_element(self.murderer, self.motive, own)
+            return self.equal(own, self.names.index(value))
+        if match := re.fullmatch(r"Who was motivated by (\w+)\?", question):
+            return self.equal(self.motive[mystery.suspects.index(value)], self.names.index(match[1]))
+        if match := re.fullmatch(r"What was the motive of (.+)\?", question):
+            return self.equal(self.motive[mystery.suspects.index(match[1])], self.names.index(value))
+        match = re.fullmatch(r"Where was (.+?)(?: at (\d\d:\d\d [AP]M))?\?", question)
+        assert match is not None, question
+        who = read_subject(mystery, match[1])
+        place = self.place(who, self.mover_of(who), mystery.times.index(match[2] or ""))
+        return self.equal(place, mystery.rooms.index(value))
+
+
+class Streets(NamedTuple):
+    """A zebra puzzle, read: (kind, phrase, phrase or house) clues; phrases hold one value each."""
+
+    houses: int
+    columns: list[list[str]]
+    clues: list[str]
+
+
+def read_streets(puzzle: str) -> Streets:
+    """Takes a zebra puzzle apart."""
+    columns = [re.findall(r"`([^`]+)`", line) for line in puzzle.splitlines() if line.startswith(" - ")]
+    return Streets(len(columns[0]), columns, re.findall(r"^\d+\. (.+)\.$", puzzle, re.M))
+
+
+def streets_model(cp: Any, streets: Streets, clues: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """A CP-SAT model with solutions other than `rows` only."""
+    model = cp.CpModel()
+    at = {value: model.new_int_var(1, streets.houses, "") for column in streets.columns for value in column}
+    for column in streets.columns:
+        model.add_all_different([at[value] for value in column])
+
+    def who(phrase: str) -> Any:
+        named = [value for value in at if re.search(rf"\b{value}\b", phrase, re.I)]
+        assert len(named) == 1, f"{phrase!r} names {named}"
+        return at[named[0]]
+
+    ordinals = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6}
+    forms: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
+        (r"(.+) is in the (\w+) house", lambda x, y: x == y),
+        (r"(.+) is not in the (\w+) house", lambda x, y: x != y),
+        (r"(.+) is somewhere to the left of (.+)", lambda x, y: x < y),
+        (r"(.+) is somewhere to the right of (.+)", lambda x, y: x > y),
+        (r"(.+) is directly left of (.+)", lambda x, y: x + 1 == y),
+        (r"(.+) is directly right of (.+)", lambda x, y: x - 1 == y),
+    )
+    for clue in clues:
+        apart = re.fullmatch(r"There (?:is one house|are two houses) between (.+) and (.+)", clue)
+        beside = re.fullmatch(r"(.+) and (.+) are next to each other", clue)
+        if match := apart or beside:
+            distance = 1 if beside else (2 if "one house" in clue else 3)
+            gap = model.new_int_var(0, streets.houses, "")
+            model.add_abs_equality(gap, who(match[1]) - who(match[2]))
+            model.add(gap == distance)
+            continue
+        for form, relation in forms:
+            if match := re.fullmatch(form, clue):
+                model.add(relation(who(match[1]), ordinals[match[2]] if match[2] in ordinals else who(match[2])))
+                break
+        else:
+            match = re.fullmatch(r"(.+) is (the person .+)", clue)
+            assert match is not None, clue
+            model.add(who(match[1]) == who(match[2]))
+    others = []
+    for house, row in enumerate(rows, 1):
+        for value in row[1:]:
+            others.append(moved := model.new_bool_var(""))
+            model.add(at[value] != house).only_enforce_if(moved)
+    model.add_bool_or(others)
+    return model
+
+
+def count_problems(solve: Callable[[Sequence[Any]], bool], clues: Sequence[Any]) -> tuple[bool, int]:
+    """(no other answer with all clues, how many clues could be left out). solve: whether another answer is possible."""
+    needless = sum(not solve([*clues[:number], *clues[number + 1 :]]) for number in range(len(clues)))
+    return not solve(clues), needless
+
+
+def other_mystery(cp: Any, row: dict[str, Any]) -> tuple[Callable[[Sequence[Any]], bool], Sequence[Any]]:
+    """(whether some clues allow an answer other than the row's, all clues)."""
+    mystery = read_mystery(row["prompt"])
+    assert len(mystery.clues) == row["num_clues"] and list(mystery.questions) == list(row["solution"])
+
+    def solve(clues: Sequence[Any]) -> bool:
+        model = MysteryModel(cp, mystery, clues)
+        right = [model.answer(question, row["solution"][letter]) for letter, question in mystery.questions.items()]
+        model.m.add_bool_or([~one for one in right])
+        return possible(cp, model.m)
+
+    return solve, mystery.clues
+
+
+def other_streets(cp: Any, row: dict[str, Any]) -> tuple[Callable[[Sequence[Any]], bool], Sequence[Any]]:
+    """The same for a zebra puzzle."""
+    streets = read_streets(row["puzzle"])
+    return lambda clues: possible(cp, streets_model(cp, streets, clues, row["solution"]["rows"])), streets.clues
+
+
+def possible(cp: Any, model: Any) -> bool:
+    """Whether the model has a solution. Raises RuntimeError where CP-SAT cannot tell."""
+    solver = cp.CpSolver()
+    solver.parameters.num_workers = 1
+    status = solver.solve(model)
+    if status not in (cp.OPTIMAL, cp.FEASIBLE, cp.INFEASIBLE):
+        raise RuntimeError(f"CP-SAT says {solver.status_name(status)}")
+    return bool(status != cp.INFEASIBLE)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--n", type=int, default=200, help="puzzles of each kind (200)")
+    parser.add_argument("--seed", default="0")
+    arguments = parser.parse_args()
+    try:
+        cp = importlib.import_module("ortools.sat.python.cp_model")
+    except ImportError as error:
+        print(f"check_puzzles: {error}. See the top of this file for how to get OR-Tools.", file=sys.stderr)
+        return 2
+    faulty = 0
+    families = (
+        ("temporal-clue", temporal_clue.make_puzzle, other_mystery),
+        ("zebra-grid", zebra_grid.make_puzzle, other_streets),
+    )
+    for name, make, other in families:
+        making, clue_counts, ambiguous, needless, started = [], [], 0, 0, time.monotonic()
+        for number in range(arguments.n):
+            start = time.process_time()
+            row = make(f"check {arguments.seed} {number}")
+            making.append(time.process_time() - start)
+            unique, too_many = count_problems(*other(cp, row))
+            clue_counts.append(len(other(cp, row)[1]))
+            ambiguous, needless = ambiguous + (not unique), needless + too_many
+        print(
+            f"{name}: {arguments.n} puzzles, {sum(clue_counts)} clues ({min(clue_counts)} to {max(clue_counts)} in one); "
+            f"ambiguous: {ambiguous}, clues too many: {needless}. Making: {arguments.n / sum(making):.2f} puzzles per CPU second "
+            f"(median {statistics.median(making):.2f} s, longest {max(making):.2f} s); checking took "
+            f"{time.monotonic() - started - sum(making):.0f} s.",
+            flush=True,
+        )
+        faulty += ambiguous + needless
+    return 1 if faulty else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

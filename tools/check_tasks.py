@@ -1,0 +1,229 @@
+"""Are the graders right about what is right, and is a wrong answer worth no more than chance?
+
+    python tools/check_tasks.py [DATA] [--seed 0] [--only gsm8k]
+
+DATA holds published data sets in the folders that SETS names (default: ../shared/data); sets that are not there are left out.
+For each set: rows loaded; the share of reference answers that earn 1.0, which must be all; the mean reward when each task is
+given the reference answer of another, by a random permutation; and what chance gives for that, with its 99% interval, computed
+from the answers themselves, without text and without the grader (Hoeffding 1951, "A combinatorial central limit theorem": mean
+and variance of the sum of a permuted matrix; a task may get its own answer).
+
+Exit status 1 when a reference answer earns less than 1.0, or a mean lies outside of the interval for three shuffles in a row.
+"""
+
+import argparse
+import concurrent.futures
+import math
+import random
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrl.errors import TaskError
+from ttrl.tasks.arc_agi import get_arc_agi_tasks
+from ttrl.tasks.countdown import evaluate, get_countdown_tasks
+from ttrl.tasks.gsm8k import get_gsm8k_tasks
+from ttrl.tasks.humaneval import get_humaneval_tasks
+from ttrl.tasks.letter_counting import get_letter_counting_tasks
+from ttrl.tasks.multiple_choice import get_arc_tasks, get_mmlu_tasks
+from ttrl.tasks.sort_letters import get_sort_letters_tasks
+from ttrl.tasks.spelling import get_spelling_tasks
+from ttrl.tasks.task import Task
+
+Matrix = Callable[[Sequence[Any]], np.ndarray]
+"""[n, n]: what the answer of task j is worth as an answer to task i, from the graders' expected answers."""
+
+
+@dataclass(frozen=True)
+class Set:
+    """One line of the table. path: below DATA; None where tasks are generated."""
+
+    name: str
+    path: str | None
+    tasks: Callable[[Path], list[Task]]
+    matrix: Matrix
+    threads: int = 1
+
+
+def same(answer: Callable[[Any], Any]) -> Matrix:
+    """1 where two answers are equal."""
+
+    def matrix(graders: Sequence[Any]) -> np.ndarray:
+        numbers: dict[Any, int] = {}
+        values = np.array([numbers.setdefault(answer(grader), len(numbers)) for grader in graders])
+        return np.equal.outer(values, values)
+
+    return matrix
+
+
+def grids(graders: Sequence[Any]) -> np.ndarray:
+    """ARC-AGI: shapes, and cells of equal shapes. The j-th reply's last grids count; fewer than asked for answer the first."""
+
+    def share(right: Any, given: Any) -> float:
+        a, b = np.array(right), np.array(given)
+        equal = float((a == b).mean()) if a.shape == b.shape else 0.0
+        return 1.0 if equal == 1.0 else graders[0].partial_credit * equal
+
+    values = np.zeros((len(graders), len(graders)))
+    for i, one in enumerate(graders):
+        for j, other in enumerate(graders):
+            given = other.expected[-len(one.expected) :]
+            values[i, j] = sum(share(right, grid) for right, grid in zip(one.expected, given)) / len(one.expected)
+    return values
+
+
+def moves(graders: Sequence[Any]) -> np.ndarray:
+    """Chess: points of the other position's best move here, 1 where it mates here too."""
+    import chess
+
+    worth = []
+    for grader in graders:
+        board = chess.Board(grader.fen)
+        known = {move.uci(): grader.points.get(move.uci(), 0.0) for move in board.legal_moves}
+        for move in board.legal_moves:
+            board.push(move)
+            mate = board.is_checkmate()
+            board.pop()
+            if mate or move.uci() in grader.best:
+                known[move.uci()] = 1.0
+        worth.append(known)
+    return np.array([[known.get(other.best[0], 0.0) for other in graders] for known in worth])
+
+
+def solutions(graders: Sequence[Any]) -> np.ndarray:
+    """Countdown: the same numbers and target, by Python's own arithmetic."""
+    read = [evaluate(grader.solution) for grader in graders]
+    return np.array([[sorted(one.numbers) == sorted(r[1]) and r[0] == one.target for r in read if r] for one in graders], float)
+
+
+def functions(graders: Sequence[Any]) -> np.ndarray:
+    """HumanEval: another function's name is not defined; the same name with another meaning is taken for wrong."""
+    return np.eye(len(graders))
+
+
+def places(graders: Sequence[Any]) -> np.ndarray:
+    """Letters in their places, half paid."""
+
+    def worth(right: str, given: str) -> float:
+        return 1.0 if right == given else 0.5 * sum(map(str.__eq__, right, given)) / max(len(right), len(given))
+
+    return np.array([[worth(one.expected, other.expected) for other in graders] for one in graders])
+
+
+def chess_tasks(path: Path) -> list[Task]:
+    """Imports the package chess."""
+    from ttrl.tasks.chess_moves import get_chess_tasks
+
+    return get_chess_tasks("test", path=path)
+
+
+def both(split: str) -> Callable[[Path], list[Task]]:
+    """GSM8K's train file whole, or its test file."""
+
+    def tasks(path: Path) -> list[Task]:
+        parts = ("train", "validation") if split == "train" else ("test",)
+        return [task for part in parts for task in get_gsm8k_tasks(part, path=path)]  # type: ignore[arg-type]
+
+    return tasks
+
+
+SETS = [
+    Set("gsm8k train", "gsm8k", both("train"), same(lambda g: g.expected)),
+    Set("gsm8k test", "gsm8k", both("test"), same(lambda g: g.expected)),
+    Set("arc_agi training", "arc_agi/training.jsonl", lambda p: get_arc_agi_tasks("test", path=p, partial_credit=0.5), grids),
+    Set("arc_agi evaluation", "arc_agi/evaluation.jsonl", lambda p: get_arc_agi_tasks("test", path=p, partial_credit=0.5), grids),
+    Set("mmlu", "mmlu/mmlu_redux_sample.jsonl", lambda p: get_mmlu_tasks(path=p), same(lambda g: g.answer)),
+    *(
+        Set(name, f"arc_easy_challenge/{name}.jsonl", lambda p: get_arc_tasks(path=p), same(lambda g: g.answer))
+        for name in ("arc_easy_train", "arc_easy_test", "arc_challenge_train", "arc_challenge_test")
+    ),
+    Set("chess, lichess", "chess/lichess_puzzles.jsonl", chess_tasks, moves),
+    Set("chess, sts", "chess/sts_positions.jsonl", chess_tasks, moves),
+    Set("humaneval", "humaneval/HumanEval.jsonl", lambda p: get_humaneval_tasks(path=p), functions, threads=4),
+    Set(
+        "spelling, words",
+        "words/english_common_words.txt",
+        lambda p: get_spelling_tasks("validation", 1000, path=p),
+        same(lambda g: g.word),
+    ),
+    Set("countdown", None, lambda _: get_countdown_tasks("validation", 500), solutions),
+    Set("letter_counting", None, lambda _: get_letter_counting_tasks("validation", 1000), same(lambda g: g.expected)),
+    Set("sort_letters", None, lambda _: get_sort_letters_tasks("validation", 500), places),
+]
+
+
+def rewards(tasks: Sequence[Task], texts: Sequence[str], threads: int) -> list[float]:
+    """What each task's grader gives for each text."""
+
+    def grade(task: Task, text: str) -> float:
+        choice = types.SimpleNamespace(message=types.SimpleNamespace(content=text))
+        output: Any = task.grader(choice)  # type: ignore[misc, arg-type]
+        return float(output[0] if isinstance(output, tuple) else output)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(grade, tasks, texts))
+
+
+def reference(task: Task) -> str:
+    """A reply that is right."""
+    grader: Any = task.grader
+    return grader.reference() if hasattr(grader, "reference") else str(grader.expected)
+
+
+def chance(values: np.ndarray) -> tuple[float, float]:
+    """(mean, standard deviation) of the mean over i of values[i, p(i)], for a uniform permutation p."""
+    count = len(values)
+    centred = values - values.mean(0, keepdims=True) - values.mean(1, keepdims=True) + values.mean()
+    return float(values.mean()), math.sqrt(float((centred**2).sum()) / (count - 1)) / count
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    parser.add_argument("data", nargs="?", type=Path, default=default, help="the folder of published data sets")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="only sets whose names contain this")
+    arguments = parser.parse_args()
+    print(f"{'task':22} {'rows':>5}  {'references 1.0':>14}  {'shuffled':>8}  {'chance':>7}  99% interval")
+    wrong = 0
+    for item in SETS:
+        path = arguments.data / (item.path or "")
+        if arguments.only not in item.name or (item.path is not None and not path.exists()):
+            continue
+        try:
+            tasks = item.tasks(path)
+        except TaskError as error:
+            print(f"{item.name:22} {error}")
+            wrong += 1
+            continue
+        texts = [reference(task) for task in tasks]
+        right = sum(reward == 1.0 for reward in rewards(tasks, texts, item.threads))
+        mean, deviation = chance(np.asarray(item.matrix([task.grader for task in tasks]), dtype=np.float32))
+        low, high = mean - 2.576 * deviation, mean + 2.576 * deviation
+        means: list[float] = []
+        for attempt in range(3):
+            order = list(range(len(tasks)))
+            random.Random(f"{arguments.seed} {attempt}").shuffle(order)
+            means.append(sum(rewards(tasks, [texts[i] for i in order], item.threads)) / len(tasks))
+            if low <= means[-1] <= high:
+                break
+        inside = low <= means[-1] <= high
+        wrong += right < len(tasks) or not inside
+        note = "" if inside else "  OUTSIDE"
+        retried = f"  (first {', '.join(f'{m:.4f}' for m in means[:-1])})" if len(means) > 1 else ""
+        print(
+            f"{item.name:22} {len(tasks):5}  {right / len(tasks):14.4f}  {means[-1]:8.4f}  {mean:7.4f}  "
+            f"{max(low, 0):.4f} to {high:.4f}{note}{retried}",
+            flush=True,
+        )
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

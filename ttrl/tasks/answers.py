@@ -1,0 +1,197 @@
+"""Reading the answer out of a reply: where it stands, and which number it is. For graders; every function takes linear time.
+
+Replies come from a model that is paid for whatever a grader takes for right, so one rule holds for all of them: the last answer
+counts, what a model thinks aloud does not, and what cannot be read for certain is no answer.
+"""
+
+import re
+import unicodedata
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+LONGEST_NUMBER = 60
+"""Characters. Longer runs of digits are no answer to any question here, and arithmetic with them would take long."""
+
+_SIGNS = str.maketrans(
+    {
+        "−": "-", "－": "-", "﹣": "-", "‐": "-", "‑": "-",
+        "＋": "+", "＄": "$", "％": "%", "，": ",", "．": ".", "／": "/", "⁄": "/", "∕": "/", "＃": "#",
+        "٬": ",", "٫": ".", "’": "'", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u2007": " ", "\u200b": "",
+    }
+)  # fmt: skip
+# The digits of a number with its separators, an exponent, and what may not follow a number that is to be read.
+_RUN = re.compile(r"[0-9][0-9,.'_]*|\.[0-9]+")
+_PLAIN = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
+_GROUPED = re.compile(r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:'[0-9]{3})+|(?:_[0-9]{3})+)(?:\.[0-9]*)?")
+_EXPONENT = re.compile(r"[eE][+-]?[0-9]{1,2}(?![0-9A-Za-z.])")
+_SPACED = re.compile(r"(?<![0-9.,'_])([0-9]{1,3})((?: [0-9]{3})+)(?![0-9,'_])")
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,60})\}\{([^{}]{1,60})\}")
+
+
+def reply_text(choice: "Choice") -> str:
+    """The text of a reply; "" where there is none."""
+    return choice.message.content or ""
+
+
+def after_thinking(text: str) -> str:
+    """What comes after the last `</think>`; "" when the reply never ended its thinking; all of it when it did not think aloud."""
+    end, start = text.rfind("</think>"), text.rfind("<think>")
+    if start > end:
+        return ""
+    return text if end < 0 else text[end + len("</think>") :]
+
+
+def tagged(text: str, tag: str = "answer") -> str | None:
+    """What stands in the last `<answer>` tags, open ones included (a stop string cuts the closing tag off); None without."""
+    place = find_tagged(text, tag)
+    return None if place is None else text[place[0] : place[1]]
+
+
+def find_tagged(text: str, tag: str = "answer") -> tuple[int, int] | None:
+    """(start, end) of what `tagged` returns."""
+    lower = ascii_lower(text)
+    start = lower.rfind(f"<{tag}>")
+    if start < 0:
+        return None
+    start += len(tag) + 2
+    end = lower.find(f"</{tag}>", start)
+    return start, len(text) if end < 0 else end
+
+
+def find_boxed(text: str) -> tuple[int, int] | None:
+    r"""(start, end) of what stands in the last `\boxed{…}` (LaTeX), braces balanced; None without one, or when it has no end."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for match in re.finditer(r"[{}]", text[start:]):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return start, start + match.start()
+    return None
+
+
+def marked(text: str) -> str | None:
+    r"""What the reply gives as its answer: in `<answer>` tags, in `\boxed{}` or after `####`, whichever begins last; else None.
+
+    After `####` that is the rest of the line, or the next line that is not empty where the rest holds no digit.
+    """
+    text = text.replace("＃", "#")
+    places = [place for place in (find_tagged(text), find_boxed(text)) if place is not None]
+    sign = text.rfind("####")
+    if sign >= 0:
+        start = sign + 4
+        end = _line_end(text, start)
+        if not any(character.isdecimal() for character in text[start:end]):
+            rest = text[end:]
+            end = _line_end(text, end + len(rest) - len(rest.lstrip()))
+        places.append((start, end))
+    if not places:
+        return None
+    start, end = max(places)
+    return text[start:end]
+
+
+def ascii_lower(text: str) -> str:
+    """Lower case, character by character: `str.lower` can change the length of a text ("İ")."""
+    return text.lower() if text.isascii() else "".join(c.lower() if c.isascii() else c for c in text)
+
+
+def ascii_digits(text: str) -> str:
+    """Decimal digits of all scripts (full-width, Arabic-Indic, …) as 0–9, and signs as ASCII. A superscript becomes `^2`, a
+    fraction in one character `^`: no number can be read where they stand."""
+    if text.isascii():
+        return text
+    return "".join(c if c.isascii() else _as_ascii(c) for c in text.translate(_SIGNS))
+
+
+def _as_ascii(character: str) -> str:
+    decimal = unicodedata.decimal(character, None)
+    if decimal is not None:
+        return str(decimal)
+    digit = unicodedata.digit(character, None)
+    if digit is not None:
+        return f"^{digit}"
+    if unicodedata.category(character) == "No":
+        return "^"
+    return character
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text, exactly; None without one, or when it cannot be read for certain.
+
+    Read are signs, decimals, thousands separators (comma, apostrophe, underscore, space), fractions (3/4, LaTeX's too), exponents
+    (1e3), digits of any script, whatever units stand around. "1,5", "1.2.3", "10^3" and "2½" are numbers that cannot be read.
+    """
+    text = ascii_digits(text)
+    text = _FRACTION.sub(r" \1/\2 ", text).replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    text = _SPACED.sub(lambda match: match[1] + match[2].replace(" ", ""), text)
+    last = before = None
+    for match in _RUN.finditer(text):
+        before, last = last, match
+    if last is None:
+        return None
+    if before is not None and _is_exponent(text, before, last):
+        return _scale(_value(text, before), text[before.end() : last.end()])
+    value = _value(text, last)
+    if value is not None and before is not None and _rstrip_digits(text, last.start()).endswith("/"):
+        between = text[before.end() : last.start()]
+        if between.strip(" $") == "/":  # 3/4: a fraction, not the number 4
+            top = _value(text, before)
+            return None if top is None or value == 0 else top / value
+    return value
+
+
+def _rstrip_digits(text: str, end: int) -> str:
+    return text[max(0, end - 3) : end].rstrip(" $")
+
+
+def _is_exponent(text: str, before: "re.Match[str]", last: "re.Match[str]") -> bool:
+    place = _EXPONENT.match(text, before.end())
+    return place is not None and place.end() == last.end()
+
+
+def _scale(value: Fraction | None, exponent: str) -> Fraction | None:
+    return None if value is None else value * Fraction(10) ** int(exponent[1:])
+
+
+def _value(text: str, match: "re.Match[str]") -> Fraction | None:
+    """The number that stands at a run of digits, with its sign."""
+    digits = match[0].rstrip(".,'_")
+    end = match.start() + len(digits)
+    if (
+        len(digits) > LONGEST_NUMBER
+        or text[end : end + 1] == "^"
+        or (text[end : end + 2] == "**" and text[end + 2 : end + 3].isdigit())
+    ):
+        return None
+    if _GROUPED.fullmatch(digits):
+        digits = re.sub("[,'_]", "", digits)
+    elif not _PLAIN.fullmatch(digits):
+        return None
+    start = match.start()
+    head = text[max(0, start - 8) : start]
+    if head.endswith("^") or (head.endswith("**") and head[-3:-2].isdigit()) or head.rstrip("{(").endswith("^"):
+        return None
+    return Fraction(digits) * (-1 if _is_negative(head) else 1)
+
+
+def _is_negative(head: str) -> bool:
+    """Whether what stands before a number ends with its sign: "-", "-$", "$-"; no hyphen ("a-5") and no minus ("7-5")."""
+    if head.endswith("-"):
+        body = head[:-1]
+    else:
+        body = head.rstrip("$€£¥₹\\")
+        if body == head or not body.endswith("-"):
+            return False
+        body = body[:-1]
+    return not body or not (body[-1].isalnum() or body[-1] in ")-")
+
+
+def _line_end(text: str, start: int) -> int:
+    end = text.find("\n", start)
+    return len(text) if end < 0 else end

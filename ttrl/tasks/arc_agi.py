@@ -1,0 +1,259 @@
+"""ARC-AGI: find the rule that turns input grids into output grids, and apply it (Chollet 2019, arXiv 1911.01547).
+
+A grid has 1 to 30 rows and columns of colours 0–9. All test inputs of a task are asked for in one prompt.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, ascii_digits, reply_text
+from ttrl.tasks.datasets import Row, RowError, list_field, load_rows, select, split_name
+from ttrl.tasks.task import Task
+
+if TYPE_CHECKING:
+    import os
+
+    from openai.types.chat.chat_completion import Choice
+
+Grid: TypeAlias = tuple[tuple[int, ...], ...]
+LARGEST = 30
+AUGMENTATIONS = ("rotations", "reflections", "colours")
+
+_INSTRUCTION = (
+    "Each input grid becomes its output grid by the same rule. Find the rule, and apply it to {what}. Digits are colours. "
+    "Write {answer} at the end of your reply: one line for each row, digits separated by spaces, as above."
+)
+# What may stand around the digits of a row; words, points and signs may not.
+_ROW = str.maketrans({character: " " for character in ",|[](){};'\"\t\r\u200b\u00a0"})
+_BREAKS = ("<answer>", "</answer>", "```")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A demonstration, or a test with its answer."""
+
+    input: Grid
+    output: Grid
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One task of the data set."""
+
+    id: str
+    train: tuple[Pair, ...]
+    test: tuple[Pair, ...]
+
+    def cells(self) -> int:
+        """Of all its grids."""
+        return sum(len(grid) * len(grid[0]) for pair in self.train + self.test for grid in (pair.input, pair.output))
+
+
+@dataclass(frozen=True)
+class ARCGrader:
+    """Mean over the test inputs: 1 for exactly the grid, 0 for another shape, else partial_credit · share of equal cells.
+
+    The last grids of the reply count, after any thinking: as many as there are test inputs, in their order. Where there are
+    fewer, they answer the first test inputs.
+    """
+
+    expected: tuple[Grid, ...]
+    partial_credit: float = 0.0
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"exact": 1 if every grid is right, "cells": mean share of equal cells, "shape": share of right shapes})."""
+        grids = read_grids(after_thinking(reply_text(choice)))[-len(self.expected) :]
+        given: list[Grid | None] = [*grids, *[None] * (len(self.expected) - len(grids))]
+        shares = [_equal_share(grid, right) for grid, right in zip(given, self.expected, strict=True)]
+        count = len(shares)
+        reward = sum(1.0 if share == 1.0 else self.partial_credit * (share or 0.0) for share in shares) / count
+        metrics = {
+            "exact": float(all(share == 1.0 for share in shares)),
+            "cells": sum(share or 0.0 for share in shares) / count,
+            "shape": sum(share is not None for share in shares) / count,
+        }
+        return reward, metrics
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return "\n\n".join(map(write_grid, self.expected))
+
+
+def _equal_share(grid: Grid | None, right: Grid) -> float | None:
+    """Share of equal cells; None for another shape."""
+    if grid is None or len(grid) != len(right) or len(grid[0]) != len(right[0]):
+        return None
+    equal = sum(a == b for row, wanted in zip(grid, right) for a, b in zip(row, wanted))
+    return equal / (len(right) * len(right[0]))
+
+
+def read_grids(text: str) -> list[Grid]:
+    """Every grid of a text: lines next to each other of the same number of digits.
+
+    Read are "1 2 3", "1, 2, 3", "123", "| 1 | 2 | 3 |" and [[1, 2], [3, 4]] in one line or several, in digits of any script. A
+    line that holds anything else ends a grid; so does a row of another length, which begins a new one.
+    """
+    for mark in _BREAKS:
+        text = text.replace(mark, "\n\n")
+    grids: list[Grid] = []
+    rows: list[tuple[int, ...]] = []
+
+    def end() -> None:
+        if rows and len(rows) <= LARGEST:
+            grids.append(tuple(rows))
+        rows.clear()
+
+    for line in ascii_digits(text).split("\n"):
+        pieces = _bracketed(line) if "[[" in line or "]]" in line else [line]
+        for piece in pieces:
+            row = _read_row(piece)
+            if row is None:
+                end()
+                continue
+            if rows and len(rows[-1]) != len(row):
+                end()
+            rows.append(row)
+    end()
+    return grids
+
+
+def _bracketed(line: str) -> list[str]:
+    """[[1, 2], [3, 4]] → its rows, with an empty piece before and behind each list of lists, whatever words stand before it."""
+    pieces: list[str] = []
+    for piece in line.replace("]]", "]\n]").split("]"):
+        if "[[" in piece or "\n" in piece:
+            pieces.append("")
+        row = piece.rpartition("[[")[2].strip(" ,\t\r\n")
+        if row:
+            pieces.append(row)
+    return pieces
+
+
+def _read_row(line: str) -> tuple[int, ...] | None:
+    tokens = line.translate(_ROW).split() if len(line) <= 40 * LARGEST else []
+    if len(tokens) == 1 and len(tokens[0]) <= LARGEST:
+        tokens = list(tokens[0])
+    if not 0 < len(tokens) <= LARGEST or not all(len(token) == 1 and token in "0123456789" for token in tokens):
+        return None
+    return tuple(map(int, tokens))
+
+
+def write_grid(grid: Grid) -> str:
+    """One line for each row, digits separated by spaces."""
+    return "\n".join(" ".join(map(str, row)) for row in grid)
+
+
+def get_arc_agi_tasks(
+    split: Literal["train", "validation", "test"] = "train",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: "str | os.PathLike[str]",
+    partial_credit: float = 0.0,
+    augment: Collection[str] = (),
+    max_cells: int | None = None,
+) -> list[Task]:
+    """`n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
+
+    train: the data set's training puzzles without those of validation, one in ten by a hash of the id. test: its evaluation set.
+    path: a folder with `training` and `evaluation` (.jsonl, .json, .csv, .parquet, or folders of json files, as published), one
+        file, or an id on the Hugging Face hub; rows have "train" and "test", lists of {"input", "output"}, and "id" if they like.
+    augment: any of "rotations", "reflections", "colours": each training puzzle is shown under a random one of them, all of its
+        grids alike; the seed decides. Validation and test are never changed.
+    max_cells: leaves out puzzles with more cells in all of their grids, which is about half the tokens of the prompt.
+
+    Raises TaskError.
+    """
+    split_name(split, ("train", "validation", "test"), "arc_agi")
+    if not 0.0 <= partial_credit <= 1.0:
+        raise TaskError(f"partial_credit is {partial_credit}; give a number from 0 to 1")
+    unknown = [name for name in augment if name not in AUGMENTATIONS] if not isinstance(augment, str) else [augment]
+    if unknown:
+        raise TaskError(f"augment has {unknown}; give a list of any of {', '.join(AUGMENTATIONS)}")
+    names = ("evaluation", "test") if split == "test" else ("training", "train")
+    puzzles = load_rows(path, parse_row, splits=names)
+    if max_cells is not None:
+        puzzles = [puzzle for puzzle in puzzles if puzzle.cells() <= max_cells]
+    puzzles = select(puzzles, lambda p: p.id, split, n, seed, "arc_agi", held_out=split != "test")
+    if augment and split == "train":
+        puzzles = [augmented(puzzle, random.Random(f"arc_agi {seed} {puzzle.id}"), augment) for puzzle in puzzles]
+    return [
+        Task(
+            messages=[{"role": "user", "content": write_prompt(puzzle)}],
+            grader=ARCGrader(tuple(pair.output for pair in puzzle.test), partial_credit),
+            id=f"arc-agi/{puzzle.id}",
+        )
+        for puzzle in puzzles
+    ]
+
+
+def write_prompt(puzzle: Puzzle) -> str:
+    """Demonstrations, test inputs, and what to do."""
+    parts = [f"Input:\n{write_grid(pair.input)}\n\nOutput:\n{write_grid(pair.output)}" for pair in puzzle.train]
+    if len(puzzle.test) == 1:
+        parts.append(f"Test input:\n{write_grid(puzzle.test[0].input)}")
+        what, answer = "the test input", "its output grid"
+    else:
+        parts += [f"Test input {i}:\n{write_grid(pair.input)}" for i, pair in enumerate(puzzle.test, 1)]
+        what, answer = f"the {len(puzzle.test)} test inputs", "their output grids, in this order, with an empty line between,"
+    return "\n\n".join([*parts, _INSTRUCTION.format(what=what, answer=answer)])
+
+
+def augmented(puzzle: Puzzle, rng: random.Random, augment: Collection[str]) -> Puzzle:
+    """The same puzzle turned, mirrored and recoloured: one random change for all of its grids. The rule stays a rule."""
+    turns = int(rng.random() * 4) if "rotations" in augment else 0
+    mirror = "reflections" in augment and rng.random() < 0.5
+    colours = list(range(10))
+    if "colours" in augment:
+        for last in range(9, 0, -1):  # Fisher and Yates's shuffle, with random() alone: the same in every version of Python
+            other = int(rng.random() * (last + 1))
+            colours[last], colours[other] = colours[other], colours[last]
+
+    def change(grid: Grid) -> Grid:
+        for _ in range(turns):
+            grid = tuple(zip(*grid[::-1]))  # a quarter to the right
+        if mirror:
+            grid = tuple(row[::-1] for row in grid)
+        return tuple(tuple(colours[cell] for cell in row) for row in grid)
+
+    return Puzzle(puzzle.id, _changed(puzzle.train, change), _changed(puzzle.test, change))
+
+
+def _changed(pairs: tuple[Pair, ...], change: Callable[[Grid], Grid]) -> tuple[Pair, ...]:
+    return tuple(Pair(change(pair.input), change(pair.output)) for pair in pairs)
+
+
+def parse_row(row: Row) -> Puzzle:
+    """{"train": [{"input": grid, "output": grid}], "test": the same}. Raises RowError."""
+    train, test = (
+        tuple(_pair(pair, f"{part}[{number}]") for number, pair in enumerate(list_field(row, part))) for part in ("train", "test")
+    )
+    if not train or not test:
+        raise RowError(f"{len(train)} train pairs and {len(test)} test pairs; there must be some of both")
+    name = row.get("id", row.get("task_id"))
+    if name is None:
+        name = hashlib.sha256(repr((train, test)).encode()).hexdigest()[:8]
+    return Puzzle(str(name), train, test)
+
+
+def _pair(pair: Any, where: str) -> Pair:
+    if not isinstance(pair, dict) or "input" not in pair or "output" not in pair:
+        raise RowError(f"{where} lacks input or output; it needs both (a set without answers cannot be graded)")
+    return Pair(_grid(pair["input"], f"{where}.input"), _grid(pair["output"], f"{where}.output"))
+
+
+def _grid(value: Any, where: str) -> Grid:
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        raise RowError(f"{where} is no list of rows")
+    widths = {len(row) for row in value}
+    if not 1 <= len(value) <= LARGEST or len(widths) != 1 or not 1 <= min(widths) <= LARGEST:
+        raise RowError(
+            f"{where} has {len(value)} rows of {sorted(widths)} cells; 1 to {LARGEST} rows of one length up to {LARGEST}"
+        )
+    if not all(type(cell) is int and 0 <= cell <= 9 for row in value for cell in row):
+        raise RowError(f"{where} has cells that are no whole numbers from 0 to 9")
+    return tuple(map(tuple, value))

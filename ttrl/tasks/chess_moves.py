@@ -1,0 +1,263 @@
+"""Chess: find the best move of a position. Needs the package chess (python-chess), of the `tasks` extra.
+
+Positions come from files of one's own: lichess puzzles, test suites in EPD, or rows that name the best moves and, where they are
+known, the points of others.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, ascii_lower, find_boxed, find_tagged, reply_text
+from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.task import Task
+
+try:
+    import chess
+except ImportError as error:
+    raise TaskError(f"chess tasks need the package chess: pip install 'ttrl[tasks]' ({error})") from None
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+Style = Literal["plain", "P"]
+
+_PLAIN = (
+    "Position (FEN): {fen}\n{side} to move. Find the best move. You may think first. End your reply with the move in "
+    "coordinates, such as e2e4 or e7e8q, in <answer> </answer> tags."
+)
+_FIGURES = str.maketrans("♔♕♖♗♘♚♛♜♝♞", "KQRBNKQRBN") | dict.fromkeys(map(ord, "♙♟"), "")
+_LONGEST = 200
+"""Characters of an answer that are looked at."""
+
+
+class Judge(Protocol):
+    """Who says how good a move is: from 0 (loses everything) to 1 (as good as the best). For legal moves alone."""
+
+    def __call__(self, fen: str, move: str) -> float: ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """best: moves in coordinates (UCI); points: of moves that are known, from 0 to 1."""
+
+    id: str
+    fen: str
+    best: tuple[str, ...]
+    points: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChessGrader:
+    r"""1 for a best move or a mate; else the move's points where they are known, or the judge's; at least legal_reward if it is
+    legal. 0 for anything else.
+
+    style "plain": the move stands in the last `<answer>` tags or `\boxed{}`, or behind the last "best move:"; else it is the last
+    line. style "P": it stands behind the last `B:`. Coordinates (e2e4, e2-e4) and algebraic notation (Nf3, O-O) are read.
+    """
+
+    fen: str
+    best: tuple[str, ...]
+    points: Mapping[str, float] = field(default_factory=dict)
+    style: Style = "plain"
+    legal_reward: float = 0.0
+    judge: Judge | None = None
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"legal", "best": 0 or 1}; in style "P" also "candidates": share of the moves behind `M:` that are legal)."""
+        board = chess.Board(self.fen)
+        text = after_thinking(reply_text(choice))
+        metrics = {"legal": 0.0, "best": 0.0}
+        if self.style == "P":
+            metrics["candidates"] = _legal_share(board, text)
+        move = read_move(board, _answer(text, self.style))
+        if move is None:
+            return 0.0, metrics
+        metrics["legal"] = 1.0
+        name = move.uci()
+        board.push(move)
+        if name in self.best or board.is_checkmate():
+            metrics["best"] = 1.0
+            return 1.0, metrics
+        points = self.points.get(name, 0.0) if self.judge is None else self.judge(self.fen, name)
+        return max(self.legal_reward, points), metrics
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return f"M: {self.best[0]} B: {self.best[0]}" if self.style == "P" else f"<answer>{self.best[0]}</answer>"
+
+
+def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
+    """The legal move that a text is, in coordinates or algebraic notation; None for anything else, and for several moves."""
+    text = text.translate(_FIGURES).strip(" \t\r\n*_`\"'.,;:()[]$!?")
+    if len(text) > _LONGEST:
+        return None
+    parts = [part for part in text.split() if not part.rstrip(".").isdigit()]  # 1. e4
+    if len(parts) != 1:
+        return None
+    name = parts[0].lstrip("0123456789.") if not parts[0].startswith("0-0") else parts[0]
+    name = name.rstrip("!?+#")
+    coordinates = ascii_lower(name.replace("-", "").replace("x", "").replace("=", ""))
+    for candidate in board.legal_moves:
+        if candidate.uci() == coordinates and not name.startswith(("O", "0")):
+            return candidate
+    try:
+        move = board.parse_san(name)
+    except ValueError:
+        return None
+    return move or None  # "--" is chess's notation for no move at all
+
+
+def _answer(text: str, style: Style) -> str:
+    if style == "P":
+        start = text.rfind("B:")
+        words = text[start + 2 : start + 2 + _LONGEST].split() if start >= 0 else []
+        return words[0] if words else ""
+    places = [place for place in (find_tagged(text), find_boxed(text)) if place is not None]
+    start = ascii_lower(text).rfind("best move:")
+    if start >= 0:
+        start += len("best move:")
+        end = text.find("\n", start)
+        places.append((start, len(text) if end < 0 else end))
+    if places:
+        start, end = max(places)
+        return text[start:end]
+    text = text.rstrip(" \t\r\n`")
+    return text[text.rfind("\n") + 1 :]
+
+
+def _legal_share(board: "chess.Board", text: str) -> float:
+    """Of the moves between the last `M:` and what follows it (`E:`, `B:` or the end of the line); 0 without any."""
+    start = text.rfind("M:")
+    if start < 0:
+        return 0.0
+    rest = text[start + 2 : start + 2 + _LONGEST]
+    for end in ("E:", "B:", "\n"):
+        rest = rest.partition(end)[0]
+    moves = rest.split()
+    legal = {move.uci() for move in board.legal_moves}
+    return sum(move in legal for move in dict.fromkeys(moves)) / len(moves) if moves else 0.0
+
+
+def get_chess_tasks(
+    split: Literal["train", "validation", "test"] = "train",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: "str | os.PathLike[str]",
+    style: Style = "plain",
+    legal_reward: float = 0.0,
+    judge: Judge | None = None,
+) -> list[Task]:
+    """`n` positions (None: all of the split), none twice; in train, the seed decides which and in which order.
+
+    Of a single file, test is all positions; train and validation are parts of them, one in ten for validation, by a hash of the
+    position. path: an `.epd` file with `bm` (and points in `c8` and `c9`, as the Strategic Test Suite has them); or rows (see
+    `ttrl.tasks.datasets`) with "fen", "best_move_uci" (a move or a list) and maybe "points_uci" ({move: 0 to 100}); or lichess's
+    puzzle table with "FEN" and "Moves", whose first move is the opponent's.
+    style: "plain", a question in words; "P", `P: ` and the position, to be continued by `M:` candidates, `E:` their values,
+        `B:` the best move, as small models that are trained on chess alone do it.
+    judge: see `ChessGrader`. Raises TaskError.
+    """
+    split_name(split, ("train", "validation", "test"), "chess")
+    if style not in ("plain", "P"):
+        raise TaskError(f"style is {style!r}; chess has 'plain' and 'P'")
+    if not 0.0 <= legal_reward < 1.0:
+        raise TaskError(f"legal_reward is {legal_reward}; give a number from 0 to less than 1")
+    source = Path(path).expanduser()
+    if source.suffix == ".epd":
+        positions = read_epd(source)
+    else:
+        positions = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
+    held_out = split != "test"
+    chosen = select(positions, lambda position: position.fen, split, n, seed, "chess", held_out=held_out)
+    return [
+        Task(
+            messages=[{"role": "user", "content": write_prompt(position.fen, style)}],
+            grader=ChessGrader(position.fen, position.best, position.points, style, legal_reward, judge),
+            id=f"chess/{position.id}",
+        )
+        for position in chosen
+    ]
+
+
+def write_prompt(fen: str, style: Style) -> str:
+    """What is asked about a position."""
+    if style == "P":
+        return f"P: {fen}"
+    return _PLAIN.format(fen=fen, side="White" if fen.split()[1] == "w" else "Black")
+
+
+def read_epd(path: Path) -> list[Position]:
+    """Every position of a test suite. Raises TaskError, naming the line."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}: cannot be read: {error}") from None
+    positions = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                positions.append(parse_epd(line, f"{path.stem}-{number}"))
+            except (RowError, ValueError) as error:
+                raise TaskError(f"{path}, line {number}: {error}") from None
+    if not positions:
+        raise TaskError(f"{path}: no positions")
+    return positions
+
+
+def parse_epd(line: str, name: str) -> Position:
+    """One line of EPD. Raises ValueError."""
+    board, operations = chess.Board.from_epd(line)
+    best = operations.get("bm")
+    if not isinstance(best, list) or not best:
+        raise RowError("no bm (best move); it must have one")
+    points: dict[str, float] = {}
+    if "c8" in operations and "c9" in operations:
+        values, moves = str(operations["c8"]).split(), str(operations["c9"]).split()
+        points = _points(dict(zip(moves, map(int, values), strict=True)))
+    return _position(str(operations.get("id", name)), board.fen(), [move.uci() for move in best], points)
+
+
+def parse_row(row: Row) -> Position:
+    """See `get_chess_tasks`. Raises RowError."""
+    if "Moves" in row:
+        moves = text_field(row, "Moves").split()
+        try:
+            board = chess.Board(text_field(row, "FEN"))
+            board.push_uci(moves[0])
+        except ValueError as error:
+            raise RowError(str(error)) from None
+        return _position(str(row.get("PuzzleId", board.fen())), board.fen(), moves[1:2], {})
+    best: Any = row.get("best_move_uci")
+    best = [best] if isinstance(best, str) else best
+    points = row.get("points_uci") or {}
+    if not isinstance(best, list) or not isinstance(points, dict):
+        raise RowError(f"best_move_uci is {best!r:.80} and points_uci {points!r:.80}; a move or a list of moves, and an object")
+    fen = text_field(row, "fen")
+    return _position(str(row.get("id", fen)), fen, best, _points(points))
+
+
+def _points(points: Mapping[str, Any]) -> dict[str, float]:
+    """Of 100, as shares. Moves without points (a table may have a column for all of them) are left out."""
+    known = {move: value for move, value in points.items() if value is not None}
+    if not all(isinstance(value, int | float) and 0 <= value <= 100 for value in known.values()):
+        raise RowError(f"points {known!r:.120}; they must be numbers from 0 to 100")
+    return {move: value / 100 for move, value in known.items()}
+
+
+def _position(name: str, fen: str, best: list[str], points: dict[str, float]) -> Position:
+    """Checked: every move is legal. Raises RowError."""
+    try:
+        board = chess.Board(fen)
+    except ValueError as error:
+        raise RowError(f"fen {fen!r:.120}: {error}") from None
+    legal = {move.uci() for move in board.legal_moves}
+    if not best or (wrong := [move for move in [*best, *points] if move not in legal]):
+        raise RowError(
+            f"best moves {best!r:.80}: {f'{wrong[:3]} not legal there' if best else 'there must be one'}; fen {fen!r:.120}"
+        )
+    return Position(name, fen, tuple(best), points)

@@ -1,0 +1,256 @@
+"""Rows of a data set: from files of one's own, or from the Hugging Face hub; and which of them belong to a split.
+
+ttrl ships no data of others. A source is a file (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder with one file for each split
+(`train.jsonl`, `test.parquet`; or a folder of json files, one row each), or the id of a data set on the hub, which is loaded
+through the package `datasets` (the `tasks` extra) and kept in its own cache.
+"""
+
+import csv
+import hashlib
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ttrl.errors import TaskError
+from ttrl.tasks.words import in_validation
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+
+class RowError(ValueError):
+    """What is wrong with one row. Becomes a TaskError that says which row of which file."""
+
+
+def load_rows(
+    source: str | os.PathLike[str],
+    parse: Callable[[Row], T],
+    *,
+    splits: Sequence[str] = (),
+    config: str | None = None,
+) -> list[T]:
+    """Every row, as `parse` makes it of the row's fields.
+
+    splits: names that the split has in folders and on the hub, tried in this order; a single file is read whole.
+    config: the hub's configuration ("main"). `parse` raises RowError, which names no place, for rows that are not as they should
+    be; the TaskError that comes of it names file and row.
+
+    Raises TaskError: no such file, of a kind that is not read, damaged, without rows; no such split; no package for it.
+    """
+    where, rows = _open(source, splits, config)
+    parsed = []
+    for place, row in rows:
+        if not isinstance(row, dict):
+            raise TaskError(f"{place}: {_short(row)}; a row is an object with named fields")
+        try:
+            parsed.append(parse(row))
+        except RowError as error:
+            raise TaskError(f"{place}: {error}") from None
+    if not parsed:
+        raise TaskError(f"{where}: no rows")
+    return parsed
+
+
+def text_field(row: Row, *names: str) -> str:
+    """The first of these fields that the row has: text that is not empty. Raises RowError."""
+    value = _field(row, names)
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"{names[0]} is {_short(value)}; it must be a text that is not empty")
+    return value
+
+
+def whole_field(row: Row, *names: str) -> int:
+    """A whole number, also one that is written as text (csv). Raises RowError."""
+    value = _field(row, names)
+    if isinstance(value, str) and re.fullmatch(r"\s{0,9}-?[0-9]{1,18}\s{0,9}", value, re.ASCII):
+        value = int(value)
+    if type(value) is not int:
+        raise RowError(f"{names[0]} is {_short(value)}; it must be a whole number")
+    return value
+
+
+def list_field(row: Row, *names: str) -> list[Any]:
+    """A list, also one that is written as JSON (csv). Raises RowError."""
+    value = _field(row, names)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise RowError(f"{names[0]} is {_short(value)}; it must be a list, in csv one that is written as JSON") from None
+    if not isinstance(value, list):
+        raise RowError(f"{names[0]} is {_short(value)}; it must be a list")
+    return value
+
+
+def select(
+    rows: Sequence[T], key: Callable[[T], str], split: str, n: int | None, seed: int, what: str, *, held_out: bool
+) -> list[T]:
+    """`n` rows of a split (None: all), no row twice: for "train" in an order that the seed decides; else always the same ones.
+
+    key: what tells rows apart. held_out: train and validation are the same file, of which one row in ten, by a hash of its key,
+    is for validation. More rows of the same split and seed begin with the same ones. Raises TaskError when there are not enough.
+    """
+    if n is not None and (type(n) is not int or n < 1):
+        raise TaskError(f"n is {n!r}; ask for at least one, or None for all")
+    keys = [key(row) for row in rows]
+    chosen = [
+        (name, row) for name, row in zip(keys, rows) if not held_out or in_validation(f"{what} {name}") == (split == "validation")
+    ]
+    order = f"{what} {split} {seed if split == 'train' else ''} "
+    chosen.sort(key=lambda item: hashlib.sha256((order + item[0]).encode("utf-8", "surrogatepass")).digest())
+    if n is not None and len(chosen) < n:
+        raise TaskError(f"{n} tasks of {what}, split {split}: there are {len(chosen)} rows; ask for fewer, or n=None for all")
+    return [row for _, row in chosen[:n]]
+
+
+def split_name(split: str, known: Sequence[str], what: str) -> str:
+    """The split, or a TaskError that lists those there are."""
+    if split not in known:
+        raise TaskError(f"split is {split!r}; {what} has {', '.join(map(repr, known))}")
+    return split
+
+
+def _field(row: Row, names: Sequence[str]) -> Any:
+    for name in names:
+        if name in row:
+            return row[name]
+    raise RowError(f"no field {' or '.join(map(repr, names))}; it has {_short(sorted(map(str, row)))}")
+
+
+def _open(source: str | os.PathLike[str], splits: Sequence[str], config: str | None) -> tuple[str, Iterable[tuple[str, Any]]]:
+    """(what it is called, (place, row) of each row)."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = _in_folder(path, splits)
+        if path.is_dir():
+            return str(path), _one_each(path)
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise TaskError(f"{path}: files ending in {', '.join(SUFFIXES)} are read")
+        return str(path), _READERS[path.suffix](path)
+    text = os.fspath(source)
+    if not isinstance(source, str) or path.suffix in SUFFIXES or text.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(text):
+        raise TaskError(f"{path}: no such file or folder, and no id of a data set on the Hugging Face hub (owner/name)")
+    return _from_hub(text, splits, config)
+
+
+def _in_folder(folder: Path, splits: Sequence[str]) -> Path:
+    for split in splits:
+        for suffix in SUFFIXES:
+            if (folder / (split + suffix)).is_file():
+                return folder / (split + suffix)
+        if (folder / split).is_dir():
+            return folder / split
+    if not splits and any(folder.glob("*.json")):
+        return folder
+    there = sorted(path.name for path in folder.iterdir())
+    raise TaskError(
+        f"{folder}: no file {' or '.join(split + '.jsonl' for split in splits) or '*.json'} (or {', '.join(SUFFIXES[1:])}); "
+        f"there are {_short(there)}. Name the file itself, or rename it"
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}: cannot be read: {error}") from None
+
+
+def _loads(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{place}: no JSON: {error}") from None
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
+        if line.strip():
+            yield f"{path}, line {number}", _loads(line, f"{path}, line {number}")
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    data = _loads(_read_text(path), str(path))
+    if isinstance(data, dict) and all(isinstance(value, dict) for value in data.values()):
+        for name, row in data.items():
+            yield f"{path}, {name!r}", {"id": name, **row}
+    elif isinstance(data, list):
+        for number, row in enumerate(data, 1):
+            yield f"{path}, row {number}", row
+    else:
+        raise TaskError(f"{path}: it holds {_short(data)}; it must hold a list of rows, or an object of objects by their ids")
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), 1):
+                if None in row or None in row.values():
+                    raise TaskError(f"{path}, row {number}: it has not as many columns as the first line has names")
+                yield f"{path}, row {number}", row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TaskError(f"{path}: cannot be read: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    parquet = _package("pyarrow.parquet", f"{path}: parquet files")
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        raise TaskError(f"{path}: cannot be read: {error}") from None
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, row {number}", row
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _one_each(folder: Path) -> Iterator[tuple[str, Any]]:
+    for path in sorted(folder.glob("*.json")):
+        row = _loads(_read_text(path), str(path))
+        yield str(path), {"id": path.stem, **row} if isinstance(row, dict) else row
+
+
+def _package(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise TaskError(f"{what} need the package {name.partition('.')[0]}: pip install 'ttrl[tasks]' ({error})") from None
+
+
+def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str, Iterator[tuple[str, Any]]]:
+    datasets = _package("datasets", f"{name}: data sets of the Hugging Face hub")
+    where = f"{name} ({config})" if config else name
+    try:
+        there = list(datasets.get_dataset_split_names(name, config))
+        split = next((split for split in splits if split in there), None)
+        if split is None:
+            raise TaskError(f"{where}: no split {' or '.join(map(repr, splits))}; there are {_short(there)}")
+        rows = datasets.load_dataset(name, config, split=split)
+    except TaskError:
+        raise
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise TaskError(
+            f"{where}: cannot be loaded from the Hugging Face hub: {type(error).__name__}: {first}. Without a network, "
+            "download it elsewhere and give the path of its file"
+        ) from error
+    return where, ((f"{where}, {split}, row {number}", dict(row)) for number, row in enumerate(rows, 1))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,200 @@
+"""GSM8K: grade-school problems in words, with a number for an answer (Cobbe et al. 2021, arXiv 2110.14168).
+
+The data set's own split names: "test" is its test file. One row in ten of its train file, by a hash of the question, is the
+validation split, so that a run can be watched without a look at the test file.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, last_number, marked, reply_text
+from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.task import Task
+
+if TYPE_CHECKING:
+    import os
+
+    from openai.types.chat.chat_completion import Choice
+
+Style = Literal["plain", "boxed", "r1"]
+
+INSTRUCTIONS: dict[str, str] = {
+    "plain": "Solve the problem step by step. Then write the answer on a line of its own: #### and the number.",
+    "boxed": "Solve the problem step by step. Put the final number into \\boxed{}.",
+    # In the words of DeepSeek-R1 (arXiv 2501.12948, table 1), shortened.
+    "r1": "First think about the problem, then give the answer. Write the reasoning in <think> </think> tags and the final "
+    "number in <answer> </answer> tags: <think> reasoning here </think> <answer> number here </answer>",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row: the question, the worked solution without calculator marks, and the number that is right."""
+
+    question: str
+    solution: str
+    answer: Fraction
+
+    @property
+    def written(self) -> str:
+        """The answer in digits."""
+        return write_number(self.answer)
+
+
+@dataclass(frozen=True)
+class GSM8KGrader:
+    r"""1.0 if the number of the reply's answer is right, else 0; with `format_reward` w: (1 − w)·right + w·format.
+
+    The answer is the last one that is marked, after any thinking: the last number after `####`, in `\boxed{}` or `<answer>` tags.
+    flexible: where nothing is marked, the last number of the reply (what lm-evaluation-harness calls flexible-extract).
+    format: see `follows_format`.
+    """
+
+    expected: Fraction
+    style: Style = "plain"
+    format_reward: float = 0.0
+    flexible: bool = False
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"exact": 0 or 1, "format": 0 or 1})."""
+        text = reply_text(choice)
+        answer = read_answer(text, flexible=self.flexible)
+        exact, formed = float(answer == self.expected), float(follows_format(text, self.style))
+        return (1.0 - self.format_reward) * exact + self.format_reward * formed, {"exact": exact, "format": formed}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return write_answer("I know it.", write_number(self.expected), self.style)
+
+
+def read_answer(text: str, *, flexible: bool = False) -> Fraction | None:
+    """The number that a reply gives as its answer; None without one."""
+    text = after_thinking(text)
+    part = marked(text)
+    if part is None:
+        return last_number(text) if flexible else None
+    return last_number(part)
+
+
+def follows_format(text: str, style: Style) -> bool:
+    r"""plain: the last line that is not empty is `####` and a number, and no other line has the mark; boxed: exactly one
+    `\boxed{}` with a number; r1: `<think>…</think>`, then `<answer>…</answer>`, once each, nothing before, between and behind."""
+    if style == "r1":
+        tags = ("<think>", "</think>", "<answer>", "</answer>")
+        if any(text.count(tag) != 1 for tag in tags):
+            return False
+        first, thought, middle, answer = (text.index(tag) for tag in tags)
+        if not first < thought < middle < answer:
+            return False
+        outside = text[:first] + text[thought + len(tags[1]) : middle] + text[answer + len(tags[3]) :]
+        return not outside.strip() and last_number(text[middle:answer]) is not None
+    if style == "boxed":
+        return text.count("\\boxed{") == 1 and read_answer(text) is not None
+    start = text.rstrip().rfind("\n") + 1
+    line = text[start:].strip()
+    return text.count("####") == 1 and line.startswith("####") and last_number(line) is not None
+
+
+def write_number(value: Fraction) -> str:
+    """18, -3, 2.5: as GSM8K writes numbers, without thousands separators; a fraction where no decimal is exact."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    places = next((k for k in range(1, 20) if (value * 10**k).denominator == 1), None)
+    if places is None:
+        return f"{value.numerator}/{value.denominator}"
+    digits = str(abs((value * 10**places).numerator)).zfill(places + 1)
+    return ("-" if value < 0 else "") + digits[:-places] + "." + digits[-places:]
+
+
+def write_answer(solution: str, number: str, style: Style) -> str:
+    """A worked solution in the form that the style asks for."""
+    if style == "r1":
+        return f"<think>{solution}</think>\n<answer>{number}</answer>"
+    return f"{solution}\n" + (f"\\boxed{{{number}}}" if style == "boxed" else f"#### {number}")
+
+
+def get_gsm8k_tasks(
+    split: Literal["train", "validation", "test"] = "train",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: "str | os.PathLike[str]" = "openai/gsm8k",
+    style: Style = "plain",
+    few_shot: int = 0,
+    format_reward: float = 0.0,
+    flexible: bool = False,
+) -> list[Task]:
+    """`n` problems (None: all of the split), no problem twice; in train, the seed decides which and in which order.
+
+    path: a folder with train.jsonl and test.jsonl, one file, or an id on the hub (see `ttrl.tasks.datasets`).
+    style: "plain" (####), "boxed", or "r1" (think and answer tags), which decides the prompt and the format that is rewarded.
+    few_shot: solved problems before each question, as turns of the conversation, from the train file's training part, never the
+        question itself; the same ones for every question.
+    format_reward, flexible: see `GSM8KGrader`; 0 <= format_reward <= 1.
+
+    Raises TaskError.
+    """
+    split_name(split, ("train", "validation", "test"), "gsm8k")
+    if style not in INSTRUCTIONS:
+        raise TaskError(f"style is {style!r}; gsm8k has {', '.join(map(repr, INSTRUCTIONS))}")
+    if not 0.0 <= format_reward <= 1.0:
+        raise TaskError(f"format_reward is {format_reward}; give a number from 0 to 1")
+    problems = select(_load(path, split), lambda p: p.question, split, n, seed, "gsm8k", held_out=split != "test")
+    shots: list[Problem] = []
+    if few_shot:
+        if type(few_shot) is not int or few_shot < 0:
+            raise TaskError(f"few_shot is {few_shot!r}; give a number of examples, 0 or more")
+        examples = select(_load(path, "train"), lambda p: p.question, "train", few_shot + 1, 0, "gsm8k", held_out=True)
+        shots = examples
+    return [
+        Task(
+            messages=_messages(problem, [shot for shot in shots if shot.question != problem.question][:few_shot], style),
+            grader=GSM8KGrader(problem.answer, style, format_reward, flexible),
+        )
+        for problem in problems
+    ]
+
+
+def gsm8k_examples(
+    n: int | None = None, seed: int = 0, *, path: "str | os.PathLike[str]" = "openai/gsm8k", style: Style = "plain"
+) -> list[dict[str, Any]]:
+    """Solved training problems for supervised training: {"messages": [user, assistant]}; never one of validation or test."""
+    problems = select(_load(path, "train"), lambda p: p.question, "train", n, seed, "gsm8k", held_out=True)
+    return [{"messages": [*_messages(problem, [], style), _solved(problem, style)]} for problem in problems]
+
+
+def _load(path: "str | os.PathLike[str]", split: str) -> list[Problem]:
+    return load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",), config="main")
+
+
+def parse_row(row: Row) -> Problem:
+    """{"question", "answer": worked solution, `####` and the number at its end}. Raises RowError."""
+    question, answer = text_field(row, "question"), text_field(row, "answer")
+    solution, mark, number = answer.rpartition("####")
+    value = last_number(number) if mark else None
+    if value is None:
+        raise RowError(f"answer ends with {answer[-40:]!r}; it must end with #### and a number")
+    return Problem(question.strip(), _without_marks(solution).strip(), value)
+
+
+def _without_marks(solution: str) -> str:
+    """48/2 = <<48/2=24>>24 → 48/2 = 24."""
+    parts = solution.split("<<")
+    return parts[0] + "".join(part.partition(">>")[2] if ">>" in part else "<<" + part for part in parts[1:])
+
+
+def _messages(problem: Problem, shots: list[Problem], style: Style) -> list[dict[str, Any]]:
+    messages = []
+    for shot in shots:
+        messages += [_asked(shot, style), _solved(shot, style)]
+    return [*messages, _asked(problem, style)]
+
+
+def _asked(problem: Problem, style: Style) -> dict[str, Any]:
+    return {"role": "user", "content": f"{problem.question}\n\n{INSTRUCTIONS[style]}"}
+
+
+def _solved(problem: Problem, style: Style) -> dict[str, Any]:
+    return {"role": "assistant", "content": write_answer(problem.solution, problem.written, style)}

@@ -1,0 +1,132 @@
+"""HumanEval: complete a Python function; its tests decide (Chen et al. 2021, arXiv 2107.03374). 164 problems, for evaluation.
+
+What a model wrote runs in `ttrl.tasks.sandbox`, and nowhere else: where that is not possible, there are no tasks.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.sandbox import Limits, run_sandboxed, why_not
+from ttrl.tasks.task import Task
+
+if TYPE_CHECKING:
+    import os
+
+    from openai.types.chat.chat_completion import Choice
+
+_PROMPT = (
+    "Complete this Python function. Reply with the whole function, its imports included, in one code block.\n\n"
+    "```python\n{prompt}```"
+)
+LONGEST = 100_000
+"""Characters of a program that is run; longer replies fail."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row: `prompt` is the function up to its body, `test` defines check(candidate), `solution` is a right body."""
+
+    id: str
+    prompt: str
+    entry_point: str
+    test: str
+    solution: str
+
+
+@dataclass(frozen=True)
+class HumanEvalGrader:
+    """1.0 if the problem's tests pass with the reply's function, in a sandbox; else 0. Takes about 0.2 s of a core.
+
+    The program is the last code block that defines the function, else the last block, else the whole reply, after any thinking;
+    code that does not define the function is taken to continue the prompt. Raises GraderError where the machine has no sandbox.
+    """
+
+    problem: Problem
+    limits: Limits = field(default_factory=Limits)
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"ran": 1 unless time, memory or a crash ended it})."""
+        code = read_code(reply_text(choice), self.problem.entry_point)
+        if not code.strip() or len(code) > LONGEST:
+            return 0.0, {"ran": 0.0}
+        outcome = run_sandboxed(program(self.problem, code), self.limits)
+        ended = outcome.reason.startswith(("out of", "ended", "MemoryError"))
+        return float(outcome.passed), {"ran": float(not ended)}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return f"```python\n{self.problem.prompt}{self.problem.solution}```"
+
+
+def read_code(text: str, entry_point: str) -> str:
+    """The program in a reply. A block without an end goes to the end of the reply."""
+    text = after_thinking(text)
+    pieces = text.split("```")
+    blocks = [piece.partition("\n")[2] if _is_language(piece) else piece for piece in pieces[1::2]]
+    for block in reversed(blocks):
+        if _defines(block, entry_point):
+            return block
+    return blocks[-1] if blocks else text
+
+
+def _is_language(block: str) -> bool:
+    """Whether a block's first line names its language ("python"), or is empty."""
+    first = block.partition("\n")[0].strip()
+    return "\n" in block and (not first or first.isalnum())
+
+
+def _defines(code: str, entry_point: str) -> bool:
+    return re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", code, re.MULTILINE) is not None
+
+
+def program(problem: Problem, code: str) -> str:
+    """What is run: the reply's function, behind what stands before it in the prompt, and the tests."""
+    if _defines(code, problem.entry_point):
+        start = re.search(rf"^def {re.escape(problem.entry_point)}\b", problem.prompt, re.MULTILINE)
+        code = problem.prompt[: start.start() if start else 0] + code
+    else:
+        code = problem.prompt + code
+    return f"{code}\n\n{problem.test}\n\ncheck({problem.entry_point})\n"
+
+
+def get_humaneval_tasks(
+    split: Literal["test"] = "test",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: "str | os.PathLike[str]" = "openai/openai_humaneval",
+    limits: Limits | None = None,
+) -> list[Task]:
+    """`n` problems (None: all), the same for every seed, none twice. There is only a test split: it is for evaluation.
+
+    path: a file, a folder with test.jsonl, or an id on the Hugging Face hub; rows as published: "task_id", "prompt",
+    "entry_point", "test", "canonical_solution". Raises TaskError, also where this machine has no sandbox; it tries.
+    """
+    split_name(split, ("test",), "humaneval")
+    problems = select(load_rows(path, parse_row, splits=("test",)), lambda p: p.id, split, n, seed, "humaneval", held_out=False)
+    reason = why_not()
+    if reason is not None:
+        raise TaskError(reason)
+    return [
+        Task(
+            messages=[{"role": "user", "content": _PROMPT.format(prompt=problem.prompt)}],
+            grader=HumanEvalGrader(problem, limits or Limits()),
+            id=problem.id,
+        )
+        for problem in problems
+    ]
+
+
+def parse_row(row: Row) -> Problem:
+    """See `get_humaneval_tasks`. Raises RowError."""
+    names = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
+    problem = Problem(*(text_field(row, name) for name in names))
+    if not problem.entry_point.isidentifier() or not _defines(problem.prompt, problem.entry_point):
+        raise RowError(f"entry_point {problem.entry_point!r:.80} is not defined in the prompt")
+    if not problem.test.count("def check("):
+        raise RowError("test has no function check")
+    return problem

@@ -1,0 +1,251 @@
+"""Multiple choice: MMLU (Hendrycks et al. 2021, arXiv 2009.03300) and ARC-Easy and ARC-Challenge (Clark et al. 2018,
+arXiv 1803.05457). The answer is a letter.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, ascii_lower, find_boxed, find_tagged, reply_text
+from ttrl.tasks.datasets import Row, RowError, list_field, load_rows, select, split_name, text_field
+from ttrl.tasks.task import Task
+
+if TYPE_CHECKING:
+    import os
+
+    from openai.types.chat.chat_completion import Choice
+
+LETTERS = "ABCDEFGHIJ"
+Style = Literal["letter", "reasoning", "r1"]
+
+INSTRUCTIONS: dict[str, str] = {
+    "letter": "Answer with the letter of the right option alone.",
+    "reasoning": "Think step by step. End your reply with the line Answer: X, where X is the letter of the right option.",
+    "r1": "Write your reasoning in <think> </think> tags, then the letter of the right option in <answer> </answer> tags.",
+}
+
+_MARKS = ("answer is", "answer:", "answer is:", "answer =")
+_LONGEST = 400
+"""Characters of an answer that are looked at."""
+_FULL_WIDTH = (
+    {0xFF21 + i: 65 + i for i in range(26)} | {0xFF41 + i: 97 + i for i in range(26)} | str.maketrans("（）：．。", "():..")
+)
+_OPENING = " \t\r\n*_`~\"'“‘([{<$:=-–—>#\\"
+# Another option behind the letter: "B or C", "B, or maybe C", "B, C", "B/C", "B C"; of "(A) text" only the letter counts.
+_ANOTHER = re.compile(
+    r"[\s)\].*`\"']{0,4}(?:[,;]?\s{0,3}(?:or|and|oder|und|ou|et)\b(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
+    r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|\s{1,4}([A-J])[\s).]{0,4}$"
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row; `answer` is the place of the right option, from 0."""
+
+    id: str
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class MultipleChoiceGrader:
+    r"""1.0 if the letter of the reply's answer is the right one, else 0.
+
+    The answer is the last that is marked, after any thinking: in `<answer>` tags, in `\boxed{}`, after "answer is" or
+    "Answer:"; where nothing is marked, the first line if it begins with a letter that stands as one ("B", "(B)", "B. Paris"),
+    else the last line if it does. An option's whole text counts as its letter. Two letters are none.
+    """
+
+    answer: int
+    choices: tuple[str, ...]
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"answered": 1 if a letter could be read})."""
+        given = read_choice(reply_text(choice), self.choices)
+        return float(given == self.answer), {"answered": float(given is not None)}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return f"Answer: {LETTERS[self.answer]}"
+
+
+def read_choice(text: str, choices: Sequence[str]) -> int | None:
+    """The place of the option that a reply chooses; None where it chooses none, or several."""
+    text = after_thinking(text).translate(_FULL_WIDTH)
+    part = _marked(text)
+    if part is not None:
+        return _option(part, choices)
+    text = text.strip()
+    first, last = text[: _end(text, 0)], text[text.rfind("\n") + 1 :]
+    found = _option(first, choices)
+    return found if found is not None or first == last else _option(last, choices)
+
+
+def _marked(text: str) -> str | None:
+    places = [place for place in (find_tagged(text), find_boxed(text)) if place is not None]
+    lower = ascii_lower(text)
+    for mark in _MARKS:
+        start = lower.rfind(mark)
+        if start >= 0:
+            start += len(mark)
+            rest = text[start : start + _LONGEST]
+            start += len(rest) - len(rest.lstrip(_OPENING))  # the letter may stand on the next line
+            places.append((start, _end(text, start)))
+    if not places:
+        return None
+    start, end = max(places)
+    return text[start:end]
+
+
+def _end(text: str, start: int) -> int:
+    end = text.find("\n", start)
+    return len(text) if end < 0 else end
+
+
+def _option(text: str, choices: Sequence[str]) -> int | None:
+    """What an answer such as "B", "(b)", "**B. Paris**", "option B", "\\text{B}" or "Paris" chooses."""
+    text = text[:_LONGEST].strip()
+    same = [place for place, option in enumerate(choices) if _plain(option) == _plain(text)]
+    if same and _plain(text) not in map(str.lower, LETTERS):
+        return same[0] if len(same) == 1 else None
+    bracketed = text.lstrip("*_`\"' ").startswith(("(", "["))
+    text = text.lstrip(_OPENING)
+    for word in ("text{", "textbf{", "mathrm{", "option", "choice", "letter"):
+        if ascii_lower(text[: len(word)]) == word:
+            text = text[len(word) :].lstrip(_OPENING)
+    letter, rest = text[:1], text[1:]
+    if (
+        letter.upper() not in LETTERS[: len(choices)]
+        or not letter
+        or (rest[:1].isalnum() or (rest[:1] in ("'", "’", "_") and rest[1:2].isalnum()))
+    ):
+        return None
+    ended = rest.strip("*_`\"' $\r\n")[:1] in ("", ")", ".", ":", "]", "}", ",", "-", "–", "—", "<", ";", "/")
+    if letter.islower() and not (bracketed or ended):
+        return None  # "a magnet": a word
+    place = LETTERS.index(letter.upper())
+    if not ended and letter in "AI" and _plain(choices[place])[:20] != _plain(rest)[:20]:
+        return None  # "A magnet", "I think"
+    other = _ANOTHER.match(rest)
+    second = (other[1] or other[2]) if other is not None else letter.upper()
+    return None if second != letter.upper() and second in LETTERS[: len(choices)] else place
+
+
+def _plain(text: str) -> str:
+    return " ".join(ascii_lower(text).split()).strip(" .*_`\"'")
+
+
+def get_mmlu_tasks(
+    split: Literal["train", "validation", "test"] = "test",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: "str | os.PathLike[str]" = "cais/mmlu",
+    style: Style = "letter",
+    subjects: Sequence[str] = (),
+) -> list[Task]:
+    """`n` questions of MMLU (None: all of the split). subjects: of these alone, as the rows name them ("abstract_algebra").
+
+    test and validation are MMLU's own; train its auxiliary_train. Of a single file, test is all rows, and train and validation
+    are parts of them. The rest as `get_arc_tasks`.
+    """
+    files = {"train": ("auxiliary_train", "train"), "validation": ("validation", "val"), "test": ("test",)}
+    return _tasks("mmlu", split, n, seed, path, "all", files, style, tuple(subjects))
+
+
+def get_arc_tasks(
+    split: Literal["train", "validation", "test"] = "test",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: "str | os.PathLike[str]" = "allenai/ai2_arc",
+    challenge: bool = True,
+    style: Style = "letter",
+) -> list[Task]:
+    """`n` questions of ARC-Challenge, or where not `challenge` of ARC-Easy (None: all of the split), none twice.
+
+    In train the seed decides which and in which order; the other splits are the same for every seed.
+    path: a folder with a file for each split, an id on the Hugging Face hub, or a single file: then test is all of its rows, and
+        train and validation are parts of them (one in ten is for validation, by a hash of the question). Rows have "question",
+        "choices" (a list of texts, or {"text": [...], "label": [...]}), and "answer" (its place from 0, or its letter) or
+        "answerKey".
+    style: "letter" (the letter alone), "reasoning" (its last line is "Answer: X"), "r1" (think and answer tags).
+
+    Raises TaskError.
+    """
+    files = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
+    return _tasks("arc", split, n, seed, path, "ARC-Challenge" if challenge else "ARC-Easy", files, style, ())
+
+
+def _tasks(
+    what: str,
+    split: str,
+    n: int | None,
+    seed: int,
+    path: "str | os.PathLike[str]",
+    config: str,
+    files: dict[str, tuple[str, ...]],
+    style: str,
+    subjects: tuple[str, ...],
+) -> list[Task]:
+    split_name(split, tuple(files), what)
+    if style not in INSTRUCTIONS:
+        raise TaskError(f"style is {style!r}; {what} has {', '.join(map(repr, INSTRUCTIONS))}")
+    single = Path(path).expanduser().is_file()
+    rows = load_rows(path, lambda row: (row.get("subject"), parse_row(row)), splits=files[split], config=config)
+    there = {subject for subject, _ in rows}
+    if missing := [subject for subject in subjects if subject not in there]:
+        raise TaskError(f"{what}: no questions of {', '.join(missing)}; there are {', '.join(sorted(map(str, there)))}")
+    questions = [question for subject, question in rows if not subjects or subject in subjects]
+    chosen = select(questions, _key, split, n, seed, what, held_out=single and split != "test")
+    return [
+        Task(
+            messages=[{"role": "user", "content": write_prompt(question, style)}],
+            grader=MultipleChoiceGrader(question.answer, question.choices),
+            id=f"{what}/{question.id}" if question.id else "",
+        )
+        for question in chosen
+    ]
+
+
+def _key(question: Question) -> str:
+    return "\n".join((question.question, *question.choices))
+
+
+def write_prompt(question: Question, style: str) -> str:
+    """The question, its options by letter, and how to answer."""
+    options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, question.choices))
+    return f"{question.question}\n\n{options}\n\n{INSTRUCTIONS[style]}"
+
+
+def parse_row(row: Row) -> Question:
+    """See `get_arc_tasks`. Raises RowError."""
+    choices: Any = row.get("choices")
+    labels: list[str] = []
+    if isinstance(choices, dict):
+        labels = [str(label) for label in choices.get("label", [])]
+        choices = choices.get("text")
+    else:
+        choices = list_field(row, "choices")
+    if (
+        not isinstance(choices, list)
+        or not 2 <= len(choices) <= len(LETTERS)
+        or not all(isinstance(c, str) and c for c in choices)
+    ):
+        raise RowError(f"choices is {choices!r:.120}; it must be a list of 2 to {len(LETTERS)} texts")
+    given = row.get("answer", row.get("answerKey"))
+    labels = labels or list(LETTERS[: len(choices)])
+    if len(labels) != len(choices):
+        raise RowError(f"{len(choices)} choices with {len(labels)} labels")
+    place = given if type(given) is int else labels.index(given) if given in labels else None
+    if place is None and isinstance(given, str) and re.fullmatch("[0-9]", given, re.ASCII):
+        place = int(given)
+    if place is None or not 0 <= place < len(choices):
+        raise RowError(
+            f"answer is {given!r}; it must be the place of one of {len(choices)} choices, from 0, or one of {', '.join(labels)}"
+        )
+    return Question(str(row.get("id", "")), text_field(row, "question").strip(), tuple(choices), place)

@@ -1,0 +1,205 @@
+"""NYT Connections: sixteen words, four hidden groups of four.
+
+The puzzles belong to the New York Times, so ttrl ships none; the loader reads the files that are commonly shared.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name
+from ttrl.tasks.task import Task
+from ttrl.tasks.words import in_validation
+
+if TYPE_CHECKING:
+    import os
+
+    from openai.types.chat.chat_completion import Choice
+
+GROUPS = SIZE = 4
+
+_PROMPT = (
+    "Here are 16 words:\n\n{words}\n\nThey form 4 groups of 4; the words of a group have something in common, and each word "
+    "belongs to exactly one group. Find the groups. End your reply with exactly 4 lines, one for each group: its 4 words, "
+    "separated by commas, and nothing else on these lines."
+)
+_NUMBERING = re.compile(r"(?:[-*•–+]|(?:group )?[0-9]{1,2}[.):])\s", re.IGNORECASE)
+_AROUND = " \t\r*_`~\"'“”‘’«»[].;"
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """Four groups of four words, as published."""
+
+    id: str
+    groups: tuple[tuple[str, ...], ...]
+
+    def words(self) -> list[str]:
+        """All sixteen."""
+        return [word for group in self.groups for word in group]
+
+
+@dataclass(frozen=True)
+class ConnectionsGrader:
+    """Share of the four groups that are exactly right, in the last four lines of the reply that are not empty, after any
+    thinking.
+
+    A line is a group's four words, separated by commas, in any order and case; a group that is given twice counts once.
+    liberal: numbering, bullets, quotes, bold and italic marks, what stands in parentheses (the group's theme, say), code
+    fences, and a full stop at the end are forgiven.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    liberal: bool = False
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"exact": 1 if all four are right})."""
+        wanted = {_group(group) for group in self.groups}
+        given = {_group(line) for line in read_lines(after_thinking(reply_text(choice)), liberal=self.liberal)}
+        right = len(given & wanted)
+        return right / len(wanted), {"exact": float(right == len(wanted))}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return "\n".join(", ".join(group) for group in self.groups)
+
+
+def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
+    """The last four lines that are not empty, each cut at its commas, and cleaned where `liberal`."""
+    lines = [line for line in text.split("\n") if line.strip() and not (liberal and line.strip().startswith("```"))]
+    cut = []
+    for line in lines[-GROUPS:]:
+        if len(line) > 2000:
+            continue
+        if liberal:
+            line = _without_parentheses(line).strip()
+            line = _NUMBERING.sub("", line.lstrip("*_` "), count=1) if _NUMBERING.match(line.lstrip("*_` ")) else line
+        words = line.replace("，", ",").replace("、", ",").split(",")
+        cut.append([word.strip(_AROUND) if liberal else word.strip() for word in words])
+    return cut
+
+
+def _without_parentheses(line: str) -> str:
+    """Without what stands in parentheses, nested ones too; an end without a beginning stays."""
+    kept, depth = [], 0
+    for character in line:
+        if character == "(":
+            depth += 1
+        elif character == ")" and depth:
+            depth -= 1
+        elif not depth:
+            kept.append(character)
+    return "".join(kept)
+
+
+def _group(words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(" ".join(word.casefold().split()).replace("’", "'") for word in words))
+
+
+def get_nyt_connections_tasks(
+    split: Literal["train", "validation", "test"] = "train",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: "str | os.PathLike[str]",
+    liberal: bool = False,
+) -> list[Task]:
+    """`n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
+
+    The data has no splits of its own: by a hash of their words, one puzzle in ten is for validation, and one in ten for test.
+    path: a file, a folder with a file train.(jsonl, json, csv, parquet), or an id on the Hugging Face hub. Rows have their four
+        groups as "answers", "groups" or "categories": a list of lists of words, or of objects with "members", "words" or the
+        game's own "cards", or one object of {theme: words}. Or there is a row for each word, with "Game ID" (or "id") and
+    "Group Name". liberal: see `ConnectionsGrader`.
+
+    Raises TaskError.
+    """
+    split_name(split, ("train", "validation", "test"), "nyt_connections")
+    rows = load_rows(path, lambda row: row, splits=("train",))
+    puzzles = list({_key(puzzle): puzzle for puzzle in read_puzzles(rows, str(path))}.values())  # some files hold puzzles twice
+    chosen = select([puzzle for puzzle in puzzles if _split_of(puzzle) == split], _key, split, n, seed, _NAME, held_out=False)
+    return [
+        Task(
+            messages=[{"role": "user", "content": write_prompt(puzzle)}],
+            grader=ConnectionsGrader(puzzle.groups, liberal),
+            id=f"nyt-connections/{puzzle.id}",
+        )
+        for puzzle in chosen
+    ]
+
+
+_NAME = "nyt_connections"
+
+
+def _key(puzzle: Puzzle) -> str:
+    return "/".join(sorted(puzzle.words()))
+
+
+def _split_of(puzzle: Puzzle) -> str:
+    key = _key(puzzle)
+    if in_validation(f"{_NAME} {key}"):
+        return "validation"
+    return "test" if in_validation(f"{_NAME} test {key}", one_in=9) else "train"
+
+
+def write_prompt(puzzle: Puzzle) -> str:
+    """The words in an order that says nothing of the groups, the same in every run."""
+    order = sorted(puzzle.words(), key=lambda word: hashlib.sha256(f"{_key(puzzle)} {word}".encode()).digest())
+    return _PROMPT.format(words=", ".join(order))
+
+
+def read_puzzles(rows: Sequence[Row], where: str) -> list[Puzzle]:
+    """Puzzles of any of the forms that `get_nyt_connections_tasks` names. Raises TaskError, naming the row."""
+    if "Group Name" not in rows[0] and "group_name" not in rows[0]:
+        return [
+            _puzzle(str(row.get("id", row.get("date", number))), row, f"{where}, row {number}")
+            for number, row in enumerate(rows, 1)
+        ]
+    games: dict[str, dict[str, list[str]]] = {}
+    for number, row in enumerate(rows, 1):
+        try:
+            game, word = (str(_any(row, *names)) for names in (("Game ID", "game_id", "id"), ("Word", "word")))
+            games.setdefault(game, {}).setdefault(str(_any(row, "Group Name", "group_name")), []).append(word)
+        except RowError as error:
+            raise TaskError(f"{where}, row {number}: {error}") from None
+    return [_puzzle(game, {"groups": groups}, f"{where}, game {game}") for game, groups in games.items()]
+
+
+def _any(row: Row, *names: str) -> Any:
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise RowError(f"none of the fields {', '.join(names)}")
+
+
+def _puzzle(name: str, row: Row, place: str) -> Puzzle:
+    try:
+        value = _any(row, "answers", "groups", "categories", "solution")
+        if isinstance(value, str):
+            value = json.loads(value)
+        groups = tuple(_words(group) for group in (value.values() if isinstance(value, dict) else value))
+    except (RowError, ValueError, TypeError) as error:
+        raise TaskError(f"{place}: {error}") from None
+    if [len(group) for group in groups] != [SIZE] * GROUPS or len({word.casefold() for group in groups for word in group}) != 16:
+        raise TaskError(f"{place}: groups {_short(groups)}; there must be {GROUPS} groups of {SIZE} words, no word twice")
+    return Puzzle(name, groups)
+
+
+def _words(group: Any) -> tuple[str, ...]:
+    """A comma in a word would end it in the answer, so there it becomes a space."""
+    if isinstance(group, dict):
+        group = _any(group, "members", "words", "cards", "values")
+    words = [_any(word, "content", "image_alt_text") if isinstance(word, dict) else word for word in group]
+    if isinstance(group, str) or not all(isinstance(word, str) and word.strip() for word in words):
+        raise RowError(f"a group is {_short(group)}; it must be a list of words")
+    return tuple(" ".join(word.replace(",", " ").split()) for word in words)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -1,0 +1,136 @@
+"""Runs Python programs that nobody trusts: what a model wrote, and what might do anything.
+
+On Linux, with namespaces of the program's own (user, mount, network, process, ipc), as no user, without any capability:
+
+- CPU time, wall time, address space of each process, number of processes, sizes of files: limited;
+- no network: there is none in its namespace, not even the machine's own addresses;
+- no files: it sees Python's standard library and the system's libraries, to read, and an empty folder in memory of its own;
+- no processes of others; when the program ends, everything that it has started ends with it.
+
+What a machine cannot enforce is refused: then nothing is run (`why_not` says so beforehand). It needs no root; containers often
+forbid it, and need the permission to make user namespaces. The kernel itself is what it relies on: there is no second wall, and a
+program in the same process as its tests can always tell them lies. macOS and Windows have no such thing: refused.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttrl.errors import GraderError, TaskError
+
+_CHILD = Path(__file__).with_name("sandbox_child.py")
+_START_SECONDS = 30.0
+"""More than the program's own time, for Python to start on a busy machine."""
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_ENDS = {96: "ended by a signal: a crash", 97: "out of CPU time", 98: "out of time"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Raises TaskError for limits that are none."""
+
+    seconds: float = 10.0
+    """Of wall time."""
+    cpu_seconds: int = 5
+    """Of each process."""
+    memory: int = 512 * 2**20
+    """Bytes of address space of each process, Python's own 30 MB included."""
+    processes: int = 4
+    """At the same time, threads counted, the program included."""
+    disk: int = 4 * 2**20
+    """Bytes of its folder, which is memory, and of any one file."""
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_seconds", "memory", "processes", "disk"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise TaskError(f"sandbox: {name} is {getattr(self, name)!r}; give a whole number of at least 1")
+        if not 0 < self.seconds <= 3600:
+            raise TaskError(f"sandbox: seconds is {self.seconds!r}; give more than 0 and at most 3600")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """passed: the program came to its end without an exception. reason: why not; "" when it passed."""
+
+    passed: bool
+    reason: str = ""
+
+
+def run_sandboxed(source: str, limits: Limits | None = None) -> Outcome:
+    """Runs a Python program and says whether it came to its end; `sys.exit(0)` is no such end. Takes about 0.1 s and its own
+    time.
+
+    Raises GraderError where this machine cannot enforce all the limits; nothing was run then.
+    """
+    limits = limits or Limits()
+    if not sys.platform.startswith("linux"):
+        raise GraderError(f"sandbox: {sys.platform} has no namespaces; programs of a model are run on Linux only")
+    passed = secrets.token_hex(16)
+    order = {
+        "source": source,
+        "passed": passed,
+        "seconds": limits.seconds,
+        "cpu": limits.cpu_seconds,
+        "memory": limits.memory,
+        "processes": limits.processes,
+        "disk": limits.disk,
+        "folders": _folders(),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-B", str(_CHILD)],
+            input=json.dumps(order).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=limits.seconds + _START_SECONDS,
+            env={"PATH": "", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+            cwd="/",
+            start_new_session=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:  # subprocess.run has killed the outer process, and with it the kernel all the others
+        return Outcome(False, _ENDS[98])
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        answer = {}
+    answer = answer if isinstance(answer, dict) else {}
+    if done.returncode == 1 and "refused" in answer:
+        raise GraderError(
+            f"sandbox: this machine does not allow it: {answer['refused']}. Programs of a model are not run without it. Run "
+            "this where processes may make user namespaces; containers and some distributions forbid it by default"
+        )
+    if done.returncode != 0 and done.returncode not in _ENDS:
+        raise GraderError(
+            f"sandbox: it ended with exit code {done.returncode} before or beside the program; the machine may be out of memory"
+        )
+    if done.returncode == 0 and answer.get("passed") == passed:
+        return Outcome(True)
+    if isinstance(answer.get("failed"), str):
+        return Outcome(False, answer["failed"])
+    return Outcome(False, _ENDS.get(done.returncode, "ended by itself before its last line"))
+
+
+def why_not() -> str | None:
+    """Why programs cannot be run here; None when they can. Tries it."""
+    try:
+        outcome = run_sandboxed("pass")
+    except GraderError as error:
+        return str(error)
+    return None if outcome.passed else f"sandbox: a program that does nothing failed here: {outcome.reason}"
+
+
+def _folders() -> list[str]:
+    """What the program may read, no folder twice and none inside another."""
+    wanted = [path for path in _LIBRARIES if os.path.isdir(path)]
+    base = {"installed_base": sys.base_prefix, "base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    for name in ("stdlib", "platstdlib"):
+        path = sysconfig.get_path(name, vars=base)
+        if not any(path == folder or path.startswith(os.path.realpath(folder) + "/") for folder in wanted):
+            wanted.append(path)
+    return wanted

@@ -1,0 +1,213 @@
+"""The inside of the sandbox: shuts itself in, then runs a program. Started by `ttrl.tasks.sandbox` as a script of its own.
+
+    ttrl ── this process (leaves root, makes namespaces, builds a root folder) ── first process of the namespace (waits, has the
+    clock) ── the program
+
+Only the standard library is used. Whatever the kernel refuses is reported as {"refused": …}, and nothing is run.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any, NoReturn
+
+_NEW = {
+    "user": 0x10000000,
+    "mount": 0x00020000,
+    "network": 0x40000000,
+    "process": 0x20000000,
+    "ipc": 0x08000000,
+    "host name": 0x04000000,
+}
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+_DETACH = 2
+_PDEATHSIG, _DUMPABLE, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 24, 38
+_NOBODY = 65534
+_LONGEST_REASON = 2000
+
+
+def main() -> NoReturn:
+    """Reads {"source", "passed", "seconds", "cpu", "memory", "processes", "disk", "folders"} from stdin; answers on stdout."""
+    order = json.loads(sys.stdin.buffer.read())
+    answer = os.dup(1)
+    try:
+        first = _shut_in(order)
+    except OSError as error:
+        os.write(answer, json.dumps({"refused": f"{error.filename or 'a step'}: {error.strerror}"}).encode())
+        os._exit(1)
+    if first == 0:
+        _first_process(order, answer)
+    os.close(answer)
+    _, status = os.waitpid(first, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _shut_in(order: dict[str, Any]) -> int:
+    """Makes the namespaces and the root folder; forks their first process. Its pid, and 0 in it. Raises OSError."""
+    folders, place = {path: path for path in order["folders"]}, "/tmp"
+    if os.getuid() == 0:  # root's processes are not counted by the kernel, whatever their limit
+        folders, place = _stage(order["folders"]), "/tmp/root"
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        _prctl(_DUMPABLE, 1)  # or /proc/self is root's
+    user, group = os.getuid(), os.getgid()
+    _call("unshare", sum(_NEW.values()), what="namespaces of its own (unshare)")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        _write(f"/proc/self/{name}", text)
+    # Memory that no limit of a process counts, and namespaces in which the program would be root again.
+    for name in ("user/max_user_namespaces", "kernel/shmall", "kernel/msgmni"):
+        _write(f"/proc/sys/{name}", "0")
+    _build_root(place, folders, order["disk"])
+    first = os.fork()
+    if first == 0:
+        _prctl(_PDEATHSIG, signal.SIGKILL)
+    return first
+
+
+def _stage(folders: list[str]) -> dict[str, str]:
+    """As root: makes folders that nobody may not come to (a Python below /root) reachable, for us alone. Raises OSError."""
+    _call("unshare", _NEW["mount"], what="a mount namespace (unshare)")
+    _mount(None, "/", None, _REC | _PRIVATE)
+    opened = {path: os.open(path, os.O_PATH) for path in folders}  # before they may be covered
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    os.mkdir("/tmp/root")
+    staged = {}
+    for number, (path, descriptor) in enumerate(opened.items()):
+        staged[path] = path if os.path.islink(path) else f"/tmp/{number}"
+        if not os.path.islink(path):
+            os.mkdir(staged[path])
+            _mount(f"/proc/self/fd/{descriptor}", staged[path], None, _BIND)
+        os.close(descriptor)
+    return staged
+
+
+def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
+    """Mounts the new root folder at `place` and makes it ours; `folders`: names inside, and where they are now."""
+    _mount(None, "/", None, _REC | _PRIVATE)
+    devices = {path: path for path in ("/dev/null", "/dev/urandom")}
+    opened = {path: os.open(now, os.O_PATH) for path, now in (folders | devices).items()}
+    _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=256,mode=755")
+    for path in folders:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), place + path)
+            continue
+        os.makedirs(place + path, exist_ok=True)
+        _mount(f"/proc/self/fd/{opened[path]}", place + path, None, _BIND | _REC)
+        kept = _NOEXEC if os.fstatvfs(opened[path]).f_flag & os.ST_NOEXEC else 0
+        _mount(None, place + path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | kept)
+    os.mkdir(place + "/dev")
+    for path in devices:
+        os.close(os.open(place + path, os.O_CREAT | os.O_WRONLY))
+        _mount(f"/proc/self/fd/{opened[path]}", place + path, None, _BIND)
+    os.mkdir(place + "/work")
+    _mount("tmpfs", place + "/work", "tmpfs", _NOSUID | _NODEV, f"size={disk},nr_inodes=1000,mode=777")
+    _mount(None, place, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+    for descriptor in opened.values():
+        os.close(descriptor)
+    os.chdir(place)
+    _call("pivot_root", b".", b".", what="a root folder of its own (pivot_root)")
+    _call("umount2", b".", _DETACH, what="leaving the old root folder (umount2)")
+    os.chdir("/work")
+
+
+def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
+    """Everything in the namespace ends with it. Nothing inside can signal it, and it runs nothing of the program."""
+    try:
+        _drop_capabilities()
+        program = os.fork()
+        if program == 0:
+            _program(order, answer)
+        os.close(answer)
+        signal.setitimer(signal.ITIMER_REAL, order["seconds"])
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(98))
+        while True:
+            pid, status = os.wait()
+            if pid == program:
+                code = os.waitstatus_to_exitcode(status)
+                os._exit(97 if code == -signal.SIGXCPU else 96 if code < 0 else 0)
+    except OSError as error:
+        os.write(answer, json.dumps({"refused": f"{error.filename or 'a step'}: {error.strerror}"}).encode())
+        os._exit(1)
+
+
+def _drop_capabilities() -> None:
+    """Of its own namespace, too: with them, read-only folders could be made writable again."""
+    for capability in range(64):
+        try:
+            _prctl(_CAPBSET_DROP, capability)
+        except OSError:
+            break  # the kernel knows no more of them
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    _call("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()), what="giving capabilities up (capset)")
+    _prctl(_NO_NEW_PRIVS, 1)
+    _prctl(_DUMPABLE, 0)
+
+
+def _program(order: dict[str, Any], answer: int) -> NoReturn:
+    """Runs the source. What it prints goes nowhere; whether it came to its end goes to `answer`."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    limits = {
+        resource.RLIMIT_CPU: order["cpu"],
+        resource.RLIMIT_AS: order["memory"],
+        resource.RLIMIT_NPROC: order["processes"] + 2,  # and the two above it
+        resource.RLIMIT_FSIZE: order["disk"],
+        resource.RLIMIT_NOFILE: 32,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    for kind, value in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        wanted = value + 1 if kind == resource.RLIMIT_CPU else value  # a second between the signal and the end
+        hard = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(kind, (min(value, hard), hard))
+    report: dict[str, str] = {}
+    try:
+        exec(compile(order["source"], "program", "exec"), {"__name__": "__main__"})
+        report = {"passed": order["passed"]}
+    except BaseException as error:  # noqa: BLE001 - the program's, SystemExit too: it has not come to its end
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except BaseException:  # noqa: BLE001 - of its own __str__
+            text = "an exception without words"
+        report = {"failed": text[:_LONGEST_REASON]}
+    os.write(answer, json.dumps(report).encode())
+    os._exit(0)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any, what: str) -> None:
+    if getattr(_libc, name)(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), what)
+
+
+def _prctl(option: int, value: int) -> None:
+    _call("prctl", option, ctypes.c_ulong(value), 0, 0, 0, what=f"prctl({option})")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    _call("mount", texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3], what=f"mount {source or ''} on {target}")
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None  # os.write names no file
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

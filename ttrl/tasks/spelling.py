@@ -1,0 +1,135 @@
+"""Spelling: write a word letter by letter. A model that reads in tokens has to know what its tokens are made of.
+
+Words are generated (`ttrl.tasks.words`) or come from a list of one's own; those of the validation split are held out by a hash.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, find_tagged, reply_text
+from ttrl.tasks.datasets import split_name
+from ttrl.tasks.task import Task
+from ttrl.tasks.words import get_words, in_validation, pick
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+LONGEST = 64
+_SEPARATORS = "-–—‐‑,.;:/|_*`\"'“”"
+
+
+@dataclass(frozen=True)
+class SpellingGrader:
+    """1.0 if the reply's answer is the word's letters, one by one, else partial_credit · share of letters in their places.
+
+    The answer stands in the last `<answer>` tags, or else in the last line that is not empty, after any thinking: single letters
+    with spaces, hyphens, commas or points between, in either case. The word in one piece is no answer. The share is of the longer
+    of answer and word, and partial credit is at most half of what is right.
+    """
+
+    word: str
+    partial_credit: float = 0.0
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"exact": 0 or 1})."""
+        letters = read_letters(reply_text(choice))
+        if letters == list(self.word):
+            return 1.0, {"exact": 1.0}
+        right = sum(a == b for a, b in zip(letters, self.word))
+        return self.partial_credit * right / max(len(letters), len(self.word)) / 2, {"exact": 0.0}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return spelled(self.word)
+
+
+def spelled(word: str) -> str:
+    """plum → p-l-u-m."""
+    return "-".join(word)
+
+
+def read_letters(text: str) -> list[str]:
+    """The letters of a reply's answer, in lower case; none where it has pieces longer than a letter.
+
+    Words before a colon in the same line are left out: "plum: p-l-u-m".
+    """
+    text = after_thinking(text)
+    place = find_tagged(text)
+    if place is not None:
+        text = text[place[0] : place[1]]
+    else:
+        text = text.rstrip(" \t\r\n`")
+        text = text[text.rfind("\n") + 1 :]
+    text = text.rpartition(":")[2]
+    if len(text) > 8 * LONGEST:
+        return []
+    for separator in _SEPARATORS:
+        text = text.replace(separator, " ")
+    pieces = text.lower().split()
+    return pieces if all(len(piece) == 1 and piece.isalpha() for piece in pieces) else []
+
+
+def get_spelling_tasks(
+    split: Literal["train", "validation"] = "train",
+    n: int = 32,
+    seed: int = 0,
+    *,
+    path: "str | os.PathLike[str] | None" = None,
+    min_length: int = 3,
+    max_length: int = 12,
+    partial_credit: float = 0.0,
+) -> list[Task]:
+    """`n` words of min_length to max_length letters to spell.
+
+    train: the seed decides, words may come twice. validation: the same for every seed, no two alike.
+    path: a file of words, one a line; those that are not letters alone are left out. Without it, generated words.
+
+    Raises TaskError.
+    """
+    split_name(split, ("train", "validation"), "spelling")
+    if not 0.0 <= partial_credit <= 1.0:
+        raise TaskError(f"partial_credit is {partial_credit}; give a number from 0 to 1")
+    words = _pick(split, n, seed, path, min_length, max_length)
+    return [Task([_question(word)], SpellingGrader(word, partial_credit), id=f"spelling/{word}") for word in words]
+
+
+def spelling_examples(
+    n: int, seed: int = 0, *, path: "str | os.PathLike[str] | None" = None, min_length: int = 3, max_length: int = 12
+) -> list[dict[str, Any]]:
+    """`n` spelled training words for a supervised warm start: {"messages": [user, assistant]}; never a validation word."""
+    words = _pick("train", n, seed, path, min_length, max_length)
+    return [{"messages": [_question(word), {"role": "assistant", "content": spelled(word)}]} for word in words]
+
+
+def _question(word: str) -> dict[str, Any]:
+    return {"role": "user", "content": f"Spell {word}, letter by letter, with hyphens between."}
+
+
+def _pick(split: str, n: int, seed: int, path: "str | os.PathLike[str] | None", min_length: int, max_length: int) -> list[str]:
+    if type(n) is not int or n < 1:
+        raise TaskError(f"n is {n!r}; ask for at least one")
+    if not 1 <= min_length <= max_length <= LONGEST:
+        raise TaskError(f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length <= {LONGEST}")
+    words = get_words(min_length, max_length) if path is None else _read_words(Path(path), min_length, max_length)
+    words = [word for word in words if in_validation("spelling " + word) == (split == "validation")]
+    if not words or (split == "validation" and len(words) < n):
+        raise TaskError(f"{n} {split} tasks of spelling: there are {len(words)} words of {min_length} to {max_length} letters")
+    rng = random.Random(f"spelling {split} {'' if split == 'validation' else seed}")
+    if split == "train":
+        return [pick(rng, words) for _ in range(n)]
+    order = sorted((rng.random(), word) for word in words)
+    return [word for _, word in order[:n]]
+
+
+def _read_words(path: Path, min_length: int, max_length: int) -> list[str]:
+    """Words of a file, lower case, none twice. Raises TaskError."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").lower().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}: cannot be read: {error}") from None
+    words = dict.fromkeys(line.strip() for line in lines)
+    return [word for word in words if min_length <= len(word) <= max_length and word.isalpha()]

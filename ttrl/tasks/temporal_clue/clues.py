@@ -1,0 +1,323 @@
+"""Clues: true sentences about a scene, and what each says in clauses.
+
+Kinds: associational (whose motive), spatial (where, beside, in the same room), temporal (moves, stays, together at least once)
+and logical (or; if and only if). A clue's clauses hold only if its switch, a variable, is true: so clues can be left out.
+"""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ttrl.tasks.temporal_clue.rules import Rules, Subject
+from ttrl.tasks.temporal_clue.scene import DIRECTIONS, VICTIM, Scene
+from ttrl.tasks.words import pick
+
+
+class Clue(NamedTuple):
+    """A sentence without its full stop, and the function that adds what it says under a switch."""
+
+    text: str
+    add: Callable[[Rules, int], None]
+    reach: int = 1
+    """How much has to be put together with it: 0 a fact that stands by itself, 1 a relation."""
+
+
+Maker = Callable[[random.Random, Scene], Clue | None]
+
+
+def draw_clue(rng: random.Random, scene: Scene) -> Clue:
+    """A random true clue."""
+    makers = [(maker, weight) for maker, weight, wants in _MAKERS if wants(scene)]
+    while True:
+        place = rng.random() * sum(weight for _, weight in makers)
+        for maker, weight in makers:
+            place -= weight
+            if place < 0:
+                if (clue := maker(rng, scene)) is not None:
+                    return clue._replace(text=clue.text[:1].upper() + clue.text[1:])
+                break
+
+
+def _at(scene: Scene, t: int) -> str:
+    return f" at {scene.times[t]}" if len(scene.times) > 1 else ""
+
+
+def _in(scene: Scene, r: int) -> str:
+    return f"in the {scene.rooms[r]}"
+
+
+def _subject(rng: random.Random, scene: Scene, *, weapons: bool = True, people: bool = True) -> Subject:
+    """A random subject; roles now and then."""
+    first = 0 if people else len(scene.suspects) + 1
+    last = scene.movers if weapons else len(scene.suspects) + 1
+    mover = first + int(rng.random() * (last - first))
+    role = rng.random()
+    if mover < len(scene.suspects):
+        if role < 0.08:
+            return Subject("murderer")
+        if scene.motives and role < 0.4:
+            return Subject("motive", int(rng.random() * len(scene.motives)))
+    elif mover > scene.victim and role < 0.12:
+        return Subject("murder weapon")
+    return Subject("mover", mover)
+
+
+def _room_of(rng: random.Random, scene: Scene, subject: Subject, t: int) -> int:
+    return scene.where[pick(rng, subject.movers(scene))][t]
+
+
+def _time(rng: random.Random, scene: Scene, first: int = 0) -> int:
+    return first + int(rng.random() * (len(scene.times) - first))
+
+
+def _placed(rng: random.Random, scene: Scene) -> Clue:
+    subject, t = _subject(rng, scene), _time(rng, scene)
+    r = _room_of(rng, scene, subject, t)
+    return Clue(
+        f"{subject.text(scene)} was {_in(scene, r)}{_at(scene, t)}",
+        lambda rules, switch: rules.solver.add([-switch, rules.was_at(subject, t, r)]),
+        reach=0,
+    )
+
+
+def _some_holder(rules: Rules, switch: int, subject: Subject) -> list[tuple[int, int]]:
+    """(condition, mover) pairs of which one must have its condition true if the switch is."""
+    if subject.kind == "mover":
+        return [(switch, subject.index)]
+    pairs = []
+    for holder, mover in rules.holders(subject):
+        condition = rules.solver.new_variable()
+        rules.solver.add([-condition, holder])
+        pairs.append((condition, mover))
+    rules.solver.add([-switch, *(condition for condition, _ in pairs)])
+    return pairs
+
+
+def _moved(rng: random.Random, scene: Scene) -> Clue | None:
+    """Somebody moved, perhaps with a weapon. Under "a suspect motivated by", it is one and the same suspect in both rooms."""
+    subject, t = _subject(rng, scene, weapons=False), _time(rng, scene, 1)
+    mover = pick(rng, subject.movers(scene))
+    before, after = scene.where[mover][t - 1 : t + 1]
+    if before == after:
+        return None
+    things = [Subject("mover", scene.weapon(w)) for w in range(len(scene.weapons))] + [Subject("murder weapon")]
+    carried = [x for x in things if mover != scene.victim and scene.where[x.movers(scene)[0]][t - 1 : t + 1] == (before, after)]
+    thing = pick(rng, carried) if carried and rng.random() < 0.6 else None
+
+    def add(rules: Rules, switch: int) -> None:
+        for condition, one in _some_holder(rules, switch, subject):
+            rules.solver.add([-condition, rules.at[one][t - 1][before]])
+            rules.solver.add([-condition, rules.at[one][t][after]])
+        if thing is not None:
+            rules.solver.add([-switch, rules.was_at(thing, t - 1, before)])
+            rules.solver.add([-switch, rules.was_at(thing, t, after)])
+
+    taking = f" {thing.text(scene)}" if thing is not None else ""
+    route = f"from the {scene.rooms[before]} to the {scene.rooms[after]}"
+    return Clue(f"{subject.text(scene)} moved{taking} {route}{_at(scene, t)}", add, reach=0)
+
+
+def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
+    subject, first = _subject(rng, scene), _time(rng, scene)
+    if len(mine := subject.movers(scene)) > 1:
+        return None
+    steps = scene.where[mine[0]]
+    last = first
+    while last + 1 < len(steps) and steps[last + 1] == steps[first]:
+        last += 1
+    if last == first:
+        return None
+    r = steps[first]
+
+    def add(rules: Rules, switch: int) -> None:
+        for t in range(first, last + 1):
+            rules.solver.add([-switch, rules.was_at(subject, t, r)])
+
+    return Clue(f"{subject.text(scene)} was {_in(scene, r)} from {scene.times[first]} to {scene.times[last]}", add, reach=0)
+
+
+def _never(rng: random.Random, scene: Scene) -> Clue | None:
+    subject, r = _subject(rng, scene), int(rng.random() * len(scene.rooms))
+    if len(mine := subject.movers(scene)) > 1 or r in scene.where[mine[0]]:
+        return None
+
+    def add(rules: Rules, switch: int) -> None:
+        for t in range(len(scene.times)):
+            rules.solver.add([-switch, -rules.was_at(subject, t, r)])
+
+    return Clue(f"{subject.text(scene)} was {'never' if len(scene.times) > 1 else 'not'} {_in(scene, r)}", add)
+
+
+def _two(rng: random.Random, scene: Scene) -> tuple[Subject, Subject] | None:
+    """Two subjects of different names; the second is exactly one mover."""
+    one, other = _subject(rng, scene), _subject(rng, scene)
+    if one == other or len(other.movers(scene)) > 1:
+        return None
+    # "The murderer was in the same room as the murderer's name" would give the solution away, or say nothing.
+    return None if set(one.movers(scene)) & set(other.movers(scene)) else (one, other)
+
+
+def _holders_apart(rules: Rules, switch: int, one: Subject, other: Subject) -> list[tuple[int, int]]:
+    """`_some_holder` of `one`, where it is not the same mover as `other`: nobody is in the same room as oneself."""
+    pairs = _some_holder(rules, switch, one)
+    for condition, mover in pairs:
+        if other.kind == "mover":
+            if other.index == mover:
+                rules.solver.add([-condition])
+        else:
+            for holder, another in rules.holders(other):
+                if another == mover:
+                    rules.solver.add([-condition, -holder])
+    return pairs
+
+
+def _same_room(rng: random.Random, scene: Scene) -> Clue | None:
+    pair, t = _two(rng, scene), _time(rng, scene)
+    if pair is None:
+        return None
+    one, other = pair
+    places = [scene.where[mover][t] for mover in one.movers(scene)]
+    if scene.where[other.movers(scene)[0]][t] not in places:
+        return None
+
+    def add(rules: Rules, switch: int) -> None:
+        theirs = rules.rooms_of(other, t)
+        for condition, mover in _holders_apart(rules, switch, one, other):
+            for r, mine in enumerate(rules.at[mover][t]):
+                rules.solver.add([-condition, -mine, theirs[r]])
+                rules.solver.add([-condition, mine, -theirs[r]])
+
+    return Clue(f"{one.text(scene)} was in the same room as {other.text(scene)}{_at(scene, t)}", add)
+
+
+def _beside(rng: random.Random, scene: Scene) -> Clue | None:
+    pair, t = _two(rng, scene), _time(rng, scene)
+    if pair is None or len(pair[0].movers(scene)) > 1:
+        return None
+    one, other = pair
+    place, base = (scene.where[x.movers(scene)[0]][t] for x in pair)
+    directions = [direction for direction in DIRECTIONS if scene.neighbour(base, direction) == place]
+    if not directions:
+        return None
+    direction = directions[0]
+
+    def add(rules: Rules, switch: int) -> None:
+        mine, theirs = rules.rooms_of(one, t), rules.rooms_of(other, t)
+        reached = set()
+        for r, there in enumerate(theirs):
+            beside = scene.neighbour(r, direction)
+            reached.add(beside)
+            rules.solver.add([-switch, -there] if beside is None else [-switch, -there, mine[beside]])
+        for r, here in enumerate(mine):
+            if r not in reached:
+                rules.solver.add([-switch, -here])
+
+    return Clue(f"{one.text(scene)} was in the room just {direction} of {other.text(scene)}{_at(scene, t)}", add)
+
+
+def _together(rng: random.Random, scene: Scene) -> Clue | None:
+    pair = _two(rng, scene)
+    if pair is None or len(pair[0].movers(scene)) > 1:
+        return None
+    one, other = pair
+    mine, theirs = (scene.where[x.movers(scene)[0]] for x in pair)
+    shared = [r for r, s in zip(mine, theirs) if r == s]
+    if not shared:
+        return None
+    room = pick(rng, shared)
+
+    def add(rules: Rules, switch: int) -> None:
+        _holders_apart(rules, switch, one, other)
+        meetings = []
+        for t in range(len(scene.times)):
+            meetings.append(meeting := rules.solver.new_variable())
+            rules.solver.add([-meeting, rules.was_at(one, t, room)])
+            rules.solver.add([-meeting, rules.was_at(other, t, room)])
+        rules.solver.add([-switch, *meetings])
+
+    return Clue(f"{one.text(scene)} and {other.text(scene)} were {_in(scene, room)} together at least once", add)
+
+
+def _logical(rng: random.Random, scene: Scene) -> Clue | None:
+    """One of two statements is true, or both or neither are."""
+    or_clue = rng.random() < 0.5
+    statements, truths = [], []
+    for _ in range(2):
+        subject, t = _subject(rng, scene), _time(rng, scene)
+        true = rng.random() < 0.5
+        r = _room_of(rng, scene, subject, t) if true else int(rng.random() * len(scene.rooms))
+        statements.append((subject, t, r))
+        truths.append(r in [scene.where[mover][t] for mover in subject.movers(scene)])
+    if statements[0] == statements[1] or not (any(truths) if or_clue else truths[0] == truths[1]):
+        return None
+
+    def add(rules: Rules, switch: int) -> None:
+        first, second = (rules.was_at(*statement) for statement in statements)
+        if or_clue:
+            rules.solver.add([-switch, first, second])
+        else:
+            rules.solver.add([-switch, first, -second])
+            rules.solver.add([-switch, -first, second])
+
+    texts = [f"{subject.text(scene)} was {_in(scene, r)}{_at(scene, t)}" for subject, t, r in statements]
+    return Clue((" or " if or_clue else " if and only if ").join(texts), add)
+
+
+def _motive(rng: random.Random, scene: Scene) -> Clue:
+    s = int(rng.random() * len(scene.suspects))
+    m = scene.motive_of[s]
+    return Clue(
+        f"{scene.suspects[s]} was motivated by {scene.motives[m]}",
+        lambda rules, switch: rules.solver.add([-switch, rules.motive[s][m]]),
+        reach=0,
+    )
+
+
+def told_facts(scene: Scene) -> dict[str, Clue]:
+    """By question: the clue that answers it outright, for questions that are not asked."""
+    facts = {
+        "weapon": Clue(
+            f"{VICTIM} was killed with the {scene.weapons[scene.murder_weapon]}",
+            lambda rules, switch: rules.solver.add([-switch, rules.weapon[scene.murder_weapon]]),
+        )
+    }
+    if len(scene.times) > 1:
+        facts["time"] = Clue(
+            f"{VICTIM} was murdered at {scene.times[scene.murder_time]}",
+            lambda rules, switch: rules.solver.add([-switch, rules.time[scene.murder_time]]),
+        )
+    if scene.motives:
+        motive = scene.motive_of[scene.murderer]
+
+        def add(rules: Rules, switch: int) -> None:
+            for murderer, own in zip(rules.murderer, rules.motive):
+                rules.solver.add([-switch, -murderer, own[motive]])
+
+        facts["motive"] = Clue(f"the murderer was motivated by {scene.motives[motive]}", add)
+    return {name: clue._replace(text=clue.text[:1].upper() + clue.text[1:]) for name, clue in facts.items()}
+
+
+def _always(scene: Scene) -> bool:
+    return True
+
+
+def _moving(scene: Scene) -> bool:
+    return len(scene.times) > 1
+
+
+def _motivated(scene: Scene) -> bool:
+    return bool(scene.motives)
+
+
+# (what makes it, how often it is tried, for which scenes); most tries of the later ones find nothing that is true.
+_MAKERS: tuple[tuple[Maker, float, Callable[[Scene], bool]], ...] = (
+    (_placed, 2.0, _always),
+    (_moved, 6.0, _moving),
+    (_stayed, 1.5, _moving),
+    (_never, 0.7, _always),
+    (_same_room, 20.0, _always),
+    (_beside, 20.0, _always),
+    (_together, 8.0, _moving),
+    (_logical, 6.0, _always),
+    (_motive, 1.0, _motivated),
+)

@@ -1,0 +1,223 @@
+"""Makes temporal-clue puzzles: a scene, questions, and a minimal set of clues that leaves one answer to all of them.
+
+Minimal: with all clues, the rules allow exactly one combination of answers to the questions asked (of the rest of the scene there
+may be several); without any one of them, more than one. Clues are drawn at random until the answers are settled; then each in
+turn is left out if they stay settled without it.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ttrl.errors import TaskError
+from ttrl.tasks.temporal_clue.clues import Clue, draw_clue, told_facts
+from ttrl.tasks.temporal_clue.rules import Rules, Subject
+from ttrl.tasks.temporal_clue.scene import VICTIM, PuzzleSize, Scene, describe, draw_scene, shuffled
+from ttrl.tasks.words import pick
+
+SIZES: Mapping[str, PuzzleSize] = {
+    "tiny": PuzzleSize(suspects=2, weapons=2, rooms=2, times=2, motives="own"),
+    "small": PuzzleSize(suspects=3, weapons=3, rooms=4, times=3, motives="own"),
+    "medium": PuzzleSize(suspects=6, weapons=5, rooms=9, times=4, motives="own"),
+    "large": PuzzleSize(suspects=10, weapons=8, rooms=13, times=8, motives="own"),
+}
+_BATCH = 40  # clues that are drawn before it is asked whether they settle the answers
+_MOST_CLUES = 1200
+_REPEATED = 80  # clues drawn again in one batch, after which a small scene has no more to say
+_FACTS_FIRST = 0.05
+_CONFLICTS = 800
+"""Of all searches for other answers together. Where they are used up, another puzzle is tried: few of any size need that."""
+
+
+class Question(NamedTuple):
+    """What is asked, what kind of thing answers it, the right answer, and the variable that says that it is the right one."""
+
+    text: str
+    kind: str
+    answer: str
+    variable: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A puzzle in the making, with what is needed to check it."""
+
+    scene: Scene
+    clues: tuple[Clue, ...]
+    questions: tuple[Question, ...]
+    foundational: int
+    """How many of the questions are about the murder; the others are bonus questions."""
+
+
+def make_puzzle(seed: int | str, size: PuzzleSize | None = None) -> dict[str, Any]:
+    """{"prompt", "solution" (letters and answers), "num_clues"}: the same for the same seed and size, on every machine.
+
+    size: None draws one, from 2 suspects, 2 weapons and 2 rooms at one time to 10, 8 and 15 at 8 times.
+    Raises TaskError for a size in which no murder is possible.
+    """
+    draft = make_draft(seed, size)
+    letters = [chr(ord("A") + number) for number in range(len(draft.questions))]
+    return {
+        "prompt": _prompt(draft, letters),
+        "solution": {letter: question.answer for letter, question in zip(letters, draft.questions)},
+        "num_clues": len(draft.clues),
+    }
+
+
+def make_draft(seed: int | str, size: PuzzleSize | None = None) -> Draft:
+    """The puzzle of a seed before it is written out."""
+    for attempt in range(50):
+        rng = random.Random(f"ttrl temporal clue 1 {seed} {attempt}")
+        draft = _try(rng, size if size is not None else draw_size(rng))
+        if draft is not None:
+            return draft
+    raise TaskError(f"temporal-clue: 50 puzzles of {size} could not be settled by {_MOST_CLUES} clues; give another size")
+
+
+def draw_size(rng: random.Random) -> PuzzleSize:
+    """A mixture like that of the published puzzles: many small ones, some of the largest."""
+    suspects = 2 if rng.random() < 0.25 else 3 + int(rng.random() * 8)
+    weapons = min(8, max(2, suspects - int(rng.random() * 3)))
+    rooms = min(15, suspects + int(rng.random() * (suspects // 2 + 2)))
+    times = 1 if rng.random() < 0.17 else 2 + int(rng.random() * min(7, suspects))
+    return PuzzleSize(suspects, weapons, rooms, times, pick(rng, ("none", "own", "own", "shared")))
+
+
+def _try(rng: random.Random, size: PuzzleSize) -> Draft | None:
+    scene = draw_scene(rng, size)
+    rules = Rules(scene)
+    solver = rules.solver
+    questions, foundational, told = _ask(rng, rules)
+    solver.add([-question.variable for question in questions])  # from here on, a solution is another answer
+    clues = told[:]
+    switches: list[int] = []
+
+    def settled(chosen: list[int]) -> bool:
+        """Whether these clues leave no other answer."""
+        answer = solver.solve(chosen, conflict_limit=max(1, _CONFLICTS - solver.conflicts))
+        if answer is None:
+            raise _UnknownError
+        return not answer
+
+    try:
+        seen = {clue.text for clue in clues}
+        while True:
+            repeated = 0
+            while len(clues) < len(switches) + _BATCH and repeated < _REPEATED:
+                clue = draw_clue(rng, scene)
+                if clue.text in seen:
+                    repeated += 1
+                else:
+                    seen.add(clue.text)
+                    clues.append(clue)
+            if len(clues) == len(switches) or len(clues) > _MOST_CLUES:
+                return None
+            for clue in clues[len(switches) :]:
+                switches.append(switch := solver.new_variable(True))
+                clue.add(rules, switch)
+            if settled(switches):
+                break
+        left = list(range(_shortest(switches, settled)))
+        needed: list[int] = []
+        # Facts that stand by themselves are left out a little earlier: what remains makes one think of several at once.
+        order = {number: rng.random() + _FACTS_FIRST * clues[number].reach for number in left}
+        for number in sorted(left, key=order.__getitem__):
+            left.remove(number)
+            if settled([switches[other] for other in left]):
+                solver.add([-switches[number]])
+            else:
+                solver.add([switches[number]])
+                needed.append(number)
+        return Draft(scene, tuple(clues[number] for number in shuffled(rng, needed)), tuple(questions), foundational)
+    except _UnknownError:
+        return None
+
+
+class _UnknownError(Exception):
+    """The search for another answer took too long."""
+
+
+def _shortest(switches: list[int], settled: Any) -> int:
+    """How many of the first clues settle the answers, when all do."""
+    low, high = 0, len(switches)
+    while low < high:
+        middle = (low + high) // 2
+        if settled(switches[:middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _ask(rng: random.Random, rules: Rules) -> tuple[list[Question], int, list[Clue]]:
+    """(questions, how many of them are about the murder, clues that tell what is not asked)."""
+    scene = rules.scene
+    facts = told_facts(scene)
+    asked = {name for name in ("weapon", "time", "motive") if name in facts and rng.random() < 0.75}
+    told = [clue for name, clue in facts.items() if name not in asked]
+    room = scene.murder_room
+    questions = [Question(f"Who murdered {VICTIM}?", "SUSPECT", scene.suspects[scene.murderer], rules.murderer[scene.murderer])]
+    if "weapon" in asked:
+        weapon = scene.murder_weapon
+        questions.append(Question("What weapon did the murderer use?", "WEAPON", scene.weapons[weapon], rules.weapon[weapon]))
+    questions.append(Question("Where was the murder committed?", "ROOM", scene.rooms[room], rules.room[room]))
+    if "time" in asked:
+        time = scene.murder_time
+        questions.append(Question("When did the murder happen?", "TIME", scene.times[time], rules.time[time]))
+    if "motive" in asked:
+        questions.append(_murder_motive(rules))
+    foundational = len(questions)
+    wanted = foundational + 1 + int(rng.random() * 4)
+    for _ in range(200):
+        if len(questions) == wanted:
+            break
+        question = _bonus(rng, rules)
+        if question.text not in [other.text for other in questions]:
+            questions.append(question)
+    return questions, foundational, told
+
+
+def _murder_motive(rules: Rules) -> Question:
+    scene = rules.scene
+    motive = scene.motive_of[scene.murderer]
+    variable = rules.solver.new_variable(True)
+    for murderer, own in zip(rules.murderer, rules.motive):
+        rules.solver.add([-murderer, -own[motive], variable])
+        rules.solver.add([-murderer, own[motive], -variable])
+    return Question("Why did the murderer do it?", "MOTIVE", scene.motives[motive], variable)
+
+
+def _bonus(rng: random.Random, rules: Rules) -> Question:
+    """A question about somebody or something at some time, or now and then about a motive."""
+    scene = rules.scene
+    if scene.motives and rng.random() < 0.12:
+        s = int(rng.random() * len(scene.suspects))
+        m = scene.motive_of[s]
+        if scene.motive_count(m) == 1 and rng.random() < 0.5:
+            return Question(f"Who was motivated by {scene.motives[m]}?", "SUSPECT", scene.suspects[s], rules.motive[s][m])
+        return Question(f"What was the motive of {scene.suspects[s]}?", "MOTIVE", scene.motives[m], rules.motive[s][m])
+    t = int(rng.random() * len(scene.times))
+    single = [m for m in range(len(scene.motives)) if scene.motive_count(m) == 1]
+    if single and rng.random() < 0.3:
+        subject = Subject("motive", pick(rng, single))
+    else:
+        subject = Subject("mover", pick(rng, [mover for mover in range(scene.movers) if mover != scene.victim]))
+    r = scene.where[subject.movers(scene)[0]][t]
+    at = f" at {scene.times[t]}" if len(scene.times) > 1 else ""
+    return Question(f"Where was {subject.text(scene)}{at}?", "ROOM", scene.rooms[r], rules.was_at(subject, t, r))
+
+
+def _prompt(draft: Draft, letters: list[str]) -> str:
+    lines = [f"{letter}. {question.text}" for letter, question in zip(letters, draft.questions)]
+    parts = [
+        describe(draft.scene),
+        "These clues are known, and all of them are true:",
+        "\n".join(f"- {clue.text}." for clue in draft.clues),
+        "Answer these questions:",
+        "\n".join(lines[: draft.foundational]),
+        *(["and these bonus questions:", "\n".join(lines[draft.foundational :])] if lines[draft.foundational :] else []),
+        "End your reply with your answers, one line for each, in this form:",
+        "\n".join(f"{letter}. {question.kind}" for letter, question in zip(letters, draft.questions)),
+    ]
+    return "\n\n".join(parts)

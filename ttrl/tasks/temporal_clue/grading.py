@@ -1,0 +1,77 @@
+"""The grader of temporal-clue: reads the lettered answer lines of a reply.
+
+An answer line is a letter, a full stop (or `)` or `:`) and a value: `A. Miss Violet`. Forgiven is what is not part of an answer:
+upper and lower case, bold, italics, code and quotation marks, list marks before it, white space, punctuation after it, and how a
+time of the clock is written (`1:00 am` is `01:00 AM`). For each letter the last such line counts, right or wrong.
+"""
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ttrl.errors import TaskError
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+_MARKS = " \t*_`~\"'“”‘’«»"
+_BEFORE = _MARKS + "#>-+•·–—([|"
+_AFTER = _MARKS + ".,;:!?|\\)]"
+_LONGEST_VALUE = 200  # characters of a line that can be an answer; no name is near it
+# Anchored at both ends of a short text and without neighbours that match the same: linear time.
+_TIME = re.compile(r"([0-9]{1,2})[:.]([0-9]{2}) ?([ap])\.?m\.?")
+
+
+def read_answers(reply: str) -> dict[str, str]:
+    """The values of a reply's answer lines by their letters (A to Z), normalised: {"A": "miss violet", "D": "11:30 pm"}."""
+    answers: dict[str, str] = {}
+    for line in reply.splitlines():
+        line = line.strip()
+        if not line or len(line) > _LONGEST_VALUE:
+            continue
+        text = unicodedata.normalize("NFKC", line).lstrip(_BEFORE)
+        letter = text[:1].upper()
+        if not ("A" <= letter <= "Z"):
+            continue
+        rest = text[1:].lstrip(_MARKS)
+        if not rest or rest[0] not in ".):":
+            continue
+        if value := normalise(rest[1:].lstrip(_MARKS + ".):")):
+            answers[letter] = value
+    return answers
+
+
+def normalise(value: str) -> str:
+    """What two writings of the same answer have in common: "**01:00 A.M.**" and "1:00 am" → "1:00 am"."""
+    text = " ".join(unicodedata.normalize("NFKC", value).casefold().split()).lstrip(_BEFORE).rstrip(_AFTER)
+    if match := _TIME.fullmatch(text):
+        return f"{int(match[1])}:{match[2]} {match[3]}m"
+    return text
+
+
+@dataclass(frozen=True)
+class TemporalClueGrader:
+    """reward = accuracy ** power, where accuracy = right answers / questions."""
+
+    solution: Mapping[str, str]
+    """Letters and the values that are right, as in the prompt: {"A": "Miss Violet", ...}."""
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.solution:
+            raise TaskError("temporal-clue: the solution is empty; give a value for each letter")
+        for letter, value in self.solution.items():
+            if len(letter) != 1 or not "A" <= letter <= "Z" or not normalise(value) or len(value) > _LONGEST_VALUE // 2:
+                raise TaskError(f"temporal-clue: the solution has {letter!r}: {value!r}; letters are A to Z, values short texts")
+        if not 0.0 < self.power < float("inf"):
+            raise TaskError(f"temporal-clue: power is {self.power!r}; give a number above 0")
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line})."""
+        answers = read_answers(choice.message.content or "")
+        right = sum(answers.get(letter) == normalise(value) for letter, value in self.solution.items())
+        accuracy = right / len(self.solution)
+        answered = sum(letter in answers for letter in self.solution) / len(self.solution)
+        return accuracy**self.power, {"accuracy": accuracy, "solved": float(accuracy == 1.0), "answered": answered}

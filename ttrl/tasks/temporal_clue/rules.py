@@ -1,0 +1,155 @@
+"""What every solution of a puzzle obeys, as clauses: one true room for each mover and time, and the facts of the murder.
+
+Indices as in scene.py. A variable is a number; lists of variables are indexed by room, suspect, weapon, time or motive.
+"""
+
+from itertools import combinations
+from typing import Literal, NamedTuple
+
+from ttrl.tasks.sat import Solver
+from ttrl.tasks.temporal_clue.scene import VICTIM, Scene
+
+
+class Subject(NamedTuple):
+    """Who or what a clue speaks of."""
+
+    kind: Literal["mover", "murderer", "murder weapon", "motive"]
+    index: int = 0
+    """Of the mover or the motive."""
+
+    def text(self, scene: Scene) -> str:
+        """As a clue names it, in the middle of a sentence: "the Pistol", "a suspect motivated by Envy"."""
+        if self.kind == "motive":
+            article = "the" if scene.motive_count(self.index) == 1 else "a"
+            return f"{article} suspect motivated by {scene.motives[self.index]}"
+        if self.kind != "mover":
+            return f"the {self.kind}"
+        if self.index == scene.victim:
+            return VICTIM
+        people = len(scene.suspects)
+        return scene.suspects[self.index] if self.index < people else f"the {scene.weapons[self.index - people - 1]}"
+
+    def movers(self, scene: Scene) -> list[int]:
+        """Who it is in truth; several only for "a suspect motivated by"."""
+        if self.kind == "mover":
+            return [self.index]
+        if self.kind == "murderer":
+            return [scene.murderer]
+        if self.kind == "murder weapon":
+            return [scene.weapon(scene.murder_weapon)]
+        return [s for s, m in enumerate(scene.motive_of) if m == self.index]
+
+
+class Rules:
+    """The clauses, and the variables in which clues and questions are said."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.solver = solver = Solver()
+        rooms, times = range(len(scene.rooms)), range(len(scene.times))
+        # The search tries the truth first: what it looks for is another solution, which differs in few places.
+        self.at = [
+            [[solver.new_variable(scene.where[mover][t] == r) for r in rooms] for t in times] for mover in range(scene.movers)
+        ]
+        self.murderer = [solver.new_variable(s == scene.murderer) for s in range(len(scene.suspects))]
+        self.weapon = [solver.new_variable(w == scene.murder_weapon) for w in range(len(scene.weapons))]
+        self.time = [solver.new_variable(t == scene.murder_time) for t in times]
+        self.room = [solver.new_variable(r == scene.murder_room) for r in rooms]
+        self.motive = [[solver.new_variable(m == own) for m in range(len(scene.motives))] for own in scene.motive_of]
+        self._role_at: dict[tuple[Subject, int], list[int]] = {}
+        self._some_at: dict[tuple[Subject, int, int], int] = {}
+        for places in self.at:
+            for here in places:
+                solver.add_exactly_one(here)
+        for choices in (self.murderer, self.weapon, self.time, self.room):
+            solver.add_exactly_one(choices)
+        self._add_moves()
+        self._add_motives()
+        self._add_murder()
+
+    def _add_moves(self) -> None:
+        scene, add = self.scene, self.solver.add
+        people = len(scene.suspects) + 1
+        for t in range(len(scene.times) - 1):
+            for r in range(len(scene.rooms)):
+                reach = scene.neighbours(r)
+                for mover in range(scene.movers):
+                    now, then = self.at[mover][t], self.at[mover][t + 1]
+                    add([-now[r], then[r], *(then[other] for other in reach)])
+                    add([-then[r], now[r], *(now[other] for other in reach)])
+                for other in reach:
+                    carriers = []
+                    for s in range(people - 1):
+                        carriers.append(carrier := self.solver.new_variable())
+                        add([-carrier, self.at[s][t][r]])
+                        add([-carrier, self.at[s][t + 1][other]])
+                    for mover in range(people, scene.movers):
+                        add([-self.at[mover][t][r], -self.at[mover][t + 1][other], *carriers])
+
+    def _add_motives(self) -> None:
+        """Each suspect has one motive, and each motive its number of suspects."""
+        scene = self.scene
+        for own in self.motive:
+            self.solver.add_exactly_one(own)
+        for m in range(len(scene.motives)):
+            having = [own[m] for own in self.motive]
+            count = scene.motive_count(m)
+            for too_many in combinations(having, count + 1):
+                self.solver.add([-x for x in too_many])
+            for without in combinations(having, len(having) - count + 1):
+                self.solver.add(without)
+
+    def _add_murder(self) -> None:
+        scene, add = self.scene, self.solver.add
+        for t, time in enumerate(self.time):
+            for r, room in enumerate(self.room):
+                body = self.at[scene.victim][t][r]
+                add([-time, -room, body])
+                add([-time, -body, room])
+                for s, murderer in enumerate(self.murderer):
+                    add([-time, -body, -murderer, self.at[s][t][r]])
+                    add([-time, -body, murderer, -self.at[s][t][r]])
+                for w, weapon in enumerate(self.weapon):
+                    add([-time, -body, -weapon, self.at[scene.weapon(w)][t][r]])
+
+    def rooms_of(self, subject: Subject, t: int) -> list[int]:
+        """By room: whether the subject, which must be one mover, was there. Roles get variables that follow their holder."""
+        if subject.kind == "mover":
+            return self.at[subject.index][t]
+        if (subject, t) not in self._role_at:
+            truth = self.scene.where[subject.movers(self.scene)[0]][t]
+            here = [self.solver.new_variable(r == truth) for r in range(len(self.scene.rooms))]
+            for holder, mover in self.holders(subject):
+                for mine, theirs in zip(here, self.at[mover][t]):
+                    self.solver.add([-holder, -mine, theirs])
+                    self.solver.add([-holder, mine, -theirs])
+            self._role_at[subject, t] = here
+        return self._role_at[subject, t]
+
+    def holders(self, subject: Subject) -> list[tuple[int, int]]:
+        """(variable that says that this mover has the role, mover) for a subject that is a role."""
+        if subject.kind == "murderer":
+            return [(variable, s) for s, variable in enumerate(self.murderer)]
+        if subject.kind == "murder weapon":
+            return [(variable, self.scene.weapon(w)) for w, variable in enumerate(self.weapon)]
+        assert subject.kind == "motive", "a mover is nobody's role"
+        return [(own[subject.index], s) for s, own in enumerate(self.motive)]
+
+    def is_one(self, subject: Subject) -> bool:
+        """False for "a suspect motivated by" where several are."""
+        return subject.kind != "motive" or self.scene.motive_count(subject.index) == 1
+
+    def was_at(self, subject: Subject, t: int, r: int) -> int:
+        """Whether the subject, or one of those that it may be, was in this room: true exactly if so."""
+        if self.is_one(subject):
+            return self.rooms_of(subject, t)[r]
+        if (subject, t, r) not in self._some_at:
+            some, each = self.solver.new_variable(), []
+            for holder, mover in self.holders(subject):
+                each.append(one := self.solver.new_variable())
+                self.solver.add([-one, holder])
+                self.solver.add([-one, self.at[mover][t][r]])
+                self.solver.add([-holder, -self.at[mover][t][r], some])
+            self.solver.add([-some, *each])
+            self._some_at[subject, t, r] = some
+        return self._some_at[subject, t, r]

@@ -1,0 +1,271 @@
+"""The scene of a puzzle: what was where at each time, who did it, and the part of the prompt that says how the world works.
+
+Indices: s suspect, w weapon, r room, t time, m motive. Movers are the suspects, then the victim, then the weapons.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from ttrl.errors import TaskError
+from ttrl.tasks.words import pick
+
+T = TypeVar("T")
+
+VICTIM = "Lord Ashgrove"
+SUSPECTS = (
+    "Miss Violet",
+    "Captain Amber",
+    "Doctor Indigo",
+    "Lady Cerise",
+    "Father Umber",
+    "Madam Olive",
+    "Judge Sable",
+    "Mr. Cobalt",
+    "Mrs. Saffron",
+    "Baron Russet",
+    "Nurse Ivory",
+    "Major Teal",
+)
+WEAPONS = ("Dagger", "Pistol", "Fire Iron", "Silk Scarf", "Arsenic", "Bronze Bust", "Hatchet", "Bow", "Razor", "Walking Stick")
+ROOMS = (
+    "Armoury",
+    "Attic",
+    "Boathouse",
+    "Cellar",
+    "Chapel",
+    "Gallery",
+    "Greenhouse",
+    "Laundry",
+    "Map Room",
+    "Music Room",
+    "Nursery",
+    "Orchard",
+    "Pantry",
+    "Parlour",
+    "Salon",
+    "Stables",
+    "Tea Room",
+    "Wine Cellar",
+)
+MOTIVES = (
+    "Envy",
+    "Shame",
+    "Debt",
+    "Love",
+    "Grief",
+    "Vengeance",
+    "Loyalty",
+    "Boredom",
+    "Contempt",
+    "Despair",
+    "Inheritance",
+    "Rivalry",
+)
+DIRECTIONS = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
+SHARED_MOTIVES_AT_MOST = 5
+
+Motives = Literal["none", "own", "shared"]
+
+
+@dataclass(frozen=True)
+class PuzzleSize:
+    """How large a puzzle is. Raises TaskError for sizes that no puzzle can have."""
+
+    suspects: int
+    weapons: int
+    rooms: int
+    times: int
+    """1: nobody moves, and the clues and questions name no time."""
+    motives: Motives = "own"
+    """none; own: each suspect has another one; shared: fewer than suspects, and the prompt says how many have each."""
+
+    def __post_init__(self) -> None:
+        limits = {"suspects": len(SUSPECTS), "weapons": len(WEAPONS), "rooms": len(ROOMS), "times": 12}
+        for name, most in limits.items():
+            least, value = 1 if name == "times" else 2, getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise TaskError(f"temporal-clue: {name} is {value!r}; give a whole number from {least} to {most}")
+        if self.motives not in ("none", "own", "shared"):
+            raise TaskError(f"temporal-clue: motives is {self.motives!r}; give 'none', 'own' or 'shared'")
+        if self.rooms * 3 < self.suspects:
+            raise TaskError(f"temporal-clue: {self.suspects} suspects in {self.rooms} rooms are never alone; give more rooms")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that is true. `where[mover][t]` is a room."""
+
+    suspects: tuple[str, ...]
+    weapons: tuple[str, ...]
+    rooms: tuple[str, ...]
+    times: tuple[str, ...]
+    motives: tuple[str, ...]
+    width: int
+    """Rooms beside each other in a row of the board."""
+    motive_of: tuple[int, ...]
+    """By suspect; empty without motives."""
+    where: tuple[tuple[int, ...], ...]
+    murderer: int
+    murder_weapon: int
+    murder_time: int
+
+    @property
+    def victim(self) -> int:
+        return len(self.suspects)
+
+    @property
+    def movers(self) -> int:
+        return len(self.suspects) + 1 + len(self.weapons)
+
+    @property
+    def murder_room(self) -> int:
+        return self.where[self.victim][self.murder_time]
+
+    def weapon(self, w: int) -> int:
+        """The mover of a weapon."""
+        return len(self.suspects) + 1 + w
+
+    def motive_count(self, m: int) -> int:
+        """How many suspects have it."""
+        return self.motive_of.count(m)
+
+    def neighbour(self, r: int, direction: str) -> int | None:
+        """The room just north, south, east or west of another; None at the edge of the board."""
+        right, down = DIRECTIONS[direction]
+        column, row = r % self.width + right, r // self.width + down
+        other = row * self.width + column
+        return other if 0 <= column < self.width and row >= 0 and other < len(self.rooms) else None
+
+    def neighbours(self, r: int) -> list[int]:
+        """The rooms that can be reached in one move."""
+        return [other for direction in DIRECTIONS if (other := self.neighbour(r, direction)) is not None]
+
+
+def shuffled(rng: random.Random, items: Sequence[T]) -> list[T]:
+    """A random order that is the same in every version of Python: only `random()` is drawn from."""
+    left, result = list(items), []
+    while left:
+        result.append(left.pop(int(rng.random() * len(left))))
+    return result
+
+
+def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
+    """A random night in which a murder could happen."""
+    motives: tuple[str, ...] = ()
+    motive_of: tuple[int, ...] = ()
+    suspects = tuple(shuffled(rng, SUSPECTS)[: size.suspects])
+    if size.motives != "none":
+        count = size.suspects if size.motives == "own" else min(SHARED_MOTIVES_AT_MOST, max(1, (size.suspects + 1) // 2))
+        motives = tuple(shuffled(rng, MOTIVES)[:count])
+        motive_of = tuple(shuffled(rng, [*range(count), *(int(rng.random() * count) for _ in range(size.suspects - count))]))
+    step = pick(rng, (15, 30, 60))
+    start = (18 + int(rng.random() * 6)) * 60 + (0 if step == 60 else 30 * int(rng.random() * 2))
+    rooms = tuple(shuffled(rng, ROOMS)[: size.rooms])
+    width = next(width for width in range(1, size.rooms + 1) if width * width >= size.rooms)
+    for _ in range(100_000):
+        scene = Scene(
+            suspects=suspects,
+            weapons=tuple(shuffled(rng, WEAPONS)[: size.weapons]),
+            rooms=rooms,
+            times=tuple(_clock(start + step * t) for t in range(size.times)),
+            motives=motives,
+            width=width,
+            motive_of=motive_of,
+            where=(),
+            murderer=0,
+            murder_weapon=0,
+            murder_time=0,
+        )
+        where = _walk(rng, scene, size.times)
+        if chances := _chances(scene, where):
+            murderer, weapon, time = pick(rng, chances)
+            return replace(scene, where=where, murderer=murderer, murder_weapon=weapon, murder_time=time)
+    raise TaskError(f"temporal-clue: no murder is possible in {size}; give fewer suspects, or more rooms or weapons")
+
+
+def _clock(minutes: int) -> str:
+    """1425 → "11:45 PM"."""
+    hour, minute = minutes // 60 % 24, minutes % 60
+    return f"{(hour + 11) % 12 + 1:02d}:{minute:02d} {'AM' if hour < 12 else 'PM'}"
+
+
+def _walk(rng: random.Random, scene: Scene, times: int) -> tuple[tuple[int, ...], ...]:
+    """Everybody stays or moves to a neighbouring room; a weapon may go with a suspect who leaves its room."""
+    rooms = range(len(scene.rooms))
+    where = [[pick(rng, rooms)] for _ in range(scene.movers)]
+    people = len(scene.suspects) + 1
+    for _ in range(1, times):
+        for steps in where[:people]:
+            steps.append(steps[-1] if rng.random() < 0.35 else pick(rng, scene.neighbours(steps[-1])))
+        for steps in where[people:]:
+            leaving = [other for other in where[: people - 1] if other[-2] == steps[-1] and other[-1] != steps[-1]]
+            steps.append(pick(rng, leaving)[-1] if leaving and rng.random() < 0.5 else steps[-1])
+    return tuple(map(tuple, where))
+
+
+def _chances(scene: Scene, where: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """(suspect, weapon, time) where the suspect and the victim are alone in a room with the weapon."""
+    chances = []
+    suspects = range(len(scene.suspects))
+    for t in range(len(scene.times)):
+        room = where[scene.victim][t]
+        there = [s for s in suspects if where[s][t] == room]
+        if len(there) == 1:
+            chances += [(there[0], w, t) for w in range(len(scene.weapons)) if where[scene.weapon(w)][t] == room]
+    return chances
+
+
+def describe(scene: Scene) -> str:
+    """The prompt as far as the clues: people, things, board, times, motives and rules."""
+    digits = len(str(len(scene.rooms)))
+    moving = len(scene.times) > 1
+    parts = [
+        f"{VICTIM} invited a few acquaintances to his country house. Before the night was over, he had been murdered in one "
+        "of its rooms. Exactly one of these suspects did it:",
+        _bullets(scene.suspects),
+        "Exactly one of these weapons, all of them somewhere in the house, was used:",
+        _bullets(scene.weapons),
+        "These are the rooms:",
+        "\n".join(f"{number:0{digits}d}. {room}" for number, room in enumerate(scene.rooms, 1)),
+        "and this is how they lie, seen from above (N north, E east, S south, W west):",
+        _board(scene),
+    ]
+    if moving:
+        parts += [
+            "The murder happened at one of these times:",
+            _bullets(scene.times),
+            f"From each time to the next, every suspect and {VICTIM} stayed where they were or moved to a neighbouring room "
+            "(just north, south, east or west of it). A weapon stayed in its room unless a suspect who made the same move took "
+            "it along. "
+            'Where a clue says that somebody "moved from" one room to another at a time, they were in the first room at the time '
+            "before and in the second room at that time.",
+        ]
+    if scene.motives:
+        if len(scene.motives) == len(scene.suspects):
+            parts += ["Every suspect has a motive, each another one:", _bullets(scene.motives)]
+        else:
+            counts = [scene.motive_count(m) for m in range(len(scene.motives))]
+            named = [f"{name} ({count} suspect{'s' * (count > 1)})" for name, count in zip(scene.motives, counts)]
+            parts += ["Every suspect has one of these motives:", _bullets(named)]
+    parts.append(
+        f"When the murder happened, the murderer and {VICTIM} were in the same room with the murder weapon, and no other suspect "
+        f"was there; other weapons may have been. Clues about where {VICTIM} was hold whether he was alive or dead. A clue that "
+        "puts two suspects or two weapons into the same room speaks of two different ones."
+    )
+    return "\n\n".join(parts)
+
+
+def _bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"• {line}" for line in lines)
+
+
+def _board(scene: Scene) -> str:
+    digits = len(str(len(scene.rooms)))
+    rows = []
+    for start in range(0, len(scene.rooms), scene.width):
+        cells = [f"{r + 1:0{digits}d}" if r < len(scene.rooms) else "-" * digits for r in range(start, start + scene.width)]
+        rows.append("W " + "|".join(cells) + " E")
+    edge = "  " + " ".join("{0}" * digits for _ in range(scene.width))
+    return "\n".join([edge.format("N"), *rows, edge.format("S")])

@@ -1,0 +1,94 @@
+"""Tasks of temporal-clue: from a file of puzzles, the published ones or our own, or made when they are asked for."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.task import Task
+from ttrl.tasks.temporal_clue.generator import SIZES, PuzzleSize, make_puzzle
+from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
+
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One row of a file: the whole prompt, the right value for each letter, and how many clues the prompt has."""
+
+    prompt: str
+    solution: Mapping[str, str]
+    num_clues: int | None = None
+
+
+def load_puzzles(source: str | os.PathLike[str], *, splits: tuple[str, ...] = ()) -> list[Puzzle]:
+    """The puzzles of a file with the fields prompt, solution (letters and values) and, if known, num_clues.
+
+    source: see ttrl.tasks.datasets. Raises TaskError naming the row.
+    """
+    return load_rows(source, _parse, splits=splits)
+
+
+def get_temporal_clue_tasks(
+    split: Split = "train",
+    n: int | None = 32,
+    seed: int = 0,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    size: PuzzleSize | None = None,
+    power: float = 1.0,
+) -> list[Task]:
+    """`n` puzzles; reward = (share of right answers) ** power.
+
+    path: a file of puzzles (None for `n`: all of the split). One in ten, by a hash of the prompt, is held out for validation;
+        in a folder or on the hub, train and validation are its files train and val.
+    Without it puzzles are made here, about one a second: `ttrl tasks generate temporal-clue` makes files of them in parallel.
+        size: how large; None: sizes are mixed as in the published puzzles. validation: the same ones for every seed.
+
+    Raises TaskError.
+    """
+    split_name(split, ("train", "validation"), "temporal_clue")
+    if path is not None:
+        if size is not None:
+            raise TaskError("size is of puzzles that are made here; a file of puzzles (path) has its own")
+        in_one_file = os.path.isfile(os.path.expanduser(path))
+        names = ("train",) if split == "train" else ("validation", "val")
+        puzzles = load_puzzles(path, splits=names)
+        puzzles = select(puzzles, lambda puzzle: puzzle.prompt, split, n, seed, "temporal-clue", held_out=in_one_file)
+    else:
+        if type(n) is not int or n < 1:
+            raise TaskError(f"n is {n!r}; ask for at least one puzzle")
+        name = f"train {seed}" if split == "train" else "validation"
+        puzzles = [_parse(make_puzzle(f"{name} {number}", size)) for number in range(n)]
+    return [
+        Task(messages=[{"role": "user", "content": puzzle.prompt}], grader=TemporalClueGrader(puzzle.solution, power))
+        for puzzle in puzzles
+    ]
+
+
+def _parse(row: Row) -> Puzzle:
+    prompt = text_field(row, "prompt")
+    solution: Any = row.get("solution")
+    if isinstance(solution, str):
+        try:
+            solution = json.loads(solution)
+        except ValueError:
+            raise RowError(f"solution is {solution[:80]!r}; it must be an object of letters and values") from None
+    if not isinstance(solution, Mapping):
+        raise RowError(f"solution is {str(solution)[:80]!r}; it must be an object of letters and values")
+    # Tables of the hub have a column for every letter that any row has; the others are null.
+    solution = {str(letter): value for letter, value in solution.items() if value is not None}
+    if not all(isinstance(value, str) for value in solution.values()):
+        raise RowError(f"solution is {str(solution)[:80]!r}; its values must be texts")
+    try:
+        TemporalClueGrader(solution)
+    except TaskError as error:
+        raise RowError(str(error)) from None
+    clues = row.get("num_clues")
+    return Puzzle(prompt, solution, clues if type(clues) is int else None)
+
+
+__all__ = ["SIZES", "Puzzle", "PuzzleSize", "get_temporal_clue_tasks", "load_puzzles"]

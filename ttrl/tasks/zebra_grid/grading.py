@@ -1,0 +1,104 @@
+"""The grader of zebra-grid: reads the last markdown table of a reply that has as many rows as there are houses.
+
+A table is lines with `|`, one after the other: a heading, a line of dashes (which may be missing), a row for each house. Spaces,
+the bars at the ends, bold, and upper or lower case do not matter. Columns are told by their headings where all of these are
+there, otherwise by their order; rows by their house numbers where these are 1, 2, ... in any order, otherwise by their order.
+"""
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ttrl.errors import TaskError
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+_MARKS = " \t*_`~\"'“”‘’.,;"
+_LONGEST_LINE = 2000  # characters; a row of a grid has less than 200
+
+Table = list[list[str]]
+
+
+def read_tables(reply: str) -> list[Table]:
+    """Every markdown table: rows of normalised cells, the heading first, lines of dashes left out."""
+    tables: list[Table] = []
+    block: list[list[str]] = []
+    for line in [*reply.splitlines(), ""]:
+        if "|" in line and len(line) <= _LONGEST_LINE:
+            block.append(_cells(line))
+        elif block:
+            tables += _tables_of(block)
+            block = []
+    return tables
+
+
+def _cells(line: str) -> list[str]:
+    text = line.strip().lstrip("> ")
+    return [_normalise(cell) for cell in text.removeprefix("|").removesuffix("|").split("|")]
+
+
+def _normalise(cell: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", cell).casefold().split()).strip(_MARKS)
+
+
+def _is_rule(cells: list[str]) -> bool:
+    """A line like |---|:-:|."""
+    return all(cell and not cell.strip(":- ") and "-" in cell for cell in cells)
+
+
+def _tables_of(block: list[list[str]]) -> list[Table]:
+    """Tables that follow each other without an empty line begin one line above their dashes."""
+    rules = [number for number, cells in enumerate(block) if _is_rule(cells)]
+    starts = sorted({0, *(number - 1 for number in rules if number > 0)})
+    parts = [block[start:end] for start, end in zip(starts, [*starts[1:], len(block)])]
+    return [[cells for cells in part if not _is_rule(cells)] for part in parts]
+
+
+@dataclass(frozen=True)
+class ZebraGridGrader:
+    """reward = right cells / cells; the column of house numbers is no answer and does not count."""
+
+    header: Sequence[str]
+    """["House", "Name", ...]: the first column holds the house numbers."""
+    rows: Sequence[Sequence[str]]
+    """["1", "Anton", ...] for each house, in order."""
+
+    def __post_init__(self) -> None:
+        if len(self.header) < 2 or not self.rows:
+            raise TaskError(
+                f"zebra-grid: a solution of {len(self.header)} columns and {len(self.rows)} rows; give House and more"
+            )
+        for number, row in enumerate(self.rows, 1):
+            if len(row) != len(self.header):
+                raise TaskError(f"zebra-grid: row {number} of the solution has {len(row)} cells, the header {len(self.header)}")
+            if empty := [name for name, cell in zip(self.header, row) if not _normalise(cell)]:
+                raise TaskError(f"zebra-grid: row {number} of the solution has nothing in {empty[0]!r}")
+        if len({_normalise(name) for name in self.header}) < len(self.header):
+            raise TaskError(f"zebra-grid: two columns of the same name in {list(self.header)}")
+
+    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+        """(reward, {"solved": 0 or 1, "table": 1 if there was one of the right height})."""
+        fitting = [table for table in read_tables(choice.message.content or "") if len(table) == len(self.rows) + 1]
+        if not fitting:
+            return 0.0, {"solved": 0.0, "table": 0.0}
+        given = self._in_order(fitting[-1])
+        wanted = [_normalise(cell) for row in self.rows for cell in row[1:]]
+        right = sum(mine == theirs for mine, theirs in zip(given, wanted))
+        return right / len(wanted), {"solved": float(right == len(wanted)), "table": 1.0}
+
+    def _in_order(self, table: Table) -> list[str]:
+        """The cells of the grid, row by row, in the order of the solution; "" for those that the table lacks."""
+        heading, *rows = table
+        names = [_normalise(name) for name in self.header]
+        columns = list(range(len(names)))
+        if all(heading.count(name) == 1 for name in names[1:]):
+            # Without a column of house numbers, rows are told by their order.
+            columns = [heading.index(names[0]) if heading.count(names[0]) == 1 else -1, *map(heading.index, names[1:])]
+        cells = [[row[column] if 0 <= column < len(row) else "" for column in columns] for row in rows]
+        numbers = [row[0].removeprefix("house").strip(" #:") for row in cells]
+        places = [str(number) for number in range(1, len(rows) + 1)]
+        if sorted(numbers) == sorted(places):
+            cells = [cells[numbers.index(place)] for place in places]
+        return [cell for row in cells for cell in row[1:]]

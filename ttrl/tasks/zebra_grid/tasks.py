@@ -1,0 +1,101 @@
+"""Tasks of zebra-grid: from a file in ZebraLogic's format, the published one or our own, or made when they are asked for."""
+
+import json
+import os
+from typing import Any, Literal, NamedTuple
+
+from ttrl.errors import TaskError
+from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.task import Task
+from ttrl.tasks.zebra_grid.generator import make_puzzle
+from ttrl.tasks.zebra_grid.grading import ZebraGridGrader
+
+Split = Literal["train", "validation"]
+
+
+class Puzzle(NamedTuple):
+    """One row: the text with its clues, and the grid, whose first column holds the house numbers."""
+
+    text: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def load_puzzles(source: str | os.PathLike[str], *, splits: tuple[str, ...] = (), config: str | None = None) -> list[Puzzle]:
+    """The puzzles of a file with ZebraLogic's fields: puzzle, and solution with header and rows.
+
+    source: see ttrl.tasks.datasets. Raises TaskError naming the row, also for rows whose solution is hidden (`___`).
+    """
+    return load_rows(source, _parse, splits=splits, config=config)
+
+
+def get_zebra_grid_tasks(
+    split: Split = "train",
+    n: int | None = 32,
+    seed: int = 0,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    config: str | None = None,
+    houses: int | None = None,
+    attributes: int | None = None,
+) -> list[Task]:
+    """`n` puzzles; reward = share of right cells.
+
+    path: a file of puzzles, or the hub's id with `config` (None for `n`: all of the split). One in ten, by a hash of the text, is
+        held out for validation; in a folder, train and validation are files of their own.
+    Without it puzzles are made here: 2 to 6 houses and attributes, drawn at random where not given. validation: the same ones for
+        every seed.
+
+    Raises TaskError.
+    """
+    split_name(split, ("train", "validation"), "zebra_grid")
+    if path is not None:
+        if houses is not None or attributes is not None:
+            raise TaskError("houses and attributes are of puzzles that are made here; a file of puzzles (path) has its own")
+        in_folder = os.path.isdir(os.path.expanduser(path))
+        # The published set has one split, named test.
+        names = ("test", "train") if not in_folder else (("train",) if split == "train" else ("validation", "val"))
+        puzzles = load_puzzles(path, splits=names, config=config)
+        puzzles = select(puzzles, lambda puzzle: puzzle.text, split, n, seed, "zebra-grid", held_out=not in_folder)
+    else:
+        if type(n) is not int or n < 1:
+            raise TaskError(f"n is {n!r}; ask for at least one puzzle")
+        name = f"train {seed}" if split == "train" else "validation"
+        puzzles = [_parse(make_puzzle(f"{name} {number}", houses, attributes)) for number in range(n)]
+    return [
+        Task(messages=[{"role": "user", "content": prompt(puzzle)}], grader=ZebraGridGrader(puzzle.header, puzzle.rows))
+        for puzzle in puzzles
+    ]
+
+
+def prompt(puzzle: Puzzle) -> str:
+    """The text, and how to answer: an empty table to be filled."""
+    table = ["| " + " | ".join(puzzle.header) + " |", "|" + "---|" * len(puzzle.header)]
+    table += ["| " + row[0] + " |" + " |" * (len(puzzle.header) - 1) for row in puzzle.rows]
+    return f"{puzzle.text}\n\nThink it through, then end your reply with this table, filled in:\n\n" + "\n".join(table)
+
+
+def _parse(row: Row) -> Puzzle:
+    text = text_field(row, "puzzle")
+    solution: Any = row.get("solution")
+    if isinstance(solution, str):
+        try:
+            solution = json.loads(solution)
+        except ValueError:
+            solution = None
+    if (
+        not isinstance(solution, dict)
+        or not isinstance(solution.get("header"), list)
+        or not isinstance(solution.get("rows"), list)
+    ):
+        raise RowError(f"solution is {str(row.get('solution'))[:80]!r}; it must be an object with header and rows")
+    lines = [solution["header"], *solution["rows"]]
+    if not all(isinstance(line, list) and all(isinstance(cell, str) for cell in line) for line in lines):
+        raise RowError("solution: header and rows must be lists of texts")
+    if any(cell.strip("_ ") == "" for line in solution["rows"] for cell in line):
+        raise RowError("its solution is hidden or has empty cells; the public copy of the set has none, the private one does")
+    try:
+        ZebraGridGrader(solution["header"], solution["rows"])
+    except TaskError as error:
+        raise RowError(str(error)) from None
+    return Puzzle(text, tuple(solution["header"]), tuple(map(tuple, solution["rows"])))
