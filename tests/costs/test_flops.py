@@ -1,0 +1,127 @@
+"""Counts of FLOPs against brute force, and against PyTorch's counter on a decoder whose attention is plain matrix products."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from ttrl.costs.flops import (
+    attention_pairs,
+    consecutive_pairs,
+    decode_flops,
+    forward_flops,
+    model_shape,
+    prefill_flops,
+    training_flops,
+)
+from ttrl.data.masks import dense_mask, subtree_ends
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.errors import ModelFolderError
+from ttrl.training.logprobs import IGNORE
+
+_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
+helpers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(helpers)
+model_folder = helpers.model_folder
+
+SHAPE = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "model_type": "llama",
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_are_those_of_the_mask(seed, window):
+    """Trees of prompts, over several rows."""
+    packed = packed_tensors_from_tokenized_results(helpers.random_samples(seed), seq_len=32, pad_id=0)
+    real = packed.group_ids >= 0
+    allowed = dense_mask(packed.group_ids, packed.parent_ids) & real.unsqueeze(1)
+    if window is not None:
+        allowed &= packed.input_pos.unsqueeze(1) > packed.input_pos.unsqueeze(2) - window
+    assert attention_pairs(packed.input_pos[real].tolist(), window) == int(allowed.sum())
+    if window is None:
+        seen_by = subtree_ends(packed.group_ids, packed.parent_ids) - torch.arange(packed.seq_len)
+        assert int(allowed.sum()) == int(seen_by[real].sum())
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.one_of(st.none(), st.integers(1, 25)))
+def test_consecutive_pairs(start, more, window):
+    assert consecutive_pairs(start, start + more, window) == attention_pairs(range(start, start + more), window)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral"])
+def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypatch):
+    """With all pairs, since plain products compute them all. PyTorch counts nothing for its CPU attention kernel."""
+
+    def plain_attention(q, k, v, plan, **_):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return torch.softmax(q @ k.mT, dim=-1) @ v
+
+    policy = helpers.load_policy_in(model_folder(family), torch.float32)
+    for module in policy.modules():
+        module_globals = getattr(type(module).forward, "__globals__", {})
+        if "attend" in module_globals:
+            monkeypatch.setitem(module_globals, "attend", plain_attention)
+    packed = packed_tensors_from_tokenized_results(helpers.random_samples(0), seq_len=64, pad_id=0).rows([0]).trim()
+    trained = packed.labels != IGNORE
+    with FlopCounterMode(display=False) as counter:
+        h = policy.decoder.hidden_states(packed.tokens, packed.input_pos, None)
+        policy.decoder.output(h[trained]).sum().backward()
+    shape = model_shape(json.loads((model_folder(family) / "config.json").read_text()))
+    T = packed.seq_len
+    counted = forward_flops(shape, T, {None: T * T}, int(trained.sum())) * 3
+    assert counter.get_total_flops() == counted.total
+    real = training_flops(shape, packed.input_pos[packed.group_ids >= 0].tolist(), int(trained.sum()))
+    assert (real.layers, real.head) == (counted.layers, counted.head)
+    assert real.attention * T * T == counted.attention * attention_pairs(packed.input_pos[0].tolist())
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 11), st.one_of(st.none(), st.integers(1, 9)))
+def test_generating_costs_what_its_passes_cost(prompt, completion, cached, window):
+    shape = model_shape(SHAPE | {"sliding_window": window, "model_type": "mistral"})
+    cached = min(cached, prompt - 1)
+    read = prefill_flops(shape, prompt, cached)
+    pairs = {window: attention_pairs(range(cached, prompt), window)}
+    assert read == forward_flops(shape, prompt - cached, pairs, 1)
+    one_by_one = [
+        forward_flops(shape, 1, {window: attention_pairs([position], window)}, 1)
+        for position in range(prompt, prompt + completion - 1)
+    ]
+    assert decode_flops(shape, prompt, completion).total == sum(step.total for step in one_by_one)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({}, (None, None, None)),
+        ({"sliding_window": 5, "model_type": "mistral"}, (5, 5, 5)),
+        ({"sliding_window": 5, "use_sliding_window": False, "model_type": "qwen2"}, (None, None, None)),
+        ({"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2, "model_type": "qwen2"}, (None, None, 5)),
+        ({"sliding_window": 5, "model_type": "gemma2"}, (5, None, 5)),
+        ({"sliding_window": 5, "model_type": "gemma3_text", "sliding_window_pattern": 3}, (5, 5, None)),
+        ({"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, (None, 5, None)),
+    ],
+)
+def test_windows_of_the_families(config, windows):
+    assert model_shape(SHAPE | config).windows == windows
+
+
+def test_shapes_by_hand():
+    shape = model_shape(SHAPE)
+    assert shape.layer_weights == 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12
+    assert model_shape(SHAPE | {"head_dim": 5}).layer_weights == 2 * 8 * 20 + 2 * 8 * 10 + 3 * 8 * 12
+    assert model_shape(SHAPE | {"model_type": "phi"}).feed_forward_matrices == 2
+    assert model_shape({"model_type": "gemma3", "text_config": SHAPE}) == shape
+    with pytest.raises(ModelFolderError, match="hidden_size is None"):
+        model_shape({"num_hidden_layers": 3})

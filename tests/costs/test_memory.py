@@ -1,0 +1,268 @@
+"""The memory model against what is really there: parameters, saved tensors, adapters, files; and its own rules."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from ttrl.configs import GRPOConfig
+from ttrl.costs.activations import Computation, layer_bytes
+from ttrl.costs.memory import adapter_parameters, training_memory
+from ttrl.costs.parameters import decoder_parameters
+from ttrl.costs.storage import iteration_bytes, server_memory, token_cache_bytes
+from ttrl.costs.training_settings import Settings, Workload
+from ttrl.errors import ModelFolderError
+from ttrl.training.lora import apply_lora, is_adapter
+from ttrl.training.models import build_decoder
+from ttrl.training.models.weights import stored_as
+from ttrl.training.policy import Policy
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("check_parity", ROOT / "tools" / "check_parity.py")
+check_parity = sys.modules.setdefault("check_parity", importlib.util.module_from_spec(_spec))
+if not hasattr(check_parity, "VARIANTS"):  # dataclasses look their module up while it is loaded
+    _spec.loader.exec_module(check_parity)
+
+ARCHITECTURES = json.loads((ROOT / "tests" / "architectures.json").read_text())
+QWEN = ARCHITECTURES["qwen2.5_7b"]
+ONCE = Workload(4096, microbatches=1)
+
+
+def config_of(family, **settings):
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 256, "pad_token_id": 0}
+    return transformers.AutoConfig.for_model(family, **(sizes | settings))
+
+
+# Parameters
+
+
+@pytest.mark.parametrize("name", check_parity.VARIANTS)
+def test_parameters_are_counted_exactly(name):
+    with torch.device("meta"):
+        model = check_parity.VARIANTS[name]()
+        decoder = build_decoder(model.config)
+    counted = decoder_parameters(json.loads(model.config.to_json_string()))
+    assert counted.total == sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in decoder.parameters())
+    sizes = dict(decoder.named_parameters())
+    assert counted.stored == sum(sizes[part].numel() for entry in stored_as(sizes, model.config) for part in entry.parameters)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_published_models_have_the_published_number_of_parameters(name):
+    assert decoder_parameters(ARCHITECTURES[name]).total == ARCHITECTURES[name]["parameters"]
+
+
+def test_a_config_that_lacks_a_number_is_refused():
+    with pytest.raises(ModelFolderError, match="hidden_size is None"):
+        training_memory({"num_hidden_layers": 2}, {}, ONCE)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"lora_rank": 3}, {"lora_rank": 2, "lora_kind": "dora", "lora_targets": ["q_proj", "w2", "output"]}],
+    ids=["every matrix", "DoRA, with the head"],
+)
+def test_adapters_are_counted_exactly(settings):
+    config = config_of("qwen2", tie_word_embeddings=False)
+    with torch.device("meta"):
+        decoder = build_decoder(config)
+        apply_lora(decoder, GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", **settings}, "test"))
+    built = sum(p.numel() for name, p in decoder.named_parameters() if is_adapter(name))
+    assert adapter_parameters(decoder_parameters(config.to_dict()), Settings.of(settings)) == built
+
+
+# Activations
+
+
+def saved_per_token(config, bf16, length):
+    """Bytes that autograd really keeps of the second layer, of tensors that have a row for each token."""
+    torch.manual_seed(0)
+    policy = Policy(build_decoder(config), num_output_chunks=1, compute_dtype=torch.bfloat16 if bf16 else torch.float32)
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    layer, found = policy.decoder.layers[1], {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and length in tensor.shape:
+            found[storage.data_ptr()] = storage  # held, so that no address comes again
+        return tensor
+
+    inner = layer.forward
+
+    def forward(*inputs, **options):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return inner(*inputs, **options)
+
+    layer.forward = forward
+    tokens, positions = torch.zeros(1, length, dtype=torch.int64), torch.arange(length).unsqueeze(0)
+    policy(tokens, tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), positions)
+    return sum(storage.nbytes() for storage in found.values()) / length
+
+
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16},
+    "phi": {},
+    "mistral": {"sliding_window": 100},
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_layer_keeps_is_what_autograd_saves(family, bf16):
+    length = 141  # no other size in the model
+    config = config_of(family, **FAMILIES[family])
+    values = config.to_dict()
+    dense = length if family in ("gemma2", "mistral") else None
+    counted = layer_bytes(decoder_parameters(values), Computation(bf16), dense).kept
+    beside = 0
+    if family in ("gemma2", "mistral"):
+        beside = length * (2 if bf16 else 4) if family == "mistral" else 0  # the mask, which all layers share
+    # Cosines and sines (shared as well) and the norms' reciprocal roots are not in the count.
+    cosines = 2 * 16 * 4 * (2 if family == "gemma3_text" else 1)
+    real = saved_per_token(config, bf16, length) - beside
+    assert counted <= real <= counted + cosines + 4 * (8 * 2 + 8)
+
+
+# Settings
+
+
+def test_settings_have_the_names_and_defaults_of_the_recipe():
+    plain = GRPOConfig(model="m", packed="p", output_dir="o")
+    for field in dataclasses.fields(Settings):
+        ours, theirs = getattr(Settings(), field.name), getattr(plain, field.name)
+        assert (list(ours) if isinstance(ours, tuple) else ours) == theirs, field.name
+
+
+def peak(settings=None, workload=ONCE, **options):
+    return training_memory(QWEN, settings or {}, workload, **options).peak
+
+
+@pytest.mark.parametrize(
+    "less",
+    [
+        {"dtype": "bf16"},
+        {"activation_checkpointing": True},
+        {"rows_per_microbatch": 1},
+        {"num_output_chunks": 64},
+        {"optimizer": "sgd"},
+        {"optimizer": "adamw_8bit"},
+        {"lora_rank": 8},
+        {"tensor_parallel": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_saves_memory_saves_memory(less, device):
+    common = {"rows_per_microbatch": 2, "num_output_chunks": 1}
+    assert peak(common | less, device=device) < peak(common, device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gradients_that_are_used_at_once_are_not_held(device):
+    short = Workload(16, microbatches=1)
+    plain, at_once = (peak({"optimizer_in_backward": yes}, short, device=device) for yes in (False, True))
+    assert plain - at_once > 2 * QWEN["parameters"]
+
+
+def test_what_cuda_alone_can_save():
+    for less in ({"cpu_offload": True}, {"activation_offloading": True}, {"optimizer_on_cpu": True}):
+        assert peak(less, device="cuda") < peak({}, device="cuda")
+
+
+def test_checkpointing_less_saves_less():
+    full, half, products, none = (
+        peak({"activation_checkpointing": True, **more} if more is not None else {})
+        for more in ({}, {"checkpoint_every": 2}, {"checkpoint_keeps": "products"}, None)
+    )
+    assert full < half < none and full < products < none
+
+
+def test_sharing_parameters():
+    one, four = (training_memory(QWEN, {"optimizer": "adamw"}, ONCE, ranks=ranks) for ranks in (1, 4))
+    for part in ("parameters", "optimizer state", "gradients"):
+        assert four.moments["optimizer"][part] == one.moments["optimizer"][part] / 4
+    kept = {"reshard_after_forward": False}
+    assert peak(kept, ranks=4) > peak({}, ranks=4)
+
+
+def test_held_memory_by_hand():
+    parts = training_memory(QWEN, {}, ONCE).moments["optimizer"]
+    total = QWEN["parameters"]
+    assert (parts["parameters"], parts["gradients"], parts["optimizer state"]) == (4 * total, 4 * total, 8 * total)
+    eight = training_memory(QWEN, {"optimizer": "adamw_8bit"}, ONCE).moments["optimizer"]
+    assert eight["optimizer state"] == pytest.approx(2 * total * (1 + 4 / 256))
+    four_bits = {"lora_rank": 8, "lora_base_dtype": "nf4"}
+    base = training_memory(QWEN, four_bits, ONCE).moments["optimizer"]["parameters"]
+    decoder = decoder_parameters(QWEN)
+    matrices = decoder.shape.layers * decoder.layer_matrices
+    whole = 4 * (total - matrices + adapter_parameters(decoder, Settings.of(four_bits)))
+    assert whole + 0.5 * matrices < base < whole + 0.53 * matrices
+
+
+def test_the_peak_is_that_of_the_worst_moment():
+    estimate = training_memory(QWEN, {"num_output_chunks": 64}, Workload(16, microbatches=1))
+    mapped = {name: parts.get("mapped files", 0.0) for name, parts in estimate.moments.items()}
+    needed = {name: sum(parts.values()) - mapped[name] for name, parts in estimate.moments.items()}
+    assert estimate.peak == pytest.approx(max(needed.values())) and needed[estimate.moment] == max(needed.values())
+    # A state that is read from a mapped file is in memory twice, but half of that can go.
+    assert estimate.resident == sum(estimate.moments["loading"].values()) > 20 * QWEN["parameters"] > estimate.peak
+
+
+def test_a_second_microbatch_and_a_loaded_state_are_held_beside_the_activations():
+    first = Workload(4096, microbatches=1, continued=False)
+    later = dataclasses.replace(first, microbatches=2)
+    continued = dataclasses.replace(first, continued=True)
+    gradients = training_memory(QWEN, {}, later).moments["gradient"]
+    assert gradients["gradients"] == 4 * QWEN["parameters"] and "optimizer state" not in gradients
+    assert "optimizer state" in training_memory(QWEN, {}, continued).moments["gradient"]
+    assert "optimizer state" in training_memory(QWEN, {"updates_per_iteration": 2}, first).moments["gradient"]
+
+
+def test_the_whole_divergence_holds_the_reference_head():
+    estimator = {"kl_coefficient": 0.1, "kl_estimator": "k3"}
+    sampled = training_memory(QWEN, estimator, ONCE)
+    assert "mapped files" in sampled.moments["prepass"] and "reference" not in sampled.moments["gradient"]
+    whole = training_memory(QWEN, estimator | {"kl_estimator": "full"}, ONCE)
+    assert whole.moments["gradient"]["reference"] > 4 * decoder_parameters(QWEN).vocabulary_matrix
+    assert "prepass" not in training_memory(QWEN, {}, ONCE).moments
+
+
+def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
+    settings, plain = {"rows_per_microbatch": 1}, config_of("mistral", sliding_window=None).to_dict()
+    window = config_of("mistral", sliding_window=100).to_dict()
+
+    def kept(config, device="cpu", longest=None):
+        return training_memory(config, settings, Workload(4096, longest_sample=longest), device=device).parts["activations"]
+
+    assert kept(window) >= kept(plain) + 4096**2 * 4
+    assert kept(window, longest=90) == kept(plain)
+    assert kept(window, device="cuda") == kept(plain, device="cuda")
+
+
+# Disk and server
+
+
+def test_what_an_iteration_leaves_on_disk():
+    total = QWEN["parameters"]
+    assert iteration_bytes(QWEN, {}) == {"checkpoint": 4 * total, "state": 8 * total}
+    assert iteration_bytes(QWEN, {"optimizer": "sgd"}, "bf16") == {"checkpoint": 2 * total, "state": 0}
+    adapter = adapter_parameters(decoder_parameters(QWEN), Settings(lora_rank=4))
+    alone = iteration_bytes(QWEN, {"lora_rank": 4, "lora_merge": False})
+    assert alone == {"checkpoint": 4 * adapter, "state": 8 * adapter}
+    assert iteration_bytes(QWEN, {"lora_rank": 4})["checkpoint"] == 4 * (total + adapter)
+
+
+def test_what_the_server_holds():
+    assert token_cache_bytes(QWEN) == 2 * 28 * 4 * 128 * 2  # keys and values, layers, heads, dimension, bytes
+    one, four, eight = (server_memory(QWEN, 1000, tensor_parallel=parts) for parts in (1, 4, 8))
+    assert one["weights"] == 2 * QWEN["parameters"] and one["cache"] == 1000 * token_cache_bytes(QWEN)
+    assert four["cache"] == one["cache"] / 4 == eight["cache"]  # each of four heads is held twice

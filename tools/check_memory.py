@@ -1,0 +1,266 @@
+"""The memory model of `ttrl.costs.memory` against the recipe: peak resident memory at a dozen settings, measured and estimated.
+
+    python tools/check_memory.py [--moments] [--default-heap] [NAME ...]
+
+Each line is the real recipe (`ttrl.grpo_recipe.train`) in a fresh process with one thread, on a random model and made-up groups
+of 8 samples. Measured is the highest resident memory, less what the process held once everything was imported.
+
+    MB         of the whole recipe, highest of all moments
+    ratio      estimated / measured
+    moment     of the recipe, in which the estimate is highest; pages of mapped files aside, which are in the figures
+
+What the tensors need is measured: glibc maps each block of 1 MB and more by itself (MALLOC_MMAP_THRESHOLD_), as it does with all
+above 32 MB anyway. `--default-heap` leaves that as it is; what is lost between freed blocks is then in the figures.
+
+`--moments` adds the lines of single moments: the highest resident memory in each, and the estimate with its parts.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrl.costs.memory import MemoryEstimate, training_memory
+from ttrl.costs.training_settings import Workload
+
+MEGABYTE = 1e6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of the table: a model's shape, rows, and settings of the recipe."""
+
+    shape: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    rows: int = 1
+    length: int = 2048
+    processes: int = 1
+    continued: bool = False
+    """The second iteration, with an optimizer state."""
+
+
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 16_384,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 8192}
+CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
+CASES: dict[str, Case] = {
+    "plain": Case(),
+    "small, 4 rows of 512": Case(SMALL, {"rows_per_microbatch": 4}, rows=4, length=512),
+    "8 layers, 2 rows one by one": Case({"num_hidden_layers": 8}, rows=2),
+    "checkpointing, all": Case({}, CHECKPOINTING),
+    "checkpointing every 2nd, SGD": Case({}, CHECKPOINTING | {"checkpoint_every": 2, "optimizer": "sgd"}),
+    "checkpointing, keeping products, SGD": Case({}, CHECKPOINTING | {"checkpoint_keeps": "products", "optimizer": "sgd"}),
+    "bf16": Case({}, {"dtype": "bf16"}),
+    "bf16, checkpointing": Case({}, CHECKPOINTING | {"dtype": "bf16"}),
+    "KL k3, swapped reference": Case({}, {"kl_coefficient": 0.1, "kl_estimator": "k3"}),
+    "KL full, vocabulary 32k": Case({"vocab_size": 32_768}, {"kl_coefficient": 0.1, "kl_estimator": "full"}),
+    "entropy bonus, 1 chunk": Case({}, {"entropy_coefficient": 0.01, "num_output_chunks": 1}),
+    "SGD, 32k tied, 16 chunks": Case(
+        {"vocab_size": 32_768, "tie_word_embeddings": True}, {"optimizer": "sgd", "num_output_chunks": 16}, length=2048
+    ),
+    "2 updates, rows one by one": Case(SMALL, {"updates_per_iteration": 2}, rows=4),
+    "continued, AdamW": Case({}, {}, continued=True),
+    "optimizer in backward": Case({}, {"optimizer_in_backward": True, "max_grad_norm": None}),
+    "LoRA": Case({}, {"lora_rank": 16}),
+    "QLoRA, bf16": Case({}, {"lora_rank": 16, "lora_base_dtype": "nf4", "dtype": "bf16"}),
+    "Qwen3 (head norms)": Case({"model_type": "qwen3", "head_dim": 128}, {}),
+    "Gemma 2 (dense mask)": Case({"model_type": "gemma2", "head_dim": 64, **SMALL}, {}, length=1024),
+}
+
+
+def resident(name: str) -> float:
+    """Bytes: VmRSS is now, VmHWM the highest since `forget_peak`. (getrusage would also know a parent's peak.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024.0 * int(next(line.split()[1] for line in lines if line.startswith(name + ":")))
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def make_inputs(case: Case, folder: Path) -> None:
+    """The model's folder and the packed rows."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from ttrl.data.packing import packed_tensors_from_tokenized_results
+    from ttrl.records import TokenizedResult
+
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**(SHAPE | case.shape))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    draw, results, vocabulary = random.Random(0), [], config.vocab_size
+    for group in range(case.rows):
+        prompt = [draw.randrange(vocabulary) for _ in range(case.length // 4)]
+        for number in range(8):
+            completion = [draw.randrange(vocabulary) for _ in range(3 * case.length // 32)]
+            n, m = len(prompt), len(completion)
+            results.append(
+                TokenizedResult(
+                    task_id=str(group),
+                    sample=number,
+                    token_ids=prompt + completion,
+                    assistant_mask=[False] * n + [True] * m,
+                    input_pos=list(range(n + m)),
+                    logprobs=[math.nan] * n + [-1.0] * m,
+                    prompt_length=n,
+                    reward=0.0,
+                    advantage=draw.gauss(0, 1),
+                )
+            )
+    packed_tensors_from_tokenized_results(results, seq_len=case.length, pad_id=0).save(folder / "packed.safetensors")
+
+
+class Moments:
+    """Notes the highest resident memory at the end of each function that is wrapped."""
+
+    def __init__(self) -> None:
+        self.base = 0.0
+        self.peaks: dict[str, float] = {}
+
+    def note(self, name: str) -> None:
+        self.peaks[name] = max(self.peaks.get(name, 0.0), resident("VmHWM") - self.base)
+        forget_peak()
+
+    def wrap(self, owner: Any, function: str, name: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, function)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            result = inner(*arguments, **options)
+            self.note(name)
+            return result
+
+        setattr(owner, function, wrapped)
+
+
+def child(settings: dict[str, Any], result: Path) -> None:
+    """The recipe in this process; writes the peaks of its moments."""
+    import gc
+
+    import torch
+
+    from ttrl import grpo_recipe
+    from ttrl.configs import GRPOConfig
+    from ttrl.training.distributed import ranks
+
+    moments = Moments()
+    moments.wrap(grpo_recipe, "load_policy", "loading")
+    moments.wrap(grpo_recipe.Stepper, "__init__", "loading")
+    moments.wrap(grpo_recipe.TrainLog, "__init__", "loading")
+    moments.wrap(grpo_recipe.Prepass, "run", "prepass")
+    moments.wrap(grpo_recipe.GradientStep, "accumulate", "gradient")
+    moments.wrap(grpo_recipe.Stepper, "take", "optimizer")
+    moments.wrap(grpo_recipe, "save_checkpoint", "saving")
+    moments.wrap(grpo_recipe.Stepper, "save", "saving")
+    config = GRPOConfig.parse(settings, "check")
+    with ranks(config) as here:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        gc.collect()
+        forget_peak()
+        moments.base = resident("VmRSS")
+        grpo_recipe.train(config, here)
+        if here.is_first:
+            result.write_text(json.dumps({"base": moments.base, "moments": moments.peaks}))
+
+
+def measure(case: Case, folder: Path, default_heap: bool) -> dict[str, Any]:
+    """Peaks in bytes, by moment."""
+    settings = {
+        "model": str(folder / "model"),
+        "packed": str(folder / "packed.safetensors"),
+        "output_dir": str(folder / "out"),
+        "device": "cpu",
+        "num_threads": 1,
+        "rows_per_microbatch": 1,
+        **case.settings,
+    }
+    if settings.get("kl_coefficient"):
+        settings["reference_model"] = settings["model"]
+    result = folder / "result.json"
+    runs = [settings]
+    if case.continued:
+        runs.append(settings | {"state": str(folder / "out" / "state"), "output_dir": str(folder / "second")})
+    for run in runs:
+        result.unlink(missing_ok=True)
+        command = [sys.executable, __file__, "--child", json.dumps(run), "--result", str(result)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if default_heap else {"MALLOC_MMAP_THRESHOLD_": str(2**20)})
+        subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+    return json.loads(result.read_text())
+
+
+def estimate(case: Case, folder: Path) -> MemoryEstimate:
+    """What the model says of the same."""
+    from ttrl.data.packing import PackedTensors
+
+    packed = PackedTensors.load(folder / "packed.safetensors")
+    settings = {"rows_per_microbatch": 1, **case.settings}
+    size = settings["rows_per_microbatch"]
+    rows = -(-packed.num_rows // settings.get("updates_per_iteration", 1))
+    workload = Workload(
+        row_length=int((packed.group_ids >= 0).any(dim=0).sum()),
+        trained_share=packed.num_trained / packed.tokens.numel(),
+        rows=packed.num_rows,
+        microbatches=-(-rows // size),
+        continued=case.continued,
+    )
+    config = json.loads((folder / "model" / "config.json").read_text())
+    return training_memory(config, settings, workload, device="cpu", ranks=case.processes)
+
+
+def run(name: str, case: Case, with_moments: bool, default_heap: bool) -> float:
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        make_inputs(case, folder)
+        found, said = measure(case, folder, default_heap), estimate(case, folder)
+    measured, estimated = max(found["moments"].values()), said.resident
+    ratio = estimated / measured
+    print(f"{name:36} {measured / MEGABYTE:9.0f} {estimated / MEGABYTE:9.0f} {ratio:6.2f}  {said.moment}", flush=True)
+    if with_moments:
+        for moment, peak in found["moments"].items():
+            if (parts := said.moments.get(moment)) is None:
+                continue  # nothing happened in it
+            total = sum(parts.values())
+            listed = ", ".join(f"{part} {size / MEGABYTE:.0f}" for part, size in parts.items() if size)
+            print(f"    {moment:30} {peak / MEGABYTE:9.0f} {total / MEGABYTE:9.0f} {total / peak:6.2f}  {listed}", flush=True)
+    return ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="lines of the table, or parts of their names; all unless given")
+    parser.add_argument("--moments", action="store_true")
+    parser.add_argument("--default-heap", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(json.loads(args.child), args.result)
+        return
+    chosen = {name: case for name, case in CASES.items() if not args.names or any(part in name for part in args.names)}
+    print(f"{'setting':36} {'measured':>9} {'estimate':>9} {'ratio':>6}  moment   (MB)")
+    ratios = [run(name, case, args.moments, args.default_heap) for name, case in chosen.items()]
+    worst = max(ratios, key=lambda ratio: abs(math.log(ratio)))
+    print(f"{len(ratios)} settings, worst ratio {worst:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What a layer keeps for its backward pass, in bytes for each token of a microbatch.
+
+Counted from the operations of `ttrl.training.models` and what autograd saves for each: a matrix product its input, a norm its
+input, an elementwise product both factors, the attention its queries, keys, values, output and log-sum-exp. The stream between
+the layers is fp32; under bf16 matrix products save a copy of their input in bf16. On the CPU that copy is shared, and SiLU with
+the product after it is one operation, which saves its two inputs; elsewhere autocast makes a copy for each product by itself.
+
+On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes that grow with the row's
+length as well.
+
+CUDA: from the same operations and FlexAttention's saved tensors; never run on a GPU.
+
+Letters: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, T tokens of a row.
+"""
+
+from dataclasses import dataclass
+
+from ttrl.costs.parameters import DecoderParameters
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one layer, for each token."""
+
+    kept: float
+    """From the forward pass to the layer's backward pass."""
+    input: float
+    """What a checkpointed layer keeps instead: the stream."""
+    products: float
+    """What it keeps beside that where products and attention are not recomputed."""
+    backward: float
+    """Gradients of what lies between the layer's operations, at the worst moment, less what is freed by then."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a model is computed, as far as it decides about memory."""
+
+    bf16: bool = False
+    cuda: bool = False
+    mixed: bool = False
+    """FSDP's mixed precision: the stream between layers is bf16 too."""
+    tensor_parallel: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Of a number in matrix products."""
+        return 2 if self.bf16 else _FP32
+
+    @property
+    def stream(self) -> int:
+        """Of a number in the stream between the layers."""
+        return 2 if self.mixed else _FP32
+
+
+def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int | None = None) -> LayerBytes:
+    """dense_length: T, where attention goes through a dense mask."""
+    width, size, parts = decoder.shape.width, how.bytes, how.tensor_parallel
+    queries, keys = decoder.queries / parts, decoder.keys / parts
+    feed_forward, heads = decoder.shape.feed_forward_width / parts, decoder.shape.heads / parts
+    gated, parallel = decoder.shape.feed_forward_matrices == 3, decoder.family == "phi"
+
+    inner_inputs = 1 if parallel and size == _FP32 else 2  # of attention and feed-forward layer
+    if how.bf16 and how.cuda and not how.mixed:
+        inner_inputs = 3 + (2 if gated else 1)
+    norms = width * (1 if parallel else 4 if decoder.post_norms else 2) + (queries + keys) * decoder.head_norms
+    products = feed_forward * size * (2 if not gated else 3 if decoder.silu and not how.cuda else 4)
+    attention = 2 * queries * size + heads * _FP32
+    if dense_length is None:
+        attention += 2 * keys * size
+    else:
+        attention += 2 * queries * size  # keys and values repeated for each query head
+        if decoder.soft_cap:
+            attention += heads * dense_length * (2 * _FP32 + (size if how.bf16 else 0))
+    between = width * _FP32 * 3 + (2 if gated else 1) * feed_forward * size
+    if dense_length is not None and decoder.soft_cap:
+        between = max(between, 3 * heads * dense_length * _FP32)
+    results = (2 * queries + 2 * keys + 2 * width + (2 if gated else 1) * feed_forward) * size
+    return LayerBytes(
+        kept=norms * _FP32 + inner_inputs * width * size + attention + products,
+        input=width * how.stream,
+        products=results,
+        backward=between,
+    )

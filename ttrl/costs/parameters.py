@@ -1,0 +1,130 @@
+"""How many parameters a dense decoder has, and of which kind, from its config.json. Needs nothing but Python.
+
+Counts are those of the model that is trained: of one with a vision tower, the text part. A tied output projection counts once.
+
+Letters in what follows: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ttrl.costs.flops import ModelShape, model_shape
+
+# What a family has whatever its config.json says, or where that is silent. `attention_bias` adds biases to q, k, v and output.
+_QKV_BIAS = frozenset({"qwen2", "phi"})
+_ALL_BIASES = frozenset({"phi"})  # of the output projection, the feed-forward layer, the head, and of its LayerNorms
+_HEAD_NORMS = frozenset({"qwen3", "gemma3_text"})
+_POST_NORMS = frozenset({"gemma2", "gemma3_text"})
+_TIED = frozenset({"gemma", "gemma2", "gemma3_text"})
+_SOFT_CAPS = frozenset({"gemma2"})
+_ONE_TIED_TENSOR = frozenset({"gemma2"})  # written once; checkpoints of all others hold a tied head twice
+
+
+@dataclass(frozen=True)
+class DecoderParameters:
+    """A dense decoder's parameters, and the traits that decide what it keeps for the backward pass."""
+
+    shape: ModelShape
+    family: str
+    tied: bool
+    """The output projection is the embeddings' matrix."""
+    head_norms: bool
+    """A norm over each head's query and key."""
+    post_norms: bool
+    """Four norms in a layer, not two."""
+    soft_cap: bool
+    """Attention scores are capped, which the fast way on CPUs cannot do."""
+    silu: bool
+    """The feed-forward layer's activation."""
+    query_key_value_bias: bool
+    other_biases: bool
+    output_bias: bool
+    feed_forward_bias: bool
+
+    @property
+    def queries(self) -> int:
+        """H·E."""
+        return self.shape.heads * self.shape.head_dim
+
+    @property
+    def keys(self) -> int:
+        """K·E."""
+        return self.shape.key_value_heads * self.shape.head_dim
+
+    @property
+    def vocabulary_matrix(self) -> int:
+        """V·D: of the embeddings, and of the output projection."""
+        return self.shape.vocabulary * self.shape.width
+
+    @property
+    def layer_matrices(self) -> int:
+        """Entries of the matrices of one layer."""
+        return self.shape.layer_weights
+
+    @property
+    def matrix_shapes(self) -> dict[str, tuple[int, int]]:
+        """Of one layer's matrices by the recipe's names: (width in, width out)."""
+        width, inner = self.shape.width, self.shape.feed_forward_width
+        shapes = {
+            "q_proj": (width, self.queries),
+            "k_proj": (width, self.keys),
+            "v_proj": (width, self.keys),
+            "output_proj": (self.queries, width),
+            "w1": (width, inner),
+            "w2": (inner, width),
+        }
+        return shapes | ({"w3": (width, inner)} if self.shape.feed_forward_matrices == 3 else {})
+
+    @property
+    def layer_vectors(self) -> int:
+        """Entries of the norms and biases of one layer."""
+        shape = self.shape
+        parallel = self.other_biases  # Phi: one LayerNorm, with weights and biases
+        norms = 2 * shape.width if parallel else shape.width * (4 if self.post_norms else 2)
+        biases = (self.queries + 2 * self.keys) * self.query_key_value_bias + shape.width * self.output_bias
+        biases += (shape.feed_forward_width * (shape.feed_forward_matrices - 1) + shape.width) * self.feed_forward_bias
+        return norms + biases + 2 * shape.head_dim * self.head_norms * (2 if parallel else 1)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return self.layer_matrices + self.layer_vectors
+
+    @property
+    def outside_layers(self) -> int:
+        """Embeddings, output projection and last norm."""
+        vectors = self.shape.width + (self.shape.width + self.shape.vocabulary if self.other_biases else 0)
+        return self.vocabulary_matrix * (1 if self.tied else 2) + vectors
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.shape.layers * self.layer + self.outside_layers
+
+    @property
+    def stored(self) -> int:
+        """Entries of a checkpoint: a tied head is written out once more, except where vLLM refuses it."""
+        again = self.tied and self.family not in _ONE_TIED_TENSOR
+        return self.total + (self.vocabulary_matrix if again else 0)
+
+
+def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
+    """From the values of a config.json. Raises ModelFolderError where one is missing that is needed."""
+    text = config.get("text_config") or config
+    family = str(text.get("model_type"))
+    attention_bias = bool(text.get("attention_bias")) and family not in ("qwen2", "mistral", "phi3", "phi")
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    return DecoderParameters(
+        shape=model_shape(config),
+        family=family,
+        tied=family in _TIED if tied is None else bool(tied),
+        head_norms=family in _HEAD_NORMS or bool(text.get("qk_layernorm") and family == "phi"),
+        post_norms=family in _POST_NORMS,
+        soft_cap=family in _SOFT_CAPS and text.get("attn_logit_softcapping") is not None,
+        silu=(text.get("hidden_activation") or text.get("hidden_act") or "silu") == "silu",
+        query_key_value_bias=family in _QKV_BIAS or attention_bias,
+        other_biases=family in _ALL_BIASES,
+        output_bias=family in _ALL_BIASES or attention_bias,
+        feed_forward_bias=family in _ALL_BIASES or (family == "llama" and bool(text.get("mlp_bias"))),
+    )
