@@ -1,0 +1,183 @@
+"""What the recipe minimises: the part of GRPOConfig that chooses the objective. The formulas: `ttrl.training.losses`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ttrl.configs.base import Config, at_least
+
+
+@dataclass(kw_only=True)
+class ObjectiveConfig(Config):
+    """The loss of a trained token, and what is added to it. How tokens are weighed against each other is stored with the packed
+    tensors (`ttrl.data.aggregation`), how rewards become advantages is decided before (`ttrl.data.advantages`)."""
+
+    objective: Literal["ppo", "reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov"] = "ppo"
+    """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo: clipped ratio of whole samples;
+    cispo: clipped ratio as a constant weight; clip_cov, kl_cov: ratio with the tokens of highest covariance left out or held."""
+    clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 - clip_low …"""
+    clip_high: float = 0.2
+    """… and above at 1 + clip_high. Of "ppo", "clip_cov", "cispo" and "gspo"; the latter's ratio is a mean over the sample and
+    stays so near 1 that its paper clips at 3e-4 and 4e-4, and nothing is ever clipped at 0.2."""
+    dual_clip: float | None = None
+    """Of "ppo": the loss of a negative advantage is at most this times |advantage|; above 1, 3 in its paper. None: no bound."""
+    covariance_share: float = 2e-4
+    """Of "clip_cov" and "kl_cov": the share of a step's trained tokens that is chosen (at least one token)."""
+    covariance_bounds: tuple[float, float] = (1.0, 5.0)
+    """Of "clip_cov": tokens whose covariance lies between them are drawn from."""
+    kl_cov_coefficient: float = 1.0
+    """Of "kl_cov": weight of the penalty on the chosen tokens."""
+
+    kl_coefficient: float = 0.0
+    """Weight of KL(policy ‖ reference); 0: none, and no reference model is needed."""
+    reference_model: str | None = None
+    """Folder of the frozen reference; needed where kl_coefficient is above 0, and for token_rewards "implicit". Not with
+    adapters: their base is the reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "full"] = "k3"
+    """See `ttrl.training.divergences`, which also says what the gradient of each is. full: over the whole vocabulary."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: added to each token's loss, with its gradient. reward: taken from each token's reward, as a number, and spread over
+    the tokens before it by `gamma`."""
+    kl_after_steps: int = 0
+    """The coefficient is 0 for that many optimizer steps of the run."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus: the loss of a token is lowered by this times the entropy of its distribution, in nats."""
+    entropy_schedule: Literal["constant", "linear"] = "constant"
+    """linear: the coefficient falls to 0 at `entropy_until_step`, and stays there."""
+    entropy_until_step: int | None = None
+    """Optimizer step of the run, for the linear schedule."""
+
+    off_policy: Literal["none", "token", "sequence", "mask"] = "none"
+    """How losses are corrected for the sampler computing other probabilities than the trainer, with w = π_trainer/π_sampler at
+    the start of the iteration. none: not at all; the sampler's log-probabilities are the old ones of every ratio. token,
+    sequence: times min(w, cap) of the token, or of the whole sample. mask: times w where floor <= w <= cap, else 0."""
+    off_policy_cap: float = 2.0
+    """See `off_policy`; at least 1."""
+    off_policy_floor: float = 0.5
+    """Of off_policy "mask"; in [0, 1]."""
+
+    token_rewards: Literal["none", "implicit"] = "none"
+    """implicit: advantages of single tokens from implicit_beta·(log π - log π_reference) as process rewards (PRIME)."""
+    implicit_beta: float = 0.05
+    """See `token_rewards`."""
+
+    value_head: bool = False
+    """Train a value head on the hidden states; advantages come from it (GAE) and from the graders' rewards."""
+    value_coefficient: float = 0.5
+    """Weight of the value loss."""
+    value_clip: float | None = None
+    """Values that moved by more than this in an iteration gain nothing by moving on; None: no clipping."""
+    value_lr: float | None = None
+    """Learning rate of the value head; None: that of the policy."""
+    value_grad_in_decoder: bool = False
+    """Let the value loss train the decoder as well, not the head alone."""
+    gamma: float = 1.0
+    """Discount from token to token of whatever rewards tokens have: KL in the reward, implicit rewards, the value head's returns.
+    0 makes each token answer for itself alone."""
+    lam: float = 1.0
+    """λ of generalised advantage estimation."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it is known what the policy is compared with."""
+        return self.reference_model is not None
+
+    @property
+    def rewards_tokens(self) -> bool:
+        """Whether the recipe gives single tokens rewards or values: samples of a group of equal rewards then differ as well."""
+        return self.value_head or self.token_rewards == "implicit" or (self.kl_coefficient > 0 and self.kl_in == "reward")
+
+    def problems(self) -> list[str]:
+        """See Config.problems."""
+        found = super().problems() + self._policy_problems() + self._kl_problems() + self._other_problems()
+        return found + self._without_effect()
+
+    def _policy_problems(self) -> list[str]:
+        found = at_least(0, clip_high=self.clip_high)
+        if not 0 <= self.clip_low <= 1:
+            found.append(f"clip_low is {self.clip_low}; it must be in [0, 1]")
+        if self.dual_clip is not None:
+            if self.objective != "ppo":
+                found.append(
+                    f"dual_clip is {self.dual_clip} with objective {self.objective!r}; it bounds the loss of 'ppo' alone"
+                )
+            if not self.dual_clip > 1:
+                found.append(f"dual_clip is {self.dual_clip}; it must be above 1, or null for no bound")
+        if not 0 < self.covariance_share <= 1:
+            found.append(f"covariance_share is {self.covariance_share}; it must be above 0 and at most 1")
+        if len(self.covariance_bounds) != 2 or not self.covariance_bounds[0] < self.covariance_bounds[1]:
+            found.append(f"covariance_bounds are {list(self.covariance_bounds)}; give the lower and the higher one")
+        if not self.kl_cov_coefficient > 0:
+            found.append(f"kl_cov_coefficient is {self.kl_cov_coefficient}; it must be above 0")
+        return found
+
+    def _kl_problems(self) -> list[str]:
+        found = at_least(0, kl_coefficient=self.kl_coefficient, kl_after_steps=self.kl_after_steps)
+        if self.kl_coefficient > 0 and not self.has_reference:
+            found.append("kl_coefficient is above 0 but reference_model is missing")
+        if self.kl_after_steps > 0 and self.kl_coefficient == 0:
+            found.append(f"kl_after_steps is {self.kl_after_steps} but kl_coefficient is 0; there is nothing to begin with")
+        if self.kl_in == "reward" and self.kl_estimator == "full":
+            found.append("kl_estimator 'full' with kl_in 'reward'; rewards belong to sampled tokens: choose 'k1', 'k2' or 'k3'")
+        if self.token_rewards == "implicit":
+            if not self.has_reference:
+                found.append("token_rewards is 'implicit' but reference_model is missing; the rewards are measured against it")
+            if self.kl_coefficient > 0 and self.kl_in == "reward":
+                found.append(
+                    "token_rewards 'implicit' with kl_in 'reward'; the one rewards log π - log π_reference and the other one "
+                    "charges for it: choose one, or kl_in 'loss'"
+                )
+            if self.value_head:
+                found.append("token_rewards 'implicit' with value_head; both make advantages of single tokens: choose one")
+        if not self.implicit_beta > 0:
+            found.append(f"implicit_beta is {self.implicit_beta}; it must be above 0")
+        return found
+
+    def _other_problems(self) -> list[str]:
+        found = at_least(0, entropy_coefficient=self.entropy_coefficient)
+        found += at_least(1, entropy_until_step=self.entropy_until_step)
+        if self.entropy_schedule == "linear" and self.entropy_until_step is None:
+            found.append("entropy_schedule 'linear' needs entropy_until_step, where it reaches 0")
+        if self.entropy_schedule == "constant" and self.entropy_until_step is not None:
+            found.append(f"entropy_until_step is {self.entropy_until_step} with entropy_schedule 'constant'; choose 'linear'")
+        if self.entropy_schedule == "linear" and self.entropy_coefficient == 0:
+            found.append("entropy_schedule is 'linear' but entropy_coefficient is 0; there is nothing to lower")
+        if self.off_policy != "none":
+            found += at_least(1, off_policy_cap=self.off_policy_cap)
+        if self.off_policy == "mask" and not 0 <= self.off_policy_floor <= 1:
+            found.append(f"off_policy_floor is {self.off_policy_floor}; it must be in [0, 1]")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                found.append(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
+        found += at_least(0, value_lr=self.value_lr)
+        if not self.value_coefficient > 0:
+            found.append(f"value_coefficient is {self.value_coefficient}; it must be above 0")
+        if self.value_clip is not None and not self.value_clip > 0:
+            found.append(f"value_clip is {self.value_clip}; it must be above 0, or null for no clipping")
+        return found
+
+    def _without_effect(self) -> list[str]:
+        """Settings other than the default that nothing would look at: whoever gives them expects something else."""
+        here = f"with objective {self.objective!r}"
+        looked_at = {
+            ("clip_low", "clip_high"): (self.objective in ("ppo", "gspo", "cispo", "clip_cov"), here),
+            ("covariance_share",): (self.objective in ("clip_cov", "kl_cov"), here),
+            ("covariance_bounds",): (self.objective == "clip_cov", here),
+            ("kl_cov_coefficient",): (self.objective == "kl_cov", here),
+            ("kl_in",): (self.kl_coefficient > 0, "with kl_coefficient 0"),
+            ("off_policy_cap",): (self.off_policy != "none", "with off_policy 'none'"),
+            ("off_policy_floor",): (self.off_policy == "mask", f"with off_policy {self.off_policy!r}"),
+            ("implicit_beta",): (self.token_rewards == "implicit", "with token_rewards 'none'"),
+            ("gamma",): (self.rewards_tokens, "without kl_in 'reward', token_rewards or value_head: single tokens have no rewards"),
+            ("value_coefficient", "value_clip", "value_lr", "value_grad_in_decoder", "lam"): (
+                self.value_head,
+                "without value_head",
+            ),
+        }
+        return [
+            f"{name} is {getattr(self, name)!r}, which does nothing {where}"
+            for names, (used, where) in looked_at.items()
+            for name in names
+            if not used and getattr(self, name) != getattr(ObjectiveConfig, name)
+        ]
