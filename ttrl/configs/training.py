@@ -1,13 +1,18 @@
 """What both recipes share: where, how fast, with which optimizer."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ttrl.configs.base import Config, at_least
+from ttrl.configs.base import at_least
+from ttrl.configs.lora import LoRAConfig
+
+CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
 
 
 @dataclass(kw_only=True)
-class TrainingConfig(Config):
+class TrainingConfig(LoRAConfig):
     """What both recipes share."""
 
     model: str
@@ -20,6 +25,17 @@ class TrainingConfig(Config):
     num_threads: int | None = None
     """CPU threads of each process; None leaves it to PyTorch. Part of what makes a run repeatable bit for bit."""
     seed: int = 0
+
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """"adamw_8bit" keeps both moments in 8 bits (arXiv 2110.02861, torchao's), a quarter of the memory; on CPU it
+    needs a C++ compiler. "sgd" has no
+    state: W ← W - lr·g, for tests and measurements."""
+    optimizer_on_cpu: bool = False
+    """AdamW's state and step on the CPU, the gradients copied there during the backward pass (torchao). CUDA only, one process,
+    without clipping. With several processes, use cpu_offload."""
+    optimizer_in_backward: bool = False
+    """Each parameter is stepped and its gradient freed as soon as the backward pass has it, so that only one layer's gradients
+    are ever held. Excludes clipping, and more than one microbatch a step."""
     lr: float = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
@@ -32,18 +48,47 @@ class TrainingConfig(Config):
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     """Global norm to which gradients are clipped; None: not at all."""
+    state_format: Literal["auto", "whole", "sharded"] = "auto"
+    """How the optimizer's state is stored. "whole": one safetensors file by parameter name, each tensor gathered and written by
+    the first rank. "sharded": each rank writes its part (torch.distributed.checkpoint), into a folder that all ranks must see.
+    "auto": sharded where there are several ranks and the state is above 8 GB. Either loads with any number of ranks."""
+
     rows_per_microbatch: int = 4
     """Packed rows in one forward and backward pass on each rank. The update is the same for any value."""
+    row_length_multiple: int = 1
+    """Rows are trimmed to their real length, rounded up to a multiple of this: compiled code is specialised for the lengths that
+    it meets, so compile wants few of them (128 or more)."""
     num_output_chunks: int = 4
     """Chunks in which the trained positions of a microbatch pass through the output projection: only one chunk's logits are ever
     held, three times in fp32 at the peak."""
     activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass."""
+    """Recompute layers in the backward pass instead of keeping what they computed."""
+    checkpoint_every: int = 1
+    """With activation_checkpointing: of so many layers, one is recomputed. 1 saves most memory and costs most time."""
+    checkpoint_keeps: Literal["nothing", "products"] = "nothing"
+    """With activation_checkpointing: "products" keeps the results of matrix products and of attention, and recomputes what is
+    cheap: norms, activations, rotations."""
+    activation_offloading: bool = False
+    """Keep in the CPU's memory what layers computed, until the backward pass asks for it. CUDA only."""
+    compile: bool = False
+    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays when many steps share few row lengths."""
+
+    tensor_parallel: int = 1
+    """Processes that share each layer: heads, feed-forward columns and vocabulary rows are dealt out to them, and they train on
+    the same rows. Those beside them train on other rows, with parameters, gradients and state sharded over all (FSDP2)."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state live in the CPU's memory and visit the GPU layer by layer. CUDA only."""
+    reshard_after_forward: bool = True
+    """With several processes: free a layer's gathered parameters after its forward pass and gather them again for its backward
+    pass. False is faster and needs room for all parameters."""
 
     def problems(self) -> list[str]:
         """See Config.problems."""
-        found = at_least(1, rows_per_microbatch=self.rows_per_microbatch, num_output_chunks=self.num_output_chunks)
+        found = super().problems()
+        found += at_least(1, rows_per_microbatch=self.rows_per_microbatch, num_output_chunks=self.num_output_chunks)
         found += at_least(1, num_threads=self.num_threads, total_steps=self.total_steps)
+        found += at_least(1, row_length_multiple=self.row_length_multiple, checkpoint_every=self.checkpoint_every)
+        found += at_least(1, tensor_parallel=self.tensor_parallel)
         found += at_least(0, lr=self.lr, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, seed=self.seed)
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             found.append(f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or null for no clipping")
@@ -56,4 +101,55 @@ class TrainingConfig(Config):
             found.append(f"lr_schedule {self.lr_schedule!r} needs total_steps")
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             found.append(f"warmup_steps ({self.warmup_steps}) must be below total_steps ({self.total_steps})")
+        return found + self._excluded() + (self._without_cuda() if self.device == "cpu" else [])
+
+    def _excluded(self) -> list[str]:
+        """Switches that exclude each other."""
+        found = []
+        if self.optimizer_in_backward and self.max_grad_norm is not None:
+            found.append(
+                "optimizer_in_backward steps each parameter before the global norm is known; set max_grad_norm to null, or "
+                "switch it off"
+            )
+        if self.optimizer_in_backward and self.optimizer_on_cpu:
+            found.append("optimizer_in_backward and optimizer_on_cpu exclude each other; switch one off")
+        if self.optimizer_on_cpu and self.max_grad_norm is not None:
+            found.append(
+                "optimizer_on_cpu copies each gradient before the global norm is known, so that clipping would change nothing; "
+                "set max_grad_norm to null, or switch it off"
+            )
+        if self.optimizer_on_cpu and self.cpu_offload:
+            found.append("cpu_offload already has the optimizer on the CPU; switch optimizer_on_cpu off")
+        if self.optimizer_on_cpu and self.optimizer != "adamw":
+            found.append(f"optimizer_on_cpu is for optimizer 'adamw', not {self.optimizer!r}")
+        if not self.activation_checkpointing:
+            for name, plain in (("checkpoint_every", 1), ("checkpoint_keeps", "nothing")):
+                if getattr(self, name) != plain:
+                    found.append(f"{name} is {getattr(self, name)!r}, which does nothing without activation_checkpointing")
+        if self.compile and self.checkpoint_keeps != "nothing":
+            found.append("checkpoint_keeps cannot see into compiled layers; set it to 'nothing', or switch compile off")
+        return found
+
+    def _without_cuda(self) -> list[str]:
+        return [f"{name} needs a CUDA device, and this runs on the CPU" for name in CUDA_ONLY if getattr(self, name)]
+
+    def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
+        """What else is wrong once the device ("cpu" or "cuda"), the number of processes and the model's config.json are known."""
+        found = self._without_cuda() if device == "cpu" and self.device != "cpu" else []
+        if self.optimizer_on_cpu and processes > 1:
+            found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
+        found += self.lora_problems_here(processes)
+        parts = self.tensor_parallel
+        if parts == 1:
+            return found
+        if processes % parts:
+            found.append(
+                f"tensor_parallel is {parts}, which does not divide the number of processes, {processes}; start "
+                f"{math.lcm(processes, parts)} (torchrun's --nproc_per_node and --nnodes), or take a divisor"
+            )
+        heads = shape.get("num_attention_heads")
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            count = shape.get(name) or (heads if name == "num_key_value_heads" else None)
+            if isinstance(count, int) and count % parts:
+                found.append(f"tensor_parallel is {parts}, which does not divide the model's {name}, {count}; take a divisor")
         return found

@@ -1,41 +1,71 @@
-"""The processes of one training run: who am I, where do I compute, how do we end together."""
+"""The processes of one training run: who am I, where do I compute, how do we end together.
+
+torchrun starts them, on one machine or several, and says so in the environment (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR). They
+form a grid, data × tensor: those of one tensor row share the layers and see the same packed rows, those of one data column hold
+the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (never run on a GPU).
+"""
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from omegaconf import OmegaConf
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ConfigError, TtrlError
 
 C = TypeVar("C", bound=TrainingConfig)
 
+DATA, TENSOR = "data", "tensor"  # the grid's dimensions
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all that train together."""
+    """This process among all that train together. `rank` and `world_size` count those that see different rows; the processes that
+    share layers (tensor parallelism) have the same `rank`."""
 
     rank: int
     world_size: int
     device: torch.device
+    mesh: DeviceMesh | None = None
+    """The grid, with dimensions DATA and TENSOR; None without a process group."""
+    tensor_rank: int = 0
+    tensor_ranks: int = 1
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that writes files."""
-        return self.rank == 0
+        """True in the one process that writes files."""
+        return self.rank == 0 and self.tensor_rank == 0
+
+    @property
+    def processes(self) -> int:
+        """How many there are in all."""
+        return self.world_size * self.tensor_ranks
+
+    @property
+    def data_group(self) -> distributed.ProcessGroup | None:
+        """Those that see different rows and hold the same part of each layer; None stands for all."""
+        return None if self.mesh is None else self.mesh.get_group(DATA)
+
+    @property
+    def tensor_group(self) -> distributed.ProcessGroup | None:
+        """Those that share each layer; None without tensor parallelism."""
+        return None if self.mesh is None or self.tensor_ranks == 1 else self.mesh.get_group(TENSOR)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, on every rank; `values` is left alone."""
         if self.world_size == 1:
             return values
         total = values.clone()
-        distributed.all_reduce(total)
+        distributed.all_reduce(total, group=self.data_group)
         return total
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -43,12 +73,12 @@ class Ranks:
         if self.world_size == 1:
             return values
         parts: list[torch.Tensor | None] = [None] * self.world_size
-        distributed.all_gather_object(parts, values.cpu())
+        distributed.all_gather_object(parts, values.cpu(), group=self.data_group)
         return torch.cat([part for part in parts if part is not None])
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
-        if self.world_size > 1:
+        """Waits until every process is here."""
+        if self.processes > 1:
             distributed.barrier()
 
 
@@ -66,28 +96,52 @@ def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: 
     return 0
 
 
+def model_shape(folder: str) -> dict[str, Any]:
+    """config.json as it is, the text part where there are several; empty where it cannot be read, which loading reports."""
+    try:
+        shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(shape, dict):
+        return {}
+    text = shape.get("text_config")
+    return text if isinstance(text, dict) else shape
+
+
 @contextlib.contextmanager
 def ranks(config: TrainingConfig) -> Iterator[Ranks]:
     """Joins the process group that torchrun described in the environment, if any, and leaves it at the end.
 
-    Raises ConfigError where the config asks for a device that is not there.
+    Raises ConfigError where the config asks for a device that is not there, or for what this device, this number of processes or
+    the model's shape cannot give; everything at once, before anything is loaded.
     """
     wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems = config.problems_here(wanted, world_size, model_shape(config.model))
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("config", ["device is 'cuda', but PyTorch sees no CUDA device; use 'cpu', or run `ttrl doctor`"])
+        problems.insert(0, "device is 'cuda', but PyTorch sees no CUDA device; use 'cpu', or run `ttrl doctor`")
+    if problems:
+        raise ConfigError("config", problems)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if wanted == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size == 1:
+    if world_size == 1 and not config.cpu_offload:
         yield Ranks(0, 1, device)
         return
-    distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
-    )
+    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo" if config.cpu_offload else "nccl"
+    alone: dict[str, Any] = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
+    distributed.init_process_group(backend, device_id=device if device.type == "cuda" else None, **alone)
     try:
-        yield Ranks(distributed.get_rank(), world_size, device)
+        yield grid(device, config.tensor_parallel)
     finally:
         distributed.destroy_process_group()
+
+
+def grid(device: torch.device, tensor_ranks: int) -> Ranks:
+    """This process in the data × tensor grid over the whole process group. Neighbours share layers: they are on one machine."""
+    world_size = distributed.get_world_size()
+    mesh = init_device_mesh(device.type, (world_size // tensor_ranks, tensor_ranks), mesh_dim_names=(DATA, TENSOR))
+    data_rank, tensor_rank = mesh.get_local_rank(DATA), mesh.get_local_rank(TENSOR)
+    return Ranks(data_rank, world_size // tensor_ranks, device, mesh, tensor_rank, tensor_ranks)

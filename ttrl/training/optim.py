@@ -1,20 +1,17 @@
-"""The optimizer, its learning rate as a function of the global step, and its state by parameter name."""
+"""The optimizer, and its learning rate as a function of the global step. Its state on disk: `ttrl.training.optimizer_state`."""
 
-import json
+import functools
 import math
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from ttrl.configs import TrainingConfig
-from ttrl.errors import DivergedError, RunFolderError
-from ttrl.files import atomic_folder, write_json
-from ttrl.training.distributed import Ranks
-from ttrl.training.policy import Policy, copy_whole, full_tensor
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from ttrl.errors import ConfigError
+from ttrl.training.gradients import SquaredNorm, clip_gradients, settle
+from ttrl.training.policy import Policy
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
@@ -28,88 +25,106 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     return config.lr * ((1 - done) if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
 
 
-def make_optimizer(policy: Policy, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101); weight decay on matrices alone, not on norms and biases."""
-    parameters = policy.parameters_by_name()
-    groups = [
-        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+class OptimizerInBackward:
+    """One optimizer per parameter, stepped as soon as the backward pass has the parameter's gradient, which is freed at once.
 
-
-def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, config: TrainingConfig, global_step: int) -> float:
-    """One clip, one step at the learning rate of `global_step`, one zero_grad. Returns the global gradient norm before clipping.
-
-    Raises DivergedError before the step where the gradient is not finite.
+    Works with one backward pass a step. A gradient that is not finite spoils its parameter: the norm tells when it is too late.
     """
-    limit = config.max_grad_norm if config.max_grad_norm is not None else math.inf
-    norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(policy.parameters(), limit)))
-    if not math.isfinite(norm):
-        raise DivergedError(
-            f"optimizer step {global_step + 1}: the gradient norm is {norm}, so the step was not taken and nothing was saved; "
-            "lower lr or max_grad_norm, and check the start model for NaN weights"
-        )
+
+    def __init__(self, groups: list[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+        self.by_parameter: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        self._stepped: set[Tensor] = set()
+        self._squares = SquaredNorm()
+        for group in groups:
+            for parameter in group["params"]:
+                self.by_parameter[parameter] = make([{**group, "params": [parameter]}])
+                parameter.register_post_accumulate_grad_hook(self._step)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all optimizers."""
+        return [group for optimizer in self.by_parameter.values() for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def _step(self, parameter: Tensor) -> None:
+        if parameter in self._stepped:
+            raise ConfigError(
+                "config",
+                ["optimizer_in_backward with more than one microbatch a step; raise rows_per_microbatch, or switch it off"],
+            )
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        self._stepped.add(parameter)
+        settle([parameter])
+        self._squares.add(parameter.grad)
+        self.by_parameter[parameter].step()
+        parameter.grad = None
+
+    def finish_step(self) -> float:
+        """The global norm of the gradients that the step saw; a collective where they are sharded."""
+        norm = float(self._squares.norm())
+        self._squares = SquaredNorm()
+        self._stepped.clear()
+        return norm
+
+
+Optimizer = torch.optim.Optimizer | OptimizerInBackward
+
+
+def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+    if config.optimizer == "sgd":
+        return functools.partial(torch.optim.SGD, lr=config.lr)  # the fused one knows no sharded parameters
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.optimizer == "adamw_8bit":
+        from torchao.optim import AdamW8bit
+
+        return functools.partial(AdamW8bit, **adamw)
+    if config.optimizer_on_cpu:
+        from torchao.optim import CPUOffloadOptimizer
+
+        return functools.partial(CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW, **adamw)
+    return functools.partial(torch.optim.AdamW, fused=True, **adamw)
+
+
+def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
+    """AdamW (arXiv 1711.05101), or what the config says; weight decay on matrices alone, not on norms and biases. Make it after
+    the policy has its final place: its state lives where the parameters do.
+
+    8 bits and the CPU's memory (torchao): never run on a GPU.
+    """
+    parameters = [parameter for parameter in policy.parameters_by_name().values() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    make = _maker(config)
+    return OptimizerInBackward(groups, make) if config.optimizer_in_backward else make(groups)
+
+
+def begin_step(optimizer: Optimizer, config: TrainingConfig, global_step: int, lr_scale: float = 1.0) -> None:
+    """Sets the learning rate of `global_step`. Before the step's first backward pass where the optimizer works in it."""
+    rate = learning_rate(config, global_step) * lr_scale
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, global_step)
-    optimizer.step()
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)  # torchao's optimizers are compiled: a new number would be a new program, and raises
+        else:
+            group["lr"] = rate
+
+
+def clip_and_step(
+    policy: Policy, optimizer: Optimizer, config: TrainingConfig, global_step: int, *, lr_scale: float = 1.0
+) -> float:
+    """One clip, one step at the learning rate of `global_step` times `lr_scale`, one zero_grad. Returns the global gradient norm
+    before clipping.
+
+    Where that is not finite the step is not taken, and the gradients are thrown away: look at the norm. (An optimizer that works
+    in the backward pass has taken it by then.)
+    """
+    if isinstance(optimizer, OptimizerInBackward):
+        return optimizer.finish_step()
+    norm = clip_gradients(policy.parameters(), config.max_grad_norm)
+    if math.isfinite(norm):
+        begin_step(optimizer, config, global_step, lr_scale)
+        optimizer.step()
     optimizer.zero_grad()
     return norm
-
-
-def save_state(folder: str | Path, policy: Policy, optimizer: torch.optim.Optimizer, global_step: int, ranks: Ranks) -> None:
-    """Writes optimizer.safetensors (moments under "NAME.exp_avg", whole, whatever the number of ranks) and state.json, atomically
-    as one folder. A collective: all ranks must call it."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in policy.parameters_by_name().items():
-        state = optimizer.state[parameter]
-        for moment in _MOMENTS:
-            tensors[f"{name}.{moment}"] = full_tensor(state[moment]).cpu().contiguous()
-        tensors[f"{name}.step"] = full_tensor(state["step"]).cpu().reshape(1).clone()
-    if ranks.is_first:
-        with atomic_folder(folder) as temporary:
-            save_file(tensors, temporary / "optimizer.safetensors")
-            write_json(temporary / "state.json", {"schema": 1, "global_step": global_step})
-    ranks.barrier()
-
-
-def load_state(folder: str | Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-    """Restores what `save_state` wrote, whatever the number of ranks was; returns the global step.
-
-    Raises RunFolderError where the state is missing or of another model.
-    """
-    folder = Path(folder)
-    try:
-        global_step = int(json.loads((folder / "state.json").read_text())["global_step"])
-        tensors = load_file(folder / "optimizer.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise RunFolderError(f"{folder}: the optimizer state cannot be read: {error}") from error
-    parameters = policy.parameters_by_name()
-    wanted = {f"{name}.{part}" for name in parameters for part in (*_MOMENTS, "step")}
-    if wanted != tensors.keys():
-        odd = sorted(wanted ^ tensors.keys())
-        raise RunFolderError(
-            f"{folder}: the optimizer state is of another model: {len(odd)} names differ, the first is {odd[0]!r}"
-        )
-    for name, parameter in parameters.items():
-        for moment in _MOMENTS:
-            shape = tensors[f"{name}.{moment}"].shape
-            if shape != parameter.shape:
-                raise RunFolderError(
-                    f"{folder}: the optimizer state is of another model: {name} is {tuple(shape)} there "
-                    f"and {tuple(parameter.shape)} in the model"
-                )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            state = optimizer.state[parameter]
-            state["step"] = tensors[f"{name}.step"].reshape(()).to(parameter.device)
-            for moment in _MOMENTS:
-                state[moment] = torch.zeros_like(parameter)
-                copy_whole(state[moment], tensors[f"{name}.{moment}"])
-    return global_step

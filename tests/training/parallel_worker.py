@@ -1,0 +1,143 @@
+"""Runs jobs of training in any number of processes: `python parallel_worker.py JOBS.json`. Not a test; tests read what it writes.
+
+A job: {"name", "processes", "model", "packed", "output_dir", "settings": {…TrainingConfig}, "steps", …}. The parent imports
+everything once and never computes, so its children can be forked from it and begin at once. Each job's first process writes
+OUTPUT_DIR/result.pt; a job that fails, says so in OUTPUT_DIR/error.txt.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ttrl.configs import TrainingConfig
+from ttrl.data.packing import PackedTensors
+from ttrl.training import weights
+from ttrl.training.batches import policy_inputs, updates
+from ttrl.training.checkpoints import save_checkpoint
+from ttrl.training.distributed import Ranks, ranks
+from ttrl.training.gradients import settle
+from ttrl.training.loading import load_policy
+from ttrl.training.logprobs import IGNORE
+from ttrl.training.optim import begin_step, clip_and_step, make_optimizer
+from ttrl.training.optimizer_state import load_state, save_state, state_tensors
+from ttrl.training.policy import Policy
+from ttrl.training.sharding import copy_whole, full_tensor
+
+
+def logprobs_of(policy: Policy, batch: dict[str, Tensor]) -> Tensor:
+    return policy(*policy_inputs(batch)).logprobs
+
+
+def accumulate(policy: Policy, step, config: TrainingConfig, here: Ranks) -> None:
+    """The gradient of Σ -A·w·log π / Z."""
+    for batch in step.microbatches(config, here.device):
+        trained = batch["labels"] != IGNORE
+        step.backward(-logprobs_of(policy, batch) * batch["advantages"][trained] * batch["weights"][trained])
+
+
+@torch.no_grad()
+def all_logprobs(policy: Policy, step, config: TrainingConfig, here: Ranks) -> Tensor:
+    """Of all ranks' trained tokens, sorted: the order of rows differs between world sizes."""
+    mine = torch.cat([logprobs_of(policy, batch).float() for batch in step.microbatches(config, here.device)])
+    return here.gather(mine).sort().values
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    settle(policy.parameters())
+    return {name: full_tensor(p.grad).clone() for name, p in policy.parameters_by_name().items() if p.grad is not None}
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process that are no pages of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon:")))
+
+
+def load_and_look(config: TrainingConfig, here: Ranks) -> tuple[Policy, int]:
+    """The policy, and the most that loading it took beyond what was there, seen at each tensor."""
+    before, seen = anonymous_memory(), [0]
+
+    def copy(target: Tensor, whole: Tensor) -> None:
+        copy_whole(target, whole)
+        seen.append(anonymous_memory() - before)
+
+    weights.copy_whole = copy
+    return load_policy(config, here), max(seen)
+
+
+def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
+    policy, loading = load_and_look(config, here)
+    if not job.get("steps", 1):
+        return {"loading": loading, "whole": sum(4 * p.numel() for p in policy.parameters())}
+    optimizer = make_optimizer(policy, config)
+    result: dict = {"ranks": (here.rank, here.world_size, here.tensor_rank, here.tensor_ranks), "norms": []}
+    first = load_state(job["state"], policy, optimizer) if job.get("state") else 0
+    (step,) = updates(PackedTensors.load(job["packed"]), 1, (0, 1), here)
+    if job.get("reference"):
+        before = policy.full_weights()
+        policy.load_folder(job["reference"])
+        result["reference_logprobs"] = all_logprobs(policy, step, config, here)
+        policy.load_folder(config.model)
+        after = policy.full_weights()
+        result["swapped_back"] = all(torch.equal(before[name], after[name]) for name in before)
+    result["logprobs"] = all_logprobs(policy, step, config, here)
+    for number in range(first, first + job.get("steps", 1)):
+        begin_step(optimizer, config, number)
+        accumulate(policy, step, config, here)
+        if number == first:
+            result["gradients"] = gradients(policy)
+        result["norms"].append(clip_and_step(policy, optimizer, config, number))
+    result["parts"] = sum(p.numel() if not hasattr(p, "to_local") else p.to_local().numel() for p in policy.parameters())
+    result["weights"] = policy.full_weights()
+    result["state"] = {name: full_tensor(tensor) for name, tensor in state_tensors(policy, optimizer)}
+    save_state(Path(config.output_dir, "state"), policy, optimizer, first + job.get("steps", 1), here, config.state_format)
+    if job.get("checkpoint"):
+        save_checkpoint(Path(config.output_dir, "checkpoint"), policy, config.model, here, config=config)
+    return result
+
+
+def child(job: dict, rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["processes"]))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    folder = Path(job["output_dir"])
+    try:
+        settings = {"model": job["model"], "output_dir": job["output_dir"], "device": "cpu", "num_threads": 1}
+        config = TrainingConfig.parse({**settings, **job.get("settings", {})}, "test")
+        with ranks(config) as here:
+            result = run_job(job, config, here)
+            if here.is_first:
+                torch.save(result, folder / "result.pt")
+    except Exception:  # noqa: BLE001  # reported, whatever it is
+        with open(folder / "error.txt", "a") as file:
+            file.write(f"rank {rank}\n{traceback.format_exc()}")
+        os._exit(1)
+    os._exit(0)
+
+
+def main() -> None:
+    context = multiprocessing.get_context("fork")
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        began = time.monotonic()
+        Path(job["output_dir"]).mkdir(parents=True, exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = [context.Process(target=child, args=(job, rank, port)) for rank in range(job["processes"])]
+        for one in children:
+            one.start()
+        for one in children:
+            one.join()
+        sys.stdout.write(f"{time.monotonic() - began:6.1f} s  {job['name']}\n")
+
+
+if __name__ == "__main__":
+    main()

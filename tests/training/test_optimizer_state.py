@@ -1,0 +1,169 @@
+"""The optimizer's state on disk: both formats, every optimizer, and what is said of folders that do not fit."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ttrl.errors import RunFolderError, StorageError
+from ttrl.files import digest
+from ttrl.training.batches import updates
+from ttrl.training.distributed import Ranks
+from ttrl.training.loading import load_policy
+from ttrl.training.optim import begin_step, clip_and_step, make_optimizer
+from ttrl.training.optimizer_state import load_state, save_state, state_tensors
+
+
+def _beside(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+switches = _beside("test_switches")
+ALONE = Ranks(0, 1, torch.device("cpu"))
+packed = switches.packed
+
+
+def trained(folder, packed, steps=1, state=None, **settings):
+    """A policy and its optimizer after some steps, from a saved state where there is one."""
+    config = switches.settings_of(folder, lr=1e-3, **settings)
+    policy = load_policy(config, ALONE)
+    optimizer = make_optimizer(policy, config)
+    first = load_state(state, policy, optimizer) if state else 0
+    (step,) = updates(packed, 1, (0, 1), ALONE)
+    for number in range(first, first + steps):
+        begin_step(optimizer, config, number)
+        switches.accumulate(policy, step, config, ALONE)
+        clip_and_step(policy, optimizer, config, number)
+    return policy, optimizer
+
+
+def tensors_of(policy, optimizer):
+    return {name: tensor.clone() for name, tensor in state_tensors(policy, optimizer)}
+
+
+@pytest.mark.parametrize("state_format", ["whole", "sharded"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_is_saved_is_restored_bit_for_bit(state_format, in_backward, model_folder, packed, tmp_path):
+    """… and by the optimizer in the backward pass what the plain one wrote, and the other way round."""
+    policy, optimizer = trained(model_folder("qwen2-tied"), packed, 2, optimizer_in_backward=in_backward)
+    save_state(tmp_path / "state", policy, optimizer, 7, ALONE, state_format)
+    other_policy, other = trained(model_folder("qwen2-tied"), packed, 0, optimizer_in_backward=not in_backward)
+    assert load_state(tmp_path / "state", other_policy, other) == 7
+    expected, found = tensors_of(policy, optimizer), tensors_of(other_policy, other)
+    assert expected.keys() == found.keys() and len(expected) == 3 * len(list(policy.parameters()))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert all(float(value) == 2 for name, value in found.items() if name.endswith(".step"))
+    save_state(tmp_path / "again", other_policy, other, 7, ALONE, state_format)
+    if state_format == "whole":
+        assert digest(tmp_path / "again" / "optimizer.safetensors") == digest(tmp_path / "state" / "optimizer.safetensors")
+
+
+def test_steps_go_on_as_if_nothing_had_happened(model_folder, packed, tmp_path):
+    whole, _ = trained(model_folder(), packed, 3)
+    policy, optimizer = trained(model_folder(), packed, 1)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
+    resumed, again = trained(model_folder(), packed, 0, state=tmp_path / "state")
+    for name, parameter in resumed.parameters_by_name().items():
+        parameter.data.copy_(policy.parameters_by_name()[name])
+    (step,) = updates(packed, 1, (0, 1), ALONE)
+    config = switches.settings_of(model_folder(), lr=1e-3)
+    for number in (1, 2):
+        switches.accumulate(resumed, step, config, ALONE)
+        clip_and_step(resumed, again, config, number)
+    assert all(torch.equal(weight, whole.full_weights()[name]) for name, weight in resumed.full_weights().items())
+
+
+def test_a_state_from_before_the_first_step_is_one_of_zeros(model_folder, packed, tmp_path):
+    policy, optimizer = trained(model_folder(), packed, 0)
+    save_state(tmp_path / "state", policy, optimizer, 0, ALONE)
+    stored = load_file(tmp_path / "state" / "optimizer.safetensors")
+    assert len(stored) == 3 * len(list(policy.parameters())) and all(not tensor.any() for tensor in stored.values())
+    fresh, _ = trained(model_folder(), packed, 1)
+    resumed, _ = trained(model_folder(), packed, 1, state=tmp_path / "state")
+    assert all(torch.equal(weight, fresh.full_weights()[name]) for name, weight in resumed.full_weights().items())
+
+
+def test_frozen_parameters_have_no_state(model_folder, packed, tmp_path):
+    config = switches.settings_of(model_folder(), lr=1e-3)
+    policy = load_policy(config, ALONE)
+    for name, parameter in policy.parameters_by_name().items():
+        parameter.requires_grad_("norm" in name)
+    optimizer = make_optimizer(policy, config)
+    (step,) = updates(packed, 1, (0, 1), ALONE)
+    switches.accumulate(policy, step, config, ALONE)
+    clip_and_step(policy, optimizer, config, 0)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
+    stored = load_file(tmp_path / "state" / "optimizer.safetensors")
+    assert {name.rpartition(".")[0] for name in stored} == {n for n in policy.parameters_by_name() if "norm" in n}
+    assert load_state(tmp_path / "state", policy, optimizer) == 1
+
+
+def test_sgd_has_no_state_but_the_step(model_folder, packed, tmp_path):
+    policy, optimizer = trained(model_folder(), packed, 1, optimizer="sgd")
+    for state_format in ("whole", "sharded"):
+        save_state(tmp_path / state_format, policy, optimizer, 4, ALONE, state_format)
+        assert load_state(tmp_path / state_format, policy, optimizer) == 4
+
+
+@pytest.mark.parametrize("state_format", ["whole", "sharded"])
+def test_a_state_of_another_model_or_optimizer_is_named(state_format, model_folder, packed, tmp_path):
+    policy, optimizer = trained(model_folder("qwen2"), packed, 1)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE, state_format)
+    for family, settings in (("qwen2-tied", {}), ("qwen3", {}), ("qwen2", {"optimizer": "sgd"})):
+        with pytest.raises(RunFolderError, match=r"of another model or optimizer: .* names differ, the first is"):
+            trained(model_folder(family), packed, 0, state=tmp_path / "state", **settings)
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        trained(model_folder("qwen2"), packed, 0, state=tmp_path / "nowhere")
+
+
+def test_another_shape_is_named(model_folder, packed, tmp_path):
+    policy, optimizer = trained(model_folder(), packed, 1)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
+    path = tmp_path / "state" / "optimizer.safetensors"
+    save_file(load_file(path) | {"norm.scale.exp_avg_sq": torch.zeros(33)}, path)
+    with pytest.raises(RunFolderError, match=r"norm\.scale is \(33,\) there and \(32,\) in the model"):
+        load_state(tmp_path / "state", policy, optimizer)
+
+
+@pytest.mark.parametrize("state_format", ["whole", "sharded"])
+def test_damage_is_named(state_format, model_folder, packed, tmp_path):
+    policy, optimizer = trained(model_folder(), packed, 1)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE, state_format)
+    for path in sorted((tmp_path / "state").iterdir()):
+        content = path.read_bytes()
+        for broken in (content[: len(content) // 2], b"", None):
+            path.write_bytes(broken) if broken is not None else path.unlink()
+            with pytest.raises(RunFolderError, match="cannot be read"):
+                load_state(tmp_path / "state", policy, optimizer)
+        path.write_bytes(content)
+    assert load_state(tmp_path / "state", policy, optimizer) == 1
+    (tmp_path / "state" / "state.json").write_text(json.dumps([1]))
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        load_state(tmp_path / "state", policy, optimizer)
+
+
+@pytest.mark.parametrize("state_format", ["whole", "sharded"])
+def test_a_state_is_replaced_as_a_whole_or_not_at_all(state_format, model_folder, packed, tmp_path, monkeypatch):
+    policy, optimizer = trained(model_folder(), packed, 1)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE, "whole")
+    before = digest(tmp_path / "state" / "optimizer.safetensors")
+
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ttrl.training.optimizer_state.save_file", full)
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", full)
+    with pytest.raises(StorageError, match="could not write"):
+        save_state(tmp_path / "state", policy, optimizer, 2, ALONE, state_format)
+    assert digest(tmp_path / "state" / "optimizer.safetensors") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    monkeypatch.undo()
+    save_state(tmp_path / "state", policy, optimizer, 3, ALONE, state_format)
+    assert load_state(tmp_path / "state", policy, optimizer) == 3
+    assert (tmp_path / "state" / "optimizer.safetensors").exists() == (state_format == "whole")
