@@ -87,6 +87,8 @@ def test_the_digest_changes_with_everything_that_is_computed_with(model, tmp_pat
     first = weights_digest(folder)
     (folder / "canary.json").write_text("{}")
     (folder / "README.md").write_text("hello")
+    (folder / "adapter").mkdir()  # merged already
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"adapter")
     assert weights_digest(folder) == first
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)

@@ -15,6 +15,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
 CANARY_FILE = "canary.json"
 """Logprobs of a fixed sequence, which a server must reproduce (`ttrl.server.weights`)."""
+ADAPTER_FOLDER = "adapter"
+"""What a checkpoint was merged from (`ttrl.training.adapters`)."""
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -42,16 +44,20 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
 def weights_digest(path: str | os.PathLike[str]) -> str:
     """A name that changes with whatever a model folder computes: SHA-256 over its files' names and contents.
 
-    Weights, config, tokenizer and chat template count; canary, logs and documents beside them do not. A name on the hub stands
-    for itself: hub revisions are not looked up. Reads every weight file once (about a second per GB). Raises ModelFolderError.
+    Weights, config, tokenizer and chat template count; canary, logs, documents, and an adapter that is merged already, do not. A
+    name on the hub stands for itself: hub revisions are not looked up. Reads every weight file once (about a second
+    per GB). Raises ModelFolderError.
     """
     folder = check_model_folder(path, chat_template=False)
     if folder is None:
         return f"hub:{os.fspath(path)}"
     total = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.name != CANARY_FILE and file.suffix in _COMPUTED_WITH:
-            total.update(f"{file.relative_to(folder).as_posix()}\0{digest(file)}\n".encode())
+        inside = file.relative_to(folder)
+        if inside.parts[0] == ADAPTER_FOLDER or file.name == CANARY_FILE:
+            continue
+        if file.is_file() and file.suffix in _COMPUTED_WITH:
+            total.update(f"{inside.as_posix()}\0{digest(file)}\n".encode())
     return total.hexdigest()
 
 

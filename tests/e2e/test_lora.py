@@ -1,0 +1,129 @@
+"""Adapters over several processes, compiled, in a run, and in vLLM beside the base that they belong to."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ttrl import Task, TrainConfig, train
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.server.vllm import VLLMServer
+from ttrl.server.weights import Canary, check_canary
+from ttrl.tiny_model import make_tiny_model
+from ttrl.training.checkpoints import save_checkpoint
+from ttrl.training.loading import load_policy
+from ttrl.training.lora import is_adapter
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+TRAINING_TESTS = Path(__file__).parents[1] / "training"
+
+
+def _of_training(name):
+    spec = importlib.util.spec_from_file_location(name, TRAINING_TESTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lora, helpers = _of_training("test_lora"), _of_training("conftest")
+one_thread, model_folder, packed = helpers.one_thread, helpers.model_folder, lora.packed
+
+SETTINGS = {"lora_rank": 4, "lr": 1e-2, "max_grad_norm": 0.05, "weight_decay": 0.1}
+KINDS = {"lora": {}, "dora": {"lora_kind": "dora", "activation_checkpointing": True, "lora_targets": ["q_proj", "w2", "output"]}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """name → what its first process left, for both kinds in one process and in two, and handed over in between."""
+    root = tmp_path_factory.mktemp("parallel")
+    helpers.check_parity.make_folder("qwen2", root / "model")
+    samples = helpers.random_samples(3, prompts=(3, 5, 8, 9, 4))
+    packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0).save(root / "packed.safetensors")
+    jobs = []
+
+    def add(name, processes, kind, model="model", **more):
+        job = {"name": name, "processes": processes, "model": str(root / model), "packed": str(root / "packed.safetensors")}
+        jobs.append({**job, "output_dir": str(root / name), "settings": {**SETTINGS, **KINDS[kind]}, "checkpoint": True, **more})
+
+    for kind in KINDS:
+        add(f"{kind}-1", 1, kind, steps=3)
+        add(f"{kind}-2", 2, kind, steps=2)
+        add(f"{kind}-3", 1, kind, f"{kind}-2/checkpoint", steps=1, state=str(root / f"{kind}-2" / "state"))
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, str(TRAINING_TESTS / "parallel_worker.py"), str(root / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    errors = [error.read_text()[-3000:] for job in jobs if (error := Path(job["output_dir"], "error.txt")).exists()]
+    assert done.returncode == 0 and not errors, "\n".join([done.stderr[-3000:], *errors])
+    return {job["name"]: torch.load(Path(job["output_dir"], "result.pt")) | {"folder": Path(job["output_dir"])} for job in jobs}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_do_what_one_does(kind, results):
+    one, two, handed_over = (results[f"{kind}-{number}"] for number in (1, 2, 3))
+    assert two["ranks"][:2] == (0, 2) and len(two["norms"]) == 2
+    assert lora.distance(two["gradients"], one["gradients"]) < 1e-5
+    assert [*two["norms"], *handed_over["norms"]] == pytest.approx(one["norms"], rel=1e-4)
+    trained = {name for name in one["weights"] if is_adapter(name)}
+    assert {name.rpartition(".")[0] for name in handed_over["state"]} == trained
+    for name, weight in one["weights"].items():
+        close = dict(rtol=0, atol=2e-5) if name in trained else dict(rtol=0, atol=0)
+        torch.testing.assert_close(handed_over["weights"][name], weight, **close)
+    sizes = [path.stat().st_size for path in (two["folder"] / "checkpoint" / "adapter").glob("*.safetensors")]
+    assert len(sizes) == 1 and sizes[0] > 4 * sum(one["weights"][name].numel() for name in trained)
+
+
+def test_compiled(model_folder, packed):
+    plain = lora.step_gradients(model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"])
+    compiled = lora.step_gradients(
+        model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"], compile=True, row_length_multiple=64
+    )
+    assert lora.distance(compiled, plain) < 1e-5
+
+
+def test_vllm_serves_the_base_with_the_adapter(tmp_path):
+    """Which computes what the trainer said; the base alone does not."""
+    base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
+    config = lora.config_of(base, lora_rank=8)
+    policy = lora.move_adapters(load_policy(config, lora.ALONE))
+    save_checkpoint(tmp_path / "out", policy, base, lora.ALONE, config=config)
+    canary = Canary.load(tmp_path / "out")
+    modules = ["tuned=" + str(tmp_path / "out" / "adapter")]
+    arguments = {"enable_lora": True, "max_lora_rank": 8, "lora_modules": modules}
+    settings = {"served_model_name": "base", "log_path": tmp_path / "server.log", "dtype": "float32", "extra_args": arguments}
+    with VLLMServer(base, **settings) as server:
+        assert not check_canary(server, canary).passed
+        server.served_model_name = "tuned"
+        report = check_canary(server, canary)
+        assert report.passed and report.max_difference < 1e-4
+
+
+def test_a_run(tmp_path):
+    """Each iteration goes on from the starting model and the last adapter; the server, which reloads what was merged, is held to
+    the canary."""
+    base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
+
+    def grader(choice):
+        return sum(ord(character) % 2 for character in choice.message.content or "") / 8
+
+    tasks = [Task([{"role": "user", "content": f"vowels {n}"}], grader, id=f"vowels/{n}") for n in range(8)]
+    training = {"lora_rank": 4, "lr": 1e-2, "kl_coefficient": 0.1, "rows_per_microbatch": 1}
+    sizes = {"tasks_per_iteration": 4, "samples_per_task": 4, "max_tokens": 8, "seq_len": 128}
+    config = TrainConfig(run=str(tmp_path / "run"), model=str(base), iterations=2, training=training, num_threads=1, **sizes)
+    result = train(config, tasks, quiet=True)
+    adapters = [tmp_path / "run" / "iterations" / f"000{n}" / "checkpoint" / "adapter" for n in (1, 2)]
+    for folder in adapters:
+        assert json.loads((folder / "ttrl_adapter.json").read_text())["lora_base"] == str(base)
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in adapters)
+    assert first.keys() == second.keys() and all(not torch.equal(first[name], second[name]) for name in first)
+    rollouts = json.loads((tmp_path / "run" / "iterations" / "0002" / "done" / "rollouts.json").read_text())
+    sync = rollouts["facts"]["sync"]
+    assert sync["mode"] == "reload" and sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
+    policy = load_policy(lora.config_of(result.checkpoint, lora_rank=4, lora_alpha=16.0), lora.ALONE)
+    frozen = helpers.load_policy_in(base, torch.float32).parameters_by_name()
+    assert all(torch.equal(policy.parameters_by_name()[name], weight) for name, weight in frozen.items())

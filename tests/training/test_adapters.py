@@ -1,0 +1,302 @@
+"""Adapters on disk: peft computes with them what we do, and training goes on from them as if it had never stopped."""
+
+import importlib.util
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ttrl import grpo_recipe
+from ttrl.configs import GRPOConfig
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.errors import ConfigError, ModelFolderError
+from ttrl.files import read_jsonl
+from ttrl.training.adapters import base_folder
+from ttrl.training.batches import updates
+from ttrl.training.checkpoints import save_checkpoint
+from ttrl.training.loading import load_policy
+from ttrl.training.lora import adapted, plain
+from ttrl.training.optim import clip_and_step, make_optimizer
+from ttrl.training.optimizer_state import load_state, save_state, state_tensors
+
+
+def _beside(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lora, helpers = _beside("test_lora"), _beside("conftest")
+config_of, move_adapters, logprobs = lora.config_of, lora.move_adapters, lora.logprobs
+ALONE = lora.ALONE
+
+
+@pytest.fixture(autouse=True)
+def short_canaries(monkeypatch):
+    """Most of the time of a tiny checkpoint would be theirs."""
+    monkeypatch.setattr("ttrl.training.canary.CANARY_LENGTH", 3)
+    monkeypatch.setattr("ttrl.training.canary.GREEDY_LENGTH", 1)
+
+
+def saved(folder, out, policy=None, **settings):
+    """A checkpoint with adapters that were moved, and the policy that it was made of."""
+    config = config_of(folder, **settings)
+    policy = policy or move_adapters(load_policy(config, ALONE))
+    save_checkpoint(out, policy, folder, ALONE, config=config)
+    return policy, config
+
+
+def everything(policy):
+    return {name: plain(parameter) for name, parameter in policy.parameters_by_name().items()}
+
+
+CASES = [
+    ("qwen2", {}),
+    ("qwen2", {"lora_kind": "dora", "lora_targets": ["output", "v_proj", "w2"]}),
+    ("gemma2", {"lora_base_dtype": "nf4"}),
+    ("phi3", {}),
+    ("phi3", {"lora_kind": "dora"}),
+    ("phi3", {"lora_targets": ["q_proj", "v_proj", "w3"]}),
+    ("phi", {"lora_kind": "dora"}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), CASES, ids=str)
+def test_there_and_back(family, settings, model_folder, tmp_path):
+    """The merged folder computes what base and adapter do, and the adapter is read again to the last bit."""
+    policy, _ = saved(model_folder(family), tmp_path / "out", **settings)
+    merged = helpers.load_policy_in(tmp_path / "out", torch.float32)
+    base = helpers.load_policy_in(model_folder(family), torch.float32)
+    assert (logprobs(merged) - logprobs(policy)).abs().max() < 2e-5
+    assert (logprobs(base) - logprobs(policy)).abs().max() > 1e-2
+    again = load_policy(config_of(tmp_path / "out", **settings), ALONE)
+    before, after = everything(policy), everything(again)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_transformers_reads_the_merged_model(model_folder, tmp_path):
+    policy, _ = saved(model_folder("phi3"), tmp_path / "out")
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    row = torch.randint(90, (1, 12), generator=torch.Generator().manual_seed(0))
+    theirs = torch.log_softmax(model(row).logits[0], -1).gather(1, row[0, :, None])[:, 0]
+    torch.testing.assert_close(logprobs(policy), theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("family", "settings"), [case for case in CASES if "lora_base_dtype" not in case[1]], ids=str)
+def test_peft_computes_the_same(family, settings, model_folder, tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", lambda: False)  # it raises where torchao is older
+    policy, _ = saved(model_folder(family), tmp_path / "out", **settings)
+    model = AutoModelForCausalLM.from_pretrained(model_folder(family))
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "out" / "adapter")
+    loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    ours = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert loaded.keys() == ours.keys() and all(torch.equal(loaded[name], ours[name]) for name in ours)
+    row = torch.randint(90, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = torch.log_softmax(model(row).logits[0], -1).gather(1, row[0, :, None])[:, 0]
+        torch.testing.assert_close(logprobs(policy), theirs, rtol=0, atol=2e-5)
+
+
+def test_names_and_config_are_those_of_peft(model_folder, tmp_path):
+    saved(model_folder("phi3"), tmp_path / "out", lora_targets=["q_proj", "v_proj", "w2"])
+    tensors = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    prefix = "base_model.model.model.layers.1"
+    assert {name for name in tensors if name.startswith(prefix)} == {
+        f"{prefix}.{module}.lora_{part}.weight" for module in ("self_attn.qkv_proj", "mlp.down_proj") for part in "AB"
+    }
+    assert config["target_modules"] == ["down_proj", "qkv_proj"] and (config["r"], config["lora_alpha"]) == (4, 6)
+    assert (config["rank_pattern"], config["alpha_pattern"]) == ({"qkv_proj": 8}, {"qkv_proj": 12})
+    assert config["base_model_name_or_path"] == str(model_folder("phi3")) and not config["use_dora"]
+
+
+def test_beside_a_vision_tower(with_vision_tower, tmp_path):
+    """Names as the modules have them, and a pattern for the targets that leaves the tower alone."""
+    import re
+
+    saved(with_vision_tower, tmp_path / "out", lora_targets=["q_proj"])
+    names = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors").keys()
+    assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in names
+    pattern = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert re.fullmatch(pattern, "model.language_model.layers.0.self_attn.q_proj")
+    assert not re.fullmatch(pattern, "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj")
+    load_policy(config_of(tmp_path / "out", lora_targets=["q_proj"]), ALONE)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"lora_merge": False}, {"lora_kind": "dora", "lora_targets": ["q_proj", "output"]}, {"lora_base_dtype": "nf4"}],
+    ids=str,
+)
+def test_stopping_in_between_changes_nothing(settings, model_folder, tmp_path):
+    """Two steps, against one step, checkpoint and state, and one step more from them: the same to the last bit."""
+    samples = helpers.random_samples(3, prompts=(3, 5), completions=3)
+    packed = packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0)
+    (step,) = updates(packed, 1, (0, 1), ALONE)
+    config = config_of(model_folder(), lr=1e-2, weight_decay=0.1, **settings)
+
+    def go(policy, optimizer, number):
+        lora.accumulate(policy, step, config, ALONE)
+        clip_and_step(policy, optimizer, config, number)
+
+    policy = load_policy(config, ALONE)
+    optimizer = make_optimizer(policy, config)
+    go(policy, optimizer, 0)
+    save_checkpoint(tmp_path / "out", policy, config.model, ALONE, config=config)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
+    go(policy, optimizer, 1)
+
+    config = config_of(tmp_path / "out", lr=1e-2, weight_decay=0.1, **settings)
+    other = load_policy(config, ALONE)
+    other_optimizer = make_optimizer(other, config)
+    assert load_state(tmp_path / "state", other, other_optimizer) == 1
+    go(other, other_optimizer, 1)
+    for one, same in ((everything(policy), everything(other)), (state_of(policy, optimizer), state_of(other, other_optimizer))):
+        assert one.keys() == same.keys() and all(torch.equal(one[name], same[name]) for name in one)
+    start = everything(load_policy(config, ALONE))
+    assert {name for name, tensor in everything(policy).items() if not torch.equal(tensor, start[name])} == {
+        name for name, parameter in policy.parameters_by_name().items() if parameter.requires_grad
+    }
+    assert (tmp_path / "out" / "model.safetensors").exists() == config.lora_merge
+
+
+def state_of(policy, optimizer):
+    return dict(state_tensors(policy, optimizer))
+
+
+@pytest.fixture
+def pack(tmp_path):
+    samples = helpers.random_samples(8, prompts=(1, 3, 6), completions=4)
+    packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(tmp_path / "packed.safetensors")
+    return tmp_path / "packed.safetensors"
+
+
+def run_recipe(pack, name, **settings):
+    values = {"packed": str(pack), "output_dir": str(pack.parent / name), "device": "cpu", "lr": 1e-2, "measure_peak": False}
+    grpo_recipe.train(GRPOConfig.parse({**values, **settings}, "test"), ALONE)
+    return pack.parent / name, read_jsonl(pack.parent / name / "train.jsonl")
+
+
+def size_of(folder):
+    return sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
+
+
+def test_iterations_of_the_recipe(model_folder, pack):
+    """The second one goes on from base and adapter; the reference is the base, without a second model."""
+    model = model_folder("qwen3")
+    settings = {"lora_rank": 2, "kl_coefficient": 0.3, "rows_per_microbatch": 1}
+    linked = pack.parent / "linked"  # as the loop makes iteration 0's checkpoint
+    linked.mkdir()
+    for path in model.iterdir():
+        (linked / path.name).symlink_to(path)
+    one, (first,) = run_recipe(pack, "one", model=str(linked), lora_base=str(model), **settings)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-12), "a new adapter is its reference"
+    shutil.rmtree(linked)
+    known = {"reference_model": str(model), "lora_base": str(model), "state": str(one / "state"), "iteration": 2}
+    two, (second,) = run_recipe(pack, "two", model=str(one / "checkpoint"), **known, **settings)
+    assert second["kl"] > 1e-6 and second["global_step"] == 2
+
+    base = helpers.load_policy_in(model, torch.float32)
+    policy = load_policy(config_of(two / "checkpoint", lora_rank=2, lora_alpha=16.0), ALONE)
+    own, frozen = policy.parameters_by_name(), base.parameters_by_name()
+    assert all(torch.equal(own[name], frozen[name]) for name in frozen)
+    before = load_file(one / "checkpoint" / "adapter" / "adapter_model.safetensors")
+    after = load_file(two / "checkpoint" / "adapter" / "adapter_model.safetensors")
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+    full, _ = run_recipe(pack, "full", model=str(model))
+    state = load_file(two / "state" / "optimizer.safetensors")
+    assert {name.rpartition(".")[0] for name in state} == {name for name in own if own[name].requires_grad}
+    assert size_of(two / "state") < 0.5 * size_of(full / "state")
+    assert size_of(two / "checkpoint" / "adapter") < 0.5 * size_of(full / "checkpoint")
+
+
+def test_full_kl_against_the_base(model_folder, pack):
+    """Over the whole vocabulary, with an adapter on the head, which the reference must not have."""
+    settings = {"lora_rank": 2, "lora_targets": ["output", "q_proj"], "kl_coefficient": 0.3, "kl_estimator": "full"}
+    one, (first,) = run_recipe(pack, "one", model=str(model_folder()), **settings)
+    _, (second,) = run_recipe(pack, "two", model=str(one / "checkpoint"), **settings)
+    assert first["kl_loss"] == pytest.approx(0.0, abs=1e-7) and second["kl_loss"] > 1e-6
+    assert math.isfinite(second["grad_norm"])
+
+
+def test_a_full_training_may_follow(model_folder, pack):
+    one, _ = run_recipe(pack, "one", model=str(model_folder()), lora_rank=2)
+    two, _ = run_recipe(pack, "two", model=str(one / "checkpoint"))
+    assert not (two / "checkpoint" / "adapter").exists()
+
+
+class TestFolders:
+    """What is wrong with a folder is said before anything is computed."""
+
+    @pytest.fixture
+    def checkpoint(self, model_folder, tmp_path):
+        saved(model_folder(), tmp_path / "out", lora_targets=["q_proj"])
+        return tmp_path / "out"
+
+    def test_another_kind_of_adapter(self, checkpoint):
+        with pytest.raises(ConfigError, match=r"lora_rank is 8 and there 4; lora_alpha is 9.0 and there 6.0; lora_targets"):
+            base_folder(config_of(checkpoint, lora_rank=8, lora_alpha=9.0))
+
+    def test_a_base_that_is_gone(self, checkpoint):
+        path = checkpoint / "adapter" / "ttrl_adapter.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_base": "/nowhere"}))
+        with pytest.raises(
+            ModelFolderError, match="an adapter to /nowhere, which is not there; say where it is now with lora_base"
+        ):
+            base_folder(config_of(checkpoint, lora_targets=["q_proj"]))
+
+    def test_a_base_that_moved(self, checkpoint, model_folder, tmp_path):
+        shutil.copytree(model_folder(), tmp_path / "moved")
+        config = config_of(checkpoint, lora_targets=["q_proj"], lora_base=str(tmp_path / "moved"))
+        assert base_folder(config) == str(tmp_path / "moved")
+        assert len(adapted(load_policy(config, ALONE))) == 2
+
+    @pytest.mark.parametrize("other", ["qwen3", None])
+    def test_a_base_that_is_another_model(self, other, model_folder):
+        base = "/nowhere" if other is None else str(model_folder(other))
+        with pytest.raises(ModelFolderError, match="has no adapter/, and its weights are not those of lora_base"):
+            base_folder(config_of(model_folder(), lora_base=base))
+
+    def test_a_reference_that_is_another_model(self, model_folder):
+        values = {"model": str(model_folder()), "output_dir": "", "packed": "", "lora_rank": 2, "kl_coefficient": 0.1}
+        assert base_folder(GRPOConfig.parse({**values, "reference_model": str(model_folder())}, "test")) == str(model_folder())
+        with pytest.raises(ConfigError, match="with adapters the base itself is the reference"):
+            base_folder(GRPOConfig.parse({**values, "reference_model": str(model_folder("qwen3"))}, "test"))
+
+    def test_damaged_files(self, checkpoint):
+        config = config_of(checkpoint, lora_targets=["q_proj"])
+        weights = checkpoint / "adapter" / "adapter_model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ModelFolderError, match=r"adapter_model\.safetensors cannot be read"):
+            load_policy(config, ALONE)
+        weights.write_bytes(whole)
+        tensors = load_file(weights)
+        name = next(iter(tensors))
+        save_file({n: t for n, t in tensors.items() if n != name}, weights)
+        with pytest.raises(ModelFolderError, match="missing"):
+            load_policy(config, ALONE)
+        (checkpoint / "adapter" / "ttrl_adapter.json").write_text("[")
+        with pytest.raises(ModelFolderError, match=r"ttrl_adapter\.json cannot be read"):
+            load_policy(config, ALONE)
+
+    def test_an_adapter_that_mixes_what_is_apart(self, model_folder, tmp_path):
+        saved(model_folder("phi3"), tmp_path / "out", lora_targets=["q_proj", "k_proj"])
+        path = tmp_path / "out" / "adapter" / "adapter_model.safetensors"
+        tensors = load_file(path)
+        save_file({name: tensor + 1.0 for name, tensor in tensors.items()}, path)
+        with pytest.raises(ModelFolderError, match=r"qkv_proj\.lora_B\.weight mixes matrices that ttrl has apart"):
+            load_policy(config_of(tmp_path / "out", lora_targets=["q_proj", "k_proj"]), ALONE)
+
+    def test_dora_of_a_part_of_a_matrix(self, model_folder, tmp_path):
+        with pytest.raises(ConfigError, match="lora_targets has no k_proj, which the model stores in one matrix"):
+            saved(model_folder("phi3"), tmp_path / "out", lora_targets=["q_proj", "v_proj"], lora_kind="dora")

@@ -1,0 +1,281 @@
+"""Adapters against their formulas in float64, and everything that must stay as it is around them."""
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ttrl.configs import GRPOConfig, TrainingConfig
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.errors import ConfigError
+from ttrl.training.adapters import as_reference
+from ttrl.training.batches import updates
+from ttrl.training.distributed import Ranks
+from ttrl.training.loading import load_policy
+from ttrl.training.lora import AdaptedLinear, adapted, plain, without_adapters
+
+
+def _beside(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+switches = _beside("test_switches")
+accumulate, gradients, distance = switches.accumulate, switches.gradients, switches.distance
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def config_of(folder="unused", **settings):
+    values = {"model": str(folder), "output_dir": "unused", "device": "cpu", "max_grad_norm": None, "rows_per_microbatch": 100}
+    return TrainingConfig.parse({**values, "lora_rank": 4, "lora_alpha": 6.0, **settings}, "test")
+
+
+@torch.no_grad()
+def move_adapters(policy, seed=1, size=0.1):
+    """Away from where they change nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapted(policy).values():
+        layer.lora_b.copy_(size * torch.randn(layer.lora_b.shape, generator=generator))
+        if layer.magnitude is not None:
+            layer.magnitude.mul_(1 + size * torch.rand(layer.magnitude.shape, generator=generator))
+    return policy
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """Several rows of several lengths."""
+    samples = _beside("conftest").random_samples(3, prompts=(3, 5, 8, 9, 4))
+    return packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0)
+
+
+def logprobs(policy, seed=0):
+    """Of a plain row of random tokens."""
+    row = torch.randint(90, (1, 12), generator=torch.Generator().manual_seed(seed))
+    zeros = torch.zeros_like(row)
+    return policy(row, row, zeros, zeros, torch.arange(12)[None]).logprobs
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_layers_follow_the_formula(kind, bias):
+    """W + (α/r)·B A, and DoRA's rows m·V/‖V‖ with ‖V‖ constant, written out; outputs and all gradients."""
+    torch.manual_seed(0)
+    layer = AdaptedLinear(nn.Linear(7, 5, bias=bias), config_of(lora_kind=kind)).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    layer.requires_grad_(True)
+    x, upstream = torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True), torch.randn(3, 2, 5, dtype=torch.float64)
+
+    changed = layer.weight + (6.0 / 4) * torch.einsum("or,ri->oi", layer.lora_b, layer.lora_a)
+    if kind == "dora":
+        changed = changed * (layer.magnitude / changed.detach().square().sum(1).sqrt())[:, None]
+    expected = torch.einsum("bti,oi->bto", x, changed) + (layer.bias if bias else 0.0)
+    wanted = [x, layer.lora_a, layer.lora_b, *([layer.magnitude] if kind == "dora" else []), *([layer.bias] if bias else [])]
+    expected_gradients = torch.autograd.grad((expected * upstream).sum(), wanted)
+
+    out = layer(x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    for one, other in zip(torch.autograd.grad((out * upstream).sum(), wanted), expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.merged(layer.weight), changed, rtol=0, atol=1e-12)
+    with without_adapters(layer):
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias), rtol=0, atol=0)
+    torch.testing.assert_close(layer(x), out, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_head_with_an_adapter(kind, model_folder, packed):
+    """Its gradient, which comes through the chunks of the head, against that of logits in float64."""
+    policy = load_policy(config_of(model_folder(), lora_targets=["output"], lora_kind=kind), ALONE)
+    move_adapters(policy).double().compute_dtype = torch.float64
+    (head,) = adapted(policy).values()
+    wanted = [p for p in policy.parameters() if p.requires_grad]
+    ours = torch.autograd.grad(logprobs(policy).sum(), wanted)
+    row = torch.randint(90, (1, 12), generator=torch.Generator().manual_seed(0))
+    zeros, kept = torch.zeros_like(row), []
+    handle = policy.decoder.norm.register_forward_hook(lambda _module, _inputs, out: kept.append(out))
+    policy(row, row, zeros, zeros, torch.arange(12)[None])
+    handle.remove()
+    explicit = torch.log_softmax(head(kept[0]), -1).gather(2, row[..., None]).sum()
+    for one, other in zip(ours, torch.autograd.grad(explicit, wanted), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_only_adapters_are_trained(model_folder, packed):
+    policy = load_policy(config_of(model_folder("qwen3"), lora_targets=["q_proj", "w2"]), ALONE)
+    names = {name for name, p in policy.parameters_by_name().items() if p.requires_grad}
+    layers = ("layers.0.attn.q_proj", "layers.0.mlp.w2", "layers.1.attn.q_proj", "layers.1.mlp.w2")
+    assert names == {f"{layer}.{part}" for layer in layers for part in ("lora_a", "lora_b")}
+    base = load_policy(config_of(model_folder("qwen3"), lora_rank=None, lora_alpha=16.0), ALONE)
+    assert torch.equal(logprobs(policy), logprobs(base)), "a new adapter changes nothing"
+    move_adapters(policy)
+    assert not torch.allclose(logprobs(policy), logprobs(base), atol=1e-3)
+    with as_reference(policy, GRPOConfig(model="", output_dir="", packed="", lora_rank=4)):
+        assert torch.equal(logprobs(policy), logprobs(base)), "and without adapters it is the base, to the last bit"
+    assert not torch.allclose(logprobs(policy), logprobs(base), atol=1e-3)
+
+
+def test_a_new_dora_changes_nothing_but_rounding(model_folder):
+    policy = load_policy(config_of(model_folder(), lora_kind="dora"), ALONE)
+    with without_adapters(policy):
+        base = logprobs(policy)
+    torch.testing.assert_close(logprobs(policy), base, rtol=0, atol=2e-6)
+
+
+def step_gradients(folder, packed, here=ALONE, seed=None, **settings):
+    """The gradient of a step, by parameter name."""
+    config = config_of(folder, **settings)
+    policy = move_adapters(load_policy(config, here)) if here is ALONE else load_policy(config, here)
+    (step,) = updates(packed, 1, (0, 1), here)
+    if seed is not None:
+        torch.manual_seed(seed)
+    accumulate(policy, step, config, here)
+    return gradients(policy)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
+    folder = model_folder("qwen2-tied")
+    plain_gradients = step_gradients(folder, packed, lora_kind=kind)
+    assert all("lora" in name or "magnitude" in name for name in plain_gradients)
+    for settings, tolerance in (
+        ({"activation_checkpointing": True}, 0.0),
+        ({"activation_checkpointing": True, "checkpoint_keeps": "products"}, 0.0),
+        ({"rows_per_microbatch": 1}, 3e-6),
+        ({"dtype": "bf16"}, 0.15),  # 0.05 here, as without adapters
+    ):
+        far = distance(step_gradients(folder, packed, lora_kind=kind, **settings), plain_gradients)
+        assert far <= tolerance, (settings, far)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_sharding_over_one_process_changes_nothing(kind, model_folder, packed):
+    """The code of FSDP on a mesh of one; more processes: tests/e2e/test_lora.py."""
+    from ttrl.training import sharding
+
+    config = config_of(model_folder(), lora_kind=kind, activation_checkpointing=True)
+    alone = load_policy(config, ALONE)
+    with switches.group_of_one() as here, pytest.MonkeyPatch.context() as patch:
+
+        def over_one(policy, config, here, between):
+            between()
+            sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
+
+        patch.setattr("ttrl.training.loading.shard", over_one)
+        policy = load_policy(config, here)
+        for name, whole in policy.full_weights().items():
+            assert torch.equal(whole, alone.parameters_by_name()[name]), name
+        (step,) = updates(packed, 1, (0, 1), here)
+        accumulate(policy, step, config, here)
+        accumulate(alone, step, config, ALONE)
+        assert distance(gradients(policy), gradients(alone)) < 2e-6
+
+
+def test_dropout_acts_in_passes_with_a_gradient_alone(model_folder, packed):
+    folder = model_folder()
+    policy = move_adapters(load_policy(config_of(folder, lora_dropout=0.5), ALONE))
+    with torch.no_grad():
+        first = logprobs(policy)
+        assert torch.equal(first, logprobs(policy))
+    assert not torch.allclose(first, logprobs(policy), atol=1e-3)
+    plain_gradients = step_gradients(folder, packed, lora_dropout=0.5, seed=3)
+    recomputed = step_gradients(folder, packed, lora_dropout=0.5, seed=3, activation_checkpointing=True)
+    assert distance(recomputed, plain_gradients) == 0.0, "layers are recomputed with the same dropout"
+    assert distance(step_gradients(folder, packed, lora_dropout=0.5, seed=4), plain_gradients) > 1e-3
+
+
+def test_dropout_is_repeatable(model_folder, packed):
+    """Each process begins an iteration with random numbers of its own, which depend on the seed alone."""
+    found = []
+    for seed, rank in ((1, 0), (1, 0), (2, 0), (1, 1)):
+        torch.rand(len(found) + 1)
+        config = config_of(model_folder(), lora_dropout=0.5, seed=seed)
+        load_policy(config, ALONE if rank == 0 else Ranks(1, 1, torch.device("cpu")))
+        found.append(torch.rand(1).item())
+    assert found[0] == found[1] and Counter(found).most_common()[0][1] == 2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi"])
+def test_a_base_in_four_bits(family, model_folder, packed):
+    """It computes with the rounded numbers, as a base in fp32 that holds these does, and costs an eighth."""
+    folder = model_folder(family)
+    policy = move_adapters(load_policy(config_of(folder, lora_base_dtype="nf4"), ALONE))
+    rounded = move_adapters(load_policy(config_of(folder), ALONE))
+    layers = adapted(policy)
+    assert len(layers) == (14 if family == "qwen2" else 12)
+    with torch.no_grad():
+        for name, layer in adapted(rounded).items():
+            before = layer.weight.clone()
+            layer.weight.copy_(plain(layers[name].weight))
+            assert 0.01 < float((layer.weight - before).norm() / before.norm()) < 0.2
+    for name, layer in layers.items():
+        inner, _ = layer.weight.__tensor_flatten__()
+        size = sum(getattr(layer.weight, part).nbytes for part in inner if part != "nf4")
+        assert size < layer.weight.numel() * 4 / 7, name
+    torch.testing.assert_close(logprobs(policy), logprobs(rounded), rtol=0, atol=1e-5)
+    (step,) = updates(packed, 1, (0, 1), ALONE)
+    config = config_of(folder)
+    for one in (policy, rounded):
+        accumulate(one, step, config, ALONE)
+    assert distance(gradients(policy), gradients(rounded)) < 1e-5
+    lower = step_gradients(folder, packed, lora_base_dtype="nf4", dtype="bf16", activation_checkpointing=True)
+    assert distance(lower, gradients(policy)) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"lora_rank": 0}, "lora_rank is 0; it must be at least 1"),
+        ({"lora_alpha": 0.0}, "lora_alpha is 0.0; it must be above 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0; it must be in [0, 1)"),
+        ({"lora_targets": []}, "lora_targets is empty"),
+        ({"lora_targets": ["w1", "w1"]}, "names a matrix twice"),
+        ({"lora_targets": ["lm_head"]}, "it must be a list of which each is one of 'q_proj'"),
+        ({"tensor_parallel": 2}, "lora_rank with tensor_parallel"),
+        ({"lora_base_dtype": "nf4", "compile": True}, "lora_base_dtype 'nf4' with compile"),
+        ({"lora_base_dtype": "nf4", "lora_targets": ["output"]}, "lora_base_dtype 'nf4' with an adapter on 'output'"),
+        ({"lora_rank": None}, "lora_alpha is 6.0 without lora_rank"),
+        ({"lora_rank": None, "lora_alpha": 16.0, "lora_merge": False}, "lora_merge is False without lora_rank"),
+    ],
+    ids=str,
+)
+def test_wrong_settings(settings, problem):
+    with pytest.raises(ConfigError) as caught:
+        config_of(**settings)
+    assert problem in str(caught.value) and len(caught.value.problems) == 1
+
+
+def test_what_a_model_or_machine_does_not_allow(model_folder):
+    with pytest.raises(ConfigError, match="names 'output', but the model's head is its embedding"):
+        load_policy(config_of(model_folder("qwen2-tied"), lora_targets=["q_proj", "output"]), ALONE)
+    with pytest.raises(ConfigError, match="lora_targets is w3, and the model has none of them"):
+        load_policy(config_of(model_folder("phi"), lora_targets=["w3"]), ALONE)
+    assert config_of(lora_base_dtype="nf4").problems_here("cpu", 2, {}) == [
+        "lora_base_dtype is 'nf4', which is for one process, and there are 2; 'fp32' is sharded over them"
+    ]
+    assert not config_of().problems_here("cpu", 2, {})
+
+
+def test_four_bits_need_whole_blocks():
+    from ttrl.training.lora import apply_lora
+
+    decoder = nn.Sequential()
+    decoder.add_module("w1", nn.Linear(9, 7))
+    with pytest.raises(ConfigError, match="holds blocks of 64 numbers, but w1 has 63"):
+        apply_lora(decoder, config_of(lora_base_dtype="nf4"))
+
+
+def test_reference_swaps_weights_where_there_are_no_adapters(model_folder):
+    config = GRPOConfig(model=str(model_folder()), output_dir="", packed="", reference_model=str(model_folder()))
+    policy = load_policy(config, ALONE)
+    with torch.no_grad():
+        policy.decoder.norm.scale.mul_(2.0)
+    before = logprobs(policy)
+    with as_reference(policy, config):
+        assert not torch.allclose(logprobs(policy), before, atol=1e-3)
+    assert torch.isfinite(logprobs(policy)).all()
