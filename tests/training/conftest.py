@@ -1,55 +1,26 @@
 """Tiny models of every family, float64 references, and samples to pack."""
 
+import importlib.util
 import math
 import random
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
 from ttrl.records import TokenizedResult
 from ttrl.training.models import build_decoder, load_into, load_weights, read_config
 from ttrl.training.policy import Policy
 
-VOCAB = 97
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-FAMILIES = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=False)),
-    "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=16)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE)),
-    "llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3_ROPE)),
-    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE, attention_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=None, head_dim=16)),
-}
+_spec = importlib.util.spec_from_file_location("check_parity", Path(__file__).parents[2] / "tools" / "check_parity.py")
+check_parity = sys.modules.setdefault("check_parity", importlib.util.module_from_spec(_spec))
+if not hasattr(check_parity, "VARIANTS"):  # dataclasses look their module up while it is loaded
+    _spec.loader.exec_module(check_parity)
+VOCAB = check_parity.VOCAB
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -66,48 +37,50 @@ def model_folder(tmp_path_factory):
     def make(family: str = "qwen2") -> Path:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
-            torch.manual_seed(len(family))
-            model = FAMILIES[family]()
-            with torch.no_grad():  # norms and biases start as ones and zeros, which would hide mistakes
-                for parameter in model.parameters():
-                    if parameter.ndim == 1:
-                        parameter.add_(torch.randn_like(parameter) * 0.2)
-            model.save_pretrained(folder)
+            check_parity.make_folder(family, folder)
             made[family] = folder
         return made[family]
 
     return make
 
 
+@pytest.fixture(scope="session")
+def with_vision_tower(tmp_path_factory):
+    """A tiny Gemma 3 with a vision tower, and its text part alone."""
+    folder = tmp_path_factory.mktemp("gemma3-vision")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = Gemma3TextConfig(**shape, vocab_size=97, num_key_value_heads=2, head_dim=16, sliding_window=5)
+    tokens = {"image_token_index": 96, "boi_token_index": 95, "eoi_token_index": 94}
+    vision = SiglipVisionConfig(**shape | {"num_hidden_layers": 1}, image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def native_layout(folder, target):
+    """The same model with the names that its modules have, which transformers 4.52 and later wrote too."""
+    shutil.copytree(folder, target)
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        renamed["model." + name.replace("language_model.model.", "language_model.")] = tensor
+    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 def load_policy_in(folder, dtype=torch.float64, num_output_chunks=3):
     """Our policy, without sharding, in any dtype."""
     config = read_config(folder)
     decoder = build_decoder(config)
-    load_into(decoder, load_weights(folder, config.tie_word_embeddings), folder)
+    load_into(decoder, load_weights(folder, config), folder)
     return Policy(decoder, num_output_chunks=num_output_chunks, compute_dtype=dtype).to(dtype)
 
 
 @pytest.fixture
-def float64_reference(monkeypatch):
-    """transformers' model in float64 throughout: its norms compute in float32 otherwise, which hides differences below 1e-7."""
-
-    def load(folder):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                eps = module.variance_epsilon
-
-                def forward(x, module=module, eps=eps):
-                    return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
-
-                monkeypatch.setattr(module, "forward", forward)
-        softmax = torch.nn.functional.softmax
-        monkeypatch.setattr(
-            torch.nn.functional, "softmax", lambda x, dim=None, dtype=None, **kw: softmax(x, dim=dim, dtype=x.dtype, **kw)
-        )
-        return model
-
-    return load
+def float64_reference():
+    """transformers' model in float64 throughout."""
+    with check_parity.softmax_keeps_dtype():
+        yield lambda folder: check_parity.reference_model(folder, torch.float64)
 
 
 def sample(prompt, completion, *, advantage=1.0, logprobs=None, number=0, task="t", reward=0.0):
@@ -140,3 +113,15 @@ def random_samples(seed, prompts=(1, 2, 7), completions=4, longest=9):
                 sample(prompt, completion, advantage=draw.gauss(0, 1), logprobs=logprobs, number=number, task=f"g{group}")
             )
     return samples
+
+
+@pytest.fixture
+def samples():
+    """Groups of 3 prompts with 4 completions each."""
+    return random_samples(5)
+
+
+@pytest.fixture
+def load_policy():
+    """`load_policy_in`, as a fixture."""
+    return load_policy_in

@@ -42,7 +42,7 @@ def test_logprobs_and_gradients_of_trees_equal_transformers(seq_len, share, mode
     packed = packed_tensors_from_tokenized_results(samples, seq_len=seq_len, pad_id=0, share=share, shortest_shared=1)
     assert max(len(one.groups) for one in packed.samples) >= (4 if share == "tree" else 1)
     policy = helpers.load_policy_in(model_folder())
-    logprobs, _ = policy(packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos)
+    logprobs = policy(packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos).logprobs
     trained = packed.labels != IGNORE
     (logprobs * packed.advantages[trained].double()).sum().backward()
     grid = torch.full(packed.labels.shape, torch.nan, dtype=torch.float64)
@@ -58,6 +58,6 @@ def test_logprobs_and_gradients_of_trees_equal_transformers(seq_len, share, mode
         torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=1e-10)
         total = total + (expected * torch.tensor(one.advantage, dtype=torch.float32).double()).sum()
     total.backward()
-    ours = to_hugging_face_names({name: p.grad for name, p in policy.parameters_by_name().items()}, tied=False)
+    ours = to_hugging_face_names({name: p.grad for name, p in policy.parameters_by_name().items()}, policy.decoder.config)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")

@@ -1,28 +1,48 @@
 """Checkpoints in Hugging Face layout, which transformers and vLLM load as they are.
 
 Everything but the weights is copied from the folder that training started from (config, tokenizer, chat template); weights are
-fp32 safetensors in shards, and canary.json says what they must compute (`ttrl.training.canary`).
+safetensors in shards, fp32 unless asked otherwise, and canary.json says what they must compute (`ttrl.training.canary`). Tensors
+are gathered and written one shard at a time, so that no process ever holds the whole model for it.
 """
 
+import functools
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from huggingface_hub import split_torch_state_dict_into_shards
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from ttrl.configs import TrainingConfig
 from ttrl.files import atomic_folder, write_json
+from ttrl.training.adapters import ADAPTER_FOLDER, base_folder, gather_adapter, merged_weight
 from ttrl.training.canary import CANARY_FILE, compute_canary
 from ttrl.training.distributed import Ranks
-from ttrl.training.models import to_hugging_face_names
+from ttrl.training.lora import adapted, is_adapter
+from ttrl.training.models.weights import composite_of, iter_stored, layout_of, read_stored, stored_as
 from ttrl.training.policy import Policy
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
-MAX_SHARD_SIZE = "5GB"
+MAX_SHARD_BYTES = 5 * 10**9
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+CheckpointDtype = Literal["fp32", "bf16"]
 
 
-def copy_model_files(source: Path, target: Path) -> None:
-    """Copies the files of a model folder that are no weights: configs, tokenizer, chat template, licence."""
+class Entry(NamedTuple):
+    """A tensor to be written: its size in bytes, and how to get it (a collective where parameters are sharded)."""
+
+    name: str
+    size: int
+    gather: Callable[[], Tensor]
+
+
+def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
+    """Copies the files of a model folder that are no weights: configs, tokenizer, chat template, licence. `dtype` is what the
+    config will say that the weights are."""
     for path in sorted(source.iterdir()):
         if (
             path.is_file()
@@ -35,24 +55,112 @@ def copy_model_files(source: Path, target: Path) -> None:
     if templates.is_dir():
         shutil.copytree(templates, target / templates.name)
     config = json.loads((target / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the older name
-    config["dtype"] = "float32"
+    for part in [config, *(part for name in ("text_config", "vision_config") if isinstance(part := config.get(name), dict))]:
+        if part is config or "dtype" in part or "torch_dtype" in part:
+            part.pop("torch_dtype", None)  # the older name
+            part["dtype"] = dtype
     write_json(target / "config.json", config)
 
 
-def save_checkpoint(folder: str | Path, policy: Policy, start_folder: str | Path, ranks: Ranks) -> None:
-    """Writes the policy as a model folder, atomically. A collective: all ranks must call it; rank 0 writes."""
+def _entries(policy: Policy, dtype: torch.dtype) -> Iterator[Entry]:
+    """The parameters under their Hugging Face names, fused where the family has them so, with their adapters merged in."""
+    parameters = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
+    layers = {f"{name}.weight": layer for name, layer in adapted(policy).items()}
+    for name, parts in stored_as(parameters, policy.decoder.config):
+
+        def gather(parts: tuple[str, ...] = parts) -> Tensor:
+            whole = [merged_weight(parameters[part], layers.get(part)).to(device="cpu", dtype=dtype) for part in parts]
+            return torch.cat(whole) if len(whole) > 1 else whole[0]
+
+        yield Entry(name, sum(parameters[part].numel() for part in parts) * dtype.itemsize, gather)
+
+
+def _entries_beside_text(folder: Path, entries: list[Entry]) -> list[Entry]:
+    """The entries under the names of a model with more than text in it, and its other parameters as they were."""
+    composite = composite_of(folder)
+    if composite is None:
+        return entries
+    others, layout = [], composite.layouts[0]
+    for file, name, tensor in iter_stored(folder):
+        if name.startswith(composite.frozen):
+            others.append(Entry(name, tensor.nbytes, functools.partial(read_stored, folder / file, name)))
+        elif (found := layout_of(name, composite)) is not None and not name.startswith("lm_head."):
+            layout, _ = found
+    renamed = []
+    for entry in entries:
+        plain = next(plain for plain in layout if entry.name.startswith(plain))
+        renamed.append(entry._replace(name=layout[plain] + entry.name.removeprefix(plain)))
+    return renamed + others
+
+
+def _shards(entries: list[Entry], max_bytes: int) -> list[list[Entry]]:
+    """In order, as many to a shard as fit; a tensor above the limit has one of its own."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.size > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.size
+    return shards
+
+
+def _write_weights(folder: Path | None, entries: list[Entry], max_bytes: int) -> None:
+    """Writes shards, and their index where there are several. `folder` is None on ranks that only take part in gathering."""
+    shards = _shards(entries, max_bytes)
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for entry in shard:
+            tensor = entry.gather()
+            if folder is not None:
+                # A tied head is the embeddings' own memory; a file holds each tensor by itself.
+                shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
+                tensors[entry.name] = tensor.clone() if shared else tensor.contiguous()
+            weight_map[entry.name] = file
+        if folder is not None:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+    if folder is not None and len(shards) > 1:
+        metadata = {"total_size": sum(entry.size for entry in entries)}
+        write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
+
+
+def save_checkpoint(
+    folder: str | Path,
+    policy: Policy,
+    start_folder: str | Path,
+    ranks: Ranks,
+    *,
+    checkpoint_dtype: CheckpointDtype = "fp32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    config: TrainingConfig | None = None,
+) -> None:
+    """Writes the policy as a model folder, atomically. A collective: all ranks must call it; rank 0 writes. `config`: of the
+    training, which says what becomes of adapters; without it they are merged, and not written by themselves.
+
+    With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with the tolerance of bfloat16;
+    training goes on from what is written, so small updates get lost.
+    """
     canary = compute_canary(policy, ranks.device)
-    tied = "output.weight" not in policy.parameters_by_name()
-    weights = to_hugging_face_names(policy.full_weights(), tied)
+    dtype = _DTYPES[checkpoint_dtype]
+    if checkpoint_dtype != "fp32":
+        canary["dtype"] = "bfloat16"
+    adapter = None
+    if config is not None and config.lora_rank is not None:
+        start_folder = base_folder(config)
+        adapter = gather_adapter(policy, config, start_folder)
+    merged = adapter is None or config is None or config.lora_merge
+    entries = _entries_beside_text(Path(start_folder), list(_entries(policy, dtype))) if merged else []
     if ranks.is_first:
         with atomic_folder(folder) as temporary:
-            copy_model_files(Path(start_folder), temporary)
-            split = split_torch_state_dict_into_shards(weights, max_shard_size=MAX_SHARD_SIZE)
-            for file, names in split.filename_to_tensors.items():
-                save_file({name: weights[name].contiguous() for name in names}, temporary / file, metadata={"format": "pt"})
-            if split.is_sharded:
-                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-                write_json(temporary / "model.safetensors.index.json", index)
+            copy_model_files(Path(start_folder), temporary, "float32" if checkpoint_dtype == "fp32" else "bfloat16")
+            if merged:
+                _write_weights(temporary, entries, max_shard_bytes)
+            if adapter is not None:
+                adapter.write(temporary / ADAPTER_FOLDER)
             write_json(temporary / CANARY_FILE, canary)
+    elif merged:
+        _write_weights(None, entries, max_shard_bytes)
     ranks.barrier()

@@ -1,0 +1,88 @@
+"""Checkpoints: transformers reads what we write, and it is what was there, to the last bit."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ttrl.training.checkpoints import save_checkpoint
+from ttrl.training.distributed import Ranks
+from ttrl.training.models import load_weights, read_config
+
+_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
+helpers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(helpers)
+
+HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+
+
+def everything(folder):
+    """All tensors of a folder, from one file or several."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "max_shard_bytes"),
+    [("qwen2", 10**9), ("qwen2-tied", 20_000), ("gemma3", 20_000), ("phi3", 20_000), ("phi", 10**9), ("gemma2", 10**9)],
+)
+def test_there_and_back(family, max_shard_bytes, model_folder, tmp_path):
+    """transformers → ours → transformers."""
+    start = tmp_path / "start"
+    shutil.copytree(model_folder(family), start)
+    (start / "tokenizer.json").write_text("{}")
+    (start / "pytorch_model.bin").write_bytes(b"not to be copied")
+    save_checkpoint(
+        tmp_path / "checkpoint", helpers.load_policy_in(start, torch.float32), start, HERE, max_shard_bytes=max_shard_bytes
+    )
+
+    names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert {"tokenizer.json", "config.json", "canary.json"} <= names and "pytorch_model.bin" not in names
+    assert ("model.safetensors" in names) == (max_shard_bytes == 10**9)
+    if max_shard_bytes != 10**9:
+        index = json.loads((tmp_path / "checkpoint" / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {name for name in names if name.endswith(".safetensors")}
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in everything(tmp_path / "checkpoint").values())
+        assert len(set(index["weight_map"].values())) > 2
+
+    before = AutoModelForCausalLM.from_pretrained(start)
+    after, report = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", output_loading_info=True)
+    assert not any(report.values())
+    assert after.dtype == torch.float32
+    for name, parameter in before.named_parameters():
+        assert torch.equal(parameter, after.get_parameter(name)), name
+    assert ("lm_head.weight" in everything(tmp_path / "checkpoint")) == (family != "gemma2")
+
+    again = load_weights(tmp_path / "checkpoint")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in load_weights(start).items())
+
+
+def test_bf16_checkpoints(model_folder, tmp_path):
+    start = model_folder("phi3")
+    save_checkpoint(tmp_path / "out", helpers.load_policy_in(start, torch.float32), start, HERE, checkpoint_dtype="bf16")
+    written = everything(tmp_path / "out")
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in everything(start).items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out" / "canary.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_vision_tower_is_kept_as_it_was(native, with_vision_tower, tmp_path):
+    start = helpers.native_layout(with_vision_tower, tmp_path / "start") if native else with_vision_tower
+    policy = helpers.load_policy_in(start, torch.float32)
+    with torch.no_grad():
+        policy.parameters_by_name()["norm.scale"].fill_(0.25)
+    save_checkpoint(tmp_path / "out", policy, start, HERE)
+    before, after = everything(start), everything(tmp_path / "out")
+    norm = "model.language_model.norm.weight" if native else "language_model.model.norm.weight"
+    head = "lm_head.weight" if native else "language_model.lm_head.weight"
+    assert after.keys() == before.keys() | {head}
+    assert (after.pop(norm) == 0.25).all()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items() if name != head)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "gemma3" and config["dtype"] == "float32"
+    assert read_config(tmp_path / "out").model_type == "gemma3_text"

@@ -1,0 +1,212 @@
+"""Model folders: what is refused and how, and weights in and out."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ttrl.errors import ModelFolderError
+from ttrl.training.models import (
+    architecture,
+    build_decoder,
+    check_same_architecture,
+    iter_weights,
+    load_into,
+    load_weights,
+    read_config,
+    to_hugging_face_names,
+)
+
+_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
+helpers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(helpers)
+
+
+@pytest.fixture
+def changed(model_folder, tmp_path):
+    """A copy of a model folder with another config.json."""
+
+    def change(family="qwen2", **settings):
+        shutil.copytree(model_folder(family), tmp_path / "changed")
+        path = tmp_path / "changed" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        return path.parent
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("qwen2", {"hidden_act": "tanh"}, r"the activation 'tanh' \(there are silu, relu"),
+        ("qwen2", {"layer_types": ["chunked_attention", "full_attention"]}, "layers of the type 'chunked_attention'"),
+        ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 5.0}}, "the RoPE type 'proportional'"),
+        ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised weights"),
+        ("llama", {"num_key_value_heads": 3}, "3 key/value heads for 4 query heads"),
+        ("mistral", {"sliding_window": 0}, "a sliding window of 0 positions"),
+        ("phi3", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types, which phi3 models do not have"),
+        ("gemma2", {"use_bidirectional_attention": True}, "attention to later tokens"),
+        ("llama", {"final_logit_softcapping": 5.0}, "final_logit_softcapping, which neither transformers nor vLLM"),
+        ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping, which neither transformers nor vLLM"),
+        (
+            "gemma3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            'a RoPE whose "type" is lost to the rope_type "default"',
+        ),
+        ("phi", {"tie_word_embeddings": True}, "tied embeddings with a bias in the head"),
+        ("qwen2", {"model_type": "mixtral", "num_local_experts": 4}, r"the model type 'mixtral' \(there are llama, .*mixture of"),
+        ("qwen2", {"model_type": "t5"}, "the model type 't5' .*an encoder beside the decoder"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(family, settings, problem, changed):
+    with pytest.raises(ModelFolderError, match=f"its config asks for what ttrl does not compute: .*{problem}"):
+        read_config(changed(family, **settings))
+
+
+def test_every_problem_is_named_at_once(changed):
+    folder = changed("qwen2", hidden_act="tanh", num_key_value_heads=3, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ModelFolderError, match=r"quantised weights.*; the activation 'tanh'.*; 3 key/value heads"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"model_type": "no_such_model"}',
+        '{"model_type": "no_such_model", "auto_map": {"AutoConfig": "configuration_x.X"}}',
+        '{"model_type": "qwen2", "hidden_size": "x"}',
+    ],
+)
+def test_configs_that_cannot_be_read(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelFolderError, match=r"config\.json cannot be read"):
+        read_config(tmp_path)
+
+
+def test_a_folder_without_config(tmp_path):
+    with pytest.raises(ModelFolderError, match=r"no config\.json there"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "field"),
+    [
+        ("gemma2", {"final_logit_softcapping": 7.0}, "output_soft_cap is 7.0 instead of 30.0"),
+        ("gemma2", {"query_pre_attn_scalar": 16}, "attention_scale is None instead of 0.2"),
+        ("gemma3", {"sliding_window": 9}, r"windows is \(9, None, 9\) instead of \(5, None, 5\)"),
+        ("phi3-longrope", {"max_position_embeddings": 512}, "rope_parameters is "),
+        ("llama", {"max_position_embeddings": 512}, None),
+    ],
+)
+def test_the_same_weights_under_another_config(family, settings, field, changed, model_folder):
+    own, other = read_config(model_folder(family)), read_config(changed(family, **settings))
+    if field is None:
+        check_same_architecture(other, own, "FOLDER")
+    else:
+        with pytest.raises(ModelFolderError, match=f"^FOLDER: not the architecture of the policy: {field}"):
+            check_same_architecture(other, own, "FOLDER")
+
+
+@pytest.mark.parametrize("family", helpers.check_parity.VARIANTS)
+def test_weights_go_in_and_out_bit_for_bit(family, model_folder):
+    stored = load_file(model_folder(family) / "model.safetensors")
+    config = read_config(model_folder(family))
+    decoder = build_decoder(config)
+    load_into(decoder, load_weights(model_folder(family)), "FOLDER")
+    out = to_hugging_face_names(dict(decoder.named_parameters()), config)
+    assert ("lm_head.weight" in stored) != config.tie_word_embeddings
+    if config.tie_word_embeddings and config.model_type != "gemma2":  # of which vLLM refuses a head
+        head = out.pop("lm_head.weight")
+        assert torch.equal(head, stored["model.embed_tokens.weight"])
+        assert head.data_ptr() != out["model.embed_tokens.weight"].data_ptr()
+    assert out.keys() == stored.keys()
+    assert all(torch.equal(out[name], tensor) for name, tensor in stored.items())
+
+
+def test_sharded_files_are_read(model_folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(model_folder("phi3")).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    sharded, whole = load_weights(tmp_path), load_weights(model_folder("phi3"))
+    assert sharded.keys() == whole.keys() and all(torch.equal(sharded[name], whole[name]) for name in whole)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.update({"model.layers.0.extra": torch.zeros(1)}), "the parameter 'model.layers.0.extra' has no place"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "model.norm.weight is torch.int8"),
+        (lambda t: t.update({"model.layers.1.mlp.gate_up_proj.weight": torch.zeros(90, 32)}), "has 90 rows; .* asks for 96"),
+    ],
+)
+def test_weights_without_a_place(change, problem, changed):
+    folder = changed("phi3")
+    rewrite(folder, change)
+    with pytest.raises(ModelFolderError, match=problem):
+        load_weights(folder)
+
+
+def test_weights_that_are_missing_or_have_other_shapes(changed):
+    folder = changed("qwen2")
+
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["lm_head.weight"] = torch.zeros(98, 32)
+
+    rewrite(folder, change)
+    with pytest.raises(ModelFolderError, match=r"missing \['norm.scale'\], .*output.weight \(98, 32\) instead of \(97, 32\)"):
+        load_into(build_decoder(read_config(folder)), load_weights(folder), folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is not there; save the model with save_pretrained"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"nothing"), "model.safetensors cannot be read"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json is damaged"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json is damaged"),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'), "b.safetensors is"),
+    ],
+)
+def test_files_that_cannot_be_read(spoil, problem, changed):
+    folder = changed("qwen2")
+    spoil(folder)
+    with pytest.raises(ModelFolderError, match=problem):
+        load_weights(folder)
+
+
+def test_rope_tables_of_old_files_are_passed_over(changed):
+    folder = changed("llama")
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    assert not [name for name, _ in iter_weights(folder) if "inv_freq" in name]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_text_part_of_a_model_with_a_vision_tower(native, with_vision_tower, tmp_path):
+    from transformers import Gemma3ForConditionalGeneration
+
+    folder = helpers.native_layout(with_vision_tower, tmp_path / "native") if native else with_vision_tower
+    config = read_config(folder)
+    assert architecture(config).windows == (5, 5) and config.tie_word_embeddings
+    decoder = build_decoder(config)
+    load_into(decoder, load_weights(folder), folder)
+    tokens = torch.arange(1, 20).unsqueeze(0)
+    reference = Gemma3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        zeros = torch.zeros_like(tokens)
+        plan = helpers.check_parity.attention_plan(zeros, zeros, tokens - 1, torch.float32)
+        ours = decoder.logits(decoder.hidden_states(tokens, tokens - 1, plan))
+        torch.testing.assert_close(ours, reference(tokens).logits, rtol=0, atol=1e-5)

@@ -1,0 +1,297 @@
+"""Our decoders against transformers, family by family, on tiny random models. `python tools/check_parity.py [NAME ...]`
+
+For each model the same samples go through transformers one by one and through ours twice: one by one, and packed into rows with
+shared beginnings. Windows are shorter than the samples, so that positions, not places in the row, must decide what a token sees.
+Printed, for fp32 (both sides) and float64 (both sides):
+
+    logits     largest |difference| of a logit, samples one by one; and the largest |logit|, for comparison
+    gradient   largest ‖difference‖/‖gradient‖ of a parameter, of a loss with a random weight for each log-probability;
+               one by one, and packed
+"""
+
+import argparse
+import contextlib
+import logging
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.records import TokenizedResult
+from ttrl.training.attention import attention_plan
+from ttrl.training.models import build_decoder, load_into, load_weights, read_config, to_hugging_face_names
+
+VOCAB = 97
+_WIDTHS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+_SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3_ROPE = {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN_ROPE = {**_SCALED, "rope_type": "yarn", "beta_fast": 16.0}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * n for n in range(3)],
+    "long_factor": [2.0 + n for n in range(3)],
+}
+_GEMMA = {"head_dim": 16, "pad_token_id": 0}
+
+
+def _model(family: str, **settings: Any) -> Callable[[], nn.Module]:
+    """A model of transformers' class for `family`, with random weights."""
+
+    def make() -> nn.Module:
+        config = getattr(transformers, f"{family}Config")(**{**_WIDTHS, **settings})
+        return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+
+    return make
+
+
+VARIANTS: dict[str, Callable[[], nn.Module]] = {
+    "llama": _model("Llama"),
+    "llama3-rope": _model("Llama", rope_parameters=_LLAMA3_ROPE),
+    "llama-biased": _model("Llama", attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    "llama-linear": _model(
+        "Llama", hidden_act="relu", rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
+    ),
+    "llama-dynamic": _model("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}),
+    "mistral": _model("Mistral", sliding_window=None, head_dim=16),
+    "mistral-window": _model("Mistral", sliding_window=5, tie_word_embeddings=True),
+    "ministral": _model("Ministral", sliding_window=3, layer_types=["full_attention", "sliding_attention"], head_dim=8),
+    "qwen2": _model("Qwen2"),
+    "qwen2-tied": _model("Qwen2", tie_word_embeddings=True),
+    "qwen2-yarn": _model("Qwen2", rope_parameters=_YARN_ROPE),
+    "qwen2-window": _model("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": _model("Qwen3", head_dim=16),
+    "qwen3-window": _model(
+        "Qwen3", head_dim=16, use_sliding_window=True, sliding_window=3, max_window_layers=1, attention_bias=True
+    ),
+    "gemma": _model("Gemma", **_GEMMA),
+    "gemma2": _model("Gemma2", **_GEMMA, sliding_window=5, query_pre_attn_scalar=24, attn_logit_softcapping=5.0),
+    "gemma2-untied": _model("Gemma2", **_GEMMA, sliding_window=3, tie_word_embeddings=False, final_logit_softcapping=4.0),
+    "gemma2-uncapped": _model("Gemma2", **_GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3": _model(
+        "Gemma3Text",
+        **_GEMMA,
+        sliding_window=5,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        },
+    ),
+    "gemma3-capped": _model("Gemma3Text", **_GEMMA, sliding_window=2, final_logit_softcapping=9.0),
+    "phi3": _model("Phi3", sliding_window=6, pad_token_id=0),
+    "phi3-partial-tied": _model(
+        "Phi3",
+        pad_token_id=0,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75},
+    ),
+    "phi3-longrope": _model(
+        "Phi3",
+        pad_token_id=0,
+        original_max_position_embeddings=4,
+        rope_parameters={**_LONG_ROPE, "partial_rotary_factor": 0.75},
+    ),
+    "phi3-longrope-short": _model(
+        "Phi3",
+        pad_token_id=0,
+        original_max_position_embeddings=64,
+        max_position_embeddings=64,
+        rope_parameters={**_LONG_ROPE, "partial_rotary_factor": 0.75, "factor": 4.0},
+    ),
+    "phi": _model("Phi", num_key_value_heads=4),
+    "phi-qk-norm": _model("Phi", qk_layernorm=True, hidden_act="gelu_fast"),
+}
+
+
+def make_folder(name: str, folder: Path) -> Path:
+    """Saves the tiny model of that name, with norms and biases that are neither ones nor zeros, which would hide mistakes."""
+    torch.manual_seed(len(name))
+    model = VARIANTS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def softmax_keeps_dtype() -> Iterator[None]:
+    """transformers' attention computes its softmax in float32 whatever it is given, which hides differences below 1e-7."""
+    softmax = nn.functional.softmax
+
+    def keeping(x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **others: Any) -> Tensor:
+        return softmax(x, dim=dim, dtype=torch.promote_types(x.dtype, dtype) if dtype else None, **others)
+
+    nn.functional.softmax = keeping  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.functional.softmax = softmax  # type: ignore[assignment]
+
+
+def reference_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """transformers' model. In float64, norms are made to compute in float64 too, and so are the scales of embeddings."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    for module in model.modules():
+        if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
+            eps = getattr(module, "variance_epsilon", None) or module.eps
+            plus = 1.0 if "Gemma" in type(module).__name__ else 0.0
+
+            def forward(x: Tensor, module: Any = module, eps: float = eps, plus: float = plus) -> Tensor:
+                return (module.weight + plus) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+            module.forward = forward
+        if dtype == torch.float64 and hasattr(module, "scalar_embed_scale"):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=dtype)
+    return model
+
+
+def samples(seed: int = 0) -> list[TokenizedResult]:
+    """Two groups of four samples, two of which are equal; each of 7 to 22 tokens, with a prompt of 5 or 9.
+
+    Token 0 does not occur: where it is the pad token, transformers keeps its embedding from being trained.
+    """
+    draw = random.Random(seed)
+    results = []
+    for group, length in enumerate((5, 9)):
+        prompt = [draw.randrange(1, VOCAB) for _ in range(length)]
+        completions = [[draw.randrange(1, VOCAB) for _ in range(draw.randint(2, 13))] for _ in range(3)]
+        for number, completion in enumerate([*completions, completions[0]]):
+            n, m = len(prompt), len(completion)
+            results.append(
+                TokenizedResult(
+                    task_id=f"g{group}",
+                    sample=number,
+                    token_ids=[*prompt, *completion],
+                    assistant_mask=[False] * n + [True] * m,
+                    input_pos=list(range(n + m)),
+                    logprobs=[0.0] * (n + m),
+                    prompt_length=n,
+                    reward=0.0,
+                    advantage=1.0,
+                    weights_version=0,
+                )
+            )
+    return results
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Differences between ours and transformers'."""
+
+    largest_logit: float
+    logits: float
+    logprobs_packed: float
+    gradient_unpacked: float
+    gradient_packed: float
+
+
+def _chosen(logits_TV: Tensor, result: TokenizedResult) -> Tensor:
+    """Log-probabilities of the completion's tokens."""
+    n = result.prompt_length
+    return torch.log_softmax(logits_TV[n - 1 : -1], -1).gather(1, torch.tensor(result.token_ids[n:])[:, None])[:, 0]
+
+
+def _gradient(logprobs: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of a sum with random weights, the same on each call."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part) for part in logprobs]
+    model.zero_grad()
+    sum((part * weight).sum() for part, weight in zip(logprobs, weights, strict=True)).backward()  # type: ignore[union-attr]
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def _largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert theirs.keys() <= ours.keys()
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+
+
+def parity(folder: Path, dtype: torch.dtype) -> Parity:
+    """Both sides in `dtype`, over `samples`."""
+    results = samples()
+    with softmax_keeps_dtype():
+        reference = reference_model(folder, dtype)
+        expected = [reference(torch.tensor([one.token_ids])).logits[0] for one in results]
+        their_logprobs = [_chosen(logits, one) for logits, one in zip(expected, results, strict=True)]
+        their_gradient = _gradient(their_logprobs, reference)
+
+    config = read_config(folder)
+    decoder = build_decoder(config)
+    load_into(decoder, load_weights(folder, config), folder)
+    decoder.to(dtype)
+
+    def logits_of(tokens: Tensor, group_ids: Tensor, parent_ids: Tensor, positions: Tensor) -> Tensor:
+        plan = attention_plan(group_ids, parent_ids, positions, dtype)
+        return decoder.logits(decoder.hidden_states(tokens, positions, plan))
+
+    ours = []
+    for one in results:
+        tokens, alone = torch.tensor([one.token_ids]), torch.zeros(1, len(one.token_ids), dtype=torch.int64)
+        ours.append(logits_of(tokens, alone, alone, torch.tensor([one.input_pos]))[0])
+    our_logprobs = [_chosen(logits, one) for logits, one in zip(ours, results, strict=True)]
+    unpacked = to_hugging_face_names(_gradient(our_logprobs, decoder), config)
+
+    packed = packed_tensors_from_tokenized_results(results, seq_len=48, pad_id=0, shortest_shared=1)
+    logits = logits_of(packed.tokens, packed.group_ids, packed.parent_ids, packed.input_pos)
+    everywhere = torch.log_softmax(logits, -1).gather(-1, packed.labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    trained = packed.labels >= 0
+    by_name = {(results[n].task_id, results[n].sample): n for n in range(len(results))}
+    packed_logprobs = [torch.empty(0)] * len(results)
+    for number, one in enumerate(packed.samples):
+        packed_logprobs[by_name[one.task_id, one.sample]] = everywhere[trained & (packed.sample_ids == number)]
+    packed_gradient = to_hugging_face_names(_gradient(packed_logprobs, decoder), config)
+
+    return Parity(
+        largest_logit=max(float(logits.abs().max()) for logits in expected),
+        logits=max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)),
+        logprobs_packed=max(float((a - b).abs().max()) for a, b in zip(packed_logprobs, their_logprobs, strict=True)),
+        gradient_unpacked=_largest(unpacked, their_gradient),
+        gradient_packed=_largest(packed_gradient, their_gradient),
+    )
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"models: {', '.join(VARIANTS)}; all unless given")
+    names = parser.parse_args().names or list(VARIANTS)
+    if unknown := sorted(set(names) - set(VARIANTS)):
+        parser.error(f"there is no model {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    print("                        |logit|    logits            gradient, unpacked    gradient, packed")
+    print("model                   largest    fp32     float64  fp32     float64      fp32     float64")
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            make_folder(name, Path(folder))
+            single, double = (parity(Path(folder), dtype) for dtype in (torch.float32, torch.float64))
+        print(
+            f"{name:22} {double.largest_logit:8.2f}    {single.logits:.1e}  {double.logits:.1e}  {single.gradient_unpacked:.1e}  "
+            f"{double.gradient_unpacked:.1e}      {single.gradient_packed:.1e}  {double.gradient_packed:.1e}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""From config.json to everything that a forward pass needs; what we cannot compute is refused, all of it at once.
+
+Both spellings of RoPE are read: `rope_parameters` of transformers 5, and the older `rope_theta` with `rope_scaling`.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+
+from ttrl.errors import ModelFolderError
+from ttrl.training.models.families import COMPOSITES, FAMILIES, SOFT_CAPS
+from ttrl.training.models.rope import EVERY_LAYER, ROPE_TYPES
+
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a decoder computes, apart from its weights. Fields that config.json has too bear its names."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    activation: str
+    gated_mlp: bool
+    mlp_bias: bool
+    norm: Literal["rms", "rms_plus_one", "layer"]
+    norm_eps: float
+    post_norms: bool
+    parallel: bool
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    head_bias: bool
+    tie_word_embeddings: bool
+    rope_parameters: dict[str, Any]
+    rope_kinds: tuple[str, ...]
+    """For each layer, which of the config's RoPEs it uses."""
+    windows: tuple[int | None, ...]
+    """For each layer, how many positions it looks back, its own included."""
+    attention_scale: float | None
+    """None is 1/√head_dim."""
+    attention_soft_cap: float | None
+    output_soft_cap: float | None
+    embedding_scale: float | None
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _activation(config: PretrainedConfig) -> str:
+    return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def _ropes(config: PretrainedConfig) -> dict[str, Any]:
+    """RoPE parameters by kind of layer: one kind, unless the config has them by layer type (Gemma 3)."""
+    parameters = config.rope_parameters or {}
+    nested = any(isinstance(value, dict) for value in parameters.values())
+    return {kind: parameters[kind] for kind in sorted(set(config.layer_types))} if nested else {EVERY_LAYER: parameters}
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    how, window = FAMILIES[config.model_type].windows, getattr(config, "sliding_window", None)
+    if how == "by_layer_types":
+        return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+    return (window if how == "every_layer" else None,) * config.num_hidden_layers
+
+
+def architecture(config: PretrainedConfig) -> Architecture:
+    """The architecture of a config that `read_config` has let through."""
+    family, head_dim = FAMILIES[config.model_type], _head_dim(config)
+
+    def decided(value: bool | str) -> bool:
+        return bool(getattr(config, value, False)) if isinstance(value, str) else value
+
+    ropes = _ropes(config)
+    described = {kind: _described(rope, config) for kind, rope in ropes.items()}
+    scale = config.query_pre_attn_scalar if family.query_scale else head_dim
+    attention_cap, output_cap = (getattr(config, name) if name in family.soft_caps else None for name in SOFT_CAPS)
+    return Architecture(
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        activation=_activation(config),
+        gated_mlp=family.gated_mlp,
+        mlp_bias=decided(family.mlp_bias),
+        norm=family.norm,
+        norm_eps=getattr(config, family.norm_eps),
+        post_norms=family.post_norms,
+        parallel=family.parallel,
+        qk_norm=decided(family.qk_norm),
+        qkv_bias=decided(family.qkv_bias),
+        output_bias=decided(family.output_bias),
+        head_bias=family.head_bias,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        rope_parameters=described.get(EVERY_LAYER, described),
+        rope_kinds=tuple(config.layer_types) if EVERY_LAYER not in ropes else (EVERY_LAYER,) * config.num_hidden_layers,
+        windows=_windows(config),
+        attention_scale=None if scale == head_dim else scale**-0.5,
+        attention_soft_cap=attention_cap,
+        output_soft_cap=output_cap,
+        embedding_scale=config.hidden_size**0.5 if family.scaled_embeddings else None,
+    )
+
+
+def _described(rope: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """RoPE parameters that say the same in either spelling, with what else the frequencies depend on."""
+    known = {name: value for name, value in sorted(rope.items()) if name != "type" and value is not None}
+    if known.get("partial_rotary_factor") == 1.0:
+        del known["partial_rotary_factor"]
+    if known.get("rope_type") in ("dynamic", "longrope", "yarn"):
+        known["max_position_embeddings"] = config.max_position_embeddings
+    return known
+
+
+def _problems(config: PretrainedConfig) -> list[str]:
+    """Everything in a config that our decoder does not compute."""
+    problems = []
+    known = config.model_type in FAMILIES
+    if not known:
+        problems.append(f"the model type {config.model_type!r} (there are {', '.join([*FAMILIES, *COMPOSITES])})")
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append("an encoder beside the decoder")
+    experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, name, None)]
+    if experts:
+        problems.append(f"a mixture of experts ({experts[0]})")
+    if getattr(config, "quantization_config", None):
+        problems.append("quantised weights (train the unquantised model; adapters over quantised weights are another setting)")
+    if getattr(config, "use_bidirectional_attention", False):
+        problems.append("attention to later tokens (use_bidirectional_attention)")
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [r for r in rope.values() if isinstance(r, dict)] or [rope]
+    if any(value is None for key, value in rope.items() if key in (getattr(config, "layer_types", None) or [])):
+        problems.append("layers without RoPE")
+    for kind in sorted({str(one.get("rope_type", "default")) for one in ropes} - set(ROPE_TYPES)):
+        problems.append(f"the RoPE type {kind!r} (there are {', '.join(ROPE_TYPES)})")
+    if any(one.get("rope_type") == "default" != one.get("type", "default") for one in ropes):
+        # transformers 5 does so with Gemma 3's rope_scaling, and says nothing.
+        problems.append('a RoPE whose "type" is lost to the rope_type "default" (write rope_type in config.json)')
+    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if name is not None and name not in ACTIVATIONS:
+        problems.append(f"the activation {name!r} (there are {', '.join(ACTIVATIONS)})")
+    types = getattr(config, "layer_types", None) or []
+    for kind in sorted(set(types) - {"full_attention", "sliding_attention"}):
+        problems.append(f"layers of the type {kind!r}")
+    if known:
+        problems += _problems_of_family(config, types)
+    return problems
+
+
+def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]:
+    problems = []
+    family, window = FAMILIES[config.model_type], getattr(config, "sliding_window", None)
+    if types and family.windows != "by_layer_types" and "sliding_attention" in types:
+        problems.append(f"layer_types, which {config.model_type} models do not have")
+    if family.windows == "by_layer_types" and len(types) != config.num_hidden_layers:
+        problems.append(f"{len(types)} layer_types for {config.num_hidden_layers} layers")
+    for name in SOFT_CAPS:
+        if getattr(config, name, None) and name not in family.soft_caps:
+            problems.append(f"{name}, which neither transformers nor vLLM applies to {config.model_type} models")
+    if window is not None and window < 1:
+        problems.append(f"a sliding window of {window} positions")
+    if config.num_attention_heads % config.num_key_value_heads:
+        problems.append(f"{config.num_key_value_heads} key/value heads for {config.num_attention_heads} query heads")
+    if family.head_bias and config.tie_word_embeddings:
+        problems.append("tied embeddings with a bias in the head")
+    return problems
+
+
+def read_config(folder: str | Path) -> PretrainedConfig:
+    """The config of a model folder; of one with a vision tower, that of its text part.
+
+    Raises ModelFolderError where it is missing or unreadable, or naming everything in it that our decoder does not compute.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(f"{folder}: no config.json there; give a model folder in Hugging Face layout")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ModelFolderError(f"{folder}/config.json cannot be read: {error}") from error
+    if config.model_type in COMPOSITES:
+        tied, config = config.tie_word_embeddings, config.get_text_config()
+        config.tie_word_embeddings = tied
+    if getattr(config, "rope_parameters", None):
+        config.standardize_rope_params()  # what transformers does again before it computes frequencies
+    if problems := _problems(config):
+        raise ModelFolderError(f"{folder}: its config asks for what ttrl does not compute: {'; '.join(problems)}")
+    return config
+
+
+def check_same_architecture(config: PretrainedConfig, own: PretrainedConfig, folder: Any) -> None:
+    """Raises ModelFolderError where a model of `config` would compute something else than one of `own` with the same weights."""
+    theirs, ours = architecture(config), architecture(own)
+    different = [
+        f"{field.name} is {getattr(theirs, field.name)!r} instead of {getattr(ours, field.name)!r}"
+        for field in dataclasses.fields(Architecture)
+        if getattr(theirs, field.name) != getattr(ours, field.name)
+    ]
+    if different:
+        raise ModelFolderError(f"{folder}: not the architecture of the policy: {'; '.join(different)}")

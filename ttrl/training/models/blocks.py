@@ -1,0 +1,123 @@
+"""Norms, attention and layers of decoders, where torchtune 0.6.1 has none or others.
+
+- q/k norms come before RoPE, as in Qwen3 and Gemma 3 (torchtune applies them after);
+- windows are counted in positions, scores can be capped, and rows may be longer than the model's context.
+
+Shapes: B rows, T tokens, D width, H query heads, K key/value heads, E dimension of a head.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchtune.modules import FeedForward, TransformerSelfAttentionLayer
+
+from ttrl.training.attention import AttentionPlan, attend
+from ttrl.training.models import cpu_ops
+from ttrl.training.models.architecture import Architecture
+from ttrl.training.models.rope import Rotary, rotate
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv 1910.07467), computed in fp32 or wider. With `plus_one` the weight is stored as its offset
+    from 1 (Gemma)."""
+
+    def __init__(self, dim: int, eps: float, plus_one: bool = False) -> None:
+        super().__init__()
+        self.eps, self.plus_one = eps, plus_one
+        self.scale = nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., dim] → the same shape and dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = self.scale.to(wide) + 1.0 if self.plus_one else self.scale.to(wide)
+        if cpu_ops.apply_to(x, scale):
+            return cpu_ops.rms_norm(x.to(wide), scale, self.eps).to(x.dtype)
+        return F.rms_norm(x.to(wide), (x.shape[-1],), scale, self.eps).to(x.dtype)
+
+
+def norm(shape: Architecture, dim: int) -> nn.Module:
+    """The architecture's norm over `dim` dimensions."""
+    if shape.norm == "layer":
+        return nn.LayerNorm(dim, shape.norm_eps)
+    return RMSNorm(dim, shape.norm_eps, plus_one=shape.norm == "rms_plus_one")
+
+
+def activation(name: str) -> nn.Module:
+    """An activation by its Hugging Face name; they are ACTIVATIONS of `architecture`."""
+    return {"silu": nn.SiLU, "relu": nn.ReLU, "gelu": nn.GELU}.get(name, lambda: nn.GELU(approximate="tanh"))()
+
+
+def for_products(x: Tensor) -> Tensor:
+    """x in the dtype in which matrix products take it. Autocast on the CPU would convert it again for each of them, and each of
+    their gradients back."""
+    lower = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    return x.to(torch.get_autocast_dtype("cpu")) if lower else x
+
+
+class GatedFeedForward(FeedForward):
+    """torchtune's, with other arithmetic on CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] → [B, T, D]."""
+        x = for_products(x)
+        gate, up = self.w1(x), self.w3(x)
+        if isinstance(self.activation, nn.SiLU) and cpu_ops.apply_to(gate, up):
+            return self.w2(cpu_ops.silu_times(gate, up))
+        return self.w2(self.activation(gate) * up)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query self-attention, in the place of torchtune's MultiHeadAttention."""
+
+    def __init__(self, shape: Architecture, layer: int) -> None:
+        super().__init__()
+        dim, self.head_dim = shape.hidden_size, shape.head_dim
+        self.q_proj = nn.Linear(dim, shape.num_attention_heads * self.head_dim, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(dim, shape.num_key_value_heads * self.head_dim, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(dim, shape.num_key_value_heads * self.head_dim, bias=shape.qkv_bias)
+        self.output_proj = nn.Linear(shape.num_attention_heads * self.head_dim, dim, bias=shape.output_bias)
+        self.q_norm = norm(shape, self.head_dim) if shape.qk_norm else None
+        self.k_norm = norm(shape, self.head_dim) if shape.qk_norm else None
+        self.kind, self.window = shape.rope_kinds[layer], shape.windows[layer]
+        self.scale, self.soft_cap = shape.attention_scale, shape.attention_soft_cap
+
+    def forward(self, x: Tensor, y: Tensor, *, mask: AttentionPlan, input_pos: Rotary) -> Tensor:
+        """x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. `mask` and `input_pos` are torchtune's names
+        for what goes through its layers to the attention: here the plan of attention, and RotaryEmbedding's output."""
+        B, T, _ = x.shape
+        x = for_products(x)
+        q, k, v = (proj(x).view(B, T, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        q, k = rotate(q, input_pos[self.kind]), rotate(k, input_pos[self.kind])
+        out = attend(q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap, window=self.window)
+        return self.output_proj(out.transpose(1, 2).reshape(B, T, -1))
+
+
+class ParallelLayer(TransformerSelfAttentionLayer):
+    """Attention and feed-forward layer side by side over one norm (Phi-1, Phi-2)."""
+
+    def forward(self, x: Tensor, *, mask: AttentionPlan, input_pos: Rotary) -> Tensor:  # type: ignore[override]
+        """x [B, T, D] → [B, T, D]."""
+        h = self.sa_norm(x)
+        return x + self.attn(h, h, mask=mask, input_pos=input_pos) + self.mlp(h)
+
+
+def layer(shape: Architecture, number: int) -> TransformerSelfAttentionLayer:
+    """The layer of that number, counted from 0."""
+    dim, width, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+    feed_forward = (GatedFeedForward if shape.gated_mlp else FeedForward)(
+        gate_proj=nn.Linear(dim, width, bias=bias),
+        down_proj=nn.Linear(width, dim, bias=bias),
+        up_proj=nn.Linear(dim, width, bias=bias) if shape.gated_mlp else None,
+        activation=activation(shape.activation),
+    )
+    return (ParallelLayer if shape.parallel else TransformerSelfAttentionLayer)(
+        attn=SelfAttention(shape, number),  # type: ignore[arg-type]  # takes the place of torchtune's class
+        mlp=feed_forward,
+        sa_norm=norm(shape, dim),
+        mlp_norm=None if shape.parallel else norm(shape, dim),
+        sa_scale=norm(shape, dim) if shape.post_norms else None,
+        mlp_scale=norm(shape, dim) if shape.post_norms else None,
+    )

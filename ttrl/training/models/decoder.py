@@ -1,0 +1,79 @@
+"""The decoder that the recipes train: torchtune's skeleton (TransformerDecoder, its layers and FeedForward, so that its tools for
+checkpointing, sharding and LoRA apply) around our attention, RoPE and norms.
+
+Shapes: B rows, T tokens, D width, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torchtune.modules import TiedLinear, TransformerDecoder
+from transformers import PretrainedConfig
+
+from ttrl.training.attention import AttentionPlan
+from ttrl.training.models.architecture import Architecture, architecture
+from ttrl.training.models.blocks import layer, norm
+from ttrl.training.models.rope import RotaryEmbedding
+
+
+class Decoder(TransformerDecoder):
+    """torchtune's decoder with one RoPE computation per pass, and hidden states as its output.
+
+    Dropout is never applied, whatever the config says: what is trained must be what samples.
+    """
+
+    rope: RotaryEmbedding
+    config: PretrainedConfig
+    architecture: Architecture
+    output_soft_cap: float | None
+    """Logits are cap·tanh(logits/cap) where this is not None (Gemma 2)."""
+
+    def hidden_states(self, tokens_BT: Tensor, positions_BT: Tensor, plan: AttentionPlan) -> Tensor:
+        """Final hidden states [B, T, D], normed, not yet projected to the vocabulary."""
+        h = self.tok_embeddings(tokens_BT)
+        device = h.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+        if (scale := self.architecture.embedding_scale) is not None:
+            # Rounded to the dtype of the computation, as in the original, in transformers and in vLLM.
+            h = h * torch.tensor(scale, dtype=dtype, device="cpu").item()
+        rotary = self.rope(positions_BT, dtype)
+        for block in self.layers:
+            h = block(h, mask=plan, input_pos=rotary)
+        return self.norm(h)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Hidden states [..., D] → logits [..., V] in fp32 or wider, capped where the model does so."""
+        logits = self.output(h)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cap = self.output_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def materialise_buffers(self, device: torch.device | str) -> None:
+        """Computes on `device` what a decoder has beside its parameters, after one was built on the meta device. (`to_empty` and
+        `to` do so by themselves.)"""
+        self.rope.materialise(device)
+
+
+def build_decoder(config: PretrainedConfig, context: int | None = None) -> Decoder:
+    """A decoder of the config's shape, on the current default device (the meta device too) and dtype, with parameters of no use
+    yet.
+
+    context: the longest sequence in tokens, for RoPE types that depend on it (longrope, dynamic); None takes the config's
+    max_position_embeddings, as vLLM does. Give the same length to the server as its max_model_len.
+    """
+    shape = architecture(config)
+    embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size)
+    decoder = Decoder(
+        tok_embeddings=embeddings,
+        layers=nn.ModuleList(layer(shape, number) for number in range(shape.num_hidden_layers)),
+        max_seq_len=config.max_position_embeddings,
+        num_heads=shape.num_attention_heads,
+        head_dim=shape.head_dim,
+        norm=norm(shape, shape.hidden_size),
+        output=TiedLinear(embeddings)
+        if shape.tie_word_embeddings
+        else nn.Linear(shape.hidden_size, shape.vocab_size, bias=shape.head_bias),
+    )
+    kinds = tuple(sorted(set(shape.rope_kinds)))
+    decoder.rope = RotaryEmbedding(config, kinds, context or config.max_position_embeddings)
+    decoder.config, decoder.architecture, decoder.output_soft_cap = config, shape, shape.output_soft_cap
+    return decoder

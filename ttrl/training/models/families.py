@@ -1,0 +1,179 @@
+"""What a model_type means beyond the numbers in its config.json: one row of FAMILIES for each.
+
+Parameters go by two names: theirs (Hugging Face) and ours (torchtune's, so that its tools find them). "{}" stands for the layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+Names = Mapping[str, str | tuple[str, ...]]
+
+
+def _names(*, gated: bool = True) -> dict[str, str | tuple[str, ...]]:
+    """Embeddings, head, q/k/v projections and, where they are gated, feed-forward layers: named alike in nearly every family."""
+    attention = {
+        f"model.layers.{{}}.self_attn.{part}_proj.{kind}": f"layers.{{}}.attn.{part}_proj.{kind}"
+        for part in "qkv"
+        for kind in ("weight", "bias")
+    }
+    feed_forward = {
+        f"model.layers.{{}}.mlp.{theirs}_proj.{kind}": f"layers.{{}}.mlp.{ours}.{kind}"
+        for theirs, ours in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+        for kind in ("weight", "bias")
+    }
+    return {
+        "model.embed_tokens.weight": "tok_embeddings.weight",
+        "lm_head.weight": "output.weight",
+        **attention,
+        **(feed_forward if gated else {}),
+    }
+
+
+_LLAMA: Names = {
+    **_names(),
+    "model.norm.weight": "norm.scale",
+    "model.layers.{}.input_layernorm.weight": "layers.{}.sa_norm.scale",
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.mlp_norm.scale",
+    "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attn.q_norm.scale",
+    "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attn.k_norm.scale",
+    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attn.output_proj.weight",
+    "model.layers.{}.self_attn.o_proj.bias": "layers.{}.attn.output_proj.bias",
+}
+
+_GEMMA2: Names = {
+    **_LLAMA,
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.sa_scale.scale",
+    "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.mlp_norm.scale",
+    "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
+}
+
+_PHI3: Names = {
+    **{theirs: ours for theirs, ours in _LLAMA.items() if not any(p in theirs for p in ("q_", "k_", "v_", "gate_", "up_"))},
+    "model.layers.{}.self_attn.qkv_proj.weight": tuple(f"layers.{{}}.attn.{part}_proj.weight" for part in "qkv"),
+    "model.layers.{}.mlp.gate_up_proj.weight": tuple(f"layers.{{}}.mlp.{part}.weight" for part in ("w1", "w3")),
+}
+
+_PHI: Names = {
+    **_names(gated=False),
+    **{
+        f"{theirs}.{kind}": f"{ours}.{kind}"
+        for kind in ("weight", "bias")
+        for theirs, ours in (
+            ("model.final_layernorm", "norm"),
+            ("model.layers.{}.input_layernorm", "layers.{}.sa_norm"),
+            ("model.layers.{}.self_attn.q_layernorm", "layers.{}.attn.q_norm"),
+            ("model.layers.{}.self_attn.k_layernorm", "layers.{}.attn.k_norm"),
+            ("model.layers.{}.self_attn.dense", "layers.{}.attn.output_proj"),
+            ("model.layers.{}.mlp.fc1", "layers.{}.mlp.w1"),
+            ("model.layers.{}.mlp.fc2", "layers.{}.mlp.w2"),
+        )
+    },
+    "lm_head.bias": "output.bias",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table. A string in the place of a bool is the field of config.json that decides."""
+
+    names: Names
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    """RMSNorm; RMSNorm whose weight is an offset from 1; LayerNorm."""
+    norm_eps: str = "rms_norm_eps"
+    qk_norm: bool | str = False
+    """A norm over each head's query and key, before RoPE."""
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    head_bias: bool = False
+    gated_mlp: bool = True
+    """down(act(gate(x)) · up(x)), or else down(act(up(x)))."""
+    post_norms: bool = False
+    """A second norm after attention and after the feed-forward layer, before each is added."""
+    parallel: bool = False
+    """Attention and feed-forward layer read the same normed input, and are added together."""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the square root of the width."""
+    query_scale: bool = False
+    """Attention scores are scaled by 1/√ of the config's query_pre_attn_scalar, and not of the dimension of a head."""
+    soft_caps: tuple[str, ...] = ()
+    """Which of the config's SOFT_CAPS the family has."""
+    tied_head_in_files: bool = True
+    """Checkpoints with tied embeddings hold them a second time, as lm_head.weight: most of vLLM's classes need it when they
+    reload in place on CPU, and transformers reads the same model from it. vLLM's Gemma 2 has no such parameter, and refuses
+    it."""
+    windows: Literal["none", "every_layer", "by_layer_types"] = "none"
+    """Which layers the config's sliding_window applies to."""
+
+
+FAMILIES = {
+    "llama": Family(_LLAMA, qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Family(_LLAMA, windows="every_layer"),
+    "ministral": Family(_LLAMA, windows="by_layer_types"),
+    "qwen2": Family(_LLAMA, qkv_bias=True, windows="by_layer_types"),
+    "qwen3": Family(_LLAMA, qk_norm=True, qkv_bias="attention_bias", output_bias="attention_bias", windows="by_layer_types"),
+    "gemma": Family(_LLAMA, norm="rms_plus_one", qkv_bias="attention_bias", output_bias="attention_bias", scaled_embeddings=True),
+    "gemma2": Family(
+        _GEMMA2,
+        norm="rms_plus_one",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        post_norms=True,
+        scaled_embeddings=True,
+        query_scale=True,
+        soft_caps=SOFT_CAPS,
+        tied_head_in_files=False,
+        windows="by_layer_types",
+    ),
+    "gemma3_text": Family(
+        _GEMMA2,
+        norm="rms_plus_one",
+        qk_norm=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        post_norms=True,
+        scaled_embeddings=True,
+        query_scale=True,
+        soft_caps=SOFT_CAPS[1:],
+        windows="by_layer_types",
+    ),
+    "phi3": Family(_PHI3, windows="every_layer"),
+    "phi": Family(
+        _PHI,
+        norm="layer",
+        norm_eps="layer_norm_eps",
+        qk_norm="qk_layernorm",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        gated_mlp=False,
+        parallel=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Composite:
+    """A model with more than text in it, of which the text part (a family of its own) is trained. Checkpoints keep the rest as it
+    was."""
+
+    layouts: tuple[Mapping[str, str], ...]
+    """How the text part's parameters are called in the folder: what stands for which beginning of their plain names. Which of
+    them a folder has depends on the version of transformers that wrote it."""
+    frozen: tuple[str, ...]
+    """What the names of all other parameters begin with."""
+
+
+COMPOSITES = {
+    "gemma3": Composite(
+        layouts=(
+            {"model.": "model.language_model.", "lm_head.": "lm_head."},
+            {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+        ),
+        frozen=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ),
+}

@@ -1,0 +1,82 @@
+"""Rotary positions (RoPE, arXiv 2104.09864), in the half-rotation form of Hugging Face checkpoints.
+
+Frequencies are computed by transformers from the config itself, whatever the scaling type, so that they cannot differ.
+
+Shapes: B rows, T tokens, H heads, E dimension of a head, R the dimensions of it that are rotated (the first ones).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ttrl.training.models import cpu_ops
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+EVERY_LAYER = "every_layer"
+
+Rotary = dict[str, tuple[Tensor, Tensor]]
+"""Cosines and sines, each [B, 1, T, R], by kind of layer."""
+
+
+def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [R/2] in fp32 on the CPU, and the factor of cosines and sines, for layers of `kind`.
+
+    "longrope" and "dynamic" depend on the length of the sequence. transformers takes the longest of the batch at hand; vLLM
+    takes its max_model_len, once and for all, because keys in the cache are rotated already. So do we: `context` is the longest
+    sequence that will occur, and the same token has the same keys in every packing.
+    """
+    nested = kind != EVERY_LAYER
+    parameters = config.rope_parameters[kind] if nested else config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    with torch.device("cpu"):  # whatever the default device is
+        if (rope_type := parameters["rope_type"]) == "default":
+            dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
+        layer = {"layer_type": kind} if nested else {}
+        return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=context, **layer)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of positions, for each kind of layer (Gemma 3 has two). The frequencies are buffers in fp32, which no
+    conversion to another dtype and no move from the meta device can spoil: they are computed again."""
+
+    def __init__(self, config: PretrainedConfig, kinds: tuple[str, ...], context: int) -> None:
+        super().__init__()
+        self._computed = {kind: frequencies(config, kind, context) for kind in kinds}
+        self.materialise(torch.get_default_device())
+
+    def materialise(self, device: torch.device | str) -> None:
+        """Puts the frequencies on `device`."""
+        for kind, (inverse, _) in self._computed.items():
+            self.register_buffer(f"{kind}_frequencies", inverse.to(device), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.materialise(next(self.buffers()).device)
+        return self
+
+    @torch.no_grad()
+    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary:
+        """positions [B, T] → cosines and sines in `dtype`; the angles are computed in fp32 whatever it is."""
+        rotary = {}
+        with torch.autocast(positions_BT.device.type, enabled=False):
+            for kind, (_, factor) in self._computed.items():
+                angles = positions_BT.float().unsqueeze(-1) * self.get_buffer(f"{kind}_frequencies")
+                angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
+                rotary[kind] = ((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+        return rotary
+
+
+def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Queries or keys, turned by their positions; dimensions from R on pass through."""
+    cos, sin = (part.to(x_BHTE.dtype) for part in rotary)
+    if cpu_ops.apply_to(x_BHTE):  # in the layout that the projections give and attention takes: [B, T, H, E] in memory
+        return cpu_ops.rotate_halves(*(part.transpose(1, 2) for part in (x_BHTE, cos, sin))).transpose(1, 2)
+    turned, passed = x_BHTE[..., : cos.shape[-1]], x_BHTE[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned

@@ -1,0 +1,187 @@
+"""Parameters from safetensors and back, under either naming: theirs (Hugging Face) and ours (torchtune's).
+
+Some families store matrices fused along their rows (Phi-3: q, k and v; gate and up); ours are apart.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from ttrl.errors import ModelFolderError
+from ttrl.training.models.architecture import Architecture, architecture, read_config
+from ttrl.training.models.families import COMPOSITES, FAMILIES, Composite
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint: its name there, and the parameters of ours that it holds, one after the other in its rows."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+def _template(name: str) -> tuple[str, str | None]:
+    """ "layers.7.x" → ("layers.{}.x", "7")."""
+    layer = _LAYER.search(name)
+    return (name.replace(layer[0], ".{}.", 1), layer[1]) if layer else (name, None)
+
+
+def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[Stored]:
+    """How a checkpoint stores parameters of these names; a tied head once more by itself, where the family has it so."""
+    table, family = {}, FAMILIES[config.model_type]
+    for theirs, ours in family.names.items():
+        parts = (ours,) if isinstance(ours, str) else ours
+        table[parts[0]] = (theirs, parts)
+    later = {part for _, parts in table.values() for part in parts[1:]}
+    found = []
+    for name in parameters:
+        template, layer = _template(name)
+        if template in later:
+            continue
+        assert template in table, f"no Hugging Face name for {name}"
+        theirs, parts = table[template]
+        found.append(Stored(theirs.format(layer), tuple(part.format(layer) for part in parts)))
+    if config.tie_word_embeddings and family.tied_head_in_files:
+        found.append(Stored("lm_head.weight", ("tok_embeddings.weight",)))
+    return found
+
+
+def to_hugging_face_names(weights: Mapping[str, Tensor], config: PretrainedConfig) -> dict[str, Tensor]:
+    """The inverse of `load_weights`; a tied head is there as a copy of its own. Gradients or moments are renamed just as well."""
+    renamed = {}
+    for name, parts in stored_as(weights, config):
+        tensors = [weights[part] for part in parts]
+        renamed[name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    if config.tie_word_embeddings and "lm_head.weight" in renamed:
+        renamed["lm_head.weight"] = renamed["lm_head.weight"].clone()
+    return renamed
+
+
+def _rows(parameter: str, shape: Architecture) -> int:
+    """Rows of a parameter that is stored fused with others."""
+    sizes = {
+        "q_proj": shape.num_attention_heads * shape.head_dim,
+        "k_proj": shape.num_key_value_heads * shape.head_dim,
+        "v_proj": shape.num_key_value_heads * shape.head_dim,
+    }
+    return sizes.get(parameter.split(".")[-2], shape.intermediate_size)
+
+
+def files_of(folder: Path) -> list[str]:
+    """The safetensors files of a model folder, one or a sharded set. Raises ModelFolderError; pickles are refused."""
+    index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelFolderError(f"{index} is damaged ({type(error).__name__}: {error}); copy or download it again") from error
+    for file in files:
+        if not (folder / file).is_file():
+            raise ModelFolderError(
+                f"{folder}: {file} is not there; save the model with save_pretrained (safetensors, not pickles)"
+            )
+    return files
+
+
+def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
+    """(file, name, tensor) of everything that is stored in a folder, one tensor at a time."""
+    folder = Path(folder)
+    for file in files_of(folder):
+        try:
+            with safe_open(folder / file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # not a dict
+                    yield file, name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelFolderError(f"{folder / file} cannot be read ({error}); copy or download it again") from error
+
+
+def read_stored(file: Path, name: str) -> Tensor:
+    """One tensor of a safetensors file."""
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def composite_of(folder: str | Path) -> Composite | None:
+    """What a model folder has beside text; None where that is nothing."""
+    return COMPOSITES.get(json.loads((Path(folder) / "config.json").read_text())["model_type"])
+
+
+def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str] | None:
+    """The layout that a stored name is of, and its plain name; None where it is of none."""
+    for layout in composite.layouts:
+        for plain, prefix in layout.items():
+            if stored.startswith(prefix):
+                return layout, plain + stored.removeprefix(prefix)
+    return None
+
+
+def iter_weights(folder: str | Path, config: PretrainedConfig | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
+    memory and read tensor by tensor, so that the host never holds the whole model.
+
+    config: the folder's, where `read_config` was called already. Raises ModelFolderError.
+    """
+    config = config or read_config(folder)
+    shape, names, composite = architecture(config), FAMILIES[config.model_type].names, composite_of(folder)
+    for file, stored, tensor in iter_stored(folder):
+        theirs = stored
+        if composite is not None:
+            if stored.startswith(composite.frozen):
+                continue
+            if (found := layout_of(stored, composite)) is not None:
+                _, theirs = found
+        template, layer = _template(theirs)
+        if theirs.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and theirs == "lm_head.weight"):
+            continue
+        if template not in names:
+            raise ModelFolderError(f"{folder}/{file}: the parameter {stored!r} has no place in our decoder")
+        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ModelFolderError(
+                f"{folder}/{file}: {stored} is {tensor.dtype}; ttrl trains from float weights of 16 bits or more"
+            )
+        ours = names[template]
+        parts = [part.format(layer) for part in ((ours,) if isinstance(ours, str) else ours)]
+        if len(parts) == 1:
+            yield parts[0], tensor
+            continue
+        rows = [_rows(part, shape) for part in parts]
+        if tensor.shape[0] != sum(rows):
+            raise ModelFolderError(f"{folder}/{file}: {stored} has {tensor.shape[0]} rows; its config.json asks for {sum(rows)}")
+        yield from zip(parts, tensor.split(rows), strict=True)
+
+
+def load_weights(folder: str | Path, config: PretrainedConfig | None = None) -> dict[str, Tensor]:
+    """All of `iter_weights` at once."""
+    return dict(iter_weights(folder, config))
+
+
+def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Any) -> None:
+    """Raises ModelFolderError where weights and parameters have other names or shapes (of sharded ones, the whole shape)."""
+    missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in own.keys() & weights.keys()
+        if own[name].shape != weights[name].shape
+    ]
+    if missing or surplus or shapes:
+        raise ModelFolderError(
+            f"{folder}: the weights do not fit its config.json: "
+            f"missing {missing[:3] or 'none'}, not expected {surplus[:3] or 'none'}, other shapes {sorted(shapes)[:3] or 'none'}"
+        )
+
+
+def load_into(decoder: nn.Module, weights: Mapping[str, Tensor], folder: Any) -> None:
+    """Copies weights into a decoder, converting the dtype. Raises ModelFolderError with missing names and shapes that differ."""
+    own = dict(decoder.named_parameters())
+    check_weights(own, weights, folder)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
