@@ -1,4 +1,4 @@
-"""The CUDA way of attention against the dense CPU way, in float32. Written without a GPU at hand: never run yet."""
+"""The CUDA way of attention against the CPU's, in float32. Written without a GPU at hand: never run yet."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.training.attention import attend, attention_mask
+from ttrl.training.attention import attend, attention_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -16,7 +16,8 @@ helpers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(helpers)
 
 
-def test_flex_attention_equals_the_dense_mask_forward_and_backward():
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (30, None), (None, 1.5), (30, 1.5)])
+def test_flex_attention_equals_the_cpu_forward_and_backward(window, soft_cap):
     packed = packed_tensors_from_tokenized_results(
         helpers.random_samples(1, prompts=(40, 90, 1), longest=60), seq_len=512, pad_id=0
     )
@@ -27,9 +28,10 @@ def test_flex_attention_equals_the_dense_mask_forward_and_backward():
     results = []
     for device in ("cpu", "cuda"):
         inputs = [part.to(device).requires_grad_() for part in (q.clone(), k.clone(), v.clone())]
-        mask = attention_mask(packed.group_ids.to(device), packed.parent_ids.to(device), torch.float32)
-        out = attend(*inputs, mask)
+        ids = (tensor.to(device) for tensor in (packed.group_ids, packed.parent_ids, packed.input_pos))
+        out = attend(*inputs, attention_plan(*ids, torch.float32), soft_cap=soft_cap, window=window)
+        out = out * (packed.group_ids >= 0).to(device)[:, None, :, None]  # what stands at padding is of no use
         (out * weight.to(device)).sum().backward()
         results.append([out.detach().cpu(), *(part.grad.cpu() for part in inputs)])
-    for dense, flex in zip(*results, strict=True):
-        torch.testing.assert_close(flex, dense, rtol=1e-3, atol=1e-3)
+    for expected, flex in zip(*results, strict=True):
+        torch.testing.assert_close(flex, expected, rtol=1e-3, atol=1e-3)
