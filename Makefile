@@ -27,7 +27,7 @@ test: test-quick
 	$(RUN) -m pytest -n 2 --dist loadfile -m e2e
 
 test-quick: install $(S3_SERVER)
-	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 -m "not e2e"
+	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e"
 
 # For the tests of the cache; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
 $(S3_SERVER): tests/s3_server.txt | install

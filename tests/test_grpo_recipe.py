@@ -15,7 +15,7 @@ from ttrl.data.packing import packed_tensors_from_tokenized_results
 from ttrl.errors import DivergedError, ModelFolderError, RunFolderError
 from ttrl.files import read_jsonl
 from ttrl.training.distributed import Ranks
-from ttrl.training.models import to_hugging_face_names
+from ttrl.training.models import read_config, to_hugging_face_names
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parent / "training" / "conftest.py")
 helpers = importlib.util.module_from_spec(_spec)
@@ -68,7 +68,7 @@ def gradient(folder):
     """The gradient that the optimizer was given, under Hugging Face names: Adam's first moment after one step is (1 - β1)·g."""
     moments = load_file(folder / "state" / "optimizer.safetensors")
     ours = {n.removesuffix(".exp_avg"): t.double() / (1 - BETA1) for n, t in moments.items() if n.endswith(".exp_avg")}
-    return to_hugging_face_names(ours, tied=False)
+    return to_hugging_face_names(ours, read_config(folder / "checkpoint"))
 
 
 def distance(one, other):
@@ -159,7 +159,7 @@ def test_nan_weights_stop_before_the_step(inputs, tmp_path):
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = math.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     (broken / "config.json").write_bytes((inputs["model"] / "config.json").read_bytes())
-    with pytest.raises(DivergedError, match="optimizer step 1: the gradient norm is nan"):
+    with pytest.raises(DivergedError, match=r"(?s)step 1: .*weights of the model are not finite \(layers.0.mlp.w3.weight and 0"):
         train(inputs, model=str(broken))
     assert not (inputs["folder"] / "out" / "checkpoint").exists()
 
@@ -171,7 +171,7 @@ def test_a_reference_of_another_architecture_is_refused(change, inputs):
     """The same weights under another config are another model: KL to it would be wrong, and say nothing."""
     path = inputs["reference"] / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ModelFolderError, match=f"not the architecture of the policy: {next(iter(change))}"):
+    with pytest.raises(ModelFolderError, match=f"not the architecture of the policy: {next(iter(change)).removeprefix('rms_')}"):
         train(inputs, kl_coefficient=0.1, reference_model=str(inputs["reference"]))
 
 

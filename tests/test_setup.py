@@ -242,7 +242,7 @@ def test_the_makefile_installs_before_everything_and_passes_failures_on(tmp_path
         ["make", f"PYTHON={fake}", "test"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
-    assert calls.read_text().splitlines() == ["tools/install.py .venv", "-m pytest -n 2 -m not e2e"]
+    assert calls.read_text().splitlines() == ["tools/install.py .venv", "-m pytest -n 2 --dist worksteal -m not e2e"]
 
 
 def test_ci_stops_at_the_first_failure() -> None:

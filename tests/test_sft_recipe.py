@@ -1,13 +1,18 @@
 """What the supervised recipe reads, and what it says of data and models that it cannot read."""
 
 import json
+import shutil
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from ttrl import sft_recipe
 from ttrl.configs import SFTConfig
-from ttrl.errors import ConfigError, ModelFolderError, TokenizationError
-from ttrl.tiny_model import make_tiny_model
+from ttrl.errors import ConfigError, DivergedError, ModelFolderError, TokenizationError
+from ttrl.files import read_jsonl
+from ttrl.tiny_model import CHAT_TEMPLATE, make_tiny_model
+from ttrl.training.distributed import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +73,72 @@ def test_every_epoch_uses_every_example_once(model, tmp_path):
     assert drawn[:7] != drawn[7:14]
     again = sft_recipe.batches(examples, settings)
     assert [example.task_id for _ in range(7) for example in next(again)] == drawn
+
+
+TWO_TURNS = [
+    {"role": "user", "content": "a?"},
+    {"role": "assistant", "content": "A"},
+    {"role": "user", "content": "b?"},
+    {"role": "assistant", "content": "B"},
+]
+
+
+def trained_text(model, example):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return tokenizer.decode([i for i, mine in zip(example.token_ids, example.assistant_mask, strict=True) if mine])
+
+
+def with_template(model, tmp_path, template):
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    return tmp_path / "model"
+
+
+def test_all_turns_of_the_assistant_are_trained(model, tmp_path):
+    (example,), _ = sft_recipe.read_examples(config(model, tmp_path, [json.dumps({"messages": TWO_TURNS})]))
+    assert trained_text(model, example) == "A<|end|>B<|end|>"
+
+
+def test_turns_that_the_template_rewrites_have_sequences_of_their_own(model, tmp_path):
+    """This one writes everything but the last message in small letters."""
+    said = "(message['content'] if loop.last else message['content'] | lower)"
+    rewriting = with_template(model, tmp_path, CHAT_TEMPLATE.replace("message['content']", said))
+    examples, _ = sft_recipe.read_examples(config(rewriting, tmp_path, [json.dumps({"messages": TWO_TURNS})]))
+    assert [trained_text(rewriting, example) for example in examples] == ["B<|end|>", "A<|end|>"]
+    assert [(example.task_id[-6:], example.sample) for example in examples] == [("line 1", 0), ("line 1", 1)]
+
+
+def test_tools_reach_the_template(model, tmp_path):
+    template = with_template(model, tmp_path, "{%- if tools -%}{{- tools[0]['function']['name'] -}}{%- endif -%}" + CHAT_TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "dig", "parameters": {"type": "object", "properties": {}}}}]
+    lines = [json.dumps({"messages": TWO_TURNS, "tools": tools}), json.dumps({"messages": TWO_TURNS})]
+    (one, other), _ = sft_recipe.read_examples(config(template, tmp_path, lines))
+    assert len(one.token_ids) == len(other.token_ids) + len("dig")
+    assert trained_text(template, one) == trained_text(template, other) == "A<|end|>B<|end|>"
+
+
+def train(model, tmp_path, **settings):
+    lines = [json.dumps(conversation(f"{n}?", str(n) * (n + 1))) for n in range(6)]
+    sft_recipe.train(
+        config(model, tmp_path, lines, steps=2, batch_size=4, seq_len=40, device="cpu", **settings),
+        Ranks(0, 1, torch.device("cpu")),
+    )
+    return read_jsonl(tmp_path / "train.jsonl")
+
+
+def test_the_lines_of_a_run(model, tmp_path):
+    rows = train(model, tmp_path, profile_steps=1)
+    assert [row["global_step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["flops"] > 0 and row["logical_tokens"] >= row["row_tokens"] - 4 and row["seconds"] > 0
+        assert {"data", "forward", "backward", "optimizer"} <= row["seconds_by_part"].keys()
+        assert row["peak_share"] > 0 and row["memory_peaks"]["host"] > 0
+    assert "checkpoint" in rows[1]["seconds_by_part"]
+    assert (tmp_path / "profile" / "rank-0.json").is_file()
+
+
+def test_losses_that_are_not_finite_stop_the_run(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sft_recipe, "negative_log_likelihood", lambda logprobs: logprobs / 0)
+    with pytest.raises(DivergedError, match=r"step 2: .*losses are not finite; the first is in microbatch 0"):
+        train(model, tmp_path, max_skipped_steps=1)
+    assert not (tmp_path / "checkpoint").exists()

@@ -1,40 +1,52 @@
 """Supervised training on conversations, for warm starts: `tune run [torchrun options] ttrl/sft_recipe --config FILE`.
 
-    data.jsonl ({"messages": [..., the assistant's answer]} a line) + model  →  output_dir/checkpoint, output_dir/train.jsonl
+    data.jsonl ({"messages": [...], "tools": [...]} a line) + model  →  output_dir/checkpoint, output_dir/train.jsonl
 
 The same rows, policy, head and checkpoints as `ttrl.grpo_recipe`; the loss is the mean -log π over the trained tokens of a step,
-which are the last assistant message and its end-of-turn token. The settings: `ttrl.configs.SFTConfig`.
+which are what the assistant wrote in all its turns, end-of-turn tokens included. Where a chat template rewrites earlier turns
+once the conversation goes on, those are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat_templates).
+The settings: `ttrl.configs.SFTConfig`.
 
 Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run on a GPU yet.
 """
 
+import dataclasses
+import functools
 import logging
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 from torchtune.config import parse
 from transformers import AutoTokenizer
 
 from ttrl.configs import SFTConfig
-from ttrl.data.chat_templates import chat_tokens
+from ttrl.data.chat_templates import tokenize_chat_turns
 from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.errors import ConfigError, ModelFolderError
-from ttrl.files import append_jsonl, read_jsonl
+from ttrl.errors import ConfigError, ModelFolderError, TokenizationError
+from ttrl.files import read_jsonl
 from ttrl.records import TokenizedResult
-from ttrl.training.batches import check_pack, derived_generator, updates
+from ttrl.training.batches import Update, check_pack, derived_generator, policy_inputs, updates
 from ttrl.training.checkpoints import save_checkpoint
+from ttrl.training.counts import token_counts, work_counts
 from ttrl.training.distributed import Ranks, run_recipe
+from ttrl.training.faults import Finite, memory_advice
+from ttrl.training.loading import load_policy
 from ttrl.training.logprobs import IGNORE
 from ttrl.training.losses import negative_log_likelihood
 from ttrl.training.metrics import Sums
 from ttrl.training.models import read_config
-from ttrl.training.optim import clip_and_step, learning_rate, make_optimizer
-from ttrl.training.policy import load_policy
+from ttrl.training.policy import HeadOptions, Policy
+from ttrl.training.profiling import Profiler
 from ttrl.training.progress import Progress
+from ttrl.training.step import TOKENS
+from ttrl.training.stopwatch import Stopwatch
+from ttrl.training.taking import Stepper
+from ttrl.training.train_log import TrainLog
 
 logger = logging.getLogger("ttrl.sft_recipe")
 
@@ -42,33 +54,54 @@ logger = logging.getLogger("ttrl.sft_recipe")
 def train(config: SFTConfig, here: Ranks) -> None:
     """The recipe, a page of steps."""
     examples, pad_id = read_examples(config)
-    policy = load_policy(config, here)
-    optimizer = make_optimizer(policy, config)
-    progress = Progress(config.steps, here)
-    log = Path(config.output_dir, "train.jsonl")
-    if here.is_first:
-        log.unlink(missing_ok=True)
+    with memory_advice(config, config.seq_len):
+        policy = load_policy(config, here)
+        stepper, watch = Stepper(policy, config, here), Stopwatch(here.device)
+        progress, profiler = Progress(config.steps, here), Profiler(config.output_dir, config.profile_steps, here)
+        log = TrainLog(config, policy, here, watch)
 
-    for step, batch in zip(range(config.steps), batches(examples, config), strict=False):
-        began = time.perf_counter()
-        packed = packed_tensors_from_tokenized_results(batch, seq_len=config.seq_len, pad_id=pad_id)
-        check_pack(packed, policy)
-        (update,) = updates(packed, 1, (config.seed, step), here)
-        sums = Sums()
-        for rows in update.microbatches(config.rows_per_microbatch, here.device):
-            logprobs, entropy = policy(*(rows[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos")))
-            loss = negative_log_likelihood(logprobs) * rows["weights"][rows["labels"] != IGNORE]
-            update.backward(loss)
-            sums.add(loss=loss, entropy=entropy, trained_tokens=float(logprobs.numel()))
-        norm = clip_and_step(policy, optimizer, config, step)
-        totals = sums.over_ranks(here)
-        progress.advance()
-        if here.is_first:
-            tokens = totals["trained_tokens"]
-            row = {"global_step": step + 1, "loss": totals["loss"] / update.normaliser, "entropy": totals["entropy"] / tokens}
-            row |= {"lr": learning_rate(config, step), "grad_norm": norm, "trained_tokens": int(tokens)}
-            append_jsonl(log, row | {"seconds": time.perf_counter() - began})
-    save_checkpoint(Path(config.output_dir, "checkpoint"), policy, config.model, here)
+        for number, batch in zip(range(config.steps), batches(examples, config), strict=False):
+            with profiler.step(f"optimizer step {number + 1}"):
+                with watch.part("data"):
+                    packed = packed_tensors_from_tokenized_results(batch, seq_len=config.seq_len, pad_id=pad_id)
+                    check_pack(packed, policy)
+                    (update,) = updates(packed, 1, (config.seed, number), here)
+                stepper.begin()
+                sums, first_bad = accumulate_gradients(policy, update, config, here, watch)
+                with watch.part("optimizer"):
+                    taken = stepper.take(sums["not_finite"], first_bad)
+            progress.advance()
+            tokens = {name: int(sums[name]) for name in TOKENS}
+            row = {"global_step": stepper.global_step, "loss": sums["loss"] / update.normaliser}
+            log.line(row | {"entropy": sums["entropy"] / sums["trained_tokens"]} | tokens | taken, sums["flops"])
+        profiler.close()
+        with watch.part("checkpoint"):
+            save_checkpoint(Path(config.output_dir, "checkpoint"), policy, config.model, here, config=config)
+        log.close()
+
+
+def accumulate_gradients(
+    policy: Policy, update: Update, config: SFTConfig, here: Ranks, watch: Stopwatch
+) -> tuple[dict[str, float], str | None]:
+    """Adds the gradient of the step to the parameters. Returns its sums over the ranks, and where the first loss of this rank
+    lies that is not finite."""
+    sums, finite = Sums(), Finite()
+    for rows in update.microbatches(config, here.device):
+        loss_of = functools.partial(weighted_loss, rows["weights"][rows["labels"] != IGNORE])
+        with watch.part("forward"):
+            out = policy(*policy_inputs(rows), HeadOptions(token_loss=loss_of))
+        with watch.part("backward"):
+            update.backward(out.loss)
+        losses = loss_of(out.logprobs, slice(None))
+        finite.look(losses)
+        sums.add(loss=losses, entropy=out.entropy, **token_counts(rows))
+    sums.add(not_finite=finite.count(), **work_counts(update.rows, policy.decoder.config))
+    return sums.over_ranks(here), finite.described(update.rows, update.numbers, config.rows_per_microbatch)
+
+
+def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
+    """w·(-log π) of the tokens in `at`."""
+    return negative_log_likelihood(logprobs_n) * weights_N[at]
 
 
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
@@ -94,7 +127,7 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
             raise ConfigError(
                 f"{config.data}, line {number}", ['no conversation; a line is {"messages": [{"role": …, "content": …}, …]}']
             )
-        examples.append(chat_tokens(tokenizer, messages, f"{config.data}, line {number}"))
+        examples += conversation(tokenizer, messages, row.get("tools"), f"{config.data}, line {number}")
     fitting = [example for example in examples if len(example.token_ids) <= config.seq_len]
     if len(fitting) < len(examples):
         logger.warning(
@@ -109,6 +142,24 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
             "sft_recipe config", [f"seq_len is {config.seq_len}, but the shortest conversation has {longest} tokens"]
         )
     return fitting, pad_id
+
+
+def conversation(tokenizer: Any, messages: list[Any], tools: list[Any] | None, place: str) -> list[TokenizedResult]:
+    """The token sequences in which all the assistant's turns are trained, each once. Turns that cannot be are logged.
+
+    Raises TokenizationError, with the place, where none can be, or the last message is not the assistant's.
+    """
+    if not messages or messages[-1].get("role") != "assistant":
+        raise TokenizationError(f"{place}: the last message must be the assistant's; it is {messages[-1:]!r:.120}")
+    try:
+        found = tokenize_chat_turns(tokenizer, messages, tools)
+    except TokenizationError as error:
+        raise TokenizationError(f"{place}: {error}") from error
+    trained = {turn.message for chat in found for turn in chat.turns if turn.reason is None}
+    for turn in found[0].untrained:
+        if turn.message not in trained:
+            logger.warning("%s, message %d is not trained: %s", place, turn.message, turn.reason)
+    return [dataclasses.replace(chat.result(place), sample=number) for number, chat in enumerate(found)]
 
 
 def batches(examples: list[TokenizedResult], config: SFTConfig) -> Iterator[list[TokenizedResult]]:

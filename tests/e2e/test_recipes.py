@@ -107,6 +107,32 @@ def test_accumulation_and_ranks_change_nothing_but_rounding(processes, rows, bas
     assert largest_difference(weights(baseline), weights(tmp_path)) < 2e-4
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": "clip_cov", "covariance_share": 0.2, "covariance_bounds": [-100.0, 100.0], "entropy_coefficient": 0.01},
+        {"value_head": True, "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1", "off_policy": "token"},
+        {"objective": "gspo", "kl_coefficient": 0.1, "kl_estimator": "full"},
+    ],
+    ids=["chosen tokens", "token rewards", "whole vocabulary"],
+)
+def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(settings, inputs, baseline, tmp_path):
+    settings = {**settings, "model": str(baseline / "checkpoint"), "reference_model": str(inputs / "model")}
+    for processes, name in ((1, "one"), (2, "two")):
+        run(tmp_path / name, inputs, processes=processes, rows_per_microbatch=processes, **settings)
+    expected, found = (read_jsonl(tmp_path / name / "train.jsonl")[-1] for name in ("one", "two"))
+    assert found.keys() == expected.keys()
+    compared = {"loss", "policy_loss", "entropy", "grad_norm", "flops", "logical_tokens", "ess", "kl", "chosen_fraction"}
+    for name in compared & expected.keys():
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
+    one, two = (load_file(tmp_path / name / "state" / "optimizer.safetensors") for name in ("one", "two"))
+    scale = max(float(value.abs().max()) for name, value in one.items() if name.endswith("exp_avg"))
+    assert largest_difference(*({k: v for k, v in s.items() if k.endswith("exp_avg")} for s in (one, two))) < 1e-4 * scale
+    if settings.get("value_head"):
+        heads = [load_file(tmp_path / name / "state" / "value_optimizer.safetensors") for name in ("one", "two")]
+        assert largest_difference(*heads) < 1e-4 * max(float(value.abs().max()) for value in heads[0].values())
+
+
 def test_optimizer_state_goes_on_from_iteration_to_iteration(inputs, tmp_path):
     """Fault 6 of the predecessor. Two updates in one run equal two runs of one update that hand on their state, bit for bit."""
     packed = packed_tensors_from_tokenized_results(helpers.random_samples(3, prompts=(3, 5)), seq_len=30, pad_id=0)

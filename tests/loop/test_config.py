@@ -4,8 +4,10 @@ import os
 
 import numpy as np
 import pytest
+import yaml
 
 from ttrl import TrainConfig
+from ttrl.configs import GRPOConfig
 from ttrl.errors import ConfigError
 
 
@@ -41,6 +43,8 @@ def test_defaults_are_right():
         ({"training": {"lrr": 1e-4}}, "training: unknown key 'lrr'; did you mean 'lr'?"),
         ({"training": {"lr": "fast"}}, "training: lr is 'fast'; it must be a number"),
         ({"training": {"lr_schedule": "linear"}}, "training: lr_schedule 'linear' needs total_steps"),
+        ({"training": {"lr_rows": 0}}, "training: lr_rows is 0; it must be at least 1"),
+        ({"training": {"max_skipped_steps": -1}}, "training: max_skipped_steps is -1; it must be at least 0"),
         ({"training": "lr=1"}, "training is 'lr=1'; it must be a mapping"),
         ({"training": {"lr": np.float64(1e-4)}}, "training holds what config.yaml cannot"),
         ({"server": {"max_model_len": np.int64(5)}}, "server holds what config.yaml cannot"),
@@ -51,6 +55,8 @@ def test_defaults_are_right():
         ({"reward_power": -1}, "reward_power is -1.0; it must be above 0"),
         ({"surprise_bonus": 1.5}, "surprise_bonus is 1.5; it must be in [0, 1]"),
         ({"surprise_until": "end"}, "surprise_until is 'end' without a surprise_bonus"),
+        ({"too_long": "cut"}, "too_long is 'cut'; it must be one of 'drop', 'error', 'truncate', 'extend'"),
+        ({"share": "all"}, "share is 'all'; it must be one of 'tree', 'prompt', 'none'"),
         ({"dynamic_sampling": 0}, "dynamic_sampling is 0; it must be at least 1"),
         ({"max_extra_tasks": 4}, "max_extra_tasks is given without dynamic_sampling"),
         ({"dynamic_sampling": 97}, "dynamic_sampling is 97, but an iteration has at most 96 tasks"),
@@ -76,8 +82,47 @@ def test_all_problems_at_once():
     assert len(found) == 6
 
 
+def test_defaults_are_those_of_a_config_that_gives_nothing_else():
+    defaults = TrainConfig.defaults()
+    assert config().to_dict() == {"run": "r", "model": "m", "iterations": 1} | defaults
+    assert not {"run", "model", "iterations"} & defaults.keys() and defaults["too_long"] == "drop"
+
+
 def test_kl_needs_no_reference_from_the_person():
     assert config(training={"kl_coefficient": 0.1}).check("TrainConfig").training == {"kl_coefficient": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("training", "needed"),
+    [
+        ({}, False),
+        ({"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, True),
+        ({"token_rewards": "implicit"}, True),
+        ({"kl_coefficient": 0.1, "kl_estimator": "full", "kl_after_steps": 100}, True),
+        ({"objective": "gspo", "value_head": True, "off_policy": "token", "lr_rows": 8, "profile_steps": 1}, False),
+        ({"objective": "clip_cov", "covariance_bounds": [0.5, 4], "max_skipped_steps": 0, "measure_peak": False}, False),
+    ],
+)
+def test_the_recipe_s_options_pass_through(training, needed):
+    """… and the loop gives it the reference model where the objective needs one."""
+    made = config(training=training).check("TrainConfig").recipe_config({})
+    assert {name: getattr(made, name) for name in training} == training | (
+        {"covariance_bounds": (0.5, 4.0)} if "covariance_bounds" in training else {}
+    )
+    assert made.needs_reference == needed
+    assert GRPOConfig.parse(yaml.safe_load(yaml.safe_dump(made.to_dict())), "as written for the recipe") == made
+
+
+ADVANTAGES = {"advantages": "mean", "advantage_std_floor": 0.1, "advantage_clip": 2.0, "reward_power": 2.0, "surprise_bonus": 0.1}
+
+
+@pytest.mark.parametrize("training", [{"value_head": True}, {"token_rewards": "implicit"}])
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_settings_of_advantages_that_the_recipe_makes_itself(name, training):
+    change = {name: ADVANTAGES[name]}
+    assert config(**change).problems() == config(training=training).problems() == []
+    [problem] = problems(training=training, **change)
+    assert problem.startswith(f"{name} is ") and "the recipe makes advantages of graders' rewards" in problem
 
 
 def test_recipe_config_is_training_and_what_the_loop_sets():

@@ -79,6 +79,12 @@ def test_the_reference_of_the_kl_term_is_the_starting_model(world):
     assert make(world, training={"kl_coefficient": "0.1"}).recipe_config(1)["reference_model"] == str(world.model)
 
 
+def test_the_base_of_adapters_is_the_starting_model(world):
+    assert make(world).recipe_config(1)["lora_base"] is None
+    given = make(world, training={"lora_rank": 8, "kl_coefficient": 0.1}).recipe_config(1)
+    assert given["lora_base"] == given["reference_model"] == str(world.model) and given["lora_merge"]
+
+
 def test_the_recipe_is_given_what_the_machine_was_resolved_to(world):
     given = make(world, seed=4, training={"lr": "3e-4"}).recipe_config(1)
     assert (given["device"], given["dtype"], given["num_threads"], given["seed"], given["lr"]) == ("cpu", "fp32", 1, 4, 3e-4)

@@ -169,7 +169,7 @@ class ObjectiveConfig(Config):
             ("off_policy_cap",): (self.off_policy != "none", "with off_policy 'none'"),
             ("off_policy_floor",): (self.off_policy == "mask", f"with off_policy {self.off_policy!r}"),
             ("implicit_beta",): (self.token_rewards == "implicit", "with token_rewards 'none'"),
-            ("gamma",): (self.rewards_tokens, "without kl_in 'reward', token_rewards or value_head: single tokens have no rewards"),
+            ("gamma",): (self.rewards_tokens, "without kl_in 'reward', token_rewards or value_head, which reward single tokens"),
             ("value_coefficient", "value_clip", "value_lr", "value_grad_in_decoder", "lam"): (
                 self.value_head,
                 "without value_head",

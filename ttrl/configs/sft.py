@@ -4,14 +4,16 @@ from dataclasses import dataclass
 
 from ttrl.configs.base import at_least
 from ttrl.configs.training import TrainingConfig
+from ttrl.configs.watch import WatchConfig
 
 
 @dataclass(kw_only=True)
-class SFTConfig(TrainingConfig):
+class SFTConfig(WatchConfig, TrainingConfig):
     """One run of `tune run ttrl/sft_recipe`."""
 
     data: str
-    """JSON lines, each {"messages": [...]} whose last message is the assistant's."""
+    """JSON lines, each {"messages": [...]}, and "tools": [...] where the assistant may call some. All turns of the assistant are
+    trained."""
     steps: int
     """Optimizer steps."""
     batch_size: int = 64

@@ -1,13 +1,15 @@
 """The settings of a whole run. What is not here comes from the tasks."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 import yaml
 
 from ttrl.configs import Config, GRPOConfig, at_least
 from ttrl.data.advantages import AdvantageConfig
+from ttrl.data.flat_samples import TooLong
+from ttrl.data.prefix_tree import Share
 from ttrl.errors import ConfigError
 
 # What the loop itself puts into each iteration's recipe config, so that `training` cannot.
@@ -23,6 +25,8 @@ _SET_BY_THE_LOOP = (
     "num_threads",
     "reference_model",
     "temperature",
+    "lora_base",
+    "lora_merge",
 )
 # Sampling parameters that draw from another distribution than softmax(logits / temperature), which the trainer computes.
 _OTHER_DISTRIBUTIONS = (
@@ -103,6 +107,12 @@ class TrainConfig(Config):
     constant_length: int | None = None
     seq_len: int = 4096
     """Length of a packed row, in tokens; at least the longest prompt and completion together."""
+    too_long: TooLong = "drop"
+    """What becomes of a sample that is longer than a row: "drop" leaves it out, "truncate" cuts off its end (with its end-of-turn
+    token), "extend" gives it a row as long as it needs, "error" ends the run. The metrics count them (`pack.dropped`)."""
+    share: Share = "tree"
+    """Which beginnings of samples are stored once per row: all that they have in common, of whatever tasks ("tree"), those of the
+    same prompt ("prompt"), or none, for measurements. What is trained is the same."""
     training: dict[str, Any] = field(default_factory=dict)
     """Settings of the recipe (ttrl.configs.GRPOConfig): lr, kl_coefficient, updates_per_iteration, rows_per_microbatch, …"""
     nproc_per_node: int = 1
@@ -172,15 +182,30 @@ class TrainConfig(Config):
             if name in self.training:
                 found.append(f"training: {name!r} is set by the loop")
         try:
-            self.recipe_config({"seed": 0})  # a wrong seed was named above
+            recipe = self.recipe_config({"seed": 0})  # a wrong seed was named above
         except ConfigError as error:
             found += [f"training: {problem}" for problem in error.problems]
+        else:
+            found += self._without_effect(recipe)
         for name in ("sampling", "training", "server"):
             try:
                 yaml.safe_dump(getattr(self, name))
             except yaml.YAMLError as error:
                 found.append(f"{name} holds what config.yaml cannot ({error.args[-1]!r}); use plain numbers, strings and lists")
         return found
+
+    def _without_effect(self, recipe: GRPOConfig) -> list[str]:
+        """Settings of advantages that the recipe makes anew, from the graders' rewards."""
+        if not (recipe.value_head or recipe.token_rewards == "implicit"):
+            return []
+        maker = "value_head" if recipe.value_head else "token_rewards 'implicit'"
+        names = ("advantages", "advantage_std_floor", "advantage_clip", "reward_power", "surprise_bonus")
+        defaults = self.defaults()
+        return [
+            f"{name} is {getattr(self, name)!r}, which does nothing with {maker}: the recipe makes advantages of graders' rewards"
+            for name in names
+            if getattr(self, name) != defaults[name]
+        ]
 
     @property
     def extra_task_limit(self) -> int:
@@ -203,6 +228,12 @@ class TrainConfig(Config):
         free = {key: value for key, value in self.training.items() if key not in _SET_BY_THE_LOOP}
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
         return GRPOConfig.parse({**placeholders, **free, "seed": self.seed, **values}, "training")
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The fields that have a default, as config.yaml would hold them."""
+        needed = {field.name: "" for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
+        return {name: value for name, value in cls(**needed).to_dict().items() if name not in needed}
 
     def resolved(self, cuda: bool) -> "TrainConfig":
         """This config with everything that depends on the machine written out, so that config.yaml says what was run."""

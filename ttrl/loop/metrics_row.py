@@ -5,6 +5,8 @@ from typing import Any
 from ttrl.loop.run_folder import IterationFolder
 
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
+TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "in longer rows"}
+"""What `PackedTensors.dropped` counts of samples that are longer than a row, for people."""
 _COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train": "train", "validate": "validate"}
 
 
@@ -39,7 +41,15 @@ def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over the optimizer steps of an iteration, and the comparison of sampler and trainer."""
     if not steps:
         return {}
-    names = ("loss", "policy_loss", "kl", "entropy", "grad_norm", "clip_fraction_low", "clip_fraction_high")
-    train = {name: sum(step[name] for step in steps) / len(steps) for name in names if name in steps[0]}
+    names = ("loss", "policy_loss", "value_loss", "kl", "kl_share", "entropy", "grad_norm", "ess", "peak_share")
+    train: dict[str, Any] = {}
+    for name in (*names, "clip_fraction_low", "clip_fraction_high", "tokens_per_second"):
+        # Steps that were skipped have no loss; some have no KL yet.
+        values = [step[name] for step in steps if step.get(name) is not None and "skipped" not in step]
+        train |= {name: sum(values) / len(values)} if values else {}
     train |= {"lr": steps[-1]["lr"], "steps": len(steps), "global_step": steps[-1]["global_step"]}
+    counts = ("flops", "padding_tokens", "logical_tokens")
+    train |= {name: sum(step[name] for step in steps) for name in counts if name in steps[0]}
+    skipped = sum("skipped" in step for step in steps)
+    train |= {"skipped": skipped} if skipped else {}
     return {"train": train, "sampler_trainer": steps[0].get("sampler_trainer")}

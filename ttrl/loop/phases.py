@@ -8,6 +8,7 @@ validate    held-out tasks under the new policy                          validat
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from typing import Any
 from ttrl.data.advantages import advantages_of
 from ttrl.data.packing import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
+from ttrl.data.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
 from ttrl.files import append_jsonl, atomic_folder, read_jsonl, write_jsonl
 from ttrl.loop.carried import (
     UNFINISHED_FILE,
@@ -134,7 +136,7 @@ class Phases:
         """Samples from the running server. With `partial`, finished groups are kept there, and those that lie there are not
         sampled again. With `budget`, so many new tokens are sampled (and as many again while no group is finished); `carried` are
         the groups to continue, those of the first tasks. `known`: what a call for the first of these tasks returned. Raises
-        ServerDiedError where the server is gone, ServerError or GraderError where every sample failed."""
+        ServerDiedError where the server is gone, ServerError, GraderError or RolloutError where every sample failed."""
         done = dict(enumerate(known or ()))
         kept = {} if partial is None else kept_groups(partial, tasks, n, version, carried)
         kept = {position: group for position, group in kept.items() if position not in done}
@@ -303,7 +305,10 @@ class Phases:
         iteration.verify("rollouts")
         samples = [Sample.from_json(row) for row in read_jsonl(iteration.path / "rollouts.jsonl")]
         tokenizer = self.tokenizer()
-        advantages = advantages_of(list(TaskResults.from_samples(samples)), self.config.advantage_config(), tokenizer)
+        keep_equal = self.config.recipe_config({}).rewards_tokens
+        advantages = advantages_of(
+            list(TaskResults.from_samples(samples)), self.config.advantage_config(), tokenizer, keep_equal=keep_equal
+        )
         facts: dict[str, Any] = {"groups": advantages.groups, "advantages": advantages.facts}
         if not advantages.kept:
             iteration.mark("pack", [], {"seconds": clock() - began, **facts, "rows": 0})
@@ -320,9 +325,16 @@ class Phases:
             pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
             aggregation=self.config.aggregation,
             constant_length=self.config.constant_length,
+            too_long=self.config.too_long,
+            share=self.config.share,
+            multiple=self.config.nproc_per_node,
+            seed=self.config.seed,
         )
+        if (made_with := tokenizer_digest(self.model)) is not None:
+            packed.metadata[TOKENIZER_KEY] = made_with
         packed.save(iteration.path / "packed.safetensors")
         facts |= {"rows": packed.num_rows, "row_tokens": packed.num_tokens, "trained_tokens": packed.num_trained}
+        facts |= {"tokenization": dataclasses.asdict(tokenize.counts)}
         facts |= {"fill": packed.num_tokens / packed.tokens.numel(), "dropped": packed.dropped}
         iteration.mark("pack", ["packed.safetensors"], {"seconds": clock() - began, **facts})
 
@@ -356,7 +368,7 @@ class Phases:
     def recipe_config(self, number: int) -> dict[str, Any]:
         """What the recipe is given in an iteration."""
         config, iteration = self.config, self.folder.iteration(number)
-        state = self.folder.state(number - 1)
+        state, settings = self.folder.state(number - 1), config.recipe_config({})
         values = {
             "model": str(self.folder.checkpoint(number - 1)),
             "packed": str(iteration.path / "packed.safetensors"),
@@ -367,7 +379,8 @@ class Phases:
             "dtype": config.dtype,
             "num_threads": config.num_threads,
             "temperature": config.temperature,
-            "reference_model": str(self.model) if config.training.get("kl_coefficient") else None,
+            "reference_model": str(self.model) if settings.needs_reference else None,
+            "lora_base": str(self.model) if settings.lora_rank is not None else None,
         }
         return config.recipe_config(values).to_dict()
 

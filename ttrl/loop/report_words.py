@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from ttrl.loop.charts import compact
+from ttrl.loop.metrics_row import TOO_LONG_WORDS
 from ttrl.loop.report_data import (
     PHASES,
     RunData,
@@ -143,6 +144,10 @@ def notices(run: RunData) -> list[str]:
         sampled = sum(number(row, "samples") or 0.0 for row in run.rows)
         share = f" of {compact(sampled)}" if sampled >= failed else ""
         found.append(f"{failed:g}{share} samples failed and did not count; rollouts.jsonl says why for each.")
+    for name, text in TOO_LONG_WORDS.items():
+        if count := sum(number(row, f"pack.dropped.{name}") or 0.0 for row in run.rows):
+            left_out = "; they were left out" if name == "too_long" else ""
+            found.append(f"{count:g} samples were longer than a row of seq_len ({text}){left_out}.")
     fell_back = [row["iteration"] for row in run.rows if isinstance(row.get("sync"), dict) and row["sync"].get("fell_back")]
     if fell_back:
         found.append(

@@ -18,6 +18,7 @@ from ttrl.files import append_jsonl, write_json
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.console import Console, clock, seconds_by_phase
 from ttrl.loop.environment import describe_environment
+from ttrl.loop.metrics_row import TOO_LONG_WORDS
 from ttrl.loop.phases import Phases
 from ttrl.loop.policy_server import PolicyServer, make_server
 from ttrl.loop.report import write_report
@@ -56,7 +57,7 @@ def train(config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence
     with folder.locked():
         reap_leftovers(folder.path)
         folder.clean()
-        folder.remember_config(config.to_dict())
+        folder.remember_config(config.to_dict(), config.defaults())
         folder.remember_tasks(described)
         server = PolicyServer(config, folder.path / "logs", console)
         try:
@@ -118,6 +119,12 @@ def _checked(config: TrainConfig, tasks: list[Task], validation_tasks: list[Task
         problems.append("there are no tasks to train on")
     elif not problems and len(tasks) < config.tasks_per_iteration:
         problems.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but there are only {len(tasks)} tasks")
+    if not problems and config.tokens_per_iteration is not None and (several := [task.id for task in tasks if task.rollout]):
+        problems.append(
+            f"tokens_per_iteration is {config.tokens_per_iteration}, but {len(several)} of {len(tasks)} tasks have a rollout "
+            f"(such as {several[0]!r}); a conversation cannot be cut off by a budget and continued later: leave "
+            "tokens_per_iteration out, and limit rollouts with Task(limits=RolloutLimits(tokens=…))"
+        )
     if not problems and config.stop_at is not None and not validation_tasks:
         problems.append("stop_at needs validation tasks")
     if problems:
@@ -206,6 +213,8 @@ def _line(row: dict[str, Any], config: TrainConfig) -> str:
         parts.append(f"signal {row['groups']['kept']}/{row['groups']['total']}")
     if row.get("failed"):
         parts.append(f"{row['failed']} samples failed")
+    dropped = row.get("pack", {}).get("dropped", {})
+    parts += [f"{dropped[name]} {text}" for name, text in TOO_LONG_WORDS.items() if dropped.get(name)]
     if row.get("completion_tokens"):
         speed = f", {row['tokens_per_second']:.0f}/s" if row["tokens_per_second"] is not None else ""
         parts.append(f"{row['completion_tokens']} tokens{speed}")

@@ -1,18 +1,36 @@
 """Which rows are trained together: packed rows → optimizer steps → this rank's microbatches."""
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ttrl.configs import TrainingConfig
 from ttrl.data.aggregation import normaliser
 from ttrl.data.packing import PackedTensors
+from ttrl.data.row_balance import balance
+from ttrl.data.row_work import row_work
+from ttrl.data.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
 from ttrl.errors import PackError
 from ttrl.training.distributed import Ranks
 from ttrl.training.logprobs import IGNORE
 from ttrl.training.policy import Policy
+
+_MICROBATCH = (
+    "tokens",
+    "labels",
+    "group_ids",
+    "parent_ids",
+    "input_pos",
+    "sample_ids",
+    "logprobs",
+    "advantages",
+    "weights",
+    "reference_logprobs",
+)
 
 
 @dataclass
@@ -22,24 +40,34 @@ class Update:
     rows: PackedTensors
     normaliser: float
     world_size: int
+    numbers: list[int] = field(default_factory=list)
+    """Of the rows in the pack; -1 for rows of padding that were added to give each rank as many."""
+    num_rows: int = 0
+    """Of the whole step, over all ranks, without those that were added."""
+    signals: dict[str, Tensor] = field(default_factory=dict)
+    """What the recipe itself finds out about the labels before the step, by name, each [R, T]."""
+    reference_hidden: list[Tensor] = field(default_factory=list)
+    """The reference model's hidden states at the trained positions of each row, [N, D] each; for the KL over the vocabulary."""
 
     def backward(self, weighted_loss_N: Tensor) -> None:
         """Adds the gradient of Σ weighted_loss / Z to the parameters. FSDP takes the mean of the gradients over the ranks; the
         factor makes it the sum, so that gradients, and what clipping does to them, don't depend on the number of ranks."""
         (weighted_loss_N.sum() * (self.world_size / self.normaliser)).backward()
 
-    def microbatches(self, size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Parts of at most `size` rows, trimmed to their longest row; every rank gets the same number of them."""
+    def microbatches(self, config: TrainingConfig, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """Parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number of them."""
+        size = config.rows_per_microbatch
         for start in range(0, self.rows.num_rows, size):
-            part = self.rows.rows(slice(start, start + size)).trim()
-            names = ["tokens", "labels", "group_ids", "parent_ids", "input_pos", "logprobs", "advantages", "weights"]
-            if part.reference_logprobs is not None:
-                names.append("reference_logprobs")
-            yield {name: getattr(part, name).to(device) for name in names}
+            part = self.rows.rows(slice(start, start + size)).trim(config.row_length_multiple)
+            tensors = {name: tensor for name, tensor in part.tensors().items() if name in _MICROBATCH}
+            tensors |= {name: signal[start : start + size, : part.seq_len] for name, signal in self.signals.items()}
+            if self.reference_hidden:
+                tensors["reference_hidden"] = torch.cat(self.reference_hidden[start : start + size])
+            yield {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def derived_generator(*parts: int) -> torch.Generator:
-    """A random generator that depends on all of the numbers, (seed, iteration, …), and on nothing else in the process."""
+def derived_generator(*parts: int | str) -> torch.Generator:
+    """A random generator that depends on all of its parts, (seed, iteration, …), and on nothing else in the process."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
@@ -47,23 +75,30 @@ def derived_generator(*parts: int) -> torch.Generator:
 def updates(packed: PackedTensors, count: int, seed: tuple[int, int], ranks: Ranks) -> list[Update]:
     """Splits the rows into `count` optimizer steps, or one per row where there are fewer rows; no row is left out.
 
-    With more than one step the rows are shuffled first, by `seed` = (seed, iteration) and nothing else. Rows are brought to a
-    multiple of the ranks with zero-weight rows, which every rank then deals out alike.
+    With more than one step the rows are shuffled first, by `seed` = (seed, iteration) and nothing else: which rows a step has
+    does not depend on the ranks. The rows of a step are dealt out so that no rank waits for another (`balance`), and brought to
+    a multiple of the ranks with zero-weight rows.
     """
     order = torch.nonzero((packed.labels != IGNORE).any(dim=1)).squeeze(1)  # rows of padding alone teach nothing
     count = min(count, len(order))
     if count > 1:
         order = order[torch.randperm(len(order), generator=derived_generator(*seed))]
+    cost = row_work(packed.group_ids, packed.parent_ids) if ranks.world_size > 1 else []
     result = []
     for chosen in order.tensor_split(count):
+        if ranks.world_size > 1:
+            chosen = chosen[balance([cost[row] for row in chosen.tolist()], ranks.world_size)]
         step = packed.rows(chosen)
-        mine = step.pad_rows_to_multiple(ranks.world_size)
-        result.append(Update(mine.rows(slice(ranks.rank, None, ranks.world_size)), normaliser(step), ranks.world_size))
+        padded = step.pad_rows_to_multiple(ranks.world_size)
+        mine = slice(ranks.rank, None, ranks.world_size)
+        numbers = chosen.tolist() + [-1] * (padded.num_rows - step.num_rows)
+        result.append(Update(padded.rows(mine), normaliser(step), ranks.world_size, numbers[mine], step.num_rows))
     return result
 
 
-def check_pack(packed: PackedTensors, policy: Policy) -> None:
-    """Raises PackError where the pack cannot be of this model: token ids beyond its vocabulary, positions beyond its context."""
+def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None = None) -> None:
+    """Raises PackError where the pack cannot be of this model: token ids beyond its vocabulary, positions beyond its context, or
+    another tokenizer than that of the folder `model`, where the pack says which it was made with."""
     if not packed.num_trained:
         raise PackError(f"none of the pack's {packed.num_rows} rows has a label, so there is nothing to train on")
     vocab_size, context = policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len
@@ -75,15 +110,14 @@ def check_pack(packed: PackedTensors, policy: Policy) -> None:
     longest = int(packed.input_pos.max()) + 1
     if longest > context:
         raise PackError(f"a packed sample has {longest} positions, but the model's context is {context}; lower max_tokens")
+    made_with, own = packed.metadata.get(TOKENIZER_KEY), tokenizer_digest(model) if model is not None else None
+    if made_with is not None and own is not None and made_with != own:
+        raise PackError(
+            f"the pack was made with another tokenizer than that of {model} (digests {made_with[:12]} and {own[:12]}), so its "
+            "token ids mean something else there; pack again with this model, or train the model that it was made with"
+        )
 
 
-@torch.no_grad()
-def row_logprobs(policy: Policy, rows: PackedTensors, size: int, device: torch.device) -> Tensor:
-    """Log-probabilities [R, T] of all labels under the policy as it is; NaN elsewhere. A collective when it is sharded."""
-    result = torch.full(rows.labels.shape, torch.nan)
-    for start in range(0, rows.num_rows, size):
-        part = rows.rows(slice(start, start + size)).trim()
-        inputs = (part.tokens, part.labels, part.group_ids, part.parent_ids, part.input_pos)
-        logprobs, _ = policy(*(tensor.to(device) for tensor in inputs))
-        result[start : start + size, : part.seq_len][part.labels != IGNORE] = logprobs.float().cpu()
-    return result
+def policy_inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """What the policy is called with, from a microbatch."""
+    return tuple(batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos"))

@@ -19,8 +19,9 @@ from ttrl.configs import TrainingConfig
 from ttrl.errors import ModelFolderError, TtrlError
 from ttrl.files import write_json
 from ttrl.training.distributed import ranks
+from ttrl.training.loading import load_policy
 from ttrl.training.logprobs import IGNORE
-from ttrl.training.policy import Policy, load_policy
+from ttrl.training.policy import HeadOptions, Policy
 
 CANARY_FILE = "canary.json"
 CANARY_LENGTH = 257  # two KV blocks of 128 tokens and one more, so that whole blocks lie in the prefix cache
@@ -42,10 +43,8 @@ def _distributions(policy: Policy, tokens: list[int], first: int, device: torch.
     labels = torch.full_like(row, IGNORE)
     labels[:, first:] = 0
     zeros = torch.zeros_like(row)
-    logprobs, _ = policy(
-        row, labels, zeros, zeros, torch.arange(len(tokens), device=device).unsqueeze(0), whole_distributions=True
-    )
-    return logprobs.float().cpu()
+    positions = torch.arange(len(tokens), device=device).unsqueeze(0)
+    return policy(row, labels, zeros, zeros, positions, HeadOptions(distributions=True)).logprobs.float().cpu()
 
 
 def compute_canary(policy: Policy, device: torch.device) -> dict[str, Any]:

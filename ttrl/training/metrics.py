@@ -30,6 +30,28 @@ class Sums:
         return dict(zip(names, ranks.sum(values).tolist(), strict=True))
 
 
+class Range:
+    """The smallest and the largest of all values, over microbatches and ranks."""
+
+    def __init__(self) -> None:
+        self._low, self._high = torch.tensor(math.inf), torch.tensor(-math.inf)
+
+    def add(self, values_N: Tensor) -> None:
+        """More values; there may be none."""
+        if len(values_N):
+            low, high = values_N.detach().float().aminmax()
+            self._low, self._high = torch.minimum(self._low.to(low.device), low), torch.maximum(self._high.to(high.device), high)
+
+    def over_ranks(self, ranks: Ranks) -> tuple[float, float]:
+        """(smallest, largest) on every rank; a collective. (inf, -inf) where there was no value."""
+        return float(ranks.gather(self._low.reshape(1)).min()), float(ranks.gather(self._high.reshape(1)).max())
+
+
+def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float | None:
+    """(Σw)²/Σw² as a share of `count`, from the sums; None where nothing was summed."""
+    return weight_sum**2 / weight_square_sum / count if count and weight_square_sum > 0 else None
+
+
 def sampler_against_trainer(logprobs_N: Tensor, sampler_logprobs_N: Tensor) -> dict[str, float | int]:
     """How far the trainer's log-probabilities of the sampled tokens are from the sampler's, before anything was trained.
 

@@ -5,27 +5,57 @@ Shapes: B rows, T tokens, N trained positions (in row-major order), D width, V v
 """
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torchtune.modules import TransformerSelfAttentionLayer
-from torchtune.training import set_activation_checkpointing
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
-from ttrl.configs import TrainingConfig
-from ttrl.training.attention import attention_mask
-from ttrl.training.distributed import Ranks
-from ttrl.training.logprobs import IGNORE, chunked_logprobs
-from ttrl.training.models import (
-    Decoder,
-    build_decoder,
-    check_same_architecture,
-    check_weights,
-    load_into,
-    load_weights,
-    read_config,
-)
+from ttrl.training.attention import attention_plan
+from ttrl.training.logprobs import IGNORE, ReferenceHead, TokenLoss, run_head
+from ttrl.training.lora import AdaptedLinear
+from ttrl.training.models import Decoder, check_same_architecture, read_config
+from ttrl.training.sharding import full_tensor, local_part
+from ttrl.training.value_head import ValueHead
+from ttrl.training.weights import fill_parameters
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What is wanted of the positions with a label, beside log-probabilities and entropies. See `ttrl.training.logprobs.run_head`
+    for the first four."""
+
+    token_loss: TokenLoss | None = None
+    reference: ReferenceHead | None = None
+    """With the whole output projection, also under tensor parallelism."""
+    entropy_grad: bool = False
+    divergence_grad: bool = False
+    value_head: ValueHead | None = None
+    """A value for each position."""
+    hidden: bool = False
+    """The hidden states, and nothing else."""
+    distributions: bool = False
+    """Whole distributions at temperature 1 [N, V] in the place of log-probabilities, and nothing else: for a few positions."""
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy says of the N positions with a label, in row-major order. A tuple, so that FSDP finds the tensors in it."""
+
+    logprobs: Tensor
+    """[N], nats."""
+    entropy: Tensor
+    """[N], nats."""
+    divergence: Tensor | None = None
+    """[N]: KL to the reference over the whole vocabulary."""
+    loss: Tensor | None = None
+    """Σ of the weighted token losses, for the backward pass."""
+    values: Tensor | None = None
+    """[N], of the value head."""
+    hidden: Tensor | None = None
+    """[N, D]"""
 
 
 class Policy(nn.Module):
@@ -40,6 +70,8 @@ class Policy(nn.Module):
         self.num_output_chunks = num_output_chunks
         self.compute_dtype = compute_dtype
         self.temperature = temperature
+        self.vocab_group: ProcessGroup | None = None
+        """Under tensor parallelism, the processes that share the vocabulary."""
 
     def forward(
         self,
@@ -48,30 +80,78 @@ class Policy(nn.Module):
         group_ids_BT: Tensor,
         parent_ids_BT: Tensor,
         input_pos_BT: Tensor,
-        *,
-        whole_distributions: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Packed rows → (log-probabilities [N], entropies [N]) at the positions whose label is not -100.
-
-        `labels` stand at the position that predicts them. With `whole_distributions`, the first is [N, V], at
-        temperature 1: for a few positions.
-        """
+        options: HeadOptions = HeadOptions(),
+    ) -> PolicyOutput:
+        """Packed rows → what the head says of the positions whose label is not -100. `labels` stand at the position that predicts
+        them."""
         lower = self.compute_dtype not in (torch.float32, torch.float64)
         with torch.autocast(tokens_BT.device.type, self.compute_dtype) if lower else contextlib.nullcontext():
-            mask = attention_mask(group_ids_BT, parent_ids_BT, self.compute_dtype)
-            h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, mask)
+            plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
+            h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan)
             trained_BT = labels_BT != IGNORE
-            h_ND, labels_N = h_BTD[trained_BT], labels_BT[trained_BT]
-            if whole_distributions:
-                logprobs_NV = torch.log_softmax(self.decoder.output(h_ND).float(), dim=-1)
-                return logprobs_NV, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-            return chunked_logprobs(h_ND, labels_N, self.decoder.output, self.num_output_chunks, self.temperature)
+            return self._head(h_BTD[trained_BT], labels_BT[trained_BT], options)
+
+    def _head(self, h_ND: Tensor, labels_N: Tensor, options: HeadOptions) -> PolicyOutput:
+        nothing = h_ND.new_zeros(0)
+        if options.hidden:
+            return PolicyOutput(nothing, nothing, hidden=h_ND)
+        if options.distributions:  # their entropies would take twice their memory once more
+            return PolicyOutput(torch.log_softmax(self.decoder.logits(h_ND).float(), dim=-1), nothing)
+        out = run_head(
+            h_ND,
+            labels_N,
+            self.head_weight(),
+            num_chunks=self.num_output_chunks,
+            temperature=self.temperature,
+            soft_cap=self.decoder.output_soft_cap,
+            bias_V=self.head_bias(),
+            reference=self._own_part(options.reference),
+            entropy_grad=options.entropy_grad,
+            divergence_grad=options.divergence_grad,
+            token_loss=options.token_loss,
+            vocab_group=self.vocab_group,
+        )
+        values = None if options.value_head is None else options.value_head(h_ND)
+        return PolicyOutput(out.logprobs_N, out.entropy_N, out.divergence_N, out.loss, values)
+
+    def head_weight(self) -> Tensor:
+        """The output projection [V, D] inside of a forward pass, this rank's rows of it under tensor parallelism; the gradient
+        flows through."""
+        output = self.decoder.output
+        weight = local_part(getattr(output, "tied_module", output).weight)
+        return output.merged(weight) if isinstance(output, AdaptedLinear) else weight
+
+    def head_bias(self) -> Tensor | None:
+        """Of the output projection [V], as `head_weight`; None where it has none."""
+        output = self.decoder.output
+        bias = getattr(getattr(output, "tied_module", output), "bias", None)
+        return None if bias is None else local_part(bias)
+
+    def whole_head(self) -> tuple[Tensor, Tensor | None]:
+        """Copies of the output projection [V, D] and its bias, whole, outside of a forward pass. A collective when sharded."""
+        names = self.parameters_by_name()
+        weight = names["output.weight" if "output.weight" in names else "tok_embeddings.weight"]
+        bias = names.get("output.bias")
+        return full_tensor(weight.detach()).clone(), None if bias is None else full_tensor(bias.detach()).clone()
+
+    def _own_part(self, reference: ReferenceHead | None) -> ReferenceHead | None:
+        """This rank's rows of the reference's output projection, under tensor parallelism."""
+        if reference is None or self.vocab_group is None:
+            return reference
+        size, rank = self.vocab_group.size(), self.vocab_group.rank()
+        bias = reference.bias_ref_V
+        return ReferenceHead(
+            reference.h_ref_ND,
+            reference.weight_ref_VD.chunk(size)[rank],
+            None if bias is None else bias.chunk(size)[rank],
+        )
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Parameters under torchtune's names; a tied weight appears once. Sharded ones are the shards, also right after a forward
-        pass without a backward pass, which leaves the root's parameters whole."""
-        if isinstance(self, FSDPModule):
-            self.reshard()
+        pass without a backward pass, which leaves parameters whole: the root's, and the layers' too without resharding."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return {
             name.removeprefix("decoder.").replace("_checkpoint_wrapped_module.", ""): p for name, p in self.named_parameters()
         }
@@ -85,48 +165,5 @@ class Policy(nn.Module):
 
         Raises ModelFolderError where the folder's config computes anything else than this policy does.
         """
-        config = read_config(folder)
-        check_same_architecture(config, self.decoder.config, folder)
-        weights = load_weights(folder, config.tie_word_embeddings)
-        check_weights(self.parameters_by_name(), weights, folder)
-        with torch.no_grad():
-            for name, parameter in self.parameters_by_name().items():
-                copy_whole(parameter, weights[name])
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; a collective if it is."""
-    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
-
-
-def copy_whole(target: Tensor, whole: Tensor) -> None:
-    """Copies a whole tensor into one that may be sharded."""
-    if isinstance(target, torch.distributed.tensor.DTensor):
-        whole = whole.to(device=target.device, dtype=target.dtype)
-        target.copy_(torch.distributed.tensor.distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
-    else:
-        target.copy_(whole)
-
-
-def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
-    """The policy of `config.model` on this rank's device: fp32 parameters, sharded over the ranks where there are several.
-
-    Raises ModelFolderError for folders that are missing, incomplete or of a family that is not supported.
-    """
-    hf_config = read_config(config.model)
-    weights = load_weights(config.model, tied=hf_config.tie_word_embeddings)
-    decoder = build_decoder(hf_config)
-    load_into(decoder, weights, config.model)
-    if config.activation_checkpointing:
-        set_activation_checkpointing(decoder, auto_wrap_policy={TransformerSelfAttentionLayer})
-    policy = Policy(
-        decoder,
-        num_output_chunks=config.num_output_chunks,
-        compute_dtype=torch.bfloat16 if config.dtype == "bf16" else torch.float32,
-        temperature=getattr(config, "temperature", 1.0),
-    ).to(ranks.device)
-    if ranks.world_size > 1:
-        for layer in decoder.layers:
-            fully_shard(layer)
-        fully_shard(policy)
-    return policy
+        check_same_architecture(read_config(folder), self.decoder.config, folder)
+        fill_parameters(self.parameters_by_name(), folder)

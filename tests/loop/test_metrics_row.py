@@ -1,0 +1,42 @@
+"""The line of metrics.jsonl: what it makes of the steps of an iteration."""
+
+import pytest
+
+from ttrl.loop.metrics_row import metrics_row
+from ttrl.loop.run_folder import IterationFolder
+
+
+@pytest.fixture
+def row_of(tmp_path):
+    """The training part of the line of an iteration with these steps."""
+
+    def make(steps):
+        iteration = IterationFolder(tmp_path, 1)
+        iteration.mark("train", [], {"seconds": 1.0, "trained": True, "steps": steps})
+        return metrics_row(iteration)["train"]
+
+    return make
+
+
+def step(number, **values):
+    return {"global_step": number, "lr": 1e-4 * number, "loss": 1.0 * number, "grad_norm": 2.0, "flops": 10.0} | values
+
+
+def test_steps_are_averaged_and_work_is_added_up(row_of):
+    row = row_of([step(1, kl=0.5), step(2, kl=1.5)])
+    assert row == {"loss": 1.5, "kl": 1.0, "grad_norm": 2.0, "lr": 2e-4, "steps": 2, "global_step": 2, "flops": 20.0}
+
+
+def test_skipped_steps_are_counted_and_have_no_loss(row_of):
+    row = row_of([step(1), step(2, loss=None, grad_norm=None, skipped="3 losses are not finite")])
+    assert row["loss"] == 1.0 and row["grad_norm"] == 2.0 and row["skipped"] == 1
+    assert row["steps"] == row["global_step"] == 2
+
+
+def test_a_term_that_begins_later_is_averaged_over_the_steps_that_have_it(row_of):
+    assert row_of([step(1), step(2, kl=0.25)])["kl"] == 0.25
+
+
+def test_an_iteration_whose_only_step_was_skipped(row_of):
+    row = row_of([step(1, loss=None, grad_norm=None, skipped="the gradient norm is nan")])
+    assert "loss" not in row and row["skipped"] == 1

@@ -1,0 +1,79 @@
+"""The gradient of an update is the same however it is computed, and it is that of the loss: `tools/check_invariance.py` against
+transformers in float64 on unpacked sequences. The whole table is the tool's; here is a part of it."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ttrl.training.distributed import Ranks
+
+_spec = importlib.util.spec_from_file_location("check_invariance", Path(__file__).parents[2] / "tools" / "check_invariance.py")
+tool = sys.modules.setdefault("check_invariance", importlib.util.module_from_spec(_spec))
+if not hasattr(tool, "OBJECTIVES"):  # dataclasses look their module up while it is loaded
+    _spec.loader.exec_module(tool)
+
+HERE = Ranks(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Makes, once, the inputs of an objective."""
+    made = {}
+
+    def make(objective, group_size=4):
+        if (objective, group_size) not in made:
+            folder = tmp_path_factory.mktemp(objective)
+            made[objective, group_size] = tool.make_inputs(folder, objective, group_size=group_size)
+        return made[objective, group_size]
+
+    return make
+
+
+QUICK = [
+    tool.Way("row by row", {"rows_per_microbatch": 1}),
+    tool.Way("another order, all rows at once, one chunk", {"rows_per_microbatch": 100, "num_output_chunks": 1}, order=1),
+    tool.Way("checkpointing", {"activation_checkpointing": True, "rows_per_microbatch": 2, "row_length_multiple": 32}),
+]
+
+
+@pytest.mark.parametrize("objective", ["ppo-k3", "gspo-entropy-kl"])
+@pytest.mark.parametrize("way", QUICK, ids=lambda way: way.name)
+def test_the_gradient_and_the_step_do_not_depend_on_how_they_are_computed(way, objective, inputs):
+    gradient, step = tool.errors_of(way, inputs(objective), HERE)
+    assert gradient < tool.TOLERANCE
+    assert step < tool.TOLERANCE
+
+
+def test_the_check_notices_a_wrong_gradient(inputs):
+    """A loss with other clipping bounds is another loss."""
+    way = tool.Way("other bounds", {"clip_low": 0.05, "clip_high": 0.05})
+    gradient, step = tool.errors_of(way, inputs("ppo-k3"), HERE)
+    assert min(gradient, step) > 100 * tool.TOLERANCE
+
+
+def test_rows_are_shared_and_several(inputs):
+    """What makes the comparison worth something."""
+    for order in (0, 1):
+        packed = inputs("ppo-k3").packed(order)
+        assert packed.num_rows > 2
+        assert (packed.parent_ids != packed.group_ids).any()
+        assert len(packed.samples) == 32
+    assert not torch.equal(inputs("ppo-k3").packed(0).tokens, inputs("ppo-k3").packed(1).tokens)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("objective", list(tool.OBJECTIVES))
+def test_two_processes(objective, inputs, monkeypatch):
+    monkeypatch.syspath_prepend(Path(tool.__file__).parent)  # the processes import the tool by its name
+    chosen = [
+        way
+        for way in tool.ways()
+        if way.processes == 2 and way.exact and "compile" not in way.settings and not (way.order and "order 2" in way.name)
+    ]
+    assert len(chosen) >= 10
+    for way, (gradient, step) in zip(chosen, tool.errors_in_processes(chosen, inputs(objective, 8), 2), strict=True):
+        assert gradient < tool.TOLERANCE, way.name
+        assert step < tool.TOLERANCE, way.name

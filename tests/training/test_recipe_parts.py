@@ -1,0 +1,317 @@
+"""The parts of the recipe: what goes wrong, what is measured, what is found out before a step."""
+
+import dataclasses
+import json
+import logging
+import math
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from ttrl.configs import GRPOConfig
+from ttrl.costs.flops import model_shape, training_flops
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
+from ttrl.errors import DivergedError, PackError, TrainerMemoryError
+from ttrl.training.batches import Update, check_pack, updates
+from ttrl.training.counts import token_counts, work_counts
+from ttrl.training.distributed import Ranks
+from ttrl.training.faults import Finite, Skipped, memory_advice, somewhere
+from ttrl.training.matmul_peak import largest_product, matmul_peak
+from ttrl.training.memory_switches import advice, savings
+from ttrl.training.metrics import Range, effective_sample_size
+from ttrl.training.profiling import Profiler
+from ttrl.training.stopwatch import Stopwatch, memory_peaks
+
+HERE = Ranks(0, 1, torch.device("cpu"))
+
+
+def config(**settings):
+    return GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", "device": "cpu", **settings}, "test")
+
+
+@pytest.fixture
+def packed(samples):
+    """Several rows of shared prompts."""
+    pack = packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0)
+    assert pack.num_rows > 3
+    return pack
+
+
+# What is not finite
+
+
+def test_the_first_bad_loss_is_named_by_microbatch_row_and_sample(packed):
+    finite = Finite()
+    trained = packed.labels != -100
+    for start in range(0, packed.num_rows, 2):
+        losses = torch.zeros(int(trained[start : start + 2].sum()))
+        if start == 2:  # the last label of the second row of the second microbatch, and the one before
+            losses[-2:] = torch.tensor([math.nan, math.inf])
+        finite.look(losses)
+    numbers = list(range(10, 10 + packed.num_rows))
+    position = int(trained[3].nonzero()[-2])
+    sample = packed.samples[int(packed.sample_ids[3, position])]
+    assert int(finite.count()) == 2
+    assert finite.described(packed, numbers, 2) == (
+        f"2 losses are not finite; the first is in microbatch 1, row 13, position {position}, of task {sample.task_id!r}, "
+        f"sample {sample.sample}"
+    )
+
+
+def test_finite_losses_are_nothing_to_speak_of(packed):
+    finite = Finite()
+    assert finite.described(packed, list(range(packed.num_rows)), 1) is None
+    assert int(finite.count()) == 0
+    finite.look(torch.zeros(0))  # a microbatch of padding
+    finite.look(torch.ones(3))
+    assert int(finite.count()) == 0 and finite.described(packed, list(range(packed.num_rows)), 1) is None
+
+
+def test_somewhere_is_the_first_rank_that_knows():
+    assert somewhere("here", HERE) == "here"
+
+
+class Model:
+    """Stands for a policy: only its parameters are looked at."""
+
+    def __init__(self, value=1.0):
+        values = {"a": torch.ones(2), "b": torch.tensor([1.0, value])}
+        self._parameters = {name: torch.nn.Parameter(tensor) for name, tensor in values.items()}
+
+    def parameters_by_name(self):
+        return self._parameters
+
+
+def test_steps_in_a_row_are_counted_until_there_are_too_many(caplog):
+    skipped = Skipped(2, in_a_row=1)
+    with caplog.at_level(logging.WARNING):
+        skipped.skip(7, "the gradient norm is nan", Model(), HERE)
+    assert "optimizer step 7 is skipped (2 in a row): the gradient norm is nan" in caplog.text
+    with pytest.raises(DivergedError, match=r"step 8: the loss is inf; .* the 2 before it, .* max_skipped_steps \(2\)"):
+        skipped.skip(8, "the loss is inf", Model(), HERE)
+
+
+def test_a_step_that_is_taken_begins_the_count_anew():
+    skipped = Skipped(1)
+    for step in range(4):
+        skipped.skip(step, "bad", Model(), HERE)
+        skipped.taken()
+    assert skipped.in_a_row == 0 and skipped.total == 4
+
+
+def test_broken_weights_stop_at_once():
+    with pytest.raises(DivergedError, match=r"weights of the model are not finite \(b and 0 more\)"):
+        Skipped(100).skip(1, "the loss is nan", Model(math.nan), HERE)
+
+
+def test_broken_weights_of_another_process_stop_all_of_them(monkeypatch):
+    """Those that share layers see the same losses, but each holds weights of its own: one that went on would wait for ever."""
+
+    def with_the_others(values, group=None):
+        assert group is None  # all processes
+        values += 1
+
+    monkeypatch.setattr("ttrl.training.faults.distributed.all_reduce", with_the_others)
+    with pytest.raises(DivergedError, match="weights of the model are not finite; nothing was saved"):
+        Skipped(100).skip(1, "the loss is nan", Model(), Ranks(0, 1, torch.device("cpu"), tensor_ranks=2))
+
+
+# Memory
+
+
+SHAPE = {"model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "vocab_size": 100_000}
+SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def test_what_a_setting_would_save(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    used = config(model=str(tmp_path), rows_per_microbatch=4, num_output_chunks=4)
+    saved = savings(used, 4096)
+    assert {"rows_per_microbatch: 2", "activation_checkpointing: true", "2 processes with different rows"} <= saved.keys()
+    assert list(saved.values()) == sorted(saved.values(), reverse=True)
+    layers = 4 * 4096 * 10 * (3 * 4096 + 6 * 1024) * 4  # bytes that the layers keep at the very least
+    assert saved["activation_checkpointing: true"] > 0.7 * layers
+    assert saved["rows_per_microbatch: 2"] > layers / 2
+    without = savings(dataclasses.replace(used, activation_checkpointing=True, rows_per_microbatch=1, dtype="bf16"), 4096)
+    assert not {"activation_checkpointing: true", "dtype: bf16"} & without.keys()
+    assert not [name for name in without if name.startswith("rows_per_microbatch")]
+    assert "optimizer: adamw_8bit" in savings(used, 512, cuda=True).keys() - saved.keys()
+    assert "rows of 4096 positions" in advice(used, 4096) and "rows_per_microbatch: 2 would save about" in advice(used, 4096)
+    assert "shorter rows" in advice(config(model=str(tmp_path / "nowhere")), 10)
+
+
+def run_out(kind):
+    if kind == "allocator":
+        torch.empty(1 << 55)
+    raise {"python": MemoryError(), "cuda": torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")}[
+        kind
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("allocator", "this machine's"), ("python", "this process"), ("cuda", r"GPU's memory ran out \(CUDA out")]
+)
+def test_running_out_of_memory_names_settings(kind, says, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with pytest.raises(TrainerMemoryError, match=says) as caught, memory_advice(config(model=str(tmp_path)), 512):
+        run_out(kind)
+    assert "would save about" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match=r"^shapes$"), memory_advice(config(), 512):
+        raise RuntimeError("shapes")
+
+
+# Work and time
+
+
+def test_flops_are_those_of_the_cost_model_and_logical_tokens_those_of_unshared_rows(packed, samples):
+    hf_config = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+    counted = work_counts(packed, hf_config)
+    positions = packed.input_pos[packed.group_ids >= 0].tolist()
+    assert counted["flops"] == training_flops(model_shape(hf_config.to_dict()), positions, packed.num_trained).total
+    assert counted["logical_tokens"] == sum(len(sample.token_ids) - 1 for sample in samples)
+    assert counted["logical_tokens"] > packed.num_tokens
+
+
+def test_token_counts(packed):
+    batch = next(Update(packed, 1.0, 1).microbatches(config(rows_per_microbatch=2), torch.device("cpu")))
+    first = packed.rows([0, 1]).trim()
+    assert {name: int(count) for name, count in token_counts(batch).items()} == {
+        "trained_tokens": first.num_trained,
+        "row_tokens": first.num_tokens,
+        "padding_tokens": first.tokens.numel() - first.num_tokens,
+    }
+
+
+def test_rows_are_rounded_up_to_a_multiple(packed):
+    plain, rounded = (
+        next(Update(packed, 1.0, 1).microbatches(config(rows_per_microbatch=1, row_length_multiple=m), torch.device("cpu")))
+        for m in (1, 7)
+    )
+    length = plain["tokens"].shape[1]
+    assert rounded["tokens"].shape[1] == min(24, -(-length // 7) * 7)
+    assert (rounded["group_ids"][:, length:] == -1).all()
+
+
+def test_what_the_recipe_adds_travels_with_the_microbatches(packed):
+    (step,) = updates(packed, 1, (0, 1), HERE)
+    step.signals["place"] = torch.arange(step.rows.tokens.numel()).reshape(step.rows.tokens.shape)
+    step.reference_hidden = [torch.full((int(n), 2), float(row)) for row, n in enumerate((step.rows.labels != -100).sum(1))]
+    assert step.numbers == list(range(packed.num_rows)) and step.num_rows == packed.num_rows
+    start = 0
+    for batch in step.microbatches(config(rows_per_microbatch=2), torch.device("cpu")):
+        rows, length = batch["tokens"].shape
+        assert torch.equal(batch["place"], step.signals["place"][start : start + rows, :length])
+        owners = torch.nonzero(batch["labels"] != -100)[:, 0] + start
+        assert torch.equal(batch["reference_hidden"][:, 0], owners.float())
+        start += rows
+    assert start == packed.num_rows
+
+
+@pytest.mark.parametrize(("count", "world_size"), [(1, 1), (3, 1), (2, 2), (3, 3), (100, 2)])
+def test_every_row_is_trained_in_one_step_by_one_rank(count, world_size, packed):
+    """Fault 8 of the predecessor: drop_last and left-over microbatches lost data silently."""
+    seen, normalisers, rows = [], set(), 0
+    for rank in range(world_size):
+        dealt = updates(packed, count, (0, 1), Ranks(rank, world_size, torch.device("cpu")))
+        assert len(dealt) == min(count, packed.num_rows)
+        batches = [list(step.microbatches(config(rows_per_microbatch=2), torch.device("cpu"))) for step in dealt]
+        rows += sum(len(batch["tokens"]) for step in batches for batch in step)
+        seen += [number for step in dealt for number in step.numbers if number >= 0]
+        normalisers.add(tuple(step.normaliser for step in dealt))
+        assert sum(step.num_rows for step in dealt) == packed.num_rows
+    assert sorted(seen) == list(range(packed.num_rows))
+    assert len(normalisers) == 1 and sum(normalisers.pop()) == packed.num_trained
+    assert rows >= packed.num_rows and rows % world_size == 0
+
+
+def test_rows_of_padding_have_no_number(packed):
+    count = packed.num_rows
+    ranks = [Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1)]
+    dealt = [updates(packed.rows(range(count if count % 2 else count - 1)), 1, (0, 1), rank)[0] for rank in ranks]
+    numbers = [number for step in dealt for number in step.numbers]
+    assert sorted(numbers) == [-1, *range(len(numbers) - 1)]
+    for step in dealt:
+        for place, number in enumerate(step.numbers):
+            expected = packed.tokens[number] if number >= 0 else torch.zeros(24, dtype=torch.int64)
+            assert torch.equal(step.rows.tokens[place], expected)
+
+
+def test_seconds_by_part_add_up_until_they_are_taken():
+    watch = Stopwatch(torch.device("cpu"))
+    for _ in range(2):
+        with watch.part("forward"):
+            sum(range(1000))
+    with watch.part("backward"):
+        pass
+    taken = watch.take()
+    assert taken.keys() == {"forward", "backward"} and taken["forward"] > 0
+    assert watch.take() == {}
+
+
+def test_memory_peaks_are_bytes():
+    before = memory_peaks(torch.device("cpu"))["host"]
+    held = torch.ones(40 * 2**20, dtype=torch.uint8)
+    after = memory_peaks(torch.device("cpu"))["host"]
+    assert 20 * 2**20 < before <= after < 2**40 and held.numel() == 40 * 2**20
+
+
+def test_the_peak_is_measured_once_with_the_largest_product():
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 16), torch.nn.Linear(32, 8)])})
+    model["output"] = torch.nn.Linear(32, 1000)
+    assert largest_product(model, torch.device("cpu")) == (2048, 32, 8)
+    peak = matmul_peak((16, 32, 8), torch.float32, torch.device("cpu"))
+    assert 0 < peak < 1e16
+    assert matmul_peak((16, 32, 8), torch.float32, torch.device("cpu")) == peak
+
+
+def test_ranges_and_effective_sample_sizes():
+    values = Range()
+    assert values.over_ranks(HERE) == (math.inf, -math.inf)
+    values.add(torch.zeros(0))
+    values.add(torch.tensor([0.5, 2.0]))
+    values.add(torch.tensor([1.0]))
+    assert values.over_ranks(HERE) == (0.5, 2.0)
+    assert effective_sample_size(3.0, 5.0, 2) == 0.9  # weights 1 and 2
+    assert effective_sample_size(0.0, 0.0, 0) is None
+
+
+def test_a_trace_of_the_first_steps(tmp_path):
+    profiler = Profiler(tmp_path, 2, HERE)
+    for number in range(3):
+        with profiler.step(f"optimizer step {number}"):
+            torch.ones(2) + 1
+    profiler.close()
+    trace = (tmp_path / "profile" / "rank-0.json").read_text()
+    assert "optimizer step 1" in trace and "optimizer step 2" not in trace
+    plain = Profiler(tmp_path / "no", 0, HERE)
+    with plain.step("x"):
+        pass
+    plain.close()
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_trace_of_fewer_steps_than_asked_for(tmp_path):
+    profiler = Profiler(tmp_path, 5, HERE)
+    with profiler.step("only one"):
+        torch.ones(2) + 1
+    profiler.close()
+    assert "only one" in (tmp_path / "profile" / "rank-0.json").read_text()
+
+
+# Packs that are of another model
+
+
+def test_a_pack_of_another_tokenizer_is_refused(packed, model_folder, load_policy, tmp_path):
+    policy = load_policy(model_folder())
+    check_pack(packed, policy, tmp_path)  # neither says which tokenizer
+    (tmp_path / "tokenizer.json").write_text("{}")
+    packed.metadata[TOKENIZER_KEY] = tokenizer_digest(tmp_path)
+    check_pack(packed, policy, tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"other": 1}')
+    with pytest.raises(PackError, match="the pack was made with another tokenizer than that of"):
+        check_pack(packed, policy, tmp_path)

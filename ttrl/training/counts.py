@@ -1,0 +1,33 @@
+"""How much work a step is: positions and floating-point operations."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ttrl.costs.flops import forward_flops, model_shape
+from ttrl.data.packing import PackedTensors
+from ttrl.training.logprobs import IGNORE
+
+
+def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Positions of a microbatch: those that are trained, that hold a token, and the padding that is computed for nothing."""
+    used = (batch["group_ids"] >= 0).sum()
+    trained = (batch["labels"] != IGNORE).sum()
+    return {"trained_tokens": trained, "row_tokens": used, "padding_tokens": batch["tokens"].numel() - used}
+
+
+def work_counts(rows: PackedTensors, config: PretrainedConfig) -> dict[str, float]:
+    """ "flops" of a forward and a backward pass over the rows, all weights trained (`ttrl.costs.flops`), and "logical_tokens":
+    the positions that the samples would take in rows that share nothing."""
+    shape = model_shape(config.to_dict())
+    positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
+    pairs = {
+        window: int((positions if window is None else positions.clamp(max=window)).sum()) for window in shape.layers_by_window
+    }
+    owned = rows.sample_ids >= 0
+    lengths = torch.zeros(len(rows.samples), dtype=torch.int64)
+    lengths.scatter_reduce_(0, rows.sample_ids[owned], rows.input_pos[owned] + 1, "amax")
+    flops = 3 * forward_flops(shape, len(positions), pairs, rows.num_trained).total
+    return {"flops": float(flops), "logical_tokens": float(lengths.sum())}

@@ -1,0 +1,123 @@
+"""What goes wrong while training: numbers that are not finite, and memory that runs out.
+
+A step whose loss or gradient is NaN or infinite is not taken: its gradient is thrown away, the state stays as it was, and the
+next step goes on. All ranks decide alike, because they decide on sums over the ranks.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, distributed
+
+from ttrl.configs import TrainingConfig
+from ttrl.data.packing import PackedTensors
+from ttrl.errors import DivergedError, TrainerMemoryError
+from ttrl.training.distributed import Ranks
+from ttrl.training.logprobs import IGNORE
+from ttrl.training.memory_switches import advice
+from ttrl.training.policy import Policy
+from ttrl.training.sharding import local_part
+
+logger = logging.getLogger("ttrl.training")
+
+
+class Finite:
+    """Looks at the losses of a step's microbatches, and names the first that is not finite. Waits for the device only at the
+    end."""
+
+    def __init__(self) -> None:
+        self._bad: list[Tensor] = []
+        self._first: list[Tensor] = []
+
+    def look(self, losses_N: Tensor) -> None:
+        """The losses of one more microbatch, N of trained positions in row-major order."""
+        bad_N = ~torch.isfinite(losses_N.detach())
+        self._bad.append(bad_N.sum())
+        self._first.append(bad_N.to(torch.int8).argmax() if len(bad_N) else bad_N.sum())
+
+    def count(self) -> Tensor:
+        """How many losses were not finite so far, on this rank."""
+        return torch.stack(self._bad).sum() if self._bad else torch.zeros((), dtype=torch.int64)
+
+    def described(self, rows: PackedTensors, row_numbers: list[int], size: int) -> str | None:
+        """Where the first bad loss lies, in words; None where all are finite. `rows` are the step's on this rank, `row_numbers`
+        their numbers in the pack, `size` the rows of a microbatch."""
+        counts = torch.stack(self._bad).tolist() if self._bad else []
+        for microbatch, count in enumerate(counts):
+            if count:
+                part = rows.rows(slice(microbatch * size, (microbatch + 1) * size))
+                row, position = (part.labels != IGNORE).nonzero()[int(self._first[microbatch])].tolist()
+                sample = part.samples[int(part.sample_ids[row, position])]
+                return (
+                    f"{sum(counts)} losses are not finite; the first is in microbatch {microbatch}, row "
+                    f"{row_numbers[microbatch * size + row]}, position {position}, of task {sample.task_id!r}, sample "
+                    f"{sample.sample}"
+                )
+        return None
+
+
+class Skipped:
+    """Counts the optimizer steps that were not taken, and stops the run where too many in a row were not."""
+
+    def __init__(self, most: int, in_a_row: int = 0) -> None:
+        self._most, self.in_a_row, self.total = most, in_a_row, 0
+
+    def taken(self) -> None:
+        """A step was taken."""
+        self.in_a_row = 0
+
+    def skip(self, step: int, why: str, policy: Policy, ranks: Ranks) -> None:
+        """Step `step` (from 1) was not taken. A collective.
+
+        Raises DivergedError where it is one too many, or where the weights themselves are not finite, which no step can mend.
+        """
+        self.in_a_row += 1
+        self.total += 1
+        trained = {name: p for name, p in policy.parameters_by_name().items() if p.requires_grad}
+        broken = [name for name, p in trained.items() if not torch.isfinite(local_part(p)).all()]
+        everywhere = torch.tensor([float(len(broken))], device=ranks.device)
+        if ranks.processes > 1:  # those that share layers hold other parts of them, and must end alike
+            distributed.all_reduce(everywhere)
+        if everywhere.item():
+            raise DivergedError(
+                f"optimizer step {step}: {why}, because weights of the model are not finite"
+                f"{f' ({broken[0]} and {len(broken) - 1} more)' if broken else ''}; nothing was saved: start from an older "
+                "checkpoint, or copy the model's files again"
+            )
+        if self.in_a_row > self._most:
+            raise DivergedError(
+                f"optimizer step {step}: {why}; it was not taken, like the {self.in_a_row - 1} before it, which is more than "
+                f"max_skipped_steps ({self._most}) in a row, so nothing was saved; lower lr or max_grad_norm, or look at the "
+                "samples that are named above"
+            )
+        logger.warning("optimizer step %d is skipped (%d in a row): %s", step, self.in_a_row, why)
+
+
+def somewhere(first_bad: str | None, ranks: Ranks) -> str:
+    """The words of the first rank that found a bad loss. A collective."""
+    found = [first_bad] * ranks.world_size
+    if ranks.world_size > 1:
+        distributed.all_gather_object(found, first_bad, group=ranks.data_group)
+    return next(words for words in found if words is not None)
+
+
+@contextlib.contextmanager
+def memory_advice(config: TrainingConfig, seq_len: int) -> Iterator[None]:
+    """Turns running out of memory into TrainerMemoryError, which says what setting would save how much."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise TrainerMemoryError(f"the GPU's memory ran out ({first_line(error)}); {advice(config, seq_len)}") from error
+    except MemoryError as error:
+        raise TrainerMemoryError(f"the memory of this process ran out; {advice(config, seq_len)}") from error
+    except RuntimeError as error:  # PyTorch has no class of its own for the CPU's allocator
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise TrainerMemoryError(f"this machine's memory ran out ({first_line(error)}); {advice(config, seq_len)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,242 @@
+"""What is found out before the first optimizer step of an iteration, in passes without gradient.
+
+- the policy's log-probabilities at the start, where later steps see changed weights or advantages are made from them;
+- the reference model's log-probabilities, by swapping its weights in, unless the pack holds them already; its hidden states and
+  its head, where KL is taken over the whole vocabulary;
+- values of the value head;
+- and before a step, the tokens that Clip-Cov and KL-Cov act on.
+
+Everything lands in `Update.signals` or in the rows themselves, so that microbatches carry it along. `python -m
+ttrl.training.prepass --reference MODEL --packed FILE --output FILE` stores the reference's log-probabilities with a pack.
+
+Shapes: R rows of a step on this rank, P rows of the whole pack, T positions, N trained positions, D width, V vocabulary.
+"""
+
+import argparse
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, distributed
+
+from ttrl.configs import GRPOConfig, TrainingConfig
+from ttrl.data.packing import PackedTensors
+from ttrl.errors import TtrlError
+from ttrl.training.adapters import as_reference
+from ttrl.training.batches import Update, check_pack, policy_inputs, updates
+from ttrl.training.covariance import token_keys
+from ttrl.training.distributed import Ranks, ranks
+from ttrl.training.loading import load_policy
+from ttrl.training.logprobs import IGNORE
+from ttrl.training.metrics import sampler_against_trainer
+from ttrl.training.objectives import Objective
+from ttrl.training.policy import HeadOptions, Policy
+from ttrl.training.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
+from ttrl.training.value_head import ValueHead
+
+logger = logging.getLogger("ttrl.training")
+
+
+class Prepass:
+    """The passes of one iteration. `steps` are this rank's parts of its optimizer steps, `first_step` the run's global step
+    before them."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        packed: PackedTensors,
+        steps: list[Update],
+        objective: Objective,
+        config: GRPOConfig,
+        here: Ranks,
+        first_step: int,
+        value_head: ValueHead | None = None,
+    ) -> None:
+        self._policy, self._packed, self._steps, self._config, self._here = policy, packed, steps, config, here
+        self._objectives = [objective.at(first_step + number) for number in range(len(steps))]
+        self._value_head = value_head
+        self.reference_head: tuple[Tensor, Tensor | None] | None = None
+        """The reference model's output projection [V, D] and its bias, where KL is taken over the whole vocabulary."""
+        self.drift: dict[str, float | int] | None = None
+        """`sampler_against_trainer` over the whole iteration, where a pass was made for it."""
+
+    def run(self) -> None:
+        """Everything but the choice of tokens. A collective."""
+        rewards = any(objective.needs_token_rewards for objective in self._objectives)
+        if len(self._steps) > 1 or rewards:
+            for step in self._steps:
+                step.signals |= self._own_signals(step)
+            pairs = [
+                torch.stack([step.signals["start_logprobs"][trained], step.rows.logprobs[trained]])
+                for step in self._steps
+                for trained in [step.rows.labels != IGNORE]
+            ]
+            both = torch.cat(pairs, dim=1)
+            self.drift = sampler_against_trainer(self._here.gather(both[0]), self._here.gather(both[1]))
+        self._add_reference()
+        if rewards:
+            self._add_token_rewards()
+
+    def choose(self, number: int) -> None:
+        """The tokens that the objective acts on in step `number`, for objectives that choose them. A collective."""
+        step, objective = self._steps[number], self._objectives[number]
+        if not objective.needs_prepass:
+            return
+        if number == 0 and "start_logprobs" in step.signals:
+            logprobs = step.signals["start_logprobs"]
+        else:
+            logprobs = self._own_signals(step, values=False)["start_logprobs"]
+        old = step.signals.get("start_logprobs", logprobs) if objective.needs_start_logprobs else step.rows.logprobs
+        trained = step.rows.labels != IGNORE
+        own_keys = token_keys(step.rows)[trained]
+        own = (logprobs[trained], old[trained], step.rows.advantages[trained], own_keys)
+        whole = [self._here.gather(values) for values in own]
+        chosen = objective.choose(*whole, seed=self._config.seed + objective.global_step)  # type: ignore[call-arg]
+        step.signals["chosen"] = torch.zeros_like(trained)
+        step.signals["chosen"][trained] = torch.isin(own_keys, whole[3][chosen])
+
+    def _own_signals(self, step: Update, values: bool = True) -> dict[str, Tensor]:
+        head = self._value_head if values else None
+        return row_signals(self._policy, step, self._config, self._here.device, head)
+
+    def _add_reference(self) -> None:
+        estimates = any(objective.needs_reference for objective in self._objectives)
+        estimates = estimates and self._packed.reference_logprobs is None
+        whole = any(objective.needs_divergence_grad for objective in self._objectives)
+        if not (estimates or whole):
+            return
+        with as_reference(self._policy, self._config):
+            for step in self._steps:
+                if estimates:
+                    signals = row_signals(self._policy, step, self._config, self._here.device)
+                    step.rows.reference_logprobs = signals["start_logprobs"]
+                if whole:
+                    step.reference_hidden = row_hidden(self._policy, step, self._config, self._here.device)
+            if whole:
+                self.reference_head = self._policy.whole_head()
+
+    def _add_token_rewards(self) -> None:
+        """New advantages, made over the whole pack on every rank alike, then dealt out again."""
+        config, packed = self._config, self._packed
+        logprobs = self._over_pack(lambda step: step.signals["start_logprobs"])
+        reference = packed.reference_logprobs
+        if reference is None and any(objective.needs_reference for objective in self._objectives):
+            reference = self._over_pack(lambda step: step.rows.reference_logprobs)  # type: ignore[arg-type,return-value]
+        if config.token_rewards == "implicit":
+            assert reference is not None
+            self._deal_out(implicit_advantages(packed, logprobs, reference, config.implicit_beta, config.gamma))
+            return
+        for beta in sorted({objective.kl_in_reward for objective in self._objectives}):
+            concerned = [s for s, objective in zip(self._steps, self._objectives, strict=True) if objective.kl_in_reward == beta]
+            if config.value_head:
+                values = self._over_pack(lambda step: step.signals["old_values"])
+                extra = None
+                if beta:
+                    assert reference is not None
+                    extra = token_divergences(packed, logprobs, reference, beta, config.kl_estimator)
+                advantages, returns = value_advantages(packed, values, config.gamma, config.lam, extra)
+                self._deal_out(advantages, concerned)
+                for step in concerned:
+                    step.signals["returns"] = _of_rows(returns, step.numbers)
+            elif beta:
+                assert reference is not None
+                charges = divergence_penalties(packed, logprobs, reference, beta, config.kl_estimator, config.gamma)
+                self._deal_out(packed.advantages + charges, concerned)
+
+    def _deal_out(self, advantages_PT: Tensor, steps: list[Update] | None = None) -> None:
+        for step in self._steps if steps is None else steps:
+            step.rows.advantages = _of_rows(advantages_PT, step.numbers)
+
+    def _over_pack(self, of: Callable[[Update], Tensor]) -> Tensor:
+        return _whole([(step.numbers, of(step)) for step in self._steps], self._packed, self._here)
+
+
+def _whole(mine: list[tuple[list[int], Tensor]], packed: PackedTensors, here: Ranks) -> Tensor:
+    """[P, T] of the whole pack from all ranks' (row numbers, [R, T]); NaN for rows without labels, which are in no step."""
+    parts = [mine] * here.world_size
+    if here.world_size > 1:
+        distributed.all_gather_object(parts, mine, group=here.data_group)
+    whole = torch.full(packed.labels.shape, torch.nan)
+    for numbers, values in (pair for part in parts for pair in part):
+        real = [place for place, number in enumerate(numbers) if number >= 0]
+        whole[[numbers[place] for place in real]] = values[real].float()
+    return whole
+
+
+def _of_rows(whole_PT: Tensor, numbers: list[int]) -> Tensor:
+    """[R, T]: the rows with these numbers; zeros for -1."""
+    padded = torch.cat([whole_PT, whole_PT.new_zeros(1, whole_PT.shape[1])])
+    return padded[numbers]
+
+
+@torch.no_grad()
+def row_signals(
+    policy: Policy, step: Update, config: TrainingConfig, device: torch.device, value_head: ValueHead | None = None
+) -> dict[str, Tensor]:
+    """ "start_logprobs" [R, T], of all labels under the policy as it is, NaN elsewhere; with a value head "old_values" [R, T], of
+    the positions that predict them, 0 elsewhere. A collective when the policy is sharded."""
+    labelled = step.rows.labels != IGNORE
+    result = {"start_logprobs": torch.full(labelled.shape, torch.nan)}
+    logprobs, values = [], []
+    for batch in step.microbatches(config, device):
+        out = policy(*policy_inputs(batch), HeadOptions(value_head=value_head))
+        logprobs.append(out.logprobs.float().cpu())
+        values += [out.values.float().cpu()] if out.values is not None else []
+    result["start_logprobs"][labelled] = torch.cat(logprobs)  # both in row-major order
+    if value_head is not None:
+        result["old_values"] = torch.zeros(labelled.shape)
+        result["old_values"][labelled] = torch.cat(values)
+    return result
+
+
+@torch.no_grad()
+def row_hidden(policy: Policy, step: Update, config: TrainingConfig, device: torch.device) -> list[Tensor]:
+    """The hidden states at the trained positions of each row, [N, D] each, on the CPU. A collective when sharded."""
+    parts = [policy(*policy_inputs(batch), HeadOptions(hidden=True)).hidden.cpu() for batch in step.microbatches(config, device)]
+    return list(torch.cat(parts).split((step.rows.labels != IGNORE).sum(dim=1).tolist()))
+
+
+def store_reference_logprobs(config: TrainingConfig, here: Ranks, packed: PackedTensors) -> PackedTensors:
+    """The pack with the log-probabilities of `config.model` as its reference_logprobs. A collective."""
+    policy = load_policy(config, here)
+    check_pack(packed, policy)
+    (step,) = updates(packed, 1, (config.seed, 0), here)
+    mine = (step.numbers, row_signals(policy, step, config, here.device)["start_logprobs"])
+    return dataclasses.replace(packed, reference_logprobs=_whole([mine], packed, here))
+
+
+def main() -> int:
+    """Stores a reference model's log-probabilities with a pack, so that training needs no second model."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--reference", required=True, help="model folder")
+    parser.add_argument("--packed", required=True)
+    parser.add_argument("--output", required=True, help="may be the same file")
+    parser.add_argument("--temperature", type=float, default=1.0, help="the sampler's")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--rows-per-microbatch", type=int, default=4)
+    arguments = parser.parse_args()
+    try:
+        config = GRPOConfig(
+            model=arguments.reference,
+            packed=arguments.packed,
+            output_dir="",
+            dtype=arguments.dtype,
+            rows_per_microbatch=arguments.rows_per_microbatch,
+            temperature=arguments.temperature,
+        ).check("arguments")
+        with ranks(config) as here:
+            packed = store_reference_logprobs(config, here, PackedTensors.load(arguments.packed))
+            if here.is_first:
+                packed.save(arguments.output)
+            here.barrier()
+    except TtrlError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""The gradient of one optimizer step: microbatch by microbatch, through the head, the objective and the value head.
+
+    Σ w·(ℓ + c_v·ℓ_value) / Z      over all trained tokens of the step, on all ranks
+
+Where the objective allows it (`Objective.per_token`), the head takes the gradient of a chunk's logits at once, in the forward
+pass; else the chunks are computed again in the backward pass. What is reported comes from the same numbers, without gradient.
+
+Shapes: N trained positions of a microbatch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ttrl.configs import GRPOConfig
+from ttrl.training.batches import Update, policy_inputs
+from ttrl.training.counts import token_counts, work_counts
+from ttrl.training.distributed import Ranks
+from ttrl.training.divergences import ESTIMATORS
+from ttrl.training.faults import Finite
+from ttrl.training.logprobs import IGNORE, ReferenceHead
+from ttrl.training.metrics import Range, Sums, effective_sample_size
+from ttrl.training.objectives import Objective
+from ttrl.training.policy import HeadOptions, Policy, PolicyOutput
+from ttrl.training.progress import Progress
+from ttrl.training.stopwatch import Stopwatch
+from ttrl.training.value_head import ValueHead, value_loss
+
+TOKENS = ("trained_tokens", "row_tokens", "padding_tokens", "logical_tokens")
+_WEIGHTED = ("policy_loss", "kl_loss", "entropy_loss", "kl")  # facts that are reported as Σ w·fact / Z, as the loss is
+_SHARES = ("clipped_low", "clipped_high", "dual_clipped", "chosen", "correction", "capped")  # … as means over trained tokens
+
+
+@dataclass
+class StepResult:
+    """What is known of a step once its gradient is there; the same on all ranks but for `first_bad`."""
+
+    sums: dict[str, float]
+    """Over all tokens and ranks."""
+    ratio: tuple[float, float]
+    """The smallest and largest π/π_old."""
+    compared: tuple[Tensor, Tensor] | None
+    """Log-probabilities of all trained tokens under the trainer and the sampler, [N] each; where they were asked for."""
+    first_bad: str | None
+    """Where the first loss of this rank lies that is not finite."""
+
+
+class GradientStep:
+    """Makes gradients. `reference_head` is the reference model's output projection [V, D] and its bias, for KL over the whole
+    vocabulary."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: GRPOConfig,
+        here: Ranks,
+        watch: Stopwatch,
+        progress: Progress,
+        value_head: ValueHead | None = None,
+        reference_head: tuple[Tensor, Tensor | None] | None = None,
+    ) -> None:
+        self._policy, self._config, self._here = policy, config, here
+        self._watch, self._progress = watch, progress
+        self._value_head = value_head
+        self._reference_head = [None if part is None else part.to(here.device) for part in reference_head or ()]
+
+    def accumulate(self, step: Update, objective: Objective, *, compare: bool = False) -> StepResult:
+        """Adds the gradient of the whole step to the parameters. With `compare`, the result holds all log-probabilities."""
+        sums, ratio, finite = Sums(), Range(), Finite()
+        compared: list[Tensor] = []
+        size, batches = self._config.rows_per_microbatch, step.microbatches(self._config, self._here.device)
+        while True:
+            with self._watch.part("data"):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            tokens = _Tokens(batch, objective)
+            with self._watch.part("forward"):
+                out = self._policy(*policy_inputs(batch), self._head_options(batch, tokens, objective))
+                total, facts = self._losses(out, tokens, objective)
+            with self._watch.part("backward"):
+                step.backward(total)
+            self._report(sums, batch, tokens, out, facts)
+            finite.look(facts["loss"])
+            ratio.add(facts["ratio"])
+            if compare:
+                compared.append(torch.stack([out.logprobs.detach().float(), tokens.sampled]))
+            self._progress.advance()
+        sums.add(not_finite=finite.count(), **work_counts(step.rows, self._policy.decoder.config))
+        both = torch.cat(compared, dim=1) if compare else None
+        return StepResult(
+            sums.over_ranks(self._here),
+            ratio.over_ranks(self._here),
+            None if both is None else (self._here.gather(both[0]), self._here.gather(both[1])),
+            finite.described(step.rows, step.numbers, size),
+        )
+
+    def _head_options(self, batch: dict[str, Tensor], tokens: "_Tokens", objective: Objective) -> HeadOptions:
+        reference = None
+        if objective.needs_divergence_grad:
+            weight, bias = self._reference_head
+            assert weight is not None, "the prepass keeps it where the objective needs it"
+            reference = ReferenceHead(batch["reference_hidden"], weight, bias)
+        return HeadOptions(
+            token_loss=tokens.weighted_loss if objective.per_token else None,
+            entropy_grad=objective.needs_entropy_grad,
+            divergence_grad=objective.needs_divergence_grad,
+            reference=reference,
+            value_head=self._value_head,
+        )
+
+    def _losses(self, out: PolicyOutput, tokens: "_Tokens", objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted loss of the microbatch, to be differentiated, and facts about each token [N], without gradient."""
+        if objective.per_token:
+            with torch.no_grad():
+                loss_N, facts = tokens.loss(out.logprobs)
+            assert out.loss is not None, "the head was given the loss"
+            total = out.loss
+        else:
+            loss_N, facts = tokens.loss(out.logprobs, extras={"entropy": out.entropy, "divergence": out.divergence})
+            total = (loss_N * tokens.weights).sum()
+        facts = facts | {"loss": loss_N.detach()}
+        if out.values is not None:
+            config = self._config
+            values_N = value_loss(out.values, tokens.returns, tokens.old_values, config.value_clip) * config.value_coefficient
+            total = total + (values_N * tokens.weights).sum()
+            facts |= {"loss": facts["loss"] + values_N.detach(), "value_loss": values_N.detach()}
+        return total, facts
+
+    @torch.no_grad()
+    def _report(
+        self, sums: Sums, batch: dict[str, Tensor], tokens: "_Tokens", out: PolicyOutput, facts: dict[str, Tensor]
+    ) -> None:
+        if "kl" not in facts and tokens.reference is not None:  # in the reward, or not yet in the loss
+            kind = self._config.kl_estimator
+            facts["kl"] = ESTIMATORS["k3" if kind == "full" else kind](out.logprobs.detach(), tokens.reference)
+        sums.add(loss=facts["loss"] * tokens.weights, entropy=out.entropy)
+        sums.add(**{name: facts[name] * tokens.weights for name in (*_WEIGHTED, "value_loss") if name in facts})
+        sums.add(**{name: facts[name] for name in _SHARES if name in facts})
+        ratio = facts["ratio"].double()
+        sums.add(ratio=ratio, ratio_squared=ratio.square())
+        sums.add(**token_counts(batch))
+        if out.values is not None:
+            sums.add(value_error=(out.values - tokens.returns).double().square())
+
+
+class _Tokens:
+    """What is known of a microbatch's trained tokens, [N] each, and their loss under an objective."""
+
+    def __init__(self, batch: dict[str, Tensor], objective: Objective) -> None:
+        trained = batch["labels"] != IGNORE
+
+        def of(name: str) -> Tensor | None:
+            return batch[name][trained] if name in batch else None
+
+        self._objective = objective
+        self.sampled, self.weights = batch["logprobs"][trained], batch["weights"][trained]
+        self._advantages, self._samples = batch["advantages"][trained], batch["sample_ids"][trained]
+        self.reference = of("reference_logprobs")
+        self.returns, self.old_values = of("returns"), of("old_values")
+        self._extras = {"start_logprobs": of("start_logprobs"), "chosen": of("chosen"), "reference_logprobs": self.reference}
+
+    def loss(
+        self, logprobs_n: Tensor, at: slice = slice(None), extras: dict[str, Tensor | None] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective's loss of the tokens in `at`, and facts about them."""
+        known = {name: None if value is None else value[at] for name, value in self._extras.items()} | (extras or {})
+        return self._objective.loss(logprobs_n, self.sampled[at], self._advantages[at], self._samples[at], known)
+
+    def weighted_loss(self, logprobs_n: Tensor, at: slice) -> Tensor:
+        """w·ℓ of the tokens in `at`: what the head differentiates chunk by chunk."""
+        return self.loss(logprobs_n, at)[0] * self.weights[at]
+
+
+def step_metrics(result: StepResult, step: Update) -> dict[str, float | int | None]:
+    """What train.jsonl says of a step's loss, from sums over all ranks."""
+    sums = result.sums
+    tokens = max(sums["trained_tokens"], 1)
+    metrics: dict[str, float | int | None] = {
+        name: sums[name] / step.normaliser for name in ("loss", *_WEIGHTED, "value_loss") if name in sums
+    }
+    parts = {name: abs(metrics.get(name) or 0.0) for name in ("policy_loss", "kl_loss", "entropy_loss")}
+    if "kl_loss" in metrics:
+        metrics["kl_share"] = parts["kl_loss"] / sum(parts.values()) if sum(parts.values()) else 0.0
+    metrics["entropy"] = sums["entropy"] / tokens
+    metrics |= {f"clip_fraction_{side}": sums[f"clipped_{side}"] / tokens for side in ("low", "high")}
+    others = {"dual_clipped": "dual_clip_fraction", "chosen": "chosen_fraction", "capped": "capped_fraction"}
+    metrics |= {ours: sums[name] / tokens for name, ours in (others | {"correction": "correction"}).items() if name in sums}
+    if "value_error" in sums:
+        metrics["value_error"] = (sums["value_error"] / tokens) ** 0.5
+    metrics |= {"ratio_min": result.ratio[0], "ratio_max": result.ratio[1]}
+    metrics["ess"] = effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["trained_tokens"])
+    metrics |= {name: int(sums[name]) for name in TOKENS}
+    return metrics | {"normaliser": step.normaliser}

@@ -1,0 +1,108 @@
+"""Taking an optimizer step, or not: the optimizers of policy and value head, the run's step count, and their state on disk."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ttrl.configs import GRPOConfig, SFTConfig
+from ttrl.files import write_json
+from ttrl.training.distributed import Ranks
+from ttrl.training.faults import Skipped, somewhere
+from ttrl.training.optim import OptimizerInBackward, begin_step, clip_and_step, learning_rate, make_optimizer
+from ttrl.training.optimizer_state import load_state, save_state
+from ttrl.training.policy import Policy
+from ttrl.training.value_training import ValueTraining
+
+_SKIPPED_FILE = "skipped.json"
+
+
+class Stepper:
+    """Continues from the folder `state`, if any. Raises RunFolderError where that cannot be read or does not fit."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: GRPOConfig | SFTConfig,
+        here: Ranks,
+        state: str | None = None,
+        values: ValueTraining | None = None,
+    ) -> None:
+        self._policy, self._config, self._here = policy, config, here
+        self._optimizer = make_optimizer(policy, config)
+        self.global_step = load_state(state, policy, self._optimizer) if state else 0
+        """Optimizer steps of the run so far, taken or skipped."""
+        self._values = values
+        self._skipped = Skipped(config.max_skipped_steps, _skipped_before(state))
+
+    def begin(self, lr_scale: float = 1.0) -> None:
+        """Before the step's first backward pass: sets its learning rate, for optimizers that work in the backward pass."""
+        begin_step(self._optimizer, self._config, self.global_step, lr_scale)
+
+    def take(self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0) -> dict[str, Any]:
+        """Takes the step if all losses and the gradient are finite; else throws the gradient away. Either way the run's step
+        count goes up, and with it the schedules. Returns what train.jsonl says of it. A collective.
+
+        not_finite: how many losses were not, over all ranks. first_bad: where the first of this rank lies, in words.
+
+        Raises DivergedError where too many steps in a row were skipped, or the weights are not finite.
+        """
+        facts: dict[str, Any] = {"lr": learning_rate(self._config, self.global_step) * lr_scale}
+        why = None
+        if not_finite:
+            why = somewhere(first_bad, self._here)
+            facts["grad_norm"] = math.nan
+            self._forget()
+        else:
+            facts |= self._step(lr_scale)
+            norms = {name: norm for name, norm in facts.items() if name.endswith("grad_norm") and not math.isfinite(norm)}
+            if norms:
+                why = "the gradient norm is " + " and ".join(f"{norm} ({name})" for name, norm in norms.items())
+        self.global_step += 1
+        if why is None:
+            self._skipped.taken()
+            return facts
+        self._skipped.skip(self.global_step, why, self._policy, self._here)
+        return facts | {"skipped": why}
+
+    def save(self, folder: Path) -> None:
+        """A collective."""
+
+        def beside(temporary: Path) -> None:
+            if self._values is not None:
+                self._values.save(temporary)
+            if self._skipped.in_a_row:
+                write_json(temporary / _SKIPPED_FILE, {"in_a_row": self._skipped.in_a_row})
+
+        config = self._config
+        save_state(folder, self._policy, self._optimizer, self.global_step, self._here, config.state_format, beside)
+
+    def _step(self, lr_scale: float) -> dict[str, float]:
+        norms: dict[str, float] = {}
+        if self._values is not None:
+            norms["value_grad_norm"] = self._values.gradient_norm()
+        if not all(map(math.isfinite, norms.values())):
+            self._forget()
+            return norms
+        norms["grad_norm"] = clip_and_step(self._policy, self._optimizer, self._config, self.global_step, lr_scale=lr_scale)
+        if self._values is not None:
+            if math.isfinite(norms["grad_norm"]):
+                self._values.step(self.global_step, lr_scale)
+            else:
+                self._values.forget()
+        return norms
+
+    def _forget(self) -> None:
+        """Throws all gradients away."""
+        if isinstance(self._optimizer, OptimizerInBackward):
+            self._optimizer.finish_step()  # parameters with a finite gradient have been stepped already
+        else:
+            self._optimizer.zero_grad()
+        if self._values is not None:
+            self._values.forget()
+
+
+def _skipped_before(state: str | None) -> int:
+    """Steps in a row that were skipped at the end of the last iteration."""
+    path = Path(state, _SKIPPED_FILE) if state else None
+    return int(json.loads(path.read_text())["in_a_row"]) if path is not None and path.is_file() else 0

@@ -1,0 +1,60 @@
+"""train.jsonl: a line for each optimizer step."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from ttrl.configs import GRPOConfig, SFTConfig
+from ttrl.files import append_jsonl
+from ttrl.training.distributed import Ranks
+from ttrl.training.matmul_peak import largest_product, matmul_peak
+from ttrl.training.policy import Policy
+from ttrl.training.stopwatch import Stopwatch, memory_peaks
+
+
+class TrainLog:
+    """Writes on the first rank, a new file: what another attempt at the same steps left goes. The line of the newest step is held
+    back until the next one, or until `close`, so that the last one can say what saving took."""
+
+    def __init__(self, config: GRPOConfig | SFTConfig, policy: Policy, here: Ranks, watch: Stopwatch) -> None:
+        self._path = Path(config.output_dir, "train.jsonl")
+        self._here, self._watch = here, watch
+        self._held: dict[str, Any] | None = None
+        self._peak: float | None = None
+        if here.is_first:
+            self._path.unlink(missing_ok=True)
+        if config.measure_peak and here.is_first:
+            self._peak = matmul_peak(largest_product(policy.decoder, here.device), policy.compute_dtype, here.device)
+        self._began = time.perf_counter()
+
+    def line(self, row: dict[str, Any], flops: float) -> None:
+        """One step: what is known of it, and the FLOPs of all ranks. The time is that since the line before."""
+        now = time.perf_counter()
+        wall, self._began = now - self._began, now
+        parts = self._watch.take()
+        if not self._here.is_first:
+            return
+        self._write()
+        speed = {"seconds": wall, "tokens_per_second": row["row_tokens"] / wall, "flops": flops, "flops_per_second": flops / wall}
+        if self._peak is not None:
+            speed |= {"matmul_peak": self._peak, "peak_share": flops / wall / self._peak / self._here.processes}
+        self._held = row | speed | {"seconds_by_part": parts, "memory_peaks": memory_peaks(self._here.device)}
+
+    def close(self) -> None:
+        """Adds what was measured since the last step to its line, and writes it."""
+        if self._held is not None:
+            self._held["seconds_by_part"] |= self._watch.take()
+            self._write()
+
+    def _write(self) -> None:
+        if self._held is not None:
+            append_jsonl(self._path, _without_nan(self._held))
+            self._held = None
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON knows no NaN: numbers that are not finite become null, in what lies inside of the row as well."""
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
