@@ -131,6 +131,15 @@ def test_long_replies(grade_long_replies, style):
     grade_long_replies(ChessGrader(FEN, ("f1b5",), style=style), "B: f1b5 ", "M: f1b5 ", "best move: ", "Bb5", "1. ", "N")
 
 
+def test_a_board_is_one_question_whatever_its_counters(tmp_path):
+    """Or the same board could be for training in one row and for validation in another."""
+    boards = [FEN.rsplit(" ", 2)[0] + f" 0 {number}" for number in range(1, 31)]
+    path = tmp_path / "positions.jsonl"
+    path.write_text("\n".join(json.dumps({"fen": fen, "best_move_uci": "f1b5"}) for fen in boards), encoding="utf-8")
+    counts = sorted(len(get_chess_tasks(split, path=path)) for split in ("train", "validation"))
+    assert counts == [0, 30]
+
+
 EPD = '1r1b2k1/2r2ppp/p1qp4/3R1NPP/1pn1PQB1/8/PPP3R1/1K6 w - - bm g6; id "x.008"; c8 "100 77"; c9 "g5g6 g2f2";'
 
 

@@ -16,6 +16,8 @@ from ttrl.tasks.countdown import CountdownGrader, evaluate, get_countdown_tasks
     [
         ("<answer>(1 + 2) * 5 - 5</answer>", 1.0),
         ("<answer>(1+2)*5-5</answer>", 1.0),
+        ("<answer>" + "(" * 40 + "(1+2)*5-5" + ")" * 40 + "</answer>", 0.0),  # deeper than anyone writes
+        ("<answer>" + "(" * 39 + "(1+2)*5-5" + ")" * 39 + "</answer>", 1.0),
         ("<answer>(1 + 2) * 5 - 5 = 10</answer>", 1.0),
         ("<answer>(1 + 2) × 5 − 5</answer>", 1.0),
         ("<answer>((1 + 2) * (5)) - 5</answer>", 1.0),

@@ -15,6 +15,8 @@ CHOICES = ("A magnet", "Paris", "I am 12", "None of the above")
     [
         ("B", 1),
         ("b", 1),
+        ("A. a magnet\nB. Paris\nC. I am 12\n\nB", 1),  # the options again, then the answer
+        ("The options are:\n(A) a magnet\n(B) Paris\n\nB. Paris", 1),
         (" B \n", 1),
         ("B.", 1),
         ("(B)", 1),
@@ -94,6 +96,8 @@ def test_choices(content, place):
         "Answer: B, or maybe C",
         "B or possibly C",
         "B C",
+        "B A D C",
+        "A. a magnet\nB. Paris",  # the options again, and no answer
         "Answer: B C.",
         "B; C",
         "either B or C",

@@ -75,8 +75,10 @@ def test_grader(reply, content, strict, liberal):
 
 def test_words_with_odd_characters(reply):
     groups = (("'90S", "10%", "A (B)", "C.D"), *GROUPS[1:])
-    grader = ConnectionsGrader(groups)
-    assert grader(reply(grader.reference()))[0] == 1.0
+    groups = (groups[0], ("U.S.", "*STAR", "(ONE)", '"Q"'), *groups[2:])
+    for liberal in (False, True):
+        grader = ConnectionsGrader(groups, liberal)
+        assert grader(reply(grader.reference()))[0] == 1.0
 
 
 def test_long_replies(grade_long_replies):

@@ -112,6 +112,12 @@ def test_time():
     assert run_sandboxed("import time; time.sleep(1000)", Limits(seconds=0.3)) == Outcome(False, "out of time")
 
 
+def test_a_flood_of_answers_is_not_kept():
+    """A program may find the pipe to its judge; what it writes there must not fill the judge's memory."""
+    flood = "import os\nwhile True:\n  for fd in range(3, 32):\n    try: os.write(fd, b'x' * 65536)\n    except OSError: pass"
+    assert run_sandboxed(flood, LIMITS) == Outcome(False, "ended: it wrote where only its judge may write")
+
+
 def test_a_fork_bomb_leaves_nothing(monkeypatch, tmp_path):
     child = tmp_path / "child.py"  # a path of its own, by which its processes are told from those of other tests
     child.write_text(sandbox._CHILD.read_text(encoding="utf-8"), encoding="utf-8")
@@ -149,8 +155,9 @@ def test_a_machine_that_cannot_is_refused(monkeypatch, tmp_path):
         run_sandboxed("pass")
     assert "namespaces of its own" in sandbox.why_not()
     child.write_text("raise SystemExit(3)")
-    with pytest.raises(GraderError, match="exit code 3"):
-        run_sandboxed("pass")
+    for source in ("pass", "#" * 10**6):  # more than a pipe holds: nobody reads it
+        with pytest.raises(GraderError, match="exit code 3"):
+            run_sandboxed(source)
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(GraderError, match="darwin has no namespaces"):
         run_sandboxed("pass")

@@ -26,6 +26,8 @@ def word_of(task_or_example):
     [
         ("abcd", 1.0),
         ("  abcd\n", 1.0),
+        ("<think>dcba?</think>abcd", 1.0),
+        ("<think>abcd", 0.0),
         ("\u00a0abcd\u2003", 1.0),  # other scripts' spaces are spaces
         ("abdc", 0.25),  # two of four places
         ("abc", 0.375),  # three of four

@@ -1,5 +1,6 @@
 """A judge over UCI: its points, its cache, its failures; with an engine of our own, and with Stockfish where it is installed."""
 
+import os
 import pickle
 import sys
 
@@ -73,6 +74,32 @@ def test_an_engine_that_dies(engine):
     judge = Stockfish(engine({}, dies="searchmoves"), nodes=10)
     with pytest.raises(GraderError, match="failed twice: EngineTerminatedError"):
         judge(FEN, "e2e4")
+
+
+def test_an_engine_that_is_too_slow_is_ended(engine, monkeypatch):
+    """Or it would search on beside the next one."""
+    started = []
+
+    class Slow:
+        closed = False
+
+        def analyse(self, *_, **__):
+            raise TimeoutError
+
+        def close(self):
+            self.closed = True
+
+        def quit(self):
+            pass
+
+    def start(program):
+        started.append(Slow())
+        return stockfish._engines.setdefault((os.getpid(), program), started[-1])
+
+    monkeypatch.setattr(stockfish, "_engine", start)
+    with pytest.raises(GraderError, match="failed twice: TimeoutError"):
+        Stockfish(engine({}), nodes=10)(FEN, "e2e4")
+    assert [one.closed for one in started] == [True, True]
 
 
 def test_refusals(tmp_path, engine):

@@ -39,6 +39,8 @@ def tool():
         (RIGHT.upper(), 4),
         (RIGHT.replace("\n", "\r\n"), 4),
         (RIGHT.replace("\n", "\n\n"), 4),
+        (f"<answer>{RIGHT}</answer>", 4),
+        (f"<think>\n{RIGHT}", 0),
         ("**A. Miss Violet**\n**B. Fire Iron**\n**C. 11:30 PM**\n**D. Tea Room**", 4),
         ("A. **Miss Violet**\nB. **Fire Iron**\nC. **11:30 PM**\nD. **Tea Room**", 4),
         ("**A.** Miss Violet\n**B.** *Fire Iron*\n**C.** `11:30 PM`\n**D**. __Tea Room__", 4),
@@ -64,7 +66,7 @@ def tool():
         ("A. Mr. Cobalt\n" + RIGHT, 4),  # in the reasoning; the last counts
         (RIGHT + "\nA. Mr. Cobalt", 3),
         (RIGHT + "\n\nOn second thoughts:\n**B.** Bow\n**C.** 11:45 PM", 2),
-        (f"<think>\n{RIGHT}\n</think>\nA. Mr. Cobalt", 3),
+        (f"<think>\n{RIGHT}\n</think>\nA. Mr. Cobalt", 0),
         ("A. SUSPECT\nB. WEAPON\nC. TIME\nD. ROOM", 0),  # the form, not filled in
         (RIGHT + "\nA.\nB. \n**C.**\nD)", 4),  # lines without an answer are none
         (RIGHT.replace("\n", ", "), 0),

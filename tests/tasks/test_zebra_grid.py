@@ -41,7 +41,7 @@ TALLER = RIGHT + "\n| 4 | Greta | pony |"
         (f"{WRONG}\n{RIGHT}", 6),  # nothing between them but a heading
         (f"{RIGHT}\n\n{TALLER}", 6),  # another height
         (f"<think>{RIGHT}</think>\nI give up.", 0),  # words beside the table make one row more of it
-        (f"<think>\n{RIGHT}\n</think>\nI give up.", 6),
+        (f"<think>\n{RIGHT}\n</think>\nI give up.", 0),  # thinking is no answer
         (WRONG, 5),
         (RIGHT.replace("Emil", "").replace("dog", "?"), 4),
         (RIGHT.replace("| 2 | Emil | cat |", "| 2 | Emil |"), 5),

@@ -28,6 +28,11 @@ _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 _GROUPED = re.compile(r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:'[0-9]{3})+|(?:_[0-9]{3})+)(?:\.[0-9]*)?")
 _EXPONENT = re.compile(r"[eE][+-]?[0-9]{1,2}(?![0-9A-Za-z.])")
 _SPACED = re.compile(r"(?<![0-9.,'_])([0-9]{1,3})((?: [0-9]{3})+)(?![0-9,'_])")
+# The exponent of a unit, "18 m^2", and degrees: no part of the number before them.
+_UNIT_EXPONENT = re.compile(
+    r"(?<![A-Za-z])((?:[mcdk]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|met(?:er|re)s?|units?)\}?) ?\^\{?[23]\b\}?"
+)
+_ALTERNATIVES = ("or", "oder", "ou", "または", "或")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,60})\}\{([^{}]{1,60})\}")
 
 
@@ -125,10 +130,11 @@ def last_number(text: str) -> Fraction | None:
     """The last number of a text, exactly; None without one, or when it cannot be read for certain.
 
     Read are signs, decimals, thousands separators (comma, apostrophe, underscore, space), fractions (3/4, LaTeX's too), exponents
-    (1e3), digits of any script, whatever units stand around. "1,5", "1.2.3", "10^3" and "2½" are numbers that cannot be read.
+    (1e3), digits of any script, whatever units stand around (also m^2). "1,5", "1.2.3", "10^3", "2½" and "2 or 3" cannot be read.
     """
     text = ascii_digits(text)
     text = _FRACTION.sub(r" \1/\2 ", text).replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    text = _UNIT_EXPONENT.sub(r"\1", text).replace("^\\circ", "").replace("^{\\circ}", "")
     text = _SPACED.sub(lambda match: match[1] + match[2].replace(" ", ""), text)
     last = before = None
     for match in _RUN.finditer(text):
@@ -137,6 +143,8 @@ def last_number(text: str) -> Fraction | None:
         return None
     if before is not None and _is_exponent(text, before, last):
         return _scale(_value(text, before), text[before.end() : last.end()])
+    if before is not None and _between(text, before, last) in _ALTERNATIVES:
+        return None
     value = _value(text, last)
     if value is not None and before is not None and _rstrip_digits(text, last.start()).endswith("/"):
         between = text[before.end() : last.start()]
@@ -144,6 +152,11 @@ def last_number(text: str) -> Fraction | None:
             top = _value(text, before)
             return None if top is None or value == 0 else top / value
     return value
+
+
+def _between(text: str, before: "re.Match[str]", last: "re.Match[str]") -> str:
+    """A short text between two numbers, without spaces and currency signs around it."""
+    return text[before.end() : min(last.start(), before.end() + 20)].strip(" \n$€£¥\\").lower()
 
 
 def _rstrip_digits(text: str, end: int) -> str:

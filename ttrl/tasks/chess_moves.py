@@ -173,7 +173,7 @@ def get_chess_tasks(
     else:
         positions = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
     held_out = split != "test"
-    chosen = select(positions, lambda position: position.fen, split, n, seed, "chess", held_out=held_out)
+    chosen = select(positions, _key, split, n, seed, "chess", held_out=held_out)
     return [
         Task(
             messages=[{"role": "user", "content": write_prompt(position.fen, style)}],
@@ -182,6 +182,11 @@ def get_chess_tasks(
         )
         for position in chosen
     ]
+
+
+def _key(position: Position) -> str:
+    """The position without its counters of moves: the same board is the same question."""
+    return " ".join(position.fen.split()[:4])
 
 
 def write_prompt(fen: str, style: Style) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LONGEST = 300
 """Characters of an expression."""
+DEEPEST = 40
+"""Parentheses inside each other: the parser calls itself for each, and Python allows no more than 1000 calls in all."""
 _PROMPT = (
     "Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make {target}. You may think first. "
     "End your reply with the expression in <answer> </answer> tags, such as <answer>(1 + 2) * 3</answer>."
@@ -93,7 +95,7 @@ class _SyntaxError(Exception):
 def _tokens(text: str) -> Iterator[int | str]:
     if len(text) > LONGEST:
         raise _SyntaxError
-    place = 0
+    place = depth = 0
     while place < len(text):
         character = text[place]
         if character in "0123456789":
@@ -106,6 +108,9 @@ def _tokens(text: str) -> Iterator[int | str]:
             place = end
             continue
         if character in "+-*/()":
+            depth += (character == "(") - (character == ")")
+            if depth > DEEPEST:
+                raise _SyntaxError
             yield character
         elif not character.isspace():
             raise _SyntaxError
@@ -113,7 +118,7 @@ def _tokens(text: str) -> Iterator[int | str]:
 
 
 class _Parser:
-    """Recursive descent; LONGEST bounds its depth."""
+    """Recursive descent; DEEPEST bounds its depth."""
 
     def __init__(self, tokens: list[int | str]) -> None:
         self.tokens, self.place = tokens, 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.task import Task
 from ttrl.tasks.words import get_words, in_validation
 
@@ -31,18 +32,23 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 
 @dataclass(frozen=True)
 class LetterCountingGrader:
-    """1.0 if the last number of the reply is the count, else `partial_credit` / (1 + distance), and 0 without a number."""
+    """1.0 if the last number of the reply, after any thinking, is the count, else `partial_credit` / (1 + distance), and 0
+    without a number."""
 
     expected: int
     partial_credit: float = 0.0
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
         """(reward, {"exact": 0 or 1})."""
-        answer = last_number(choice.message.content or "")
+        answer = last_number(after_thinking(reply_text(choice)))
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
         reward = 0.0 if answer is None else self.partial_credit / (1.0 + abs(answer - self.expected))
         return reward, {"exact": 0.0}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return str(self.expected)
 
 
 def last_number(text: str) -> float | None:

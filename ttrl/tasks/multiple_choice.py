@@ -37,7 +37,7 @@ _OPENING = " \t\r\n*_`~\"'“‘([{<$:=-–—>#\\"
 # Another option behind the letter: "B or C", "B, or maybe C", "B, C", "B/C", "B C"; of "(A) text" only the letter counts.
 _ANOTHER = re.compile(
     r"[\s)\].*`\"']{0,4}(?:[,;]?\s{0,3}(?:or|and|oder|und|ou|et)\b(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
-    r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|\s{1,4}([A-J])[\s).]{0,4}$"
+    r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|\s{1,4}([A-J])(?:\s{1,4}[A-J])*[\s).]{0,4}$"
 )
 
 
@@ -57,7 +57,8 @@ class MultipleChoiceGrader:
 
     The answer is the last that is marked, after any thinking: in `<answer>` tags, in `\boxed{}`, after "answer is" or
     "Answer:"; where nothing is marked, the first line if it begins with a letter that stands as one ("B", "(B)", "B. Paris"),
-    else the last line if it does. An option's whole text counts as its letter. Two letters are none.
+    else the last line if it does, where options that are
+    only repeated, line by line, do not count. An option's whole text counts as its letter. Two letters are none.
     """
 
     answer: int
@@ -79,10 +80,31 @@ def read_choice(text: str, choices: Sequence[str]) -> int | None:
     part = _marked(text)
     if part is not None:
         return _option(part, choices)
-    text = text.strip()
+    text = _without_list(text.strip(), choices).strip()
     first, last = text[: _end(text, 0)], text[text.rfind("\n") + 1 :]
     found = _option(first, choices)
     return found if found is not None or first == last else _option(last, choices)
+
+
+def _without_list(text: str, choices: Sequence[str]) -> str:
+    """The text without the question's options, where it repeats two or more of them in lines next to each other."""
+    lines = text.split("\n")
+    repeated = [
+        next((place for place, option in enumerate(choices) if _is_listed(line, LETTERS[place], option)), None) for line in lines
+    ]
+    around = [None, *repeated, None]
+    kept = []
+    for number, line in enumerate(lines):
+        place, neighbours = repeated[number], (around[number], around[number + 2])
+        if place is None or all(other in (None, place) for other in neighbours):
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _is_listed(line: str, letter: str, option: str) -> bool:
+    """Whether a line is "B. Paris" for the option Paris of the letter B."""
+    line = line.strip(" \t\r*_([-") if len(line) <= _LONGEST else ""
+    return line[:1].upper() == letter and line[1:2] in (".", ")", ":") and _plain(line[2:]) == _plain(option)
 
 
 def _marked(text: str) -> str | None:

@@ -59,7 +59,8 @@ class ConnectionsGrader:
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
         """(reward, {"exact": 1 if all four are right})."""
-        wanted = {_group(group) for group in self.groups}
+        clean = _clean if self.liberal else str
+        wanted = {_group([clean(word) for word in group]) for group in self.groups}
         given = {_group(line) for line in read_lines(after_thinking(reply_text(choice)), liberal=self.liberal)}
         right = len(given & wanted)
         return right / len(wanted), {"exact": float(right == len(wanted))}
@@ -82,6 +83,11 @@ def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
         words = line.replace("，", ",").replace("、", ",").split(",")
         cut.append([word.strip(_AROUND) if liberal else word.strip() for word in words])
     return cut
+
+
+def _clean(word: str) -> str:
+    """A word of the puzzle as it is read where the grader is liberal: "U.S." → "U.S"."""
+    return _without_parentheses(word).strip().strip(_AROUND)
 
 
 def _without_parentheses(line: str) -> str:

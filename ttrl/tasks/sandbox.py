@@ -12,12 +12,15 @@ forbid it, and need the permission to make user namespaces. The kernel itself is
 program in the same process as its tests can always tell them lies. macOS and Windows have no such thing: refused.
 """
 
+import contextlib
 import json
 import os
 import secrets
+import selectors
 import subprocess
 import sys
 import sysconfig
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,8 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 _START_SECONDS = 30.0
 """More than the program's own time, for Python to start on a busy machine."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_LONGEST_ANSWER = 64 * 2**10
+"""Bytes of what is read from inside. An answer has 2 kB; a program that finds the pipe could write gigabytes into it."""
 _ENDS = {96: "ended by a signal: a crash", 97: "out of CPU time", 98: "out of time"}
 
 
@@ -81,22 +86,25 @@ def run_sandboxed(source: str, limits: Limits | None = None) -> Outcome:
         "disk": limits.disk,
         "folders": _folders(),
     }
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", str(_CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={"PATH": "", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+        cwd="/",
+        start_new_session=True,
+    ) as done:
+        try:
+            written = _exchange(done, json.dumps(order).encode(), time.monotonic() + limits.seconds + _START_SECONDS)
+        except subprocess.TimeoutExpired:
+            return Outcome(False, _ENDS[98])
+        finally:
+            done.kill()  # if it still runs, and with it the kernel all the others
+    if written is None:
+        return Outcome(False, "ended: it wrote where only its judge may write")
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-B", str(_CHILD)],
-            input=json.dumps(order).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=limits.seconds + _START_SECONDS,
-            env={"PATH": "", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-            cwd="/",
-            start_new_session=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:  # subprocess.run has killed the outer process, and with it the kernel all the others
-        return Outcome(False, _ENDS[98])
-    try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(written)
     except ValueError:
         answer = {}
     answer = answer if isinstance(answer, dict) else {}
@@ -114,6 +122,29 @@ def run_sandboxed(source: str, limits: Limits | None = None) -> Outcome:
     if isinstance(answer.get("failed"), str):
         return Outcome(False, answer["failed"])
     return Outcome(False, _ENDS.get(done.returncode, "ended by itself before its last line"))
+
+
+def _exchange(process: "subprocess.Popen[bytes]", order: bytes, deadline: float) -> bytes | None:
+    """What it answers until it ends; None as soon as that is too long. Raises TimeoutExpired."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended: the exit code says how
+        process.stdin.write(order)  # read to its end before anything else is done
+    with contextlib.suppress(BrokenPipeError):  # what could not be written is tried once more
+        process.stdin.close()
+    written = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise subprocess.TimeoutExpired(process.args, 0.0)
+            piece = os.read(process.stdout.fileno(), _LONGEST_ANSWER)
+            if not piece:
+                break
+            written += piece
+            if len(written) > _LONGEST_ANSWER:
+                return None
+    process.wait(max(0.0, deadline - time.monotonic()))
+    return written
 
 
 def why_not() -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.task import Task
 from ttrl.tasks.words import in_validation, pick
 
@@ -26,7 +27,8 @@ def sort_letters(word: str) -> str:
 
 @dataclass(frozen=True)
 class SortLettersGrader:
-    """1.0 for exactly the sorted letters (spaces around them are forgiven), else half the share of right places.
+    """1.0 for exactly the sorted letters (spaces around them and thinking before them are forgiven), else half the share of right
+    places.
 
     The share is of the longer of answer and expected answer, so that neither a short nor a long answer pays.
     """
@@ -35,11 +37,15 @@ class SortLettersGrader:
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
         """(reward, {"exact": 0 or 1})."""
-        answer = (choice.message.content or "").strip()
+        answer = after_thinking(reply_text(choice)).strip()
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
         right = sum(given == wanted for given, wanted in zip(answer, self.expected))  # the shorter one ends it
         return 0.5 * right / max(len(answer), len(self.expected)), {"exact": 0.0}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return self.expected
 
 
 def get_sort_letters_tasks(

@@ -95,7 +95,9 @@ class Stockfish:
                     best, given = (self._expected(engine, board, moves) for moves in (None, [move]))
                     return min(1.0, max(0.0, 1.0 - (best - given)))
                 except (chess.engine.EngineError, TimeoutError, OSError) as error:
-                    _engines.pop((os.getpid(), program), None)
+                    broken = _engines.pop((os.getpid(), program), None)
+                    if broken is not None:
+                        broken.close()  # it may only have been too slow: it must not search on beside the next one
                     if attempt:
                         raise GraderError(f"the engine {program} failed twice: {type(error).__name__}: {error}") from error
         raise AssertionError("unreachable")

@@ -1,8 +1,9 @@
 """The grader of temporal-clue: reads the lettered answer lines of a reply.
 
 An answer line is a letter, a full stop (or `)` or `:`) and a value: `A. Miss Violet`. Forgiven is what is not part of an answer:
-upper and lower case, bold, italics, code and quotation marks, list marks before it, white space, punctuation after it, and how a
-time of the clock is written (`1:00 am` is `01:00 AM`). For each letter the last such line counts, right or wrong.
+upper and lower case, `<answer>` tags, bold, italics, code and quotation marks, list marks before it, white space, punctuation
+after it, and how a time of the clock is written (`1:00 am` is `01:00 AM`). For each letter the last such line after any thinking
+counts, right or wrong.
 """
 
 import re
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, reply_text
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
@@ -27,7 +29,7 @@ _TIME = re.compile(r"([0-9]{1,2})[:.]([0-9]{2}) ?([ap])\.?m\.?")
 def read_answers(reply: str) -> dict[str, str]:
     """The values of a reply's answer lines by their letters (A to Z), normalised: {"A": "miss violet", "D": "11:30 pm"}."""
     answers: dict[str, str] = {}
-    for line in reply.splitlines():
+    for line in reply.replace("<answer>", "\n").replace("</answer>", "\n").splitlines():
         line = line.strip()
         if not line or len(line) > _LONGEST_VALUE:
             continue
@@ -70,8 +72,12 @@ class TemporalClueGrader:
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
         """(reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line})."""
-        answers = read_answers(choice.message.content or "")
+        answers = read_answers(after_thinking(reply_text(choice)))
         right = sum(answers.get(letter) == normalise(value) for letter, value in self.solution.items())
         accuracy = right / len(self.solution)
         answered = sum(letter in answers for letter in self.solution) / len(self.solution)
         return accuracy**self.power, {"accuracy": accuracy, "solved": float(accuracy == 1.0), "answered": answered}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        return "\n".join(f"{letter}. {value}" for letter, value in self.solution.items())

@@ -1,4 +1,4 @@
-"""The grader of zebra-grid: reads the last markdown table of a reply that has as many rows as there are houses.
+"""The grader of zebra-grid: reads the last markdown table of a reply, after any thinking, with a row for each house.
 
 A table is lines with `|`, one after the other: a heading, a line of dashes (which may be missing), a row for each house. Spaces,
 the bars at the ends, bold, and upper or lower case do not matter. Columns are told by their headings where all of these are
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, reply_text
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
@@ -80,13 +81,18 @@ class ZebraGridGrader:
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
         """(reward, {"solved": 0 or 1, "table": 1 if there was one of the right height})."""
-        fitting = [table for table in read_tables(choice.message.content or "") if len(table) == len(self.rows) + 1]
+        fitting = [table for table in read_tables(after_thinking(reply_text(choice))) if len(table) == len(self.rows) + 1]
         if not fitting:
             return 0.0, {"solved": 0.0, "table": 0.0}
         given = self._in_order(fitting[-1])
         wanted = [_normalise(cell) for row in self.rows for cell in row[1:]]
         right = sum(mine == theirs for mine, theirs in zip(given, wanted))
         return right / len(wanted), {"solved": float(right == len(wanted)), "table": 1.0}
+
+    def reference(self) -> str:
+        """A reply that earns 1.0."""
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, *self.rows)]
+        return "\n".join([lines[0], "|" + "---|" * len(self.header), *lines[1:]])
 
     def _in_order(self, table: Table) -> list[str]:
         """The cells of the grid, row by row, in the order of the solution; "" for those that the table lacks."""
