@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import model_shape, training_flops
 from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
-from ttrl.errors import DivergedError, ModelFolderError, RunFolderError, TrainerMemoryError
+from ttrl.errors import ConfigError, DivergedError, ModelFolderError, PackError, RunFolderError, TrainerMemoryError
 from ttrl.files import read_jsonl
 from ttrl.training import prepass
 from ttrl.training.batches import derived_generator
 from ttrl.training.distributed import Ranks
+from ttrl.training.loading import load_policy
 from ttrl.training.models import read_config
+from ttrl.training.references import model_digest
 from ttrl.training.step import GradientStep
+from ttrl.training.taking import Stepper
 from ttrl.training.token_rewards import divergence_penalties, implicit_advantages
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parent / "training" / "conftest.py")
@@ -142,6 +146,25 @@ def test_steps_skipped_in_a_row_are_counted_over_iterations(trials):
     assert not (third / "state" / "skipped.json").exists()
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"in_a_row": null}'])
+def test_a_damaged_count_of_skipped_steps_is_named(content, trials):
+    packed, _ = spoilt(trials)
+    state = trials.train(packed) / "state"
+    (state / "skipped.json").write_text(content)
+    with pytest.raises(RunFolderError, match=r"skipped\.json is damaged .*delete it to count from 0"):
+        trials.train(packed, state=str(state))
+
+
+def test_a_step_that_is_skipped_in_part_says_so(trials):
+    for in_backward in (True, False):
+        config = GRPOConfig(model=str(trials.model), packed="", output_dir="", device="cpu", max_grad_norm=None)
+        config.optimizer_in_backward = in_backward
+        stepper = Stepper(load_policy(config, HERE), config, HERE)
+        stepper.begin()
+        why = stepper.take(1.0, "1 loss is not finite")["skipped"]
+        assert why.startswith("1 loss is not finite") and ("have been stepped already" in why) == in_backward
+
+
 @pytest.mark.parametrize("value_head", [False, True])
 def test_a_step_with_finite_losses_but_an_infinite_gradient_is_skipped(value_head, trials):
     """The squares of its norm are beyond fp32."""
@@ -234,11 +257,29 @@ def test_stored_reference_logprobs_do_as_well_as_the_model(trials, monkeypatch):
     assert prepass.main() == 0
     with_logprobs = PackedTensors.load(stored)
     assert torch.equal(with_logprobs.reference_logprobs.isnan(), packed.labels == -100)
-    from_pack = trials.train(with_logprobs, kl_coefficient=0.5, reference_model="nowhere")
+    # The model itself is not needed, and where it is given it must be the same, in whatever folder it lies.
+    copied = shutil.copytree(trials.reference, trials.folder / "copied")
+    trials.train(with_logprobs, kl_coefficient=0.5, reference_model=str(copied))
+    from_pack = trials.train(with_logprobs, kl_coefficient=0.5, reference_model=None)
     assert apart(swapped, from_pack, trials.model) < 1e-4
     assert lines(from_pack)[0]["kl"] == pytest.approx(lines(swapped)[0]["kl"], rel=1e-6)
     monkeypatch.setattr(sys, "argv", ["prepass", *arguments[:3], str(trials.folder / "missing"), *arguments[4:]])
     assert prepass.main() == 1
+
+
+def test_stored_reference_logprobs_must_be_those_that_are_wanted(trials):
+    packed = trials.pack()
+    with pytest.raises(ConfigError, match=r"reference_model is missing, and .*packed\.safetensors holds no reference log-prob"):
+        trials.train(packed, token_rewards="implicit", reference_model=None)
+    config = GRPOConfig(model=str(trials.reference), packed="", output_dir="", device="cpu")
+    packed = prepass.store_reference_logprobs(config, HERE, packed)
+    kl = {"kl_coefficient": 0.5}
+    with pytest.raises(PackError, match=r"of temperature 1\.0, and temperature is 0\.7; store them again"):
+        trials.train(packed, **kl, temperature=0.7)
+    with pytest.raises(PackError) as caught:
+        trials.train(packed, **kl, reference_model=str(trials.model))
+    ours, theirs = (f"{model} (weights {model_digest(model)[:12]})" for model in (trials.reference, trials.model))
+    assert f"are of {ours}, and reference_model is {theirs}; store them again" in str(caught.value)
 
 
 def test_the_whole_vocabulary_needs_the_model_all_the_same(trials):

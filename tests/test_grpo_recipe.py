@@ -152,6 +152,12 @@ def test_bf16_is_close(inputs):
     assert json.loads((inputs["folder"] / "bf16/checkpoint/canary.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_checkpoints_in_bf16_are_rounded(inputs):
+    exact, rounded = (load_file(train(inputs, d, checkpoint_dtype=d) / "checkpoint/model.safetensors") for d in ("fp32", "bf16"))
+    assert rounded.keys() == exact.keys()
+    assert all(torch.equal(rounded[name], tensor.to(torch.bfloat16)) for name, tensor in exact.items())
+
+
 def test_nan_weights_stop_before_the_step(inputs, tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -14,6 +14,8 @@ RIGHT = [
     {"kl_coefficient": 0.1, "kl_estimator": "full", "kl_after_steps": 5, **REFERENCE},
     {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1", "gamma": 0.0, **REFERENCE},
     {"token_rewards": "implicit", "kl_coefficient": 0.1, **REFERENCE},
+    {"kl_coefficient": 0.1},  # the pack may hold the reference's log-probabilities
+    {"token_rewards": "implicit"},
     {"entropy_coefficient": 0.01, "entropy_schedule": "linear", "entropy_until_step": 100},
     {"objective": "reinforce", "off_policy": "mask", "off_policy_cap": 5.0, "off_policy_floor": 0.5},
     {"value_head": True, "value_clip": 0.2, "value_lr": 1e-4, "value_grad_in_decoder": True, "lam": 0.95},
@@ -31,11 +33,10 @@ WRONG = [
     ),
     ({"objective": "clip_cov", "covariance_bounds": [1.0]}, "covariance_bounds are [1.0]"),
     ({"objective": "kl_cov", "kl_cov_coefficient": 0.0}, "kl_cov_coefficient is 0.0"),
-    ({"kl_coefficient": 0.1}, "kl_coefficient is above 0 but reference_model is missing"),
+    ({"kl_coefficient": 0.1, "kl_estimator": "full"}, "kl_coefficient is above 0, with kl_estimator 'full', but reference_model"),
     ({"kl_coefficient": -0.1}, "kl_coefficient is -0.1"),
     ({"kl_after_steps": 5}, "kl_after_steps is 5 but kl_coefficient is 0"),
     ({"kl_in": "reward", "kl_estimator": "full", "kl_coefficient": 1.0, **REFERENCE}, "kl_estimator 'full' with kl_in 'reward'"),
-    ({"token_rewards": "implicit"}, "token_rewards is 'implicit' but reference_model is missing"),
     (
         {"token_rewards": "implicit", "kl_coefficient": 0.1, "kl_in": "reward", **REFERENCE},
         "token_rewards 'implicit' with kl_in 'reward'",

@@ -32,6 +32,7 @@ from ttrl.training.objectives import objective_from
 from ttrl.training.prepass import Prepass
 from ttrl.training.profiling import Profiler
 from ttrl.training.progress import Progress
+from ttrl.training.references import check_reference
 from ttrl.training.step import GradientStep, step_metrics
 from ttrl.training.stopwatch import Stopwatch
 from ttrl.training.taking import Stepper
@@ -45,6 +46,7 @@ def train(config: GRPOConfig, here: Ranks) -> None:
     """The recipe, a page of steps."""
     started = time.perf_counter()
     packed = PackedTensors.load(config.packed)
+    check_reference(packed, config)
     with memory_advice(config, packed.seq_len):
         policy = load_policy(config, here)
         check_pack(packed, policy, config.model)
@@ -78,7 +80,8 @@ def train(config: GRPOConfig, here: Ranks) -> None:
         profiler.close()
 
         with watch.part("checkpoint"):
-            save_checkpoint(Path(config.output_dir, "checkpoint"), policy, config.model, here, config=config)
+            folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype
+            save_checkpoint(folder, policy, config.model, here, checkpoint_dtype=dtype, config=config)
             stepper.save(Path(config.output_dir, "state"))
         log.close()
     logger.info("%d optimizer steps, %.1f s in all", len(steps), time.perf_counter() - started)

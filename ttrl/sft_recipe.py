@@ -76,7 +76,8 @@ def train(config: SFTConfig, here: Ranks) -> None:
             log.line(row | {"entropy": sums["entropy"] / sums["trained_tokens"]} | tokens | taken, sums["flops"])
         profiler.close()
         with watch.part("checkpoint"):
-            save_checkpoint(Path(config.output_dir, "checkpoint"), policy, config.model, here, config=config)
+            folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype
+            save_checkpoint(folder, policy, config.model, here, checkpoint_dtype=dtype, config=config)
         log.close()
 
 

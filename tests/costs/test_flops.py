@@ -107,6 +107,7 @@ def test_generating_costs_what_its_passes_cost(prompt, completion, cached, windo
         ({}, (None, None, None)),
         ({"sliding_window": 5, "model_type": "mistral"}, (5, 5, 5)),
         ({"sliding_window": 5, "use_sliding_window": False, "model_type": "qwen2"}, (None, None, None)),
+        ({"sliding_window": 5, "model_type": "qwen3"}, (None, None, None)),  # transformers' default is none
         ({"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2, "model_type": "qwen2"}, (None, None, 5)),
         ({"sliding_window": 5, "model_type": "gemma2"}, (5, None, 5)),
         ({"sliding_window": 5, "model_type": "gemma3_text", "sliding_window_pattern": 3}, (5, 5, None)),

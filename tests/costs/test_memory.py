@@ -11,12 +11,14 @@ import torch
 import transformers
 
 from ttrl.configs import GRPOConfig
+from ttrl.costs import memory
 from ttrl.costs.activations import Computation, layer_bytes
 from ttrl.costs.memory import adapter_parameters, training_memory
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.costs.storage import iteration_bytes, server_memory, token_cache_bytes
-from ttrl.costs.training_settings import Settings, Workload
+from ttrl.costs.training_settings import HEAD_CHUNK, Settings, Workload
 from ttrl.errors import ModelFolderError
+from ttrl.training import logprobs
 from ttrl.training.lora import apply_lora, is_adapter
 from ttrl.training.models import build_decoder
 from ttrl.training.models.weights import stored_as
@@ -80,10 +82,13 @@ def test_adapters_are_counted_exactly(settings):
 # Activations
 
 
-def saved_per_token(config, bf16, length):
+def saved_per_token(config, bf16, length, **adapters):
     """Bytes that autograd really keeps of the second layer, of tensors that have a row for each token."""
     torch.manual_seed(0)
-    policy = Policy(build_decoder(config), num_output_chunks=1, compute_dtype=torch.bfloat16 if bf16 else torch.float32)
+    decoder = build_decoder(config)
+    if adapters:
+        apply_lora(decoder, GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", **adapters}, "test"))
+    policy = Policy(decoder, num_output_chunks=1, compute_dtype=torch.bfloat16 if bf16 else torch.float32)
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     layer, found = policy.decoder.layers[1], {}
 
@@ -132,6 +137,16 @@ def test_what_a_layer_keeps_is_what_autograd_saves(family, bf16):
     assert counted <= real <= counted + cosines + 4 * (8 * 2 + 8)
 
 
+@pytest.mark.parametrize(("kind", "dropout", "bf16"), [("lora", 0.0, False), ("lora", 0.5, True), ("dora", 0.5, False)])
+def test_what_adapters_keep_is_what_autograd_saves(kind, dropout, bf16):
+    config = config_of("qwen2", tie_word_embeddings=False)
+    settings = {"lora_rank": 3, "lora_kind": kind, "lora_dropout": dropout}
+    chosen = Settings.of(settings | {"dtype": "bf16" if bf16 else "fp32"})
+    training = memory._Training(decoder_parameters(config.to_dict()), chosen, Workload(141), cuda=False, ranks=1)
+    more = saved_per_token(config, bf16, 141, **settings) - saved_per_token(config, bf16, 141)
+    assert training._adapter_bytes() == pytest.approx(more)
+
+
 # Settings
 
 
@@ -140,6 +155,14 @@ def test_settings_have_the_names_and_defaults_of_the_recipe():
     for field in dataclasses.fields(Settings):
         ours, theirs = getattr(Settings(), field.name), getattr(plain, field.name)
         assert (list(ours) if isinstance(ours, tuple) else ours) == theirs, field.name
+
+
+def test_without_a_count_chunks_are_the_heads_own():
+    assert {"cpu": logprobs._CHUNK["cpu"], "cuda": logprobs._CHUNK_ELSEWHERE} == HEAD_CHUNK
+    for device, count in (("cpu", 8192 // 128), ("cuda", 8192 // 1024)):
+        plain, counted = (peak(given, Workload(2048), device=device) for given in ({}, {"num_output_chunks": count}))
+        assert plain == counted < peak({"num_output_chunks": 4}, Workload(2048), device=device)
+    assert Settings().head_chunk(100, "cpu") == 100 and Settings(num_output_chunks=3).head_chunk(100, "cpu") == 34
 
 
 def peak(settings=None, workload=ONCE, **options):
@@ -208,6 +231,14 @@ def test_held_memory_by_hand():
     assert whole + 0.5 * matrices < base < whole + 0.53 * matrices
 
 
+def test_what_is_not_in_four_bits_is_copied_in_bf16():
+    decoder = decoder_parameters(QWEN)
+    settings = {"lora_rank": 8, "lora_base_dtype": "nf4", "lora_targets": ["q_proj", "v_proj"], "dtype": "bf16"}
+    copies = training_memory(QWEN, settings, ONCE).moments["gradient"]["bf16 copies"]
+    q_and_v = 3584 * (3584 + 512)
+    assert copies == 2 * 28 * (decoder.layer - q_and_v)
+
+
 def test_the_peak_is_that_of_the_worst_moment():
     estimate = training_memory(QWEN, {"num_output_chunks": 64}, Workload(16, microbatches=1))
     mapped = {name: parts.get("mapped files", 0.0) for name, parts in estimate.moments.items()}
@@ -234,6 +265,18 @@ def test_the_whole_divergence_holds_the_reference_head():
     whole = training_memory(QWEN, estimator | {"kl_estimator": "full"}, ONCE)
     assert whole.moments["gradient"]["reference"] > 4 * decoder_parameters(QWEN).vocabulary_matrix
     assert "prepass" not in training_memory(QWEN, {}, ONCE).moments
+
+
+@pytest.mark.parametrize(("kind", "copies"), [("lora", 2), ("dora", 4)])
+def test_a_head_with_an_adapter_is_merged_in_each_pass(kind, copies):
+    """Where the backward pass begins: its gradient, and that scaled; for DoRA the unscaled matrix and one more gradient."""
+    settings = {"lora_rank": 4, "lora_kind": kind, "activation_checkpointing": True, "num_output_chunks": 64}
+    layers = decoder_parameters(QWEN).matrix_shapes
+    without, beside = (
+        sum(training_memory(QWEN, settings | {"lora_targets": names}, Workload(16)).moments["gradient"].values())
+        for names in ([*layers], [*layers, "output"])
+    )
+    assert beside - without > copies * 0.9 * 4 * decoder_parameters(QWEN).vocabulary_matrix
 
 
 def test_windows_shorter_than_the_samples_go_through_a_dense_mask():

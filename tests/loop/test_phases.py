@@ -79,6 +79,16 @@ def test_the_reference_of_the_kl_term_is_the_starting_model(world):
     assert make(world, training={"kl_coefficient": "0.1"}).recipe_config(1)["reference_model"] == str(world.model)
 
 
+def test_the_trainer_is_told_how_long_the_servers_sequences_are(world, tmp_path):
+    assert make(world).recipe_config(1)["context"] is None
+    given = make(world, server={"max_model_len": 300})
+    assert given.recipe_config(1)["context"] == 300
+    world.model = shutil.copytree(world.model, tmp_path / "model")
+    write_json(world.model / "canary.json", {"dtype": "float32", "context": 200})
+    make(world, dtype="fp32", server={"max_model_len": 300}).prepare()
+    assert "canary" in world.events  # that one was for sequences of another length
+
+
 def test_the_base_of_adapters_is_the_starting_model(world):
     assert make(world).recipe_config(1)["lora_base"] is None
     given = make(world, training={"lora_rank": 8, "kl_coefficient": 0.1}).recipe_config(1)

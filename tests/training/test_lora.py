@@ -88,6 +88,52 @@ def test_layers_follow_the_formula(kind, bias):
     torch.testing.assert_close(layer(x), out, rtol=0, atol=0)
 
 
+def test_rows_of_zeros_have_no_direction():
+    """As in layers that were put between others, whose output is to be zero at first."""
+    torch.manual_seed(0)
+    layer = AdaptedLinear(nn.Linear(7, 5), config_of(lora_kind="dora"))
+    nn.init.normal_(layer.lora_a)
+    nn.init.zeros_(layer.lora_b)
+    with torch.no_grad():
+        layer.weight[2] = 0.0
+        layer.magnitude.copy_(layer.weight.norm(dim=1))
+    x = torch.randn(3, 7)
+    out = layer(x)
+    torch.testing.assert_close(out, nn.functional.linear(x, layer.weight, layer.bias))
+    torch.testing.assert_close(layer.merged(layer.weight), layer.weight)
+    out.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in (layer.lora_a, layer.lora_b, layer.magnitude))
+
+
+@pytest.mark.parametrize("four_bits", [False, True], ids=["fp32", "nf4"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_under_bf16_a_layer_gives_bf16(kind, bias, four_bits):
+    """As a linear layer does, bias or not: what follows it takes one dtype."""
+    layer = AdaptedLinear(nn.Linear(64, 8, bias=bias), config_of(lora_kind=kind))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    if four_bits:
+        layer.quantise(layer.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, 64)).dtype == torch.bfloat16
+
+
+def test_under_bf16_small_changes_of_magnitudes_count():
+    """In bf16 a scale of 1.003 would be 1."""
+    torch.manual_seed(0)
+    layer = AdaptedLinear(nn.Linear(64, 64, bias=False), config_of(lora_kind="dora"))
+    nn.init.normal_(layer.lora_a)
+    nn.init.zeros_(layer.lora_b)
+    with torch.no_grad():
+        layer.magnitude.copy_(1.003 * layer.weight.norm(dim=1))
+        x = torch.randn(256, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x).float()
+        plain_out = nn.functional.linear(x, layer.weight)
+        assert float((out * plain_out).sum() / plain_out.square().sum()) == pytest.approx(1.003, abs=0.001)
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_head_with_an_adapter(kind, model_folder, packed):
     """Its gradient, which comes through the chunks of the head, against that of logits in float64."""
@@ -233,6 +279,7 @@ def test_a_base_in_four_bits(family, model_folder, packed):
         ({"lora_rank": 0}, "lora_rank is 0; it must be at least 1"),
         ({"lora_alpha": 0.0}, "lora_alpha is 0.0; it must be above 0"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; it must be in [0, 1)"),
+        ({"lora_dropout": 0.1, "lora_targets": ["q_proj", "output"]}, "lora_dropout with an adapter on 'output'"),
         ({"lora_targets": []}, "lora_targets is empty"),
         ({"lora_targets": ["w1", "w1"]}, "names a matrix twice"),
         ({"lora_targets": ["lm_head"]}, "it must be a list of which each is one of 'q_proj'"),

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ttrl.configs import TrainingConfig
+from ttrl.training.canary import compute_canary
+from ttrl.training.distributed import Ranks
+from ttrl.training.loading import load_policy
 from ttrl.training.models import architecture, build_decoder, load_weights, read_config
 from ttrl.training.models.rope import frequencies
 
@@ -84,13 +88,25 @@ def test_the_context_decides_between_short_and_long_factors(name, context, refer
     assert not torch.allclose(other[0][:, 0], cos)
 
 
-def test_dynamic_rope_beyond_the_models_context(model_folder):
+def test_the_recipes_context_reaches_the_rope(model_folder):
+    settings = {"model": str(model_folder("phi3-longrope")), "output_dir": "", "device": "cpu"}
+    positions = torch.arange(4).unsqueeze(0)
+    for context in (4, None):
+        policy = load_policy(TrainingConfig(**settings, context=context), Ranks(0, 1, torch.device("cpu")))
+        expected = build_decoder(policy.decoder.config, context).rope(positions, torch.float32)["every_layer"]
+        ours = policy.decoder.rope(positions, torch.float32)["every_layer"]
+        assert torch.equal(ours[0], expected[0]) and compute_canary(policy, torch.device("cpu"))["context"] == context
+
+
+def test_dynamic_rope_is_that_of_the_models_context_whatever_the_servers(model_folder):
+    """As in vLLM (DynamicNTKScalingRotaryEmbedding), whose base is that of max_position_embeddings."""
     folder = model_folder("llama-dynamic")
     reference = check_parity.reference_model(folder, torch.float32).model.rotary_emb
-    positions = torch.arange(400).unsqueeze(0)  # the model was made for 256
+    positions = torch.arange(256).unsqueeze(0)  # what the model was made for
     cos, _ = reference(torch.zeros(1), positions)
-    ours = build_decoder(read_config(folder), 400).rope(positions, torch.float32)["every_layer"]
-    torch.testing.assert_close(ours[0][:, 0], cos, rtol=0, atol=1e-5)
+    for context in (100, None, 400):
+        ours = build_decoder(read_config(folder), context).rope(positions, torch.float32)["every_layer"]
+        torch.testing.assert_close(ours[0][:, 0], cos, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2-yarn", "gemma3", "phi3-longrope", "phi"])

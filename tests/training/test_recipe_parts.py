@@ -137,6 +137,12 @@ def test_what_a_setting_would_save(tmp_path):
     without = savings(dataclasses.replace(used, activation_checkpointing=True, rows_per_microbatch=1, dtype="bf16"), 4096)
     assert not {"activation_checkpointing: true", "dtype: bf16"} & without.keys()
     assert not [name for name in without if name.startswith("rows_per_microbatch")]
+    assert "num_output_chunks: null" in saved
+    assert "lora_rank: 16 (adapters alone are trained)" in saved
+    own_chunks = dataclasses.replace(used, num_output_chunks=None, rows_per_microbatch=1, activation_checkpointing=True)
+    assert "num_output_chunks: 8" in savings(own_chunks, 2048, cuda=True)  # four times as many as of 1024 positions
+    adapted = dataclasses.replace(used, lora_rank=8)
+    assert not [name for name in savings(adapted, 4096) if name.startswith("lora_rank")]
     assert "optimizer: adamw_8bit" in savings(used, 512, cuda=True).keys() - saved.keys()
     assert "rows of 4096 positions" in advice(used, 4096) and "rows_per_microbatch: 2 would save about" in advice(used, 4096)
     assert "shorter rows" in advice(config(model=str(tmp_path / "nowhere")), 10)

@@ -13,7 +13,8 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, TrainingConfig):
     """One iteration of `tune run ttrl/grpo_recipe`."""
 
     packed: str
-    """The packed.safetensors to train on. Reference log-probabilities that it holds are used instead of `reference_model`."""
+    """The packed.safetensors to train on. Reference log-probabilities that it holds are used instead of `reference_model`, which
+    may be left out then; where it is given, it must be the model that they are of."""
     state: str | None = None
     """Folder of the optimizer state to continue from; None starts afresh."""
     iteration: int = 1
@@ -34,6 +35,11 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, TrainingConfig):
     def needs_reference(self) -> bool:
         """Whether anything in the objective compares the policy with a reference model."""
         return self.kl_coefficient > 0 or self.token_rewards == "implicit"
+
+    @property
+    def needs_estimates(self) -> bool:
+        """Whether log-probabilities of the reference model are needed, not only its whole distributions."""
+        return (self.kl_coefficient > 0 and self.kl_estimator != "full") or self.token_rewards == "implicit"
 
     def problems(self) -> list[str]:
         """See Config.problems."""

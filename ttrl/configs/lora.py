@@ -60,6 +60,10 @@ class LoRAConfig(Config):
     def _lora_excluded(self) -> list[str]:
         """Settings of the whole config that adapters exclude."""
         found = []
+        if self.lora_dropout > 0 and "output" in self.lora_targets:
+            found.append(
+                "lora_dropout with an adapter on 'output', which is merged in each pass and drops nothing: leave one out"
+            )
         if getattr(self, "tensor_parallel", 1) > 1:
             found.append(
                 "lora_rank with tensor_parallel; the frozen base has neither gradients nor optimizer state: shard it over more "

@@ -31,8 +31,8 @@ class ObjectiveConfig(Config):
     kl_coefficient: float = 0.0
     """Weight of KL(policy ‖ reference); 0: none, and no reference model is needed."""
     reference_model: str | None = None
-    """Folder of the frozen reference; needed where kl_coefficient is above 0, and for token_rewards "implicit". Not with
-    adapters: their base is the reference."""
+    """Folder of the frozen reference; needed where kl_coefficient is above 0, and for token_rewards "implicit", unless the pack
+    holds its log-probabilities (kl_estimator "full" needs it all the same). Not with adapters: their base is the reference."""
     kl_estimator: Literal["k1", "k2", "k3", "full"] = "k3"
     """See `ttrl.training.divergences`, which also says what the gradient of each is. full: over the whole vocabulary."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -114,15 +114,13 @@ class ObjectiveConfig(Config):
 
     def _kl_problems(self) -> list[str]:
         found = at_least(0, kl_coefficient=self.kl_coefficient, kl_after_steps=self.kl_after_steps)
-        if self.kl_coefficient > 0 and not self.has_reference:
-            found.append("kl_coefficient is above 0 but reference_model is missing")
+        if self.kl_coefficient > 0 and self.kl_estimator == "full" and not self.has_reference:
+            found.append("kl_coefficient is above 0, with kl_estimator 'full', but reference_model is missing")
         if self.kl_after_steps > 0 and self.kl_coefficient == 0:
             found.append(f"kl_after_steps is {self.kl_after_steps} but kl_coefficient is 0; there is nothing to begin with")
         if self.kl_in == "reward" and self.kl_estimator == "full":
             found.append("kl_estimator 'full' with kl_in 'reward'; rewards belong to sampled tokens: choose 'k1', 'k2' or 'k3'")
         if self.token_rewards == "implicit":
-            if not self.has_reference:
-                found.append("token_rewards is 'implicit' but reference_model is missing; the rewards are measured against it")
             if self.kl_coefficient > 0 and self.kl_in == "reward":
                 found.append(
                     "token_rewards 'implicit' with kl_in 'reward'; the one rewards log π - log π_reference and the other one "

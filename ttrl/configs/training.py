@@ -21,7 +21,13 @@ class TrainingConfig(LoRAConfig):
     """Where checkpoint/, state/ and train.jsonl are written."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the computation. Parameters, optimizer state and checkpoints are fp32 either way."""
+    """Of the computation. Parameters and optimizer state are fp32 either way."""
+    checkpoint_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the weights in checkpoints, not of adapters. "bf16" takes half the disk, and rounds: the next iteration goes on from
+    what is written, so that updates smaller than some 0.2% of a weight get lost; not for small learning rates."""
+    context: int | None = None
+    """The longest sequence that the server takes, in tokens (vLLM's max_model_len), on which RoPE of the type longrope depends;
+    None: the model's max_position_embeddings, as in vLLM."""
     num_threads: int | None = None
     """CPU threads of each process; None leaves it to PyTorch. Part of what makes a run repeatable bit for bit."""
     seed: int = 0
@@ -35,7 +41,8 @@ class TrainingConfig(LoRAConfig):
     without clipping. With several processes, use cpu_offload."""
     optimizer_in_backward: bool = False
     """Each parameter is stepped and its gradient freed as soon as the backward pass has it, so that only one layer's gradients
-    are ever held. Excludes clipping, and more than one microbatch a step."""
+    are ever held. Excludes clipping, and more than one microbatch a step. Of a step that is skipped because its gradient is not
+    finite, the parameters whose gradients are finite have been stepped all the same."""
     lr: float = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
@@ -58,9 +65,10 @@ class TrainingConfig(LoRAConfig):
     row_length_multiple: int = 1
     """Rows are trimmed to their real length, rounded up to a multiple of this: compiled code is specialised for the lengths that
     it meets, so compile wants few of them (128 or more)."""
-    num_output_chunks: int = 4
+    num_output_chunks: int | None = None
     """Chunks in which the trained positions of a microbatch pass through the output projection: only one chunk's logits are ever
-    held, three times in fp32 at the peak."""
+    held. None: chunks of 128 positions on the CPU and of 1024 elsewhere, however many that makes; larger ones are hardly
+    faster."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping what they computed."""
     checkpoint_every: int = 1
@@ -88,7 +96,7 @@ class TrainingConfig(LoRAConfig):
         found += at_least(1, rows_per_microbatch=self.rows_per_microbatch, num_output_chunks=self.num_output_chunks)
         found += at_least(1, num_threads=self.num_threads, total_steps=self.total_steps)
         found += at_least(1, row_length_multiple=self.row_length_multiple, checkpoint_every=self.checkpoint_every)
-        found += at_least(1, tensor_parallel=self.tensor_parallel)
+        found += at_least(1, tensor_parallel=self.tensor_parallel, context=self.context)
         found += at_least(0, lr=self.lr, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, seed=self.seed)
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             found.append(f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or null for no clipping")
@@ -99,7 +107,9 @@ class TrainingConfig(LoRAConfig):
             found.append(f"eps is {self.eps}; it must be above 0")
         if self.lr_schedule != "constant" and self.total_steps is None:
             found.append(f"lr_schedule {self.lr_schedule!r} needs total_steps")
-        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+        if self.lr_schedule == "constant" and self.total_steps is not None:
+            found.append(f"total_steps is {self.total_steps}, which does nothing with lr_schedule 'constant'; choose another one")
+        elif self.total_steps is not None and self.warmup_steps >= self.total_steps:
             found.append(f"warmup_steps ({self.warmup_steps}) must be below total_steps ({self.total_steps})")
         return found + self._excluded() + (self._without_cuda() if self.device == "cpu" else [])
 

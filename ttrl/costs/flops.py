@@ -76,7 +76,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     window, family = config.get("sliding_window"), str(config.get("model_type"))
-    if window is None or config.get("use_sliding_window") is False:
+    if window is None or not config.get("use_sliding_window", not family.startswith("qwen")):
         return (None,) * layers
     kinds = config.get("layer_types")
     if kinds is not None:

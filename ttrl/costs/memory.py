@@ -116,6 +116,9 @@ class _Training:
         self.trained = self.tokens * workload.trained_share
         self.head_matrix = decoder.vocabulary_matrix / settings.tensor_parallel
         self.head_gradient = 0.0 if self.lora else self.head_matrix * _FP32
+        adapted_head = self.lora and "output" in settings.lora_targets and not decoder.tied
+        self.merged_head = self.head_matrix * _FP32 if adapted_head else 0.0
+        """An output projection with its adapter, which each pass makes anew; DoRA has it before its rows are scaled as well."""
         shared = settings.tensor_parallel * ranks
         adapters = adapter_parameters(decoder, settings)
         self.trainable = (adapters if self.lora else decoder.total) / shared
@@ -128,9 +131,12 @@ class _Training:
     def _saved_by_four_bits(self) -> float:
         if self.settings.lora_base_dtype != "nf4":
             return 0.0
+        return self.decoder.shape.layers * self._adapted_numbers() * (_FP32 - _NF4)
+
+    def _adapted_numbers(self) -> int:
+        """Entries of one layer's matrices that have adapters."""
         shapes = self.decoder.matrix_shapes
-        held = sum(before * behind for name, (before, behind) in shapes.items() if name in self.settings.lora_targets)
-        return self.decoder.shape.layers * held * (_FP32 - _NF4)
+        return sum(before * behind for name, (before, behind) in shapes.items() if name in self.settings.lora_targets)
 
     def estimate(self) -> MemoryEstimate:
         moments = {
@@ -168,7 +174,7 @@ class _Training:
     def _prepass(self) -> Parts:
         parts = self._held(moments=self.workload.continued) | self._working_copies() | self._reference_parts()
         parts["activations"] = self.tokens * layer_bytes(self.decoder, self.how).kept / 2
-        parts["head"] = self._chunk()
+        parts["head"] = self._chunk() + self.merged_head
         swapped = self.settings.needs_reference and not self.lora  # adapters are switched off instead
         return parts | {"mapped files": self.mapped if swapped else 0.0}
 
@@ -186,15 +192,17 @@ class _Training:
         kept += self.tokens * self.decoder.shape.width * _FP32  # the last norm's input
         hidden = (self.tokens + 2 * self.trained) * self.decoder.shape.width * _FP32
         head = self._chunk() + self.head_gradient + hidden + (self.head_matrix * _BF16 if self.how.bf16 else 0.0)
-        at_head = base | copies | {"activations": kept, "head": head}
+        dora = settings.lora_kind == "dora"
+        at_head = base | copies | {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
         if settings.activation_checkpointing:
             copies.pop("bf16 copies", None)  # made again, layer by layer
-        begins = base | copies | {"activations": kept + backward, "head": self.head_gradient}
+        head = self.head_gradient + (4 if dora else 2) * self.merged_head
+        begins = base | copies | {"activations": kept + backward, "head": head}
         layer = layer_bytes(self.decoder, self.how)
         moments = "optimizer state" in base or in_backward
         most = base | self._held(gradients=not in_backward, moments=moments) | copies
         first = most | {
-            "activations": self.tokens * (layer.kept + layer.backward),
+            "activations": self.tokens * (layer.kept + self._adapter_bytes() + layer.backward),
             "head": self.head_gradient * self.decoder.tied,
         }
         if not accumulated and "gradients" in most:
@@ -237,16 +245,23 @@ class _Training:
         return self.tokens * (kept + mask), self.tokens * backward
 
     def _adapter_bytes(self) -> float:
-        """What a layer's adapters keep for each token, beside their inputs."""
+        """What a layer's adapters keep for each token, beside their inputs; with dropout, of these a copy for each adapter."""
         if self.settings.lora_rank is None:
             return 0.0
-        widths = [behind for name, (_, behind) in self.decoder.matrix_shapes.items() if name in self.settings.lora_targets]
-        rescaled = sum(widths) if self.settings.lora_kind == "dora" else 0
-        return (len(widths) * self.settings.lora_rank + rescaled) * self.how.bytes
+        ends = [ends for name, ends in self.decoder.matrix_shapes.items() if name in self.settings.lora_targets]
+        numbers = sum(self.settings.lora_rank + (after if self.settings.lora_kind == "dora" else 0) for _, after in ends)
+        kept = float(numbers * self.how.bytes)
+        if self.settings.lora_dropout:  # what it multiplies with is a mask on CUDA, and numbers on the CPU
+            size, noise = self.how.bytes, 1 if self.cuda else self.how.bytes
+            copies = 5 if self.how.bf16 and self.cuda and not self.how.mixed else 2  # of the inputs themselves, kept no more
+            kept += sum(before for before, _ in ends) * (size + noise)
+            kept -= (copies * self.decoder.shape.width + self.decoder.shape.feed_forward_width) * size
+        return kept
 
     def _chunk(self) -> float:
         """The logits of a chunk, and what is made of them."""
-        logits = -(-self.trained // self.settings.num_output_chunks) * self.decoder.shape.vocabulary
+        positions = self.settings.head_chunk(self.trained, "cuda" if self.cuda else "cpu")
+        logits = positions * self.decoder.shape.vocabulary
         each = float(self.how.bytes)
         if self.cuda:  # on the CPU, what is made of them stays in the cache
             each += 2 * _FP32
@@ -271,7 +286,8 @@ class _Training:
         layers, each = decoder.shape.layers, decoder.layer / settings.tensor_parallel
         if settings.lora_base_dtype == "nf4":
             largest = max(before * behind for before, behind in decoder.matrix_shapes.values())
-            return {"matrices out of 4 bits": largest * (_FP32 + self.how.bytes)}
+            others = layers * (decoder.layer - self._adapted_numbers()) if self.how.bf16 else 0
+            return {"matrices out of 4 bits": largest * (_FP32 + self.how.bytes), "bf16 copies": float(others * _BF16)}
         if not self.sharded:
             return {"bf16 copies": layers * each * _BF16} if self.how.bf16 else {}
         root = decoder.outside_layers / settings.tensor_parallel

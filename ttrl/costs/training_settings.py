@@ -6,6 +6,9 @@ from typing import Any
 
 _LAYER_MATRICES = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 
+HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
+"""Positions of a chunk of the head, where num_output_chunks is None; as in `ttrl.training.logprobs`."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -16,7 +19,7 @@ class Settings:
     optimizer_on_cpu: bool = False
     optimizer_in_backward: bool = False
     rows_per_microbatch: int = 4
-    num_output_chunks: int = 4
+    num_output_chunks: int | None = None
     activation_checkpointing: bool = False
     checkpoint_every: int = 1
     checkpoint_keeps: str = "nothing"
@@ -29,6 +32,7 @@ class Settings:
     kl_estimator: str = "k3"
     token_rewards: str = "none"
     lora_rank: int | None = None
+    lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = _LAYER_MATRICES
     lora_kind: str = "lora"
     lora_base_dtype: str = "fp32"
@@ -42,6 +46,12 @@ class Settings:
         if "lora_targets" in chosen:
             chosen["lora_targets"] = tuple(chosen["lora_targets"])
         return cls(**chosen)
+
+    def head_chunk(self, positions: float, device: str) -> float:
+        """How many of so many trained positions are in the head's largest chunk. device: "cpu" or "cuda"."""
+        if self.num_output_chunks is None:
+            return min(positions, HEAD_CHUNK[device])
+        return -(-positions // self.num_output_chunks)
 
     @property
     def needs_reference(self) -> bool:

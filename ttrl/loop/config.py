@@ -27,6 +27,7 @@ _SET_BY_THE_LOOP = (
     "temperature",
     "lora_base",
     "lora_merge",
+    "context",
 )
 # Sampling parameters that draw from another distribution than softmax(logits / temperature), which the trainer computes.
 _OTHER_DISTRIBUTIONS = (
@@ -211,6 +212,12 @@ class TrainConfig(Config):
     def extra_task_limit(self) -> int:
         """How many further tasks dynamic sampling may take in an iteration."""
         return self.max_extra_tasks if self.max_extra_tasks is not None else 2 * self.tasks_per_iteration
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the server takes, where `server` says it; None: the model's own."""
+        length = self.server.get("max_model_len")
+        return length if isinstance(length, int) and length > 0 else None
 
     def advantage_config(self) -> AdvantageConfig:
         """How rewards become advantages. Raises ConfigError."""

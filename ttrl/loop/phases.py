@@ -92,18 +92,14 @@ class Phases:
                     target = Path(os.path.relpath(path, iteration.path / "checkpoint")) if inside else path.resolve()
                     (temporary / path.name).symlink_to(target)
             canary = self.model / CANARY_FILE
-            if _canary_dtype(canary) == {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype]:
+            computed = {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype], self.config.context
+            if _canary_made_in(canary) == computed:
                 (temporary / CANARY_FILE).write_bytes(canary.read_bytes())  # our own recipe made this model
             else:
                 command = [sys.executable, "-m", "ttrl.training.canary", "--model", str(self.model)]
-                command += [
-                    "--output",
-                    str(temporary / CANARY_FILE),
-                    "--dtype",
-                    self.config.dtype,
-                    "--device",
-                    self.config.device,
-                ]
+                command += ["--output", str(temporary / CANARY_FILE)]
+                command += ["--dtype", self.config.dtype, "--device", self.config.device]
+                command += [] if self.config.context is None else ["--context", str(self.config.context)]
                 wait_for_process(
                     command, self.folder.path / "logs" / "canary.log", progress=temporary, pbar=False, pbar_desc="canary"
                 )
@@ -379,6 +375,7 @@ class Phases:
             "dtype": config.dtype,
             "num_threads": config.num_threads,
             "temperature": config.temperature,
+            "context": config.context,
             "reference_model": str(self.model) if settings.needs_reference else None,
             "lora_base": str(self.model) if settings.lora_rank is not None else None,
         }
@@ -389,9 +386,10 @@ class Phases:
         return metrics_row(self.folder.iteration(number))
 
 
-def _canary_dtype(path: Path) -> str | None:
-    """What a canary that lies in the starting model's folder was computed in; None where there is none."""
+def _canary_made_in(path: Path) -> tuple[str, int | None] | None:
+    """Dtype and context of a canary that lies in the starting model's folder; None where there is none."""
     try:
-        return json.loads(path.read_text())["dtype"]
+        content = json.loads(path.read_text())
+        return content["dtype"], content.get("context")
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -68,6 +68,7 @@ def compute_canary(policy: Policy, device: torch.device) -> dict[str, Any]:
     return {
         "schema": 1,
         "dtype": dtype,
+        "context": decoder.context,
         "token_ids": tokens,
         "logprobs": [None, *logprobs],
         "greedy_token_ids": greedy,
@@ -85,9 +86,15 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--context", type=int, help="the server's max_model_len, where it is not the model's own")
     arguments = parser.parse_args()
     config = TrainingConfig(
-        model=arguments.model, output_dir="", dtype=arguments.dtype, device=arguments.device, num_threads=arguments.num_threads
+        model=arguments.model,
+        output_dir="",
+        dtype=arguments.dtype,
+        device=arguments.device,
+        num_threads=arguments.num_threads,
+        context=arguments.context,
     ).check("canary")
     try:
         with ranks(config) as here:

@@ -27,7 +27,7 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
     base = base_folder(config)
     hf_config = read_config(base)
     with torch.device("meta"):
-        decoder = build_decoder(hf_config)
+        decoder = build_decoder(hf_config, config.context)
         if config.lora_rank is not None:
             apply_lora(decoder, config)
     policy = Policy(

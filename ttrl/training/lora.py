@@ -49,7 +49,7 @@ class AdaptedLinear(nn.Linear):
         bias = self.bias if self.magnitude is None or not self.enabled else None
         if isinstance(self.weight, NF4Tensor):
             base = linear_nf4(input, self.weight)
-            base = base if bias is None else base + bias
+            base = base if bias is None else (base + bias).to(base.dtype)
         else:
             base = F.linear(input, self.weight, bias)
         if not self.enabled:
@@ -59,14 +59,15 @@ class AdaptedLinear(nn.Linear):
         out = base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b)
         if self.magnitude is None:
             return out
-        out = out * self._row_scales(self.weight).to(out.dtype)
-        return out if self.bias is None else out + self.bias
+        # Scales near 1 in bf16 would not feel a magnitude change by less than 0.4%, which merged matrices do.
+        scaled = out * self._row_scales(self.weight)
+        return (scaled if self.bias is None else scaled + self.bias).to(out.dtype)
 
     def _row_scales(self, weight: Tensor) -> Tensor:
         """m / ‖W + s·B A‖, [O]; the gradient goes to m alone."""
         assert self.magnitude is not None
         with torch.no_grad(), torch.autocast(self.magnitude.device.type, enabled=False):
-            lengths = torch.linalg.vector_norm(plain(weight) + self.scaling * (self.lora_b @ self.lora_a), dim=1)
+            lengths = _row_lengths(plain(weight) + self.scaling * (self.lora_b @ self.lora_a))
         return self.magnitude / lengths
 
     def merged(self, weight: Tensor) -> Tensor:
@@ -88,7 +89,12 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | No
         changed = plain(weight) + scaling * (lora_b @ lora_a)
         if magnitude is None:
             return changed
-        return changed * (magnitude / torch.linalg.vector_norm(changed.detach(), dim=1)).unsqueeze(1)
+        return changed * (magnitude / _row_lengths(changed.detach())).unsqueeze(1)
+
+
+def _row_lengths(weight: Tensor) -> Tensor:
+    """‖W‖ of each row, [O]; above 0 for rows of zeros too, which stay zeros."""
+    return torch.linalg.vector_norm(weight, dim=1).clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def plain(weight: Tensor) -> Tensor:

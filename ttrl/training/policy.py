@@ -60,10 +60,16 @@ class PolicyOutput(NamedTuple):
 
 class Policy(nn.Module):
     """A decoder with its head. `compute_dtype` is what matrix products run in; parameters keep their own dtype. `temperature` is
-    the sampler's: log-probabilities are those of the distribution that it drew from."""
+    the sampler's: log-probabilities are those of the distribution that it drew from. `num_output_chunks`: None leaves the chunks
+    to the head."""
 
     def __init__(
-        self, decoder: Decoder, *, num_output_chunks: int, compute_dtype: torch.dtype = torch.float32, temperature: float = 1.0
+        self,
+        decoder: Decoder,
+        *,
+        num_output_chunks: int | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+        temperature: float = 1.0,
     ) -> None:
         super().__init__()
         self.decoder = decoder

@@ -33,6 +33,7 @@ from ttrl.training.logprobs import IGNORE
 from ttrl.training.metrics import sampler_against_trainer
 from ttrl.training.objectives import Objective
 from ttrl.training.policy import HeadOptions, Policy
+from ttrl.training.references import reference_facts
 from ttrl.training.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
 from ttrl.training.value_head import ValueHead
 
@@ -198,13 +199,15 @@ def row_hidden(policy: Policy, step: Update, config: TrainingConfig, device: tor
     return list(torch.cat(parts).split((step.rows.labels != IGNORE).sum(dim=1).tolist()))
 
 
-def store_reference_logprobs(config: TrainingConfig, here: Ranks, packed: PackedTensors) -> PackedTensors:
-    """The pack with the log-probabilities of `config.model` as its reference_logprobs. A collective."""
+def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTensors) -> PackedTensors:
+    """The pack with the log-probabilities of `config.model` as its reference_logprobs, and which model and temperature they are
+    of. A collective."""
     policy = load_policy(config, here)
     check_pack(packed, policy)
     (step,) = updates(packed, 1, (config.seed, 0), here)
     mine = (step.numbers, row_signals(policy, step, config, here.device)["start_logprobs"])
-    return dataclasses.replace(packed, reference_logprobs=_whole([mine], packed, here))
+    metadata = packed.metadata | reference_facts(config)
+    return dataclasses.replace(packed, reference_logprobs=_whole([mine], packed, here), metadata=metadata)
 
 
 def main() -> int:
@@ -215,6 +218,7 @@ def main() -> int:
     parser.add_argument("--packed", required=True)
     parser.add_argument("--output", required=True, help="may be the same file")
     parser.add_argument("--temperature", type=float, default=1.0, help="the sampler's")
+    parser.add_argument("--context", type=int, help="the server's max_model_len, where it is not the model's own")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rows-per-microbatch", type=int, default=4)
     arguments = parser.parse_args()
@@ -226,6 +230,7 @@ def main() -> int:
             dtype=arguments.dtype,
             rows_per_microbatch=arguments.rows_per_microbatch,
             temperature=arguments.temperature,
+            context=arguments.context,
         ).check("arguments")
         with ranks(config) as here:
             packed = store_reference_logprobs(config, here, PackedTensors.load(arguments.packed))

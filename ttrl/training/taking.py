@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs import GRPOConfig, SFTConfig
+from ttrl.errors import RunFolderError
 from ttrl.files import write_json
 from ttrl.training.distributed import Ranks
 from ttrl.training.faults import Skipped, somewhere
@@ -40,8 +41,9 @@ class Stepper:
         begin_step(self._optimizer, self._config, self.global_step, lr_scale)
 
     def take(self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0) -> dict[str, Any]:
-        """Takes the step if all losses and the gradient are finite; else throws the gradient away. Either way the run's step
-        count goes up, and with it the schedules. Returns what train.jsonl says of it. A collective.
+        """Takes the step if all losses and the gradient are finite; else throws the gradient away (with `optimizer_in_backward`,
+        what is left of it: that is said in the reason). Either way the run's step count goes up, and with it the schedules.
+        Returns what train.jsonl says of it. A collective.
 
         not_finite: how many losses were not, over all ranks. first_bad: where the first of this rank lies, in words.
 
@@ -58,6 +60,8 @@ class Stepper:
             norms = {name: norm for name, norm in facts.items() if name.endswith("grad_norm") and not math.isfinite(norm)}
             if norms:
                 why = "the gradient norm is " + " and ".join(f"{norm} ({name})" for name, norm in norms.items())
+        if why is not None and isinstance(self._optimizer, OptimizerInBackward):
+            why += "; with optimizer_in_backward, parameters whose gradients are finite have been stepped already"
         self.global_step += 1
         if why is None:
             self._skipped.taken()
@@ -103,6 +107,14 @@ class Stepper:
 
 
 def _skipped_before(state: str | None) -> int:
-    """Steps in a row that were skipped at the end of the last iteration."""
+    """Steps in a row that were skipped at the end of the last iteration. Raises RunFolderError."""
     path = Path(state, _SKIPPED_FILE) if state else None
-    return int(json.loads(path.read_text())["in_a_row"]) if path is not None and path.is_file() else 0
+    if path is None or not path.is_file():
+        return 0
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["in_a_row"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{path} is damaged ({type(error).__name__}: {error}); it counts the skipped steps in a row: delete it to count "
+            "from 0, or train the iteration before again"
+        ) from error

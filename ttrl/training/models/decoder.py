@@ -23,6 +23,8 @@ class Decoder(TransformerDecoder):
 
     rope: RotaryEmbedding
     config: PretrainedConfig
+    context: int | None
+    """The longest sequence in tokens, as it was given to `build_decoder`."""
     architecture: Architecture
     output_soft_cap: float | None
     """Logits are cap·tanh(logits/cap) where this is not None (Gemma 2)."""
@@ -57,7 +59,7 @@ def build_decoder(config: PretrainedConfig, context: int | None = None) -> Decod
     """A decoder of the config's shape, on the current default device (the meta device too) and dtype, with parameters of no use
     yet.
 
-    context: the longest sequence in tokens, for RoPE types that depend on it (longrope, dynamic); None takes the config's
+    context: the longest sequence in tokens, for the RoPE type that depends on it (longrope); None takes the config's
     max_position_embeddings, as vLLM does. Give the same length to the server as its max_model_len.
     """
     shape = architecture(config)
@@ -75,5 +77,6 @@ def build_decoder(config: PretrainedConfig, context: int | None = None) -> Decod
     )
     kinds = tuple(sorted(set(shape.rope_kinds)))
     decoder.rope = RotaryEmbedding(config, kinds, context or config.max_position_embeddings)
+    decoder.context = context
     decoder.config, decoder.architecture, decoder.output_soft_cap = config, shape, shape.output_soft_cap
     return decoder

@@ -25,9 +25,10 @@ Rotary = dict[str, tuple[Tensor, Tensor]]
 def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tensor, float]:
     """Inverse frequencies [R/2] in fp32 on the CPU, and the factor of cosines and sines, for layers of `kind`.
 
-    "longrope" and "dynamic" depend on the length of the sequence. transformers takes the longest of the batch at hand; vLLM
-    takes its max_model_len, once and for all, because keys in the cache are rotated already. So do we: `context` is the longest
-    sequence that will occur, and the same token has the same keys in every packing.
+    "longrope" and "dynamic" depend on the length of the sequence in transformers: that of the longest of the batch at hand. vLLM
+    decides once and for all, because keys in the cache are rotated already, and so do we, so that the same token has the same
+    keys in every packing: for longrope by `context`, the longest sequence that will occur (its max_model_len); for dynamic by
+    the model's own context, whatever the server's is.
     """
     nested = kind != EVERY_LAYER
     parameters = config.rope_parameters[kind] if nested else config.rope_parameters
@@ -36,6 +37,8 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
         if (rope_type := parameters["rope_type"]) == "default":
             dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
             return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
+        if rope_type == "dynamic":
+            context = config.max_position_embeddings
         layer = {"layer_type": kind} if nested else {}
         return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=context, **layer)
 
