@@ -290,7 +290,8 @@ class Phases:
     # Training
 
     def pack(self, number: int) -> None:
-        """Advantages, tokens, packed tensors. Groups whose rewards are all equal teach nothing; they are counted and left out.
+        """Advantages, tokens, packed tensors. Groups whose rewards are all equal teach nothing; they are counted and left out,
+        unless the recipe rewards single tokens (`GRPOConfig.rewards_tokens`).
 
         So is what else happened to the rewards, in the marker's "groups" and "advantages": see `ttrl.data.advantages.Advantages`.
         """
