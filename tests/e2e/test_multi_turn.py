@@ -24,10 +24,10 @@ _spec.loader.exec_module(helpers)
 
 CONTEXT = 256
 # One token per character, roles in plain words: whatever the model says reads and tokenizes as it was generated. With strip, the
-# first two characters of earlier answers are left out, as thinking is by other templates.
+# beginning of earlier answers is replaced, as thinking is left out by other templates; so that an empty answer, too, reads otherwise.
 TEMPLATE = (
-    "{%- for m in messages -%}{%- set cut = 2 if strip is defined and m.role == 'assistant' else 0 -%}"
-    "{{- m.role + ':' + m.content[cut:] + '<|end|>' -}}{%- endfor -%}"
+    "{%- for m in messages -%}{%- set strips = strip is defined and m.role == 'assistant' -%}"
+    "{{- m.role + ':' + ('(...)' + m.content[2:] if strips else m.content) + '<|end|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}"
 )
 
