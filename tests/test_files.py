@@ -127,7 +127,7 @@ for write in (
     try:
         write()
     except StorageError as error:
-        assert "make room" in str(error) and "MB free" in str(error), error
+        assert "make room" in str(error) and "free there" in str(error), error
     else:
         sys.exit("a full disk was not noticed")
 try:

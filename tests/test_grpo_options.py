@@ -218,7 +218,11 @@ def test_the_line_of_a_step_adds_up(trials):
     assert line["seconds_by_part"].keys() == {"prepass", "data", "forward", "backward", "optimizer", "checkpoint"}
     assert line["memory_peaks"]["host"] > 10**7
     assert line["ratio_min"] < 1 < line["ratio_max"] and 0 < line["ess"] < 1
-    assert line["sampler_trainer"]["tokens"] == packed.num_trained
+    drift = line["sampler_trainer"]
+    assert drift["tokens"] == packed.num_trained == sum(one["tokens"] for one in drift["by_version"].values())
+    for one in drift["worst"]:  # in the places of the pack
+        assert packed.labels[one["row"], one["position"]] != -100
+        assert one["sampler"] == pytest.approx(float(packed.logprobs[one["row"], one["position"]]))
 
 
 def test_ratios_of_the_policy_with_itself_are_one(trials):

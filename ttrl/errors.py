@@ -18,7 +18,9 @@ TtrlError
 │   ├── ServerDiedError         it was healthy once and is gone
 │   └── WeightSyncError         it does not compute with the weights that it was given
 ├── TrainerError (RuntimeError) a recipe process failed; the message ends with its last log lines
+│   └── TrainerDiedError        it was killed, or a process on another machine was: another start may help
 ├── TrainerMemoryError (MemoryError)  training does not fit into memory; says which setting would save how much
+├── DriftError (ArithmeticError)     sampler and trainer do not compute the same policy; names the likely causes
 ├── DivergedError (ArithmeticError)  losses or gradients are not finite, and skipping the step is no way out
 └── StorageError (OSError)      a file could not be written completely (disk full, no permission); nothing was replaced
 """
@@ -130,8 +132,16 @@ class TrainerError(TtrlError, RuntimeError):
     """A recipe process failed."""
 
 
+class TrainerDiedError(TrainerError):
+    """A recipe process was killed, or lost the processes on other machines that it trained with."""
+
+
 class TrainerMemoryError(TtrlError, MemoryError):
     """Training does not fit into memory."""
+
+
+class DriftError(TtrlError, ArithmeticError):
+    """Sampler and trainer do not compute the same policy; says by how much, on which tokens, and what the likely causes are."""
 
 
 class DivergedError(TtrlError, ArithmeticError):

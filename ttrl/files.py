@@ -1,7 +1,8 @@
 """Files that are there whole or not at all, and logs that survive a torn last line.
 
-A file or folder is written beside its final name, fsynced, and renamed; the folder that holds it is fsynced too, so that after a
-power loss the name points at the new content or at the old one, never at half of it.
+A file or folder is written beside its final name, fsynced, and renamed; the folder that holds it is fsynced too, and so is each
+folder in which a new one was made, so that after a power loss the name points at the new content or at the old one, never at half
+of it. Folders disappear in one step too: they are renamed to a name that is never read before they are emptied.
 """
 
 import contextlib
@@ -10,9 +11,11 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from safetensors import SafetensorError
 
 from ttrl.errors import StorageError
 
+_FULL_BYTES = 2**16  # less than that is a full disk: some pages may be left that no file can have
 TEMPORARY_PREFIX = ".partial-"  # what a killed process may leave behind; never read, removed on resume
 
 
@@ -31,13 +35,66 @@ def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 
 
-def _storage_error(error: OSError, path: Path) -> StorageError:
-    """Says what could not be written, why, and how much room there is."""
+def _storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
+    """Says what could not be written, why, and how much room is needed and there is. needed: bytes; None where only what was
+    written until then is known, and that is gone by now."""
     way_out = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(next(p for p in [path, *path.parents] if p.exists())).free
-        way_out = f" ({free / 1e6:.1f} MB free there); make room and start the same command again: it continues at this phase"
+        needs = "" if needed is None else f"{in_bytes(needed)} needed, "
+        room = f"{needs}{in_bytes(free_bytes(path) or 0)} free there"
+        way_out = f" ({room}); make room and start the same command again: it continues at this phase"
     return StorageError(error.errno or 0, f"could not write {path}: {error.strerror or error}{way_out}")
+
+
+def in_bytes(count: float) -> str:
+    """A size for people: "12.3 MB"."""
+    unit, size = ("GB", 1e9) if count >= 1e10 else ("MB", 1e6) if count >= 1e6 else ("kB", 1e3)
+    return f"{count / size:.1f} {unit}"
+
+
+def free_bytes(path: str | os.PathLike[str]) -> int | None:
+    """Room for us where `path` is or would be; None where the file system does not say. Quotas are not seen."""
+    path = Path(path).absolute()
+    try:
+        usage = shutil.disk_usage(next(place for place in [path, *path.parents] if place.exists()))
+    except OSError:
+        return None
+    return usage.free if usage.total else None
+
+
+def full_disk(path: str | os.PathLike[str]) -> StorageError | None:
+    """The error to raise where a process that writes to `path` failed without a word, and there is no room left; else None."""
+    free = free_bytes(path)
+    full = free is not None and free < _FULL_BYTES
+    return _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(path)) if full else None
+
+
+def _check_room(path: Path, size: int | None) -> None:
+    """Refuses at once what would fail after minutes of writing. Raises StorageError."""
+    if size is not None and (free := free_bytes(path)) is not None and free < size:
+        raise _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path, size)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder, as far as they are there; links count nothing."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            if file.is_file() and not file.is_symlink():
+                total += file.stat().st_size
+    return total
+
+
+def make_folders(folder: str | os.PathLike[str]) -> None:
+    """Makes a folder and those above it, durably: a file that was fsynced is lost all the same where its folder's name is."""
+    folder, missing = Path(folder), []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for made in reversed(missing):
+        made.mkdir(exist_ok=True)  # raises where a file has the name
+        fsync_folder(made.parent)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -50,24 +107,33 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """fsyncs every file and folder below `root`, and `root` itself."""
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with open(Path(folder, name), "rb") as file:
-                os.fsync(file.fileno())
-        fsync_folder(Path(folder))
+    """fsyncs every file and folder below `root`, and `root` itself; side by side, since a disk's journal takes many at once."""
+    found = [(Path(folder), names) for folder, _, names in os.walk(root)]
+    with ThreadPoolExecutor(8) as threads:
+        for step in (
+            threads.map(_fsync_file, [folder / name for folder, names in found for name in names]),
+            threads.map(fsync_folder, [folder for folder, _ in found]),
+        ):
+            list(step)  # raises what one of them raised
+
+
+def _fsync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Path]:
     """Yields a temporary path to write to; renames it to `path` at the end of the block, or removes it when the block raises.
 
-    Raises StorageError for what the operating system refuses (disk full, no permission).
+    size: bytes that will be written, where that is known; a disk without room for them is then found at once, and the error says
+    how many are needed. Raises StorageError for what the operating system refuses (disk full, no permission).
     """
     path = Path(path)
+    _check_room(path, size)
     temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, suffix="-" + path.name, dir=path.parent)
         os.close(descriptor)
         temporary = Path(name)
@@ -80,19 +146,20 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         if (refused := _as_os_error(error)) is None:
             raise
-        raise _storage_error(refused, path) from error
+        raise _storage_error(refused, path, size) from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Path]:
     """Like `atomic_file` for a whole folder. A folder that stands at `path` already is replaced as a whole."""
     path = Path(path)
+    _check_room(path, size)
     temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix="-" + path.name, dir=path.parent))
         temporary.chmod(0o755)
         yield temporary
@@ -108,29 +175,50 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         if (refused := _as_os_error(error)) is None:
             raise
-        raise _storage_error(refused, path) from error
+        raise _storage_error(refused, path, size) from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes what killed processes left half written below `folder`; returns what it removed."""
-    leftovers = [path for path in folder.rglob(TEMPORARY_PREFIX + "*")]
+    """Removes what killed processes left half written: `folder` itself, or what is below it; returns what it removed."""
+    leftovers = [folder] if folder.name.startswith(TEMPORARY_PREFIX) else list(folder.rglob(TEMPORARY_PREFIX + "*"))
     for path in leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return leftovers
 
 
+def remove_folder(folder: str | os.PathLike[str]) -> None:
+    """Removes a folder in one step for whoever looks: half of it is never seen under its name. Harmless where there is none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return
+    try:
+        # No new folder to put it in: on a full disk, where removing things is the way out, none could be made.
+        place = folder.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-removed-{folder.name}")
+        os.replace(folder, place)
+        fsync_folder(folder.parent)
+        shutil.rmtree(place)
+    except OSError as error:
+        raise StorageError(error.errno or 0, f"could not remove {folder}: {error.strerror or error}") from error
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text file atomically."""
-    with atomic_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    data = text.encode()
+    with atomic_file(path, len(data)) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Writes indented JSON atomically. NaN is refused: it is no JSON."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """What `write_json` writes; for files in a folder that appears as a whole anyway."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_jsonl(path: str | os.PathLike[str], rows: list[dict[str, Any]]) -> None:
@@ -138,30 +226,41 @@ def write_jsonl(path: str | os.PathLike[str], rows: list[dict[str, Any]]) -> Non
     write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
 
 
-def append_jsonl(path: str | os.PathLike[str], row: dict[str, Any]) -> None:
-    """Appends one line and fsyncs it. A torn last line that a killed process left is cut off first."""
+def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any], durable: bool = True) -> None:
+    """Appends a line for each row and fsyncs them together, unless not `durable`: for lines that a later call will fsync. A torn
+    last line that a killed process left is cut off first."""
     path = Path(path)
-    data = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    data = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b") as file:
+        make_folders(path.parent)
+        is_new = not path.exists()
+        with open(path, "a+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             if end:
                 file.seek(end - 1)
                 if file.read(1) != b"\n":
                     file.seek(0)
-                    whole = file.read()
+                    whole = file.readall()
                     begin = whole.rfind(b"\n") + 1
                     try:
                         json.loads(whole[begin:])
                         data = b"\n" + data  # a whole line that lost its newline alone: `read_jsonl` counts it, so it stays
                     except ValueError:
-                        file.truncate(begin)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+                        end = begin
+                        file.truncate(end)
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) or 0 :]
+                if durable:
+                    os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)  # a half line would only take room
+                raise
+        if is_new and durable:
+            fsync_folder(path.parent)
     except OSError as error:
-        raise _storage_error(error, path) from error
+        raise _storage_error(error, path, len(data)) from error
 
 
 def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dict[str, Any]]:

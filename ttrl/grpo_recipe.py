@@ -7,7 +7,8 @@ Reads packed rows and a model folder, writes a model folder, the optimizer's sta
 The loss of a step is Σ w·ℓ / Z over all its trained tokens, with ℓ the objective's loss of a token (`ttrl.training.objectives`),
 weights w from the pack, and Z known before the first forward pass and the same on all ranks; so accumulation, microbatches and
 ranks change nothing but rounding. With the same inputs, seed, threads and one process, the result is the same bit for bit. The
-settings: `ttrl.configs.GRPOConfig`.
+settings: `ttrl.configs.GRPOConfig`. With `follow` the process stays up and trains one iteration after the other, with the same
+result (`ttrl.training.resident`).
 
 Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run on a GPU yet.
 """
@@ -25,34 +26,32 @@ from ttrl.data.packing import PackedTensors
 from ttrl.training.batches import check_pack, updates
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.distributed import Ranks, run_recipe
+from ttrl.training.drift import compare_tokens
 from ttrl.training.faults import memory_advice
-from ttrl.training.loading import load_policy
-from ttrl.training.metrics import sampler_against_trainer
 from ttrl.training.objectives import objective_from
 from ttrl.training.prepass import Prepass
 from ttrl.training.profiling import Profiler
 from ttrl.training.progress import Progress
 from ttrl.training.references import check_reference
+from ttrl.training.residence import Residence, load_trained
+from ttrl.training.resident import follow_requests
 from ttrl.training.step import GradientStep, step_metrics
 from ttrl.training.stopwatch import Stopwatch
-from ttrl.training.taking import Stepper
 from ttrl.training.train_log import TrainLog
-from ttrl.training.value_training import ValueTraining
 
 logger = logging.getLogger("ttrl.grpo_recipe")
 
 
-def train(config: GRPOConfig, here: Ranks) -> None:
-    """The recipe, a page of steps."""
+def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
+    """The recipe, a page of steps. `residence`: what this process kept of the iteration before, and keeps for the next one."""
     started = time.perf_counter()
     packed = PackedTensors.load(config.packed)
     check_reference(packed, config)
     with memory_advice(config, packed.seq_len):
-        policy = load_policy(config, here)
+        trained = load_trained(config, here) if residence is None else residence.enter(config)
+        policy, stepper, values = trained
         check_pack(packed, policy, config.model)
-        values = ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here) if config.value_head else None
         value_head = None if values is None else values.head
-        stepper = Stepper(policy, config, here, config.state, values)
 
         watch = Stopwatch(here.device)
         steps = updates(packed, config.updates_per_iteration, (config.seed, config.iteration), here)
@@ -72,7 +71,7 @@ def train(config: GRPOConfig, here: Ranks) -> None:
                 scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
                 stepper.begin(scale)
                 result = gradient.accumulate(step, objective.at(stepper.global_step), compare=drift is None)
-                drift = drift or sampler_against_trainer(*result.compared)
+                drift = drift or compare_tokens([step], *result.compared, tuple(packed.tokens.shape), config, here)
                 with watch.part("optimizer"):
                     taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
             row = {"global_step": stepper.global_step, "iteration": config.iteration} | step_metrics(result, step) | taken
@@ -84,13 +83,15 @@ def train(config: GRPOConfig, here: Ranks) -> None:
             save_checkpoint(folder, policy, config.model, here, checkpoint_dtype=dtype, config=config)
             stepper.save(Path(config.output_dir, "state"))
         log.close()
+        if residence is not None:
+            residence.leave(config, trained)
     logger.info("%d optimizer steps, %.1f s in all", len(steps), time.perf_counter() - started)
 
 
 @parse
 def main(raw: DictConfig) -> int:
-    """Runs the recipe on one config."""
-    return run_recipe(GRPOConfig, train, raw)
+    """Runs the recipe on one config, or on all that appear in a folder."""
+    return run_recipe(GRPOConfig, train, raw) if raw.get("follow") is None else follow_requests(train, raw)
 
 
 if __name__ == "__main__":

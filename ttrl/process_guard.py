@@ -31,6 +31,7 @@ from typing import Any
 
 MARK_VARIABLE = "TTRL_PROCESS_MARK"
 GRACE_WITHOUT_PARENT = 5.0  # seconds from TERM to KILL when nobody is left who could say how long
+_LAST_THREADS = 20.0  # seconds from the end of a process's main thread to its exit code; far more than was ever seen
 _LOOK_INTERVAL = 3.0  # seconds between looks at the parent and at new descendants
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IS_LINUX = sys.platform.startswith("linux")
@@ -204,7 +205,11 @@ class _Guard:
             left = end_processes(lambda: descendants(os.getpid()), grace, first=process_id(self.child), reap=self._reap)
         else:
             left = self._end_group(grace)
-        if self.returncode is None:
+        # Its main thread can be gone, and its pid a zombie's, while other threads are still ending: there is no exit code yet.
+        deadline = time.monotonic() + _LAST_THREADS
+        self._reap()
+        while self.returncode is None and not left and time.monotonic() < deadline:
+            time.sleep(0.01)
             self._reap()
         if not left:
             self.record_path.unlink(missing_ok=True)

@@ -143,15 +143,7 @@ class ChildProcess:
 
     def log_tail(self, n_lines: int = 30) -> str:
         """The last lines that this child wrote, long ones shortened; "" when there are none."""
-        try:
-            with open(self.log_path, "rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, end - 1000 * n_lines - 100_000))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
-        lines = text.rstrip().splitlines()[-n_lines:] if n_lines > 0 else []
-        return "\n".join(line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in lines)
+        return log_tail(self.log_path, self._log_start, n_lines)
 
     def __enter__(self) -> "ChildProcess":
         return self if self._guard is not None else self.start()
@@ -200,6 +192,19 @@ class ChildProcess:
     def _close(self) -> None:
         os.close(self._orders)
         os.close(self._reports)
+
+
+def log_tail(path: Path, start: int, n_lines: int) -> str:
+    """The last lines of a log from byte `start` on, long ones shortened; "" when there are none."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - 1000 * n_lines - 100_000))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = text.rstrip().splitlines()[-n_lines:] if n_lines > 0 else []
+    return "\n".join(line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in lines)
 
 
 def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:

@@ -96,7 +96,7 @@ def accumulate_gradients(
         losses = loss_of(out.logprobs, slice(None))
         finite.look(losses)
         sums.add(loss=losses, entropy=out.entropy, **token_counts(rows))
-    sums.add(not_finite=finite.count(), **work_counts(update.rows, policy.decoder.config))
+    sums.add(not_finite=finite.count(), **work_counts(update.rows, policy.decoder.config, config))
     return sums.over_ranks(here), finite.described(update.rows, update.numbers, config.rows_per_microbatch)
 
 

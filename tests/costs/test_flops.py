@@ -1,5 +1,6 @@
 """Counts of FLOPs against brute force, and against PyTorch's counter on a decoder whose attention is plain matrix products."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from ttrl.configs import GRPOConfig
+from ttrl.costs.adapter_flops import pass_flops
 from ttrl.costs.flops import (
     attention_pairs,
     consecutive_pairs,
@@ -19,10 +22,13 @@ from ttrl.costs.flops import (
     prefill_flops,
     training_flops,
 )
+from ttrl.costs.parameters import decoder_parameters
+from ttrl.costs.training_settings import Settings
 from ttrl.data.masks import dense_mask, subtree_ends
 from ttrl.data.packing import packed_tensors_from_tokenized_results
 from ttrl.errors import ModelFolderError
 from ttrl.training.logprobs import IGNORE
+from ttrl.training.lora import apply_lora
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
 helpers = importlib.util.module_from_spec(_spec)
@@ -60,19 +66,25 @@ def test_consecutive_pairs(start, more, window):
     assert consecutive_pairs(start, start + more, window) == attention_pairs(range(start, start + more), window)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral"])
-def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypatch):
-    """With all pairs, since plain products compute them all. PyTorch counts nothing for its CPU attention kernel."""
+def attend_plainly(policy, monkeypatch):
+    """Attention and projections as matrix products, which PyTorch counts."""
 
     def plain_attention(q, k, v, plan, **_):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return torch.softmax(q @ k.mT, dim=-1) @ v
 
-    policy = helpers.load_policy_in(model_folder(family), torch.float32)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # of oneDNN's products it counts nothing
     for module in policy.modules():
         module_globals = getattr(type(module).forward, "__globals__", {})
         if "attend" in module_globals:
             monkeypatch.setitem(module_globals, "attend", plain_attention)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral"])
+def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypatch):
+    """With all pairs, since plain products compute them all. PyTorch counts nothing for its CPU attention kernel."""
+    policy = helpers.load_policy_in(model_folder(family), torch.float32)
+    attend_plainly(policy, monkeypatch)
     packed = packed_tensors_from_tokenized_results(helpers.random_samples(0), seq_len=64, pad_id=0).rows([0]).trim()
     trained = packed.labels != IGNORE
     with FlopCounterMode(display=False) as counter:
@@ -85,6 +97,32 @@ def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypa
     real = training_flops(shape, packed.input_pos[packed.group_ids >= 0].tolist(), int(trained.sum()))
     assert (real.layers, real.head) == (counted.layers, counted.head)
     assert real.attention * T * T == counted.attention * attention_pairs(packed.input_pos[0].tolist())
+
+
+ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
+
+
+@pytest.mark.parametrize("targets", [ALL_TARGETS, ["q_proj"], ["v_proj"], ["output_proj"], ["w1"], ["w2"], ["k_proj", "output"]])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "phi"])
+def test_with_adapters_frozen_matrices_have_no_gradient(family, targets, model_folder, monkeypatch):
+    """Every product that PyTorch makes, and no other, but for the head's merging, which is made once in a pass."""
+    folder = model_folder(family)
+    policy = helpers.load_policy_in(folder, torch.float32)
+    recipe = GRPOConfig(model="m", packed="p", output_dir="o", lora_rank=3, lora_targets=targets)
+    apply_lora(policy.decoder, recipe)
+    attend_plainly(policy, monkeypatch)
+    T, N = 12, 5
+    tokens, positions = torch.zeros(1, T, dtype=torch.int64), torch.arange(T).unsqueeze(0)
+    with FlopCounterMode(display=False) as counter:
+        h = policy.decoder.hidden_states(tokens, positions, None)[0, :N]
+        head = policy.decoder.output
+        weight = head.merged(head.weight) if "output" in targets else head.weight
+        torch.nn.functional.linear(h, weight).sum().backward()
+    decoder = decoder_parameters(json.loads((folder / "config.json").read_text()))
+    counted = pass_flops(decoder, Settings.of(dataclasses.asdict(recipe)), T, {None: T * T}, N).total
+    merging = 3 * 2 * 3 * decoder.vocabulary_matrix if "output" in targets else 0  # forward, and both gradients
+    assert counter.get_total_flops() == counted + merging
+    assert counted < pass_flops(decoder, Settings(), T, {None: T * T}, N).total
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 11), st.one_of(st.none(), st.integers(1, 9)))

@@ -176,11 +176,13 @@ def test_other_errors_stay_what_they_are():
 
 def test_flops_are_those_of_the_cost_model_and_logical_tokens_those_of_unshared_rows(packed, samples):
     hf_config = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
-    counted = work_counts(packed, hf_config)
+    counted = work_counts(packed, hf_config, config())
     positions = packed.input_pos[packed.group_ids >= 0].tolist()
     assert counted["flops"] == training_flops(model_shape(hf_config.to_dict()), positions, packed.num_trained).total
     assert counted["logical_tokens"] == sum(len(sample.token_ids) - 1 for sample in samples)
     assert counted["logical_tokens"] > packed.num_tokens
+    adapters = work_counts(packed, hf_config, config(lora_rank=2))
+    assert counted["flops"] / 3 < adapters["flops"] < 0.8 * counted["flops"]  # no gradients of frozen matrices
 
 
 def test_token_counts(packed):

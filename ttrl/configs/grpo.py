@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from ttrl.configs.base import at_least
 from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.resident import ResidentConfig
 from ttrl.configs.training import TrainingConfig
 from ttrl.configs.watch import WatchConfig
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(ObjectiveConfig, WatchConfig, TrainingConfig):
+class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
     """One iteration of `tune run ttrl/grpo_recipe`."""
 
     packed: str
@@ -25,6 +26,9 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, TrainingConfig):
     """`lr` is for a step of so many packed rows; a step of R rows is taken with lr·R/lr_rows. None: `lr` as it is."""
     temperature: float = 1.0
     """The sampler's: log-probabilities are computed of the distribution that it drew from."""
+    drift_tolerance: float | None = None
+    """Nats that sampler and trainer may be apart at a token before it is counted as outside; None: by the dtype
+    (`ttrl.training.drift`)."""
 
     @property
     def has_reference(self) -> bool:
@@ -47,4 +51,6 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, TrainingConfig):
         found += at_least(1, iteration=self.iteration, updates_per_iteration=self.updates_per_iteration, lr_rows=self.lr_rows)
         if self.temperature <= 0:
             found.append(f"temperature is {self.temperature}; it must be above 0")
+        if self.drift_tolerance is not None and self.drift_tolerance <= 0:
+            found.append(f"drift_tolerance is {self.drift_tolerance}; it must be above 0")
         return found

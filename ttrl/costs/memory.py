@@ -10,8 +10,8 @@ The recipe's iteration is taken apart into moments, each with what it holds at w
 
 The estimate is the highest of them. On the CPU it is the resident memory of a process beyond what it has after its imports
 (`tools/check_memory.py` measures it beside the estimate), without the pages of mapped files. It is what the tensors need: between
-tensors of less than 32 MB glibc's heap loses some 5 to 50% more, unless MALLOC_MMAP_THRESHOLD_=1048576 stands in the environment,
-which costs some 5% of the CPU time.
+tensors of less than 32 MB glibc's heap loses some 10 to 35% more (`ttrl plan` adds 20%), unless MALLOC_MMAP_THRESHOLD_=1048576
+stands in the environment, which costs some 5% of the CPU time.
 
 On CUDA it is the memory of one device, with an allowance for the context and for the allocator's gaps; never run on a GPU.
 
@@ -30,13 +30,14 @@ Device = Literal["cpu", "cuda"]
 Parts = dict[str, float]
 """Bytes by what they hold."""
 
-IMPORTS = 0.45e9
+IMPORTS = 0.55e9
 """Resident memory of a recipe's process once everything is imported: beside the estimate, on the CPU."""
 
 _FP32, _BF16 = 4, 2
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # a number, its block's share of a scale, and that one's of its own
 _ROW_BYTES = 65  # of a position in the packed tensors, all of them together
 _SHARD = 5e9  # of a checkpoint's files
+_WHOLE_STATE = 8e9  # of an optimizer's state that is written by one of several processes; larger ones each writes a part of
 _RUNTIME = 40e6  # kernels and their workspaces, from the first pass on
 _CUDA_CONTEXT = 0.7e9
 _CUDA_GAPS = 0.06  # of all that is allocated; assumed
@@ -107,6 +108,8 @@ class _Training:
     def __init__(self, decoder: DecoderParameters, settings: Settings, workload: Workload, cuda: bool, ranks: int) -> None:
         self.decoder, self.settings, self.workload, self.cuda = decoder, settings, workload, cuda
         self.sharded = ranks > 1 or settings.cpu_offload
+        self.gathers = ranks * settings.tensor_parallel > 1
+        """Files hold whole tensors, of which this process has parts; it is the one that writes."""
         self.on_device = not (settings.cpu_offload and cuda)
         """Parameters, gradients and moments."""
         self.lora = settings.lora_rank is not None
@@ -168,8 +171,20 @@ class _Training:
         return self._held(moments=continued) | {"mapped files": max(state, self.mapped)}
 
     def _saving(self) -> Parts:
-        merges = self.lora and self.settings.lora_merge and not self.cuda
-        return self._held(moments=True) | self._reference_parts() | {"merged model": self.mapped if merges else 0.0}
+        """Tensors are gathered, merged or rounded for a file; on CUDA, one after the other."""
+        held = self._held(moments=True) | self._reference_parts()
+        if self.cuda:
+            return held
+        settings, decoder = self.settings, self.decoder
+        rounded = settings.checkpoint_dtype == "bf16"
+        made = settings.lora_merge if self.lora else self.gathers or rounded
+        file = min(decoder.stored * (_BF16 if rounded else _FP32), _SHARD) if made else 0.0
+        trained = adapter_parameters(decoder, settings) if self.lora else decoder.total
+        state = trained * 2.0 * _FP32 * (settings.optimizer != "sgd")
+        if not self.gathers or state > _WHOLE_STATE:
+            state = 0.0
+        one = decoder.vocabulary_matrix * _FP32 if self.gathers else 0.0
+        return held | {"merged model" if self.lora else "whole tensors": max(file, state) + one}
 
     def _prepass(self) -> Parts:
         parts = self._held(moments=self.workload.continued) | self._working_copies() | self._reference_parts()
@@ -193,24 +208,27 @@ class _Training:
         hidden = (self.tokens + 2 * self.trained) * self.decoder.shape.width * _FP32
         head = self._chunk() + self.head_gradient + hidden + (self.head_matrix * _BF16 if self.how.bf16 else 0.0)
         dora = settings.lora_kind == "dora"
+        whole = "gradients of gathered parameters"
+        beginning, midway, end = self._whole_gradients()
         at_head = base | copies | {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
         if settings.activation_checkpointing:
             copies.pop("bf16 copies", None)  # made again, layer by layer
         head = self.head_gradient + (4 if dora else 2) * self.merged_head
-        begins = base | copies | {"activations": kept + backward, "head": head}
+        begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
         layer = layer_bytes(self.decoder, self.how)
         moments = "optimizer state" in base or in_backward
         most = base | self._held(gradients=not in_backward, moments=moments) | copies
         first = most | {
             "activations": self.tokens * (layer.kept + self._adapter_bytes() + layer.backward),
             "head": self.head_gradient * self.decoder.tied,
+            whole: midway,
         }
         if not accumulated and "gradients" in most:
             first["gradients"] -= self._first_parameters() * _FP32
         # Dense gradients of the embeddings come last; where the head is tied, its own has waited for them until now.
         again = int(accumulated or self.decoder.tied or in_backward) + int(accumulated and self.decoder.tied)
         stream = 2 * self.tokens * self.decoder.shape.width * _FP32
-        ends = most | {"activations": stream, "head": again * self.head_gradient}
+        ends = most | {"activations": stream, "head": again * self.head_gradient, whole: end}
         return [at_head, begins, first, ends]
 
     def _first_parameters(self) -> float:
@@ -293,8 +311,17 @@ class _Training:
         root = decoder.outside_layers / settings.tensor_parallel
         size = _BF16 if self.how.mixed else _FP32
         gathered = root + each * (min(2, layers) if settings.reshard_after_forward else layers)
-        whole_gradients = 0.0 if self.lora else max(root, each) * size
-        return {"gathered parameters": gathered * size, "gradients of gathered parameters": whole_gradients}
+        return {"gathered parameters": gathered * size}
+
+    def _whole_gradients(self) -> tuple[float, float, float]:
+        """Of gathered parameters, before they are shared out: where the backward pass begins (the head's is in "head"), at the
+        first layer, when the head's still waits for the embeddings', and where it ends."""
+        if not self.sharded or self.lora:
+            return 0.0, 0.0, 0.0
+        size = _BF16 if self.how.mixed else _FP32
+        layer = self.decoder.layer / self.settings.tensor_parallel * size
+        waiting = 0.0 if self.decoder.tied else self.head_matrix * size  # where it is tied, it is in "head"
+        return layer, layer + waiting, self.decoder.outside_layers / self.settings.tensor_parallel * size
 
     def _finished(self, parts: Parts) -> Parts:
         """With what is beside the recipe's own tensors, and without what is nothing."""

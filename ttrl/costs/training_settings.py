@@ -15,6 +15,7 @@ class Settings:
     """Those of GRPOConfig that decide about memory, with its names and defaults."""
 
     dtype: str = "fp32"
+    checkpoint_dtype: str = "fp32"
     optimizer: str = "adamw"
     optimizer_on_cpu: bool = False
     optimizer_in_backward: bool = False

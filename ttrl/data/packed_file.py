@@ -30,7 +30,7 @@ def save_packed(
     values = {"schema": SCHEMA, "samples": [vars(sample) for sample in samples], **header}
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, allow_nan=False)
     data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, {HEADER_KEY: text})
-    with atomic_file(path) as temporary:
+    with atomic_file(path, len(data)) as temporary:
         temporary.write_bytes(data)  # by Python: safetensors' own writer hides a full disk behind an error of its own
 
 
@@ -65,3 +65,12 @@ def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[P
         return tensors, samples, {name: header[name] for name in HEADER_FIELDS}
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise PackError(f"{path}: its header is damaged ({type(error).__name__}: {error}); pack again") from error
+
+
+def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
+    """One tensor of a safetensors file, mapped into memory. Raises PackError where file or tensor are not there."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise PackError(f"{os.fspath(path)}: there is no tensor {name!r} to be read ({error})") from error

@@ -8,12 +8,16 @@ skip a server's prefix cache, a continuation uses it.
 """
 
 import argparse
+import json
 import logging
 import math
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ModelFolderError, TtrlError
@@ -47,19 +51,27 @@ def _distributions(policy: Policy, tokens: list[int], first: int, device: torch.
     return policy(row, labels, zeros, zeros, positions, HeadOptions(distributions=True)).logprobs.float().cpu()
 
 
-def compute_canary(policy: Policy, device: torch.device) -> dict[str, Any]:
+def compute_canary(policy: Policy, device: torch.device, guess: Sequence[int] = ()) -> dict[str, Any]:
     """The content of canary.json: natural log-probabilities of each token given those before it, and a greedy continuation with
-    its margins (the best token's log-probability less the second's). A collective when the policy is sharded."""
+    its margins (the best token's log-probability less the second's). A collective when the policy is sharded.
+
+    guess: the continuation, such as that of the weights before. One pass shows all tokens that follow, so a right guess makes it
+    the only one; a wrong one is corrected from pass to pass, at least by its first wrong token (Jacobi decoding, arXiv
+    2305.10427)."""
     decoder = policy.decoder
     tokens = canary_tokens(decoder.tok_embeddings.num_embeddings, decoder.max_seq_len)
-    logprobs = _distributions(policy, tokens, 0, device)[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).tolist()
-    greedy: list[int] = []
-    greedy_logprobs, margins = [], []
+    greedy = [*guess, *[0] * GREEDY_LENGTH][:GREEDY_LENGTH]
+    logprobs: list[float] = []
     for _ in range(GREEDY_LENGTH):
-        best = _distributions(policy, tokens + greedy, len(tokens) + len(greedy) - 1, device)[0].topk(2)
-        greedy.append(int(best.indices[0]))
-        greedy_logprobs.append(float(best.values[0]))
-        margins.append(float(best.values[0] - best.values[1]))
+        distributions = _distributions(policy, tokens + greedy[:-1], len(tokens) - 1 if logprobs else 0, device)
+        if not logprobs:
+            following = torch.tensor(tokens[1:]).unsqueeze(1)
+            logprobs = distributions[: len(following)].gather(1, following).squeeze(1).tolist()
+        best = distributions[-GREEDY_LENGTH:].topk(2)
+        before, greedy = greedy, _same_everywhere(best.indices[:, 0]).tolist()
+        if greedy[:-1] == before[:-1]:
+            break
+    greedy_logprobs, margins = best.values[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
     if not all(map(math.isfinite, [*logprobs, *greedy_logprobs])):
         raise ModelFolderError(
             "the model computes NaN or infinite log-probabilities; its weights are broken (training diverged, or a damaged file)"
@@ -75,6 +87,24 @@ def compute_canary(policy: Policy, device: torch.device) -> dict[str, Any]:
         "greedy_logprobs": greedy_logprobs,
         "greedy_margins": margins,
     }
+
+
+def _same_everywhere(tokens: torch.Tensor) -> torch.Tensor:
+    """The first rank's, so that all of them make as many passes."""
+    if not (distributed.is_initialized() and distributed.get_world_size() > 1):
+        return tokens
+    shared = [tokens.tolist()]
+    distributed.broadcast_object_list(shared)
+    return torch.tensor(shared[0])
+
+
+def known_continuation(folder: Path, vocab_size: int) -> list[int]:
+    """The greedy continuation in a model folder's canary, to guess another one's by; empty where there is none."""
+    try:
+        stored = json.loads(Path(folder, CANARY_FILE).read_text(encoding="utf-8"))["greedy_token_ids"]
+        return [token for token in map(int, stored) if 0 <= token < vocab_size]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def main() -> int:

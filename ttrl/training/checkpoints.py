@@ -6,6 +6,7 @@ are gathered and written one shard at a time, so that no process ever holds the 
 """
 
 import functools
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ttrl.configs import TrainingConfig
-from ttrl.files import atomic_folder, write_json
+from ttrl.files import atomic_folder, json_text
 from ttrl.training.adapters import ADAPTER_FOLDER, base_folder, gather_adapter, merged_weight
-from ttrl.training.canary import CANARY_FILE, compute_canary
+from ttrl.training.canary import CANARY_FILE, compute_canary, known_continuation
 from ttrl.training.distributed import Ranks
 from ttrl.training.lora import adapted, is_adapter
 from ttrl.training.models.weights import composite_of, iter_stored, layout_of, read_stored, stored_as
@@ -59,7 +60,7 @@ def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None
         if part is config or "dtype" in part or "torch_dtype" in part:
             part.pop("torch_dtype", None)  # the older name
             part["dtype"] = dtype
-    write_json(target / "config.json", config)
+    (target / "config.json").write_text(json_text(config), encoding="utf-8")
 
 
 def _entries(policy: Policy, dtype: torch.dtype) -> Iterator[Entry]:
@@ -106,10 +107,14 @@ def _shards(entries: list[Entry], max_bytes: int) -> list[list[Entry]]:
     return shards
 
 
-def _write_weights(folder: Path | None, entries: list[Entry], max_bytes: int) -> None:
-    """Writes shards, and their index where there are several. `folder` is None on ranks that only take part in gathering."""
+def _write_weights(folder: Path | None, entries: list[Entry], max_bytes: int) -> dict[str, str]:
+    """Writes shards, and their index where there are several. `folder` is None on ranks that only take part in gathering.
+
+    Returns name → SHA-256 of each tensor's bytes as they were in memory: what a server reads is held to it (`ttrl.vllm_worker`).
+    """
     shards = _shards(entries, max_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors: dict[str, Tensor] = {}
@@ -119,12 +124,15 @@ def _write_weights(folder: Path | None, entries: list[Entry], max_bytes: int) ->
                 # A tied head is the embeddings' own memory; a file holds each tensor by itself.
                 shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
                 tensors[entry.name] = tensor.clone() if shared else tensor.contiguous()
+                digests[entry.name] = hashlib.sha256(tensors[entry.name].reshape(-1).view(torch.uint8).numpy()).hexdigest()
             weight_map[entry.name] = file
         if folder is not None:
             save_file(tensors, folder / file, metadata={"format": "pt"})
     if folder is not None and len(shards) > 1:
         metadata = {"total_size": sum(entry.size for entry in entries)}
-        write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
+        index = json_text({"metadata": metadata, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    return digests
 
 
 def save_checkpoint(
@@ -143,7 +151,8 @@ def save_checkpoint(
     With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with the tolerance of bfloat16;
     training goes on from what is written, so small updates get lost.
     """
-    canary = compute_canary(policy, ranks.device)
+    vocab_size = policy.decoder.tok_embeddings.num_embeddings
+    canary = compute_canary(policy, ranks.device, known_continuation(Path(start_folder), vocab_size))
     dtype = _DTYPES[checkpoint_dtype]
     if checkpoint_dtype != "fp32":
         canary["dtype"] = "bfloat16"
@@ -154,13 +163,13 @@ def save_checkpoint(
     merged = adapter is None or config is None or config.lora_merge
     entries = _entries_beside_text(Path(start_folder), list(_entries(policy, dtype))) if merged else []
     if ranks.is_first:
-        with atomic_folder(folder) as temporary:
+        with atomic_folder(folder, sum(entry.size for entry in entries)) as temporary:
             copy_model_files(Path(start_folder), temporary, "float32" if checkpoint_dtype == "fp32" else "bfloat16")
             if merged:
-                _write_weights(temporary, entries, max_shard_bytes)
+                canary["weights"] = _write_weights(temporary, entries, max_shard_bytes)
             if adapter is not None:
                 adapter.write(temporary / ADAPTER_FOLDER)
-            write_json(temporary / CANARY_FILE, canary)
+            (temporary / CANARY_FILE).write_text(json_text(canary), encoding="utf-8")
     elif merged:
         _write_weights(None, entries, max_shard_bytes)
     ranks.barrier()

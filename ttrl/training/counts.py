@@ -1,12 +1,16 @@
 """How much work a step is: positions and floating-point operations."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ttrl.costs.flops import forward_flops, model_shape
+from ttrl.configs import TrainingConfig
+from ttrl.costs.adapter_flops import pass_flops
+from ttrl.costs.parameters import decoder_parameters
+from ttrl.costs.training_settings import Settings
 from ttrl.data.packing import PackedTensors
 from ttrl.training.logprobs import IGNORE
 
@@ -18,10 +22,11 @@ def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"trained_tokens": trained, "row_tokens": used, "padding_tokens": batch["tokens"].numel() - used}
 
 
-def work_counts(rows: PackedTensors, config: PretrainedConfig) -> dict[str, float]:
-    """ "flops" of a forward and a backward pass over the rows, all weights trained (`ttrl.costs.flops`), and "logical_tokens":
-    the positions that the samples would take in rows that share nothing."""
-    shape = model_shape(config.to_dict())
+def work_counts(rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig) -> dict[str, float]:
+    """ "flops" of a forward and a backward pass over the rows (`ttrl.costs.flops`; with adapters `ttrl.costs.adapter_flops`), and
+    "logical_tokens": the positions that the samples would take in rows that share nothing."""
+    decoder = decoder_parameters(config.to_dict())
+    shape, settings = decoder.shape, Settings.of(dataclasses.asdict(training))
     positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
     pairs = {
         window: int((positions if window is None else positions.clamp(max=window)).sum()) for window in shape.layers_by_window
@@ -29,5 +34,5 @@ def work_counts(rows: PackedTensors, config: PretrainedConfig) -> dict[str, floa
     owned = rows.sample_ids >= 0
     lengths = torch.zeros(len(rows.samples), dtype=torch.int64)
     lengths.scatter_reduce_(0, rows.sample_ids[owned], rows.input_pos[owned] + 1, "amax")
-    flops = 3 * forward_flops(shape, len(positions), pairs, rows.num_trained).total
-    return {"flops": float(flops), "logical_tokens": float(lengths.sum())}
+    flops = pass_flops(decoder, settings, len(positions), pairs, rows.num_trained)
+    return {"flops": float(flops.total), "logical_tokens": float(lengths.sum())}

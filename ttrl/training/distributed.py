@@ -108,6 +108,29 @@ def model_shape(folder: str) -> dict[str, Any]:
     return text if isinstance(text, dict) else shape
 
 
+def _device_for(config: TrainingConfig, processes: int) -> str:
+    """ "cpu" or "cuda". Raises ConfigError with all that this device, so many processes or the model's shape cannot give."""
+    wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    problems = config.problems_here(wanted, processes, model_shape(config.model))
+    if wanted == "cuda" and not torch.cuda.is_available():
+        problems.insert(0, "device is 'cuda', but PyTorch sees no CUDA device; use 'cpu', or run `ttrl doctor`")
+    if problems:
+        raise ConfigError("config", problems)
+    return wanted
+
+
+def check_here(config: TrainingConfig, here: Ranks) -> None:
+    """Raises ConfigError where a config is not for the processes that are already there, or cannot be trained by them."""
+    wanted = _device_for(config, here.processes)
+    found = [] if wanted == here.device.type else [f"device is {wanted!r}, and this trainer was started on {here.device.type!r}"]
+    if config.tensor_parallel != here.tensor_ranks:
+        found.append(f"tensor_parallel is {config.tensor_parallel}, and this trainer was started with {here.tensor_ranks}")
+    if config.num_threads not in (None, torch.get_num_threads()):
+        found.append(f"num_threads is {config.num_threads}, and this trainer was started with {torch.get_num_threads()}")
+    if found:
+        raise ConfigError("config", [f"{problem}; start it anew" for problem in found])
+
+
 @contextlib.contextmanager
 def ranks(config: TrainingConfig) -> Iterator[Ranks]:
     """Joins the process group that torchrun described in the environment, if any, and leaves it at the end.
@@ -115,13 +138,8 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
     Raises ConfigError where the config asks for a device that is not there, or for what this device, this number of processes or
     the model's shape cannot give; everything at once, before anything is loaded.
     """
-    wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems = config.problems_here(wanted, world_size, model_shape(config.model))
-    if wanted == "cuda" and not torch.cuda.is_available():
-        problems.insert(0, "device is 'cuda', but PyTorch sees no CUDA device; use 'cpu', or run `ttrl doctor`")
-    if problems:
-        raise ConfigError("config", problems)
+    wanted = _device_for(config, world_size)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if wanted == "cuda" else torch.device("cpu")

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ttrl.training.cpu_products import fast, product, product_into
+
 _CACHED_ELEMENTS = 2**19  # of a block of rows on the CPU: 2 MB in fp32
 _GRADIENT_COLUMNS = 8192  # of the vocabulary, when products in bf16 are added up in fp32
 
@@ -69,7 +71,10 @@ class HeadWeights:
     def logits(self, h_nD: Tensor, buffer: Tensor) -> Tensor:
         """Raw logits [n, V], written into the buffer's first n rows."""
         raw_nV = buffer[: len(h_nD)]
-        torch.mm(h_nD, self.weight.T, out=raw_nV)
+        if fast(h_nD, self.weight):
+            product_into(h_nD, self.weight, raw_nV)
+        else:
+            torch.mm(h_nD, self.weight.T, out=raw_nV)
         return raw_nV if self.bias is None else raw_nV.add_(self.bias)
 
     def final(self, raw: Tensor) -> Tensor:
@@ -199,6 +204,11 @@ class Gradients:
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten()
+
+
+def hidden_gradient(gradient_nV: Tensor, weight_VD: Tensor) -> Tensor:
+    """gradient·W, [n, D]."""
+    return product(gradient_nV, weight_VD.T) if fast(gradient_nV, weight_VD) else gradient_nV @ weight_VD
 
 
 def add_weight_gradient(total_VD: Tensor, gradient_nV: Tensor, h_nD: Tensor, first: bool) -> None:

@@ -52,9 +52,13 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
         fill_parameters(policy.parameters_by_name(), base)
     else:
         fill_policy(policy, config, base)
-        if config.lora_dropout:
-            seed = derived_generator(config.seed, getattr(config, "iteration", 0), ranks.rank).initial_seed()
-            torch.manual_seed(seed)
+        seed_dropout(config, ranks)
     if config.activation_offloading:
         offload_activations(policy)
     return policy
+
+
+def seed_dropout(config: TrainingConfig, ranks: Ranks) -> None:
+    """What adapters drop depends on (seed, iteration, rank), and on nothing that this process did before."""
+    if config.lora_dropout:
+        torch.manual_seed(derived_generator(config.seed, getattr(config, "iteration", 0), ranks.rank).initial_seed())

@@ -6,12 +6,11 @@ import os
 import torch
 
 from ttrl.configs import TrainingConfig
-from ttrl.costs.memory import Device, training_memory
-from ttrl.costs.training_settings import HEAD_CHUNK, Settings, Workload
+from ttrl.costs.memory import Device
+from ttrl.costs.savings import savings as savings_by_setting
+from ttrl.costs.training_settings import Workload
 from ttrl.errors import ModelFolderError
 from ttrl.training.distributed import model_shape
-
-_LORA_RANK = 16  # of what is suggested
 
 
 def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: int = 1) -> dict[str, float]:
@@ -20,31 +19,12 @@ def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: 
     seq_len: positions of a packed row. ranks: processes that train on different rows. Empty where the model's config.json does
     not say its shape.
     """
-    settings, workload = dataclasses.asdict(config), Workload(row_length=seq_len)
     device: Device = "cuda" if cuda else "cpu"
-
-    def peak(ranks: int = ranks, **changes: object) -> float:
-        shape = model_shape(config.model)
-        return training_memory(shape, settings | changes, workload, device=device, ranks=ranks).peak
-
-    changes: dict[str, object] = {"dtype": "bf16", "activation_checkpointing": True}
-    positions = config.rows_per_microbatch * seq_len
-    chunk = Settings.of(settings).head_chunk(positions, device)
-    # The head's own chunk where that is smaller; else four times as many chunks.
-    changes["num_output_chunks"] = None if chunk > HEAD_CHUNK[device] else 4 * -(-positions // int(chunk))
-    changes["rows_per_microbatch"] = max(1, config.rows_per_microbatch // 2)
-    if cuda:
-        changes |= {"cpu_offload": True, "activation_offloading": True, "optimizer": "adamw_8bit"}
     try:
-        now = peak()
-        found = {f"{name}: {value}": now - peak(**{name: value}) for name, value in changes.items()}
-        if config.lora_rank is None and config.tensor_parallel == 1:
-            found[f"lora_rank: {_LORA_RANK} (adapters alone are trained)"] = now - peak(lora_rank=_LORA_RANK)
-        found[f"{2 * ranks} processes with different rows"] = now - peak(2 * ranks)
+        shape, workload = model_shape(config.model), Workload(row_length=seq_len)
+        return savings_by_setting(shape, dataclasses.asdict(config), workload, device=device, ranks=ranks)
     except ModelFolderError:
         return {}
-    worth = {name.replace("True", "true").replace("None", "null"): saved for name, saved in found.items() if saved > 0}
-    return dict(sorted(worth.items(), key=lambda pair: -pair[1]))
 
 
 def advice(config: TrainingConfig, seq_len: int) -> str:

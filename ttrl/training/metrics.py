@@ -67,7 +67,7 @@ def sampler_against_trainer(logprobs_N: Tensor, sampler_logprobs_N: Tensor) -> d
     rank = math.ceil(0.999 * len(difference)) - 1
     return result | {
         "mean": float(difference.abs().mean()),
-        "p999": float(difference.abs().sort().values[rank]),
+        "p999": float(difference.abs().kthvalue(rank + 1).values),
         "max": float(difference.abs().max()),
         "ess": float(w.sum() ** 2 / (w**2).sum() / len(w)),
     }

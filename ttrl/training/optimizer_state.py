@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit, CPUOffloadOptimizer
 
 from ttrl.errors import RunFolderError, StorageError
-from ttrl.files import atomic_folder, write_json
+from ttrl.files import atomic_folder, json_text
 from ttrl.training.distributed import Ranks
 from ttrl.training.optim import Optimizer, OptimizerInBackward
 from ttrl.training.policy import Policy
@@ -107,10 +107,10 @@ def save_state(
         if ranks.is_first:
             tensors[name] = whole.cpu().contiguous()
     if ranks.is_first:
-        with atomic_folder(folder) as temporary:
+        with atomic_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
             save_file(tensors, temporary / "optimizer.safetensors")
             beside(temporary)
-            write_json(temporary / "state.json", {"schema": 1, "global_step": global_step})
+            (temporary / "state.json").write_text(json_text({"schema": 1, "global_step": global_step}), encoding="utf-8")
     ranks.barrier()
 
 
@@ -137,7 +137,8 @@ def _save_sharded(
             raise StorageError(0, f"could not write {folder}: {error}; make room, or look at the permissions") from error
         if ranks.is_first:
             beside(place[0])
-            write_json(place[0] / "state.json", {"schema": 1, "global_step": global_step, "format": "sharded"})
+            header = json_text({"schema": 1, "global_step": global_step, "format": "sharded"})
+            (place[0] / "state.json").write_text(header, encoding="utf-8")
     ranks.barrier()
 
 
@@ -156,8 +157,9 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
             with safe_open(folder / "optimizer.safetensors", framework="pt") as stored:
                 names = stored.keys()
                 _check(folder, policy, optimizer, {name: tuple(stored.get_slice(name).get_shape()) for name in names})
+                parameters = policy.parameters_by_name()
                 for name in names:
-                    _restore(policy, optimizer, name, stored.get_tensor(name))
+                    _restore(parameters, optimizer, name, stored.get_tensor(name))
     except RunFolderError:
         raise
     except _DAMAGE as error:
@@ -176,8 +178,9 @@ def _load_sharded(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
             checkpoint.load(tensors, storage_reader=reader, no_dist=not distributed.is_initialized())
     except checkpoint.CheckpointException as error:
         raise RunFolderError(f"{folder}: the optimizer state cannot be read: {error}") from error
+    parameters = policy.parameters_by_name()
     for name, tensor in tensors.items():
-        _restore(policy, optimizer, name, tensor)
+        _restore(parameters, optimizer, name, tensor)
 
 
 def _check(folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -200,10 +203,10 @@ def _check(folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[s
 
 
 @torch.no_grad()
-def _restore(policy: Policy, optimizer: Optimizer, entry: str, value: Tensor) -> None:
+def _restore(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, entry: str, value: Tensor) -> None:
     """Puts one tensor, whole or sharded as its parameter, into the optimizer's state."""
     name, _, part = entry.rpartition(".")
-    parameter = policy.parameters_by_name()[name]
+    parameter = parameters[name]
     owner, key = _optimizer_of(optimizer, parameter)
     state = owner.state[key]
     if part == "step":

@@ -17,6 +17,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -28,9 +29,9 @@ from ttrl.training.adapters import as_reference
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.covariance import token_keys
 from ttrl.training.distributed import Ranks, ranks
+from ttrl.training.drift import compare_tokens
 from ttrl.training.loading import load_policy
 from ttrl.training.logprobs import IGNORE
-from ttrl.training.metrics import sampler_against_trainer
 from ttrl.training.objectives import Objective
 from ttrl.training.policy import HeadOptions, Policy
 from ttrl.training.references import reference_facts
@@ -60,8 +61,8 @@ class Prepass:
         self._value_head = value_head
         self.reference_head: tuple[Tensor, Tensor | None] | None = None
         """The reference model's output projection [V, D] and its bias, where KL is taken over the whole vocabulary."""
-        self.drift: dict[str, float | int] | None = None
-        """`sampler_against_trainer` over the whole iteration, where a pass was made for it."""
+        self.drift: dict[str, Any] | None = None
+        """`compare_tokens` over the whole iteration, where a pass was made for it."""
 
     def run(self) -> None:
         """Everything but the choice of tokens. A collective."""
@@ -75,7 +76,9 @@ class Prepass:
                 for trained in [step.rows.labels != IGNORE]
             ]
             both = torch.cat(pairs, dim=1)
-            self.drift = sampler_against_trainer(self._here.gather(both[0]), self._here.gather(both[1]))
+            gathered = self._here.gather(both[0]), self._here.gather(both[1])
+            shape = (self._packed.num_rows, self._packed.seq_len)
+            self.drift = compare_tokens(self._steps, *gathered, shape, self._config, self._here)
         self._add_reference()
         if rewards:
             self._add_token_rewards()

@@ -87,7 +87,7 @@ class GradientStep:
             if compare:
                 compared.append(torch.stack([out.logprobs.detach().float(), tokens.sampled]))
             self._progress.advance()
-        sums.add(not_finite=finite.count(), **work_counts(step.rows, self._policy.decoder.config))
+        sums.add(not_finite=finite.count(), **work_counts(step.rows, self._policy.decoder.config, self._config))
         both = torch.cat(compared, dim=1) if compare else None
         return StepResult(
             sums.over_ranks(self._here),

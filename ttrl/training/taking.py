@@ -5,6 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
+from torchao.optim import CPUOffloadOptimizer
+
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import RunFolderError
 from ttrl.files import write_json
@@ -35,6 +38,30 @@ class Stepper:
         """Optimizer steps of the run so far, taken or skipped."""
         self._values = values
         self._skipped = Skipped(config.max_skipped_steps, _skipped_before(state))
+
+    @property
+    def lives_on_cpu(self) -> bool:
+        """Whether parameters and state are in the CPU's memory anyway."""
+        return self._config.cpu_offload or self._here.device.type == "cpu"
+
+    def move(self, device: torch.device) -> None:
+        """The optimizer's state to another device, after the parameters. Never run on a GPU."""
+        optimizers: list[torch.optim.Optimizer]
+        if isinstance(self._optimizer, OptimizerInBackward):
+            optimizers = list(self._optimizer.by_parameter.values())
+        elif isinstance(self._optimizer, CPUOffloadOptimizer):  # what it has on the device is of small parameters alone
+            optimizers = [] if self._optimizer.d_opt is None else [self._optimizer.d_opt]
+        else:
+            optimizers = [self._optimizer]
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim:  # the step counts of some optimizers live on the CPU
+                        state[name] = value.to(device)
+
+    def load(self, folder: Path) -> None:
+        """Takes the optimizer's state as it was written: 8-bit moments are rounded once more."""
+        self.global_step = load_state(folder, self._policy, self._optimizer)
 
     def begin(self, lr_scale: float = 1.0) -> None:
         """Before the step's first backward pass: sets its learning rate, for optimizers that work in the backward pass."""

@@ -35,7 +35,7 @@ class TrainLog:
         parts = self._watch.take()
         if not self._here.is_first:
             return
-        self._write()
+        self._write(durable=False)
         speed = {"seconds": wall, "tokens_per_second": row["row_tokens"] / wall, "flops": flops, "flops_per_second": flops / wall}
         if self._peak is not None:
             speed |= {"matmul_peak": self._peak, "peak_share": flops / wall / self._peak / self._here.processes}
@@ -47,9 +47,9 @@ class TrainLog:
             self._held["seconds_by_part"] |= self._watch.take()
             self._write()
 
-    def _write(self) -> None:
+    def _write(self, durable: bool = True) -> None:
         if self._held is not None:
-            append_jsonl(self._path, _without_nan(self._held))
+            append_jsonl(self._path, _without_nan(self._held), durable=durable)  # the last line makes all of them so
             self._held = None
 
 

@@ -58,6 +58,12 @@ class ValueTraining:
         self._optimizer.step()
         self.forget()
 
+    def move(self, device: torch.device) -> None:
+        """Head and optimizer state to another device. Never run on a GPU."""
+        self.head.to(device)
+        for state in self._optimizer.state.values():
+            state |= {name: value.to(device) for name, value in state.items() if name != "step"}
+
     def forget(self) -> None:
         """Throws the gradients away."""
         self._optimizer.zero_grad()

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchtune.modules import FeedForward, TransformerSelfAttentionLayer
 
+from ttrl.training import cpu_products
 from ttrl.training.attention import AttentionPlan, attend
 from ttrl.training.models import cpu_ops
 from ttrl.training.models.architecture import Architecture
-from ttrl.training.models.rope import Rotary, rotate
+from ttrl.training.models.rope import Rotary, rotate, turns_of
 
 
 class RMSNorm(nn.Module):
@@ -26,10 +27,11 @@ class RMSNorm(nn.Module):
         self.eps, self.plus_one = eps, plus_one
         self.scale = nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., dim] → the same shape and dtype."""
+    def forward(self, x: Tensor, pairs: bool = False) -> Tensor:
+        """x [..., dim] → the same shape and dtype. `pairs`: its halves come as pairs (`cpu_products.as_pairs`)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = self.scale.to(wide) + 1.0 if self.plus_one else self.scale.to(wide)
+        scale = cpu_products.as_pairs(scale, len(scale)) if pairs else scale
         if cpu_ops.apply_to(x, scale):
             return cpu_ops.rms_norm(x.to(wide), scale, self.eps).to(x.dtype)
         return F.rms_norm(x.to(wide), (x.shape[-1],), scale, self.eps).to(x.dtype)
@@ -54,16 +56,22 @@ def for_products(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype("cpu")) if lower else x
 
 
+def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """Each layer's output for the same input."""
+    if cpu_products.serve(x, *layers):
+        return cpu_products.project(x, *layers)  # type: ignore[arg-type]
+    return tuple(layer(x) for layer in layers)
+
+
 class GatedFeedForward(FeedForward):
     """torchtune's, with other arithmetic on CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] → [B, T, D]."""
-        x = for_products(x)
-        gate, up = self.w1(x), self.w3(x)
+        gate, up = project(for_products(x), self.w1, self.w3)
         if isinstance(self.activation, nn.SiLU) and cpu_ops.apply_to(gate, up):
-            return self.w2(cpu_ops.silu_times(gate, up))
-        return self.w2(self.activation(gate) * up)
+            return project(cpu_ops.silu_times(gate, up), self.w2)[0]
+        return project(self.activation(gate) * up, self.w2)[0]
 
 
 class SelfAttention(nn.Module):
@@ -85,14 +93,33 @@ class SelfAttention(nn.Module):
         """x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. `mask` and `input_pos` are torchtune's names
         for what goes through its layers to the attention: here the plan of attention, and RotaryEmbedding's output."""
         B, T, _ = x.shape
-        x = for_products(x)
-        q, k, v = (proj(x).view(B, T, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        q, k = rotate(q, input_pos[self.kind]), rotate(k, input_pos[self.kind])
+        x, rotary = for_products(x), input_pos[self.kind]
+        if self._turns_pairs(x, rotary):
+            q, k, v = self._projected_and_turned(x, rotary)
+        else:
+            q, k, v = (part.view(B, T, -1, self.head_dim) for part in project(x, self.q_proj, self.k_proj, self.v_proj))
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            q, k = rotate(q, rotary), rotate(k, rotary)
         out = attend(q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap, window=self.window)
-        return self.output_proj(out.transpose(1, 2).reshape(B, T, -1))
+        return project(out.transpose(1, 2).reshape(B, T, -1), self.output_proj)[0]
+
+    def _turns_pairs(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> bool:
+        """Whether queries and keys may come with the halves of their heads as pairs, which RoPE turns faster: attention sums over
+        the dimensions of a head, in whatever order. Pays where more numbers are turned than weights put into another order."""
+        whole = rotary[0].shape[-1] == self.head_dim and all(n is None or type(n) is RMSNorm for n in (self.q_norm, self.k_norm))
+        pays = x.shape[0] * x.shape[1] >= x.shape[2]
+        return whole and pays and cpu_products.serve(x, self.q_proj, self.k_proj, self.v_proj)
+
+    def _projected_and_turned(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [B, H, T, E] each, their heads' halves as pairs in the first two."""
+        layers, E = (self.q_proj, self.k_proj, self.v_proj), self.head_dim
+        q, k, v = (part.unflatten(-1, (-1, E)) for part in cpu_products.project(x, *layers, pairs=(E, E)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, pairs=True), self.k_norm(k, pairs=True)
+        turns = turns_of(rotary)
+        return tuple(part.transpose(1, 2) for part in (cpu_ops.turn_pairs(q, turns), cpu_ops.turn_pairs(k, turns), v))
 
 
 class ParallelLayer(TransformerSelfAttentionLayer):

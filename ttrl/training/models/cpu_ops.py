@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ttrl.training.cpu_products import plain_on_cpu as apply_to
+
+__all__ = ["apply_to", "rms_norm", "rotate_halves", "silu_times", "turn_pairs"]
+
 _CACHED_ELEMENTS = 2**17  # of a block: 512 kB in fp32, of which three or four are in use
-
-
-def apply_to(*tensors: Tensor) -> bool:
-    """Whether these operations can take the tensors."""
-    # The exact types: subclasses are sharded or quantised tensors and the like.
-    ours = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
-    return ours and not torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor, scale_W: Tensor, eps: float) -> Tensor:
@@ -41,6 +38,13 @@ def rotate_halves(x_BTHE: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
     """(a, b) → (a·cos - b·sin, b·cos + a·sin) for the halves of the first R dimensions; the others pass through. Both halves of
     cosines and of sines must be the same, and get no gradient."""
     out: Tensor = _RotateHalves.apply(x_BTHE, cos_BT1R, sin_BT1R)  # type: ignore[no-untyped-call]
+    return out
+
+
+def turn_pairs(x_BTHE: Tensor, turns_BT1R: Tensor) -> Tensor:
+    """(a, b) → (a·cos - b·sin, b·cos + a·sin) for the pairs of neighbours of a head, all of them. turns [B, T, 1, E/2]: complex,
+    cos + i·sin; they get no gradient. Five times as fast as `rotate_halves`."""
+    out: Tensor = _TurnPairs.apply(x_BTHE, turns_BT1R)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -121,6 +125,24 @@ class _RotateHalves(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Turning back."""
         return _turned(grad, *ctx.saved_tensors, -1.0), None, None
+
+
+class _TurnPairs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: Tensor) -> Tensor:
+        ctx.save_for_backward(turns)
+        return torch.view_as_real(_complex(x) * turns).flatten(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Turning back."""
+        (turns,) = ctx.saved_tensors
+        return torch.view_as_real(_complex(grad) * turns.conj().resolve_conj()).flatten(-2), None
+
+
+def _complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:

@@ -83,3 +83,9 @@ def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+
+
+def turns_of(rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """cos + i·sin [B, T, 1, R/2], for heads whose halves come as pairs."""
+    cos, sin = (part.transpose(1, 2)[..., : part.shape[-1] // 2] for part in rotary)
+    return torch.complex(cos, sin)

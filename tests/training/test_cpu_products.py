@@ -1,0 +1,116 @@
+"""Projections through oneDNN against F.linear, their gradients among them, and when they are not taken."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ttrl.training import cpu_products
+from ttrl.training.lora import AdaptedLinear
+from ttrl.training.models import cpu_ops
+
+pytestmark = pytest.mark.skipif(not cpu_products.fast(torch.zeros(1)), reason="PyTorch without oneDNN, or no x86 CPU")
+
+
+def layers(*widths, bias=True):
+    torch.manual_seed(0)
+    return [nn.Linear(12, width, bias=bias) for width in widths]
+
+
+def gradients(outputs, tensors):
+    loss = sum((out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum() for out in outputs)
+    return torch.autograd.grad(loss, tensors)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [(2, 7), (5,), (0,)])
+def test_equal_to_linear_layers(rows, bias):
+    ours = layers(8, 4, 6, bias=bias)
+    x = torch.randn(*rows, 12, requires_grad=True)
+    tensors = [x, *(p for layer in ours for p in layer.parameters())]
+    assert cpu_products.serve(x, *ours)
+    own, plain = cpu_products.project(x, *ours), [layer(x) for layer in ours]
+    torch.testing.assert_close(own, tuple(plain))
+    torch.testing.assert_close(gradients(own, tensors), gradients(plain, tensors))
+
+
+def test_an_output_that_nothing_uses_and_frozen_weights():
+    first, second = layers(8, 4)
+    first.weight.requires_grad_(False)
+    x = torch.randn(3, 12, requires_grad=True)
+    used, _ = cpu_products.project(x, first, second)
+    used.sum().backward()
+    torch.testing.assert_close(x.grad, first.weight.sum(0).expand(3, 12))
+    assert first.weight.grad is None and second.weight.grad is None
+    torch.testing.assert_close(first.bias.grad, torch.full((8,), 3.0))
+
+
+def test_pairs_are_the_halves_of_each_head_in_another_order():
+    rows = torch.arange(12.0)  # two heads of six
+    pairs = cpu_products.as_pairs(rows, 6)
+    assert pairs.tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert torch.equal(cpu_products.as_halves(pairs, 6), rows)
+    matrix = torch.randn(12, 5)
+    assert torch.equal(cpu_products.as_halves(cpu_products.as_pairs(matrix, 6), 6), matrix)
+
+
+def test_scores_and_gradients_of_turned_pairs_are_those_of_turned_halves():
+    """q·k after RoPE, which is all that attention sees of them."""
+    query, key = layers(8, 8)
+    x = torch.randn(1, 5, 12, requires_grad=True)
+    angles = torch.randn(1, 5, 1, 2)
+    turns = torch.complex(1.3 * angles.cos(), 1.3 * angles.sin())
+    halves = [torch.cat([part, part], dim=-1) for part in (turns.real, turns.imag)]
+
+    def scores(q, k):
+        return torch.einsum("bqhe,bkhe->bhqk", q, k)
+
+    paired = [part.unflatten(-1, (2, 4)) for part in cpu_products.project(x, query, key, pairs=(4, 4))]
+    plain = [layer(x).unflatten(-1, (2, 4)) for layer in (query, key)]
+    own = scores(*(cpu_ops.turn_pairs(part, turns) for part in paired))
+    expected = scores(*(cpu_ops.rotate_halves(part, *halves) for part in plain))
+    torch.testing.assert_close(own, expected)
+    tensors = [x, *query.parameters(), *key.parameters()]
+    torch.testing.assert_close(gradients([own], tensors), gradients([expected], tensors), rtol=1e-4, atol=1e-5)
+
+
+def test_logits_in_parts(monkeypatch):
+    monkeypatch.setattr(cpu_products, "_COLUMNS", 3)
+    h, weight, out = torch.randn(4, 12), torch.randn(10, 12), torch.full((4, 10), torch.nan)
+    cpu_products.product_into(h, weight, out)
+    torch.testing.assert_close(out, h @ weight.T)
+
+
+def test_checkpointing_computes_the_same():
+    (layer,) = layers(8)
+    x = torch.randn(3, 12, requires_grad=True)
+
+    def run(x):
+        return torch.tanh(cpu_products.project(x, layer)[0])
+
+    torch.testing.assert_close(
+        gradients([checkpoint(run, x, use_reentrant=False)], [x, layer.weight]), gradients([run(x)], [x, layer.weight])
+    )
+
+
+class _Adapted(AdaptedLinear):
+    def __init__(self):
+        nn.Linear.__init__(self, 12, 8)
+
+
+def test_what_is_left_to_pytorch():
+    (layer,) = layers(8)
+    x = torch.randn(3, 12)
+    assert cpu_products.serve(x, layer)
+    assert not cpu_products.serve(x.double(), layer)
+    assert not cpu_products.serve(x, layer.double())
+    assert not cpu_products.serve(x, _Adapted())
+    layer = layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not cpu_products.serve(x, layer)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not cpu_products.serve(x, layer)
+    handle = layer.register_forward_hook(lambda *_: None)
+    assert not cpu_products.serve(x, layer)  # the hook would not be called
+    handle.remove()
+    assert cpu_products.serve(x, layer)

@@ -1,0 +1,212 @@
+"""What stays in memory between iterations: the same files, byte for byte, as when each iteration loads those of the last one."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ttrl import grpo_recipe
+from ttrl.configs import GRPOConfig
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.errors import PackError, RunFolderError
+from ttrl.files import read_jsonl
+from ttrl.training import canary
+from ttrl.training import residence as residence_module
+from ttrl.training.distributed import Ranks
+from ttrl.training.residence import Residence
+
+from .conftest import random_samples
+
+HERE = Ranks(0, 1, torch.device("cpu"))
+ITERATIONS = 3
+
+
+@pytest.fixture
+def chain(model_folder, tmp_path, monkeypatch):
+    """Trains iterations, each from the one before: `chain("NAME", residence, **settings)` returns their folders."""
+    monkeypatch.setattr(canary, "CANARY_LENGTH", 8)
+    monkeypatch.setattr(canary, "GREEDY_LENGTH", 2)
+    for number in range(ITERATIONS):
+        samples = random_samples(number, prompts=(1, 7), completions=3)
+        samples = [dataclasses.replace(sample, reward=float(place % 2)) for place, sample in enumerate(samples)]
+        packed = packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0)
+        assert packed.num_rows >= 2
+        packed.save(tmp_path / f"packed{number}.safetensors")
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    tensors = load_file(model_folder() / "model.safetensors")
+    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, reference / "model.safetensors", {"format": "pt"})
+    (reference / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
+
+    def iteration(name, number, residence, model=None, state=None, **settings):
+        output = tmp_path / name / str(number)
+        values = {
+            **{"model": str(model or model_folder()), "packed": str(tmp_path / f"packed{number % ITERATIONS}.safetensors")},
+            **{"output_dir": str(output), "state": state and str(state), "iteration": number + 1, "device": "cpu", "lr": 0.01},
+            **{"updates_per_iteration": 2, "rows_per_microbatch": 1, "num_threads": 1, "measure_peak": False},
+        }
+        if settings.get("kl_coefficient") and "lora_rank" not in settings:
+            values["reference_model"] = str(reference)
+        if "lora_rank" in settings:
+            values["lora_base"] = str(model_folder())
+        grpo_recipe.train(GRPOConfig.parse(values | settings, "test"), HERE, residence)
+        return output
+
+    def train(name, residence=None, per_iteration=lambda number: {}, **settings):
+        folders, start = [], {}
+        for number in range(ITERATIONS):
+            folders.append(iteration(name, number, residence, **start, **settings, **per_iteration(number)))
+            start = {"model": folders[-1] / "checkpoint", "state": folders[-1] / "state"}
+        return folders
+
+    train.iteration = iteration
+    return train
+
+
+def content(folder):
+    files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    assert {Path("checkpoint/canary.json"), Path("state/state.json")} <= files.keys()
+    own = str(folder.parent).encode()  # adapters name their base, below the test's folder
+    wanted = {name: path for name, path in files.items() if name.parts[0] in ("checkpoint", "state")}
+    # torch.distributed.checkpoint names each of its files anew in its index.
+    return {name: path.read_bytes().replace(own, b"") for name, path in wanted.items() if name.name != ".metadata"}
+
+
+def measured(folder):
+    """What does not depend on the clock."""
+    rows = read_jsonl(folder / "train.jsonl")
+    return [{name: row[name] for name in ("global_step", "loss", "grad_norm", "lr", "entropy", "ess")} for row in rows]
+
+
+def check_same(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        assert measured(one) == measured(other)
+        mine, theirs = content(one), content(other)
+        assert mine.keys() == theirs.keys()
+        assert [name for name in mine if mine[name] != theirs[name]] == []
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The models that were loaded from files."""
+    found, original = [], residence_module.load_policy
+
+    def load(config, ranks):
+        found.append(config.model)
+        return original(config, ranks)
+
+    monkeypatch.setattr(residence_module, "load_policy", load)
+    return found
+
+
+LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_schedule": "linear", "warmup_steps": 3, "total_steps": 10, "weight_decay": 0.1, "max_grad_norm": 0.05},
+        {"checkpoint_dtype": "bf16", "kl_coefficient": 0.3, "kl_estimator": "full"},
+        {"dtype": "bf16", "activation_checkpointing": True, "state_format": "sharded"},
+        {"optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100},
+        {"value_head": True, "value_grad_in_decoder": True, "free_memory": True},
+        {**LORA, "lora_kind": "dora", "checkpoint_dtype": "bf16"},
+        {**LORA, "lora_dropout": 0.3, "lora_merge": False},
+        {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1},
+    ],
+    ids=str,
+)
+def test_the_same_files_as_from_files(settings, chain, loads):
+    once = chain("once", **settings)
+    assert len(loads) == ITERATIONS
+    assert len({content(folder)[Path("checkpoint/canary.json")] for folder in once}) == ITERATIONS  # something was learned
+    loads.clear()
+    check_same(chain("resident", Residence(HERE), **settings), once)
+    assert len(loads) == 1  # and nothing was read that was in memory
+
+
+def test_what_is_prepared_is_used(chain, loads, model_folder):
+    once = chain("once")
+    residence = Residence(HERE)
+    start = {"model": str(model_folder()), "packed": "", "output_dir": "", "device": "cpu", "lr": 0.01, "num_threads": 1}
+    start |= {"updates_per_iteration": 2, "rows_per_microbatch": 1, "measure_peak": False, "follow": "folder"}
+    residence.prepare(GRPOConfig.parse(start, "test"))
+    loads.clear()
+    check_same(chain("resident", residence), once)
+    assert loads == []
+    residence.prepare(GRPOConfig.parse(start | {"model": "nowhere"}, "test"))  # whoever asks for it is told
+    check_same(chain("again", residence), once)
+    assert len(loads) == 2
+
+
+def test_files_that_were_touched_are_read_again(chain, loads):
+    """Another's weights, put where ours lie: the same name, and even the same size and time."""
+    once = [chain.iteration("once", 0, None)]
+    path = once[0] / "checkpoint" / "model.safetensors"
+    before, times = path.read_bytes(), path.stat()
+    residence = Residence(HERE)
+    chain.iteration("once", 0, residence)
+    loads.clear()
+    tensors = load_file(path)
+    save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, path, {"format": "pt"})
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert len(path.read_bytes()) == len(before) and path.read_bytes() != before
+    start = {"model": once[0] / "checkpoint", "state": once[0] / "state"}
+    resident = chain.iteration("resident", 1, residence, **start)
+    assert loads == [str(once[0] / "checkpoint")]
+    check_same([resident], [chain.iteration("fresh", 1, None, **start)])
+
+
+def test_a_state_that_was_replaced_is_read_again(chain):
+    one, residence = chain.iteration("one", 0, None), Residence(HERE)
+    other = chain.iteration("other", 0, None, lr=0.003)
+    chain.iteration("one", 0, residence)
+    for path in (one / "state").iterdir():
+        path.unlink()
+        path.write_bytes((other / "state" / path.name).read_bytes())
+    start = {"model": one / "checkpoint", "state": one / "state"}
+    check_same([chain.iteration("resident", 1, residence, **start)], [chain.iteration("fresh", 1, None, **start)])
+
+
+def test_iterations_that_are_trained_again_or_left_out(chain, loads):
+    once, residence = chain("once"), Residence(HERE)
+    starts = [{}] + [{"model": folder / "checkpoint", "state": folder / "state"} for folder in once]
+    for number in (1, 1, 0, 2):
+        check_same([chain.iteration("resident", number, residence, **starts[number])], [once[number]])
+    assert len(loads) == ITERATIONS + 4  # `once` wrote these files, not the residence
+    loads.clear()
+    chain.iteration("resident", 0, residence)
+    own = {"model": once[0].parent.parent / "resident/0/checkpoint", "state": None}
+    fresh = chain.iteration("fresh", 1, None, **own)  # the weights of one iteration with no optimizer state at all
+    check_same([chain.iteration("resident", 1, residence, **own)], [fresh])
+    assert len(loads) == 3
+
+
+def test_other_settings_are_another_training(chain, loads):
+    per_iteration = lambda number: {"lr": 0.01 / (number + 1), "clip_low": 0.1 * (number + 1)}  # noqa: E731
+    once = chain("once", None, per_iteration)
+    loads.clear()
+    check_same(chain("resident", Residence(HERE), per_iteration), once)
+    assert len(loads) == ITERATIONS
+
+
+def test_after_an_error_nothing_is_kept(chain, loads, tmp_path):
+    once, residence = chain("once"), Residence(HERE)
+    first = chain.iteration("resident", 0, residence)
+    start = {"model": first / "checkpoint", "state": first / "state"}
+    with pytest.raises(PackError):
+        chain.iteration("resident", 1, residence, packed=str(tmp_path / "none"), **start)  # before anything is touched
+    samples = random_samples(0, prompts=(2,))
+    samples[0].token_ids[-1] += 1000
+    packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0).save(tmp_path / "wrong.safetensors")
+    with pytest.raises(PackError, match="holds token id"):
+        chain.iteration("resident", 1, residence, packed=str(tmp_path / "wrong.safetensors"), **start)
+    loads.clear()
+    check_same([chain.iteration("resident", 1, residence, **start)], [once[1]])
+    assert loads == [str(first / "checkpoint")]
+    (first / "state" / "optimizer.safetensors").write_bytes(b"damaged")
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        chain.iteration("resident", 1, residence, **start)

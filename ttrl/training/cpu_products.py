@@ -1,0 +1,133 @@
+"""Projections in fp32 on x86 CPUs through oneDNN, where PyTorch takes MKL. Needs torch alone.
+
+`torch.mm` and `F.linear` hand fp32 products to MKL. oneDNN, which the same wheel holds and PyTorch uses for bf16, is faster with
+the shapes of a decoder: on a Zen 4 core by 7 to 12% forward and by 15 to 20% for the gradient of the input (not for that of the
+weight, which stays with MKL). Its operation is the one that TorchInductor calls; it has no derivative, so that is written out
+here. Several projections of one input are one operation, in which the gradients of the input add up inside of the products.
+
+Sums are in another order than MKL's. The choice depends on machine, dtype and modules alone, never on timings, so that a run that
+is repeated computes the same.
+
+Shapes: N tokens, D width in, O width out, H heads, E dimension of a head.
+"""
+
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_X86 = platform.machine().lower() in ("x86_64", "amd64")
+PRODUCT = torch.ops.mkldnn._linear_pointwise if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
+"""None where PyTorch was built without oneDNN."""
+_COLUMNS = 8192  # of a head's logits at a time: 4 MB for 128 positions
+
+
+def plain_on_cpu(*tensors: Tensor) -> bool:
+    """Whether operations written for plain tensors on CPUs can take these: not under torch.compile, and no sharded or quantised
+    ones."""
+    # The exact types: subclasses are sharded or quantised tensors and the like.
+    ours = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
+    return ours and not torch.compiler.is_compiling()
+
+
+def serve(x: Tensor, *layers: nn.Module) -> bool:
+    """Whether `project` can take these layers: plain ones with whole parameters and without hooks, in fp32 on a CPU."""
+    if not all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers):
+        return False
+    return fast(x, *(p for layer in layers for p in layer.parameters(recurse=False)))
+
+
+def fast(*tensors: Tensor) -> bool:
+    """Whether oneDNN may take products of these tensors."""
+    known = _X86 and PRODUCT is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if not (known and plain_on_cpu(*tensors) and all(x.dtype is torch.float32 for x in tensors)):
+        return False
+    return not torch.is_autocast_enabled("cpu")
+
+
+def _hooked(layer: nn.Module) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return any(hooks)
+
+
+def project(x: Tensor, *layers: nn.Linear, pairs: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    """x [..., D] → one [..., O] for each layer. `pairs`: for the first layers, the dimension E of a head if the halves of their
+    heads are to come out as pairs (see `as_pairs`), else 0."""
+    flat = [p for layer in layers for p in (layer.weight, layer.bias)]
+    heads = pairs + (0,) * (len(layers) - len(pairs))
+    out: tuple[Tensor, ...] = _Projections.apply(x, heads, *flat)  # type: ignore[no-untyped-call]
+    return out
+
+
+def product(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x·Wᵀ + b, [N, O], without a derivative; both may be transposed views."""
+    assert PRODUCT is not None
+    out: Tensor = PRODUCT.default(x_ND, weight_OD, bias_O, "none", [], "")
+    return out
+
+
+def product_into(x_ND: Tensor, weight_OD: Tensor, out_NO: Tensor) -> None:
+    """x·Wᵀ for a few tokens and a wide weight (an output head), without a derivative. oneDNN's operation allocates what it
+    returns, so it goes through the weight in parts, whose results are copied."""
+    for start in range(0, weight_OD.shape[0], _COLUMNS):
+        part = slice(start, start + _COLUMNS)
+        out_NO[:, part] = product(x_ND, weight_OD[part])
+
+
+def as_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """[H·E, ...] with the halves of each head, (a₁ … a_E/2, b₁ … b_E/2), turned into pairs (a₁, b₁, a₂, b₂, …)."""
+    heads = rows.unflatten(0, (-1, 2, head_dim // 2))
+    return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def as_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """The inverse of `as_pairs`."""
+    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def _ordered(rows: Tensor | None, head_dim: int) -> Tensor | None:
+    return rows if rows is None or not head_dim else as_pairs(rows, head_dim)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: tuple[int, ...], *flat: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = flat[::2], flat[1::2]
+        rows = _rows(x)
+        out = []
+        for weight, bias, head_dim in zip(weights, biases, heads, strict=True):
+            used = _ordered(weight, head_dim)
+            assert used is not None
+            out.append(product(rows, used, _ordered(bias, head_dim)).view(*x.shape[:-1], len(used)))
+        ctx.save_for_backward(x, *weights)
+        ctx.heads = heads
+        ctx.set_materialize_grads(False)
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """∂x = Σ ∂y·W, ∂W = ∂yᵀ·x, ∂b = Σ_rows ∂y."""
+        assert PRODUCT is not None
+        x, *weights = ctx.saved_tensors
+        rows, needed = _rows(x), ctx.needs_input_grad
+        grad_x, found = None, list[Tensor | None]()
+        for number, (grad, weight, head_dim) in enumerate(zip(grads, weights, ctx.heads, strict=True)):
+            if grad is None:
+                found += [None, None]
+                continue
+            grad = _rows(grad)
+            if needed[0]:
+                used = _ordered(weight, head_dim).T  # type: ignore[union-attr]
+                grad_x = product(grad, used) if grad_x is None else PRODUCT.binary(grad, grad_x, used, None, "add")
+            of_weight = torch.mm(grad.T, rows) if needed[2 + 2 * number] else None
+            of_bias = grad.sum(0) if needed[3 + 2 * number] else None
+            found += [g if g is None or not head_dim else as_halves(g, head_dim) for g in (of_weight, of_bias)]
+        return None if grad_x is None else grad_x.view(x.shape), None, *found

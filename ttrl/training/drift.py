@@ -1,0 +1,117 @@
+"""Sampler against trainer: how far apart their log-probabilities of the same tokens are, before anything was trained on them.
+
+In exact arithmetic there is no difference for tokens of the policy that training starts from. What there is comes from rounding
+(and is small), or from something that is wrong: other weights, another distribution, another model. Tokens of older policies
+differ because the policy has moved: that is policy lag, and no sign of anything wrong, so figures are kept by weights version.
+
+Also written: `trainer_logprobs.safetensors` beside train.jsonl, the trainer's numbers in the places of the pack, for the report.
+
+Shapes: N trained positions over all steps and ranks, P rows of the pack, T positions of a row.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ttrl.configs import GRPOConfig
+from ttrl.files import atomic_file
+from ttrl.training.batches import Update
+from ttrl.training.distributed import Ranks
+from ttrl.training.logprobs import IGNORE
+from ttrl.training.metrics import sampler_against_trainer
+
+LOGPROBS_FILE = "trainer_logprobs.safetensors"
+WORST = 8
+"""Tokens that are named of each weights version."""
+TOLERANCES = {"fp32": 1e-3, "bf16": 0.25}
+"""Nats that a token may be apart before it counts as outside, by the trainer's dtype. In float32 differences are about 1e-6, with
+TF32 in a GPU's attention kernels up to 1e-3; in bfloat16 logits of size 10 to 20 are rounded by 0.03 to 0.06 on both sides."""
+
+
+def compare_tokens(
+    steps: Sequence[Update], logprobs: Tensor, sampled: Tensor, packed_shape: tuple[int, int], config: GRPOConfig, here: Ranks
+) -> dict[str, Any]:
+    """What train.jsonl says of the tokens of `steps`, this rank's parts of all the optimizer steps that were compared.
+
+    logprobs, sampled: [N] of all ranks in their order (`Ranks.gather`), of the trained tokens of these rows in row-major order.
+    A collective; the first rank writes LOGPROBS_FILE into `config.output_dir`.
+
+    Returns what `sampler_against_trainer` does, and
+        not_finite          tokens for which either side has no finite number; they are left out of all else
+        tolerance, outside  nats, and the share of tokens that are further apart
+        by_version          the same figures by the weights version that sampled the tokens
+        by_position         mean |difference| of the first, second, third and last quarter of all positions in the samples: what
+                            grows with the position comes from positions (RoPE), not from weights
+        worst               of each version the WORST tokens that are furthest apart: row and position in the pack, version, and
+                            both log-probabilities (None where not finite)
+    """
+    mine = [_facts(step) for step in steps]
+    places, versions, positions = (here.gather(torch.cat([facts[i] for facts in mine])) for i in range(3))
+    logprobs, sampled = logprobs.detach().float().cpu(), sampled.detach().float().cpu()
+    assert len(places) == len(logprobs) == len(sampled)
+    tolerance = config.drift_tolerance if config.drift_tolerance is not None else TOLERANCES[config.dtype]
+    if here.is_first:
+        _save(Path(config.output_dir), places, logprobs, packed_shape)
+    known = ~torch.isnan(sampled)
+    finite = known & torch.isfinite(sampled) & torch.isfinite(logprobs)
+    result: dict[str, Any] = _figures(logprobs, sampled, known, finite, tolerance)
+    if not known.any():
+        return result
+    gap = (logprobs.double() - sampled.double()).abs()
+    gap[~finite] = math.inf
+    result["by_version"], result["worst"] = {}, []
+    for version in versions[known].unique().tolist():
+        chosen = known & (versions == version)
+        alone = int(chosen.sum()) == int(known.sum())
+        figures = dict(result) if alone else _figures(logprobs, sampled, chosen, chosen & finite, tolerance)
+        kept = ("tokens", "not_finite", "mean", "p999", "max", "ess", "outside")
+        result["by_version"][str(version)] = {name: figures[name] for name in kept if name in figures}
+        candidates = chosen.nonzero().squeeze(1)
+        furthest = candidates[gap[candidates].topk(min(WORST, len(candidates))).indices].tolist()
+        for i in sorted(furthest, key=lambda i: (-float(gap[i]), int(places[i]))):
+            row, position = divmod(int(places[i]), packed_shape[1])
+            both = {"trainer": _number(logprobs[i]), "sampler": _number(sampled[i])}
+            result["worst"].append({"row": row, "position": position, "version": version} | both)
+    result["by_position"] = _by_position(gap[finite], positions[finite])
+    return result
+
+
+def _facts(step: Update) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this rank's trained tokens of a step, in row-major order: place in the pack (row·T + position), version, position in
+    the sample."""
+    trained = step.rows.labels != IGNORE
+    row, position = trained.nonzero(as_tuple=True)
+    numbers = torch.tensor(step.numbers, dtype=torch.int64)[row]
+    return numbers * step.rows.seq_len + position, step.rows.weights_version[trained].long(), step.rows.input_pos[trained]
+
+
+def _figures(logprobs: Tensor, sampled: Tensor, known: Tensor, finite: Tensor, tolerance: float) -> dict[str, Any]:
+    figures: dict[str, Any] = dict(sampler_against_trainer(logprobs[finite], sampled[finite]))
+    figures["unknown"] = int((~known).sum()) if len(known) == len(logprobs) else 0
+    figures["not_finite"] = int(known.sum() - finite.sum())
+    if figures["tokens"]:
+        gap = (logprobs[finite].double() - sampled[finite].double()).abs()
+        figures |= {"tolerance": tolerance, "outside": float((gap > tolerance).double().mean())}
+    return figures
+
+
+def _by_position(gap: Tensor, positions: Tensor) -> list[float]:
+    """Means of |difference| over quarters of the tokens, by position; fewer where there are fewer tokens."""
+    by_place = gap[positions.argsort(stable=True)]
+    return [float(part.mean()) for part in by_place.tensor_split(4) if len(part)]
+
+
+def _number(value: Tensor) -> float | None:
+    return float(value) if math.isfinite(float(value)) else None
+
+
+def _save(folder: Path, places: Tensor, logprobs: Tensor, shape: tuple[int, int]) -> None:
+    whole = torch.full(shape, torch.nan)
+    whole.view(-1)[places] = logprobs
+    with atomic_file(folder / LOGPROBS_FILE) as temporary:
+        save_file({"logprobs": whole}, temporary)

@@ -1,0 +1,88 @@
+"""A recipe that stays up: it trains one config after the other, as they appear in a folder (`ttrl.request_folder`).
+
+Each rank looks for the next config by itself, so that no collective waits, and times out, while there is nothing to do; once they
+have seen it, they work as ranks always do. Whatever goes wrong ends the process with the message that the one-shot form ends
+with: memory may hold half a step by then.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ttrl.configs import GRPOConfig
+from ttrl.errors import TtrlError
+from ttrl.request_folder import RequestFolder
+from ttrl.training.distributed import Ranks, check_here, ranks
+from ttrl.training.residence import Residence
+
+logger = logging.getLogger("ttrl.training")
+
+
+def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: Any) -> int:
+    """Joins the other ranks and trains every config that appears in the folder `raw.follow`, until it is told to stop or the
+    folder is gone. Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        config = _parsed(raw)
+        assert config.follow is not None
+        with ranks(config) as here:
+            _serve(RequestFolder(config.follow), config, train, here)
+    except TtrlError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+def _serve(folder: RequestFolder, start: GRPOConfig, train: Callable[[GRPOConfig, Ranks, Residence], None], here: Ranks) -> None:
+    residence = Residence(here)
+    residence.prepare(start)
+    logger.info("waiting for configs in %s", folder.path)
+    for number in itertools.count(1):
+        request = folder.next_request(number)
+        if request is None:
+            return
+        began = time.perf_counter()
+        config = _parsed(OmegaConf.load(request))
+        with _output_to(Path(config.output_dir, "train.log")):
+            check_here(config, here)
+            train(config, here, residence)
+        here.barrier()
+        if here.is_first:
+            folder.put_answer(number, {"seconds": time.perf_counter() - began})
+
+
+def _parsed(raw: Any) -> GRPOConfig:
+    return GRPOConfig.parse(OmegaConf.to_container(raw, resolve=True), "recipe config")  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+    """Everything that this process prints, libraries in C included, goes to the end of `log`; after an error it goes on doing so,
+    since the process ends."""
+    if (node := os.environ.get("GROUP_RANK", "0")) != "0":  # appending from several hosts is not atomic
+        log = log.with_name(f"train-node{node}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    _flush()
+    before = [os.dup(descriptor) for descriptor in (1, 2)]
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+    yield
+    _flush()
+    for descriptor, old in zip((1, 2), before, strict=True):
+        os.dup2(old, descriptor)
+        os.close(old)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
