@@ -1,6 +1,7 @@
 """The middleware alone, called as an ASGI application."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -60,3 +61,58 @@ def test_health_and_lifespan_are_open_and_websockets_closed(monkeypatch):
 def test_a_server_without_a_key_does_not_start(monkeypatch):
     with pytest.raises(RuntimeError, match="VLLM_API_KEY is not set"):
         ask(key="", monkeypatch=monkeypatch)
+
+
+# The fence
+
+
+@pytest.fixture
+def fence(monkeypatch, tmp_path):
+    """A function that sends a request with the key to a server that can tell weights, and returns whether it got through, the
+    status and the answer."""
+    monkeypatch.setenv("TTRL_WEIGHTS_FILE", str(tmp_path / "weights"))
+
+    def send(method, path, version=None, key="right"):
+        headers = [("authorization", f"Bearer {key}")] + ([("x-ttrl-weights", version)] if version else [])
+        monkeypatch.setenv("VLLM_API_KEY", "right")
+        reached, sent = [], []
+
+        async def app(scope, receive, send):
+            reached.append(scope["path"])
+
+        async def send_back(message):
+            sent.append(message)
+
+        scope = {"type": "http", "path": path, "method": method, "headers": [(k.encode(), v.encode()) for k, v in headers]}
+        asyncio.run(RequireKey(app)(scope, None, send_back))  # made anew each time, as if each went to another API server
+        return bool(reached), sent[0]["status"] if sent else None, json.loads(sent[1]["body"]) if sent else None
+
+    return send
+
+
+def test_requests_for_weights_pass_from_when_it_is_opened_to_them_until_it_is_closed(fence):
+    ask = lambda version: fence("POST", "/v1/chat/completions", version)[:2]  # noqa: E731
+    assert fence("GET", "/ttrl/weights") == (False, 200, {"weights": None})
+    assert ask(None) == (True, None) and ask("v1") == (False, 503)
+    assert fence("POST", "/ttrl/weights", "v1") == (False, 200, {"weights": "v1"})
+    assert ask("v1") == (True, None) and ask("v2") == (False, 503)
+    assert fence("GET", "/v1/models", "v2")[1] == 503  # what watchers ask to see whether it is back
+    assert fence("POST", "/ttrl/weights", "v2")[1] == 200
+    assert ask("v1") == (False, 503) and ask("v2") == (True, None)
+    message = fence("POST", "/v1/completions", "v1")[2]["error"]["message"]
+    assert message == "this server has other weights (v2) than the request is for (v1); sync it first"
+    for _ in range(2):
+        assert fence("DELETE", "/ttrl/weights") == (False, 200, {"weights": None})
+    assert ask("v2") == (False, 503)
+
+
+def test_nobody_opens_it_without_the_key_or_without_a_name(fence):
+    assert fence("POST", "/ttrl/weights", "v1", key="wrong")[1] == 401
+    assert fence("POST", "/ttrl/weights")[1] == 400
+    assert fence("GET", "/ttrl/weights")[2] == {"weights": None}
+
+
+def test_a_server_that_cannot_tell_weights_refuses_whoever_asks_for_some(fence, monkeypatch):
+    monkeypatch.delenv("TTRL_WEIGHTS_FILE")
+    assert fence("POST", "/ttrl/weights", "v1")[1] == 501
+    assert fence("POST", "/v1/completions", "v1")[1] == 503

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import psutil
 import pytest
@@ -59,6 +61,43 @@ def test_not_healthy_in_time(fake_server):
     with pytest.raises(ServerStartError, match=r"(?s)not healthy after 5 s \(it never answered\).*start_timeout.*loading"):
         server.start()
     assert server._child is None
+
+
+def test_stopped_from_another_thread_while_it_starts(fake_server):
+    server, errors = fake_server("hang"), []
+
+    def start():
+        try:
+            server.start()
+        except ServerStartError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    while not server.is_started:
+        time.sleep(0.01)
+    pid = server._child.pid
+    server.stop()
+    thread.join(30)
+    assert not thread.is_alive() and errors == ["the server was stopped while it started"]
+    assert not server.is_started and not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize(
+    "host, url", [("10.0.0.7", "http://10.0.0.7:1"), ("0.0.0.0", "http://127.0.0.1:1"), ("fe80::7", "http://[fe80::7]:1")]
+)
+def test_the_address_to_listen_on_is_the_users(tmp_path, host, url):
+    server = VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", port=1, host=host, api_key="k")
+    command = server._command()
+    assert command[command.index("--host") + 1] == host and (server.root_url, server.api_key) == (url, "k")
+    default = VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log")._command()
+    assert default[default.index("--host") + 1] == "127.0.0.1"
+
+
+def test_what_servers_of_adapters_are_started_with(tmp_path):
+    server = VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", serves_adapters=True)
+    assert "--enable-lora" in server._command() and server._environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    server.stop()
 
 
 def test_a_server_that_answers_without_the_key_is_refused(fake_server):

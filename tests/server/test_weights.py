@@ -7,9 +7,11 @@ import re
 
 import pytest
 
-from ttrl.errors import ConfigError, ModelFolderError, ServerError, ServerStartError, WeightSyncError
+from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
 from ttrl.server import weights
-from ttrl.server.weights import Canary, check_canary, sync_weights, verify_canary
+from ttrl.server.connection import JoinedServer
+from ttrl.server.model_folder import weights_digest
+from ttrl.server.weights import Canary, check_canary, sync_weights, verify_canary, verify_weights
 
 
 @pytest.mark.parametrize("mode", ["reload", "restart"])
@@ -20,6 +22,7 @@ def test_sync(fake_server, checkpoints, mode):
         assert verify_canary(server, old).max_difference < 1e-9
         report = sync_weights(server, new, mode=mode)
         assert (report.mode, report.fell_back) == (mode, None) and report.canary_max_difference < 1e-9
+        assert (report.comparison.compared, report.comparison.unchecked) == (4, 2)  # over both workers
         assert (server._child.pid == pid) == (mode == "reload")
         assert server.model_folder == new  # what a later restart loads
         assert not check_canary(server, Canary.load(old)).passed
@@ -28,8 +31,10 @@ def test_sync(fake_server, checkpoints, mode):
 @pytest.mark.parametrize(
     "behaviour, reason",
     [
+        ("ignore-reload", r"what the server holds differs: w: 1 elements are not those of the files$"),
+        ("differs", r"what the server holds differs"),  # the canary sees nothing
         (
-            "ignore-reload",
+            "blind",  # nor does the comparison
             r"largest .* 0\.275 > 0\.001 \(float32\).*prompt position 1 \(token 4\): server -4\.550000, trainer -4\.825",
         ),
         ("keep-cache", r"greedy token 0 \(1000\): server -1\.800000, trainer -1\.825000"),  # the prompt's logprobs are right
@@ -38,6 +43,8 @@ def test_sync(fake_server, checkpoints, mode):
 )
 def test_a_failed_reload_falls_back_to_a_restart(fake_server, checkpoints, behaviour, reason):
     with fake_server(behaviour) as server:
+        start = server.start
+        server.start = lambda: (setattr(server, "behaviour", "fine"), start())
         report = sync_weights(server, checkpoints[1])
         assert report.mode == "restart" and report.canary_max_difference < 1e-9
         assert re.search(reason, report.fell_back), report.fell_back
@@ -46,12 +53,95 @@ def test_a_failed_reload_falls_back_to_a_restart(fake_server, checkpoints, behav
 def test_a_mismatch_after_the_restart_stops_with_both_numbers(fake_server, checkpoints):
     new = checkpoints[1]
     (new / "weight").write_text("0.76")  # the weights are not those that the trainer computed with
+    canary = json.loads((new / "canary.json").read_text())
+    (new / "canary.json").write_text(json.dumps(canary | {"weights": {}}))  # and it did not note their digests
     with fake_server() as server:
         for mode in ("reload", "restart"):
             with pytest.raises(WeightSyncError, match=r"after a restart.*/new: .* server -\d\.836000, trainer -\d\.825000"):
                 sync_weights(server, new, mode=mode)
     with fake_server() as server, pytest.raises(WeightSyncError, match="after its start"):
         verify_canary(server, new)
+
+
+@pytest.mark.parametrize("mode", ["reload", "restart"])
+def test_a_file_that_changed_since_the_trainer_wrote_it(fake_server, checkpoints, mode):
+    """By so little that the canary passes, and the server holds what is in the file."""
+    new = checkpoints[1]
+    (new / "weight").write_text("0.750001")
+    with fake_server() as server, pytest.raises(WeightSyncError, match=r"after a restart.* 1 tensors .* such as w"):
+        sync_weights(server, new, mode=mode)
+    with fake_server() as server:
+        server.restart(new)
+        with pytest.raises(WeightSyncError, match=r"after its start.*damaged or replaced"):
+            verify_weights(server, new)
+        assert sync_weights(server, new, compare=False).mode == "reload"
+
+
+def test_tensors_that_the_trainer_did_not_write(fake_server, checkpoints):
+    canary = json.loads((checkpoints[1] / "canary.json").read_text())
+    (checkpoints[1] / "canary.json").write_text(json.dumps(canary | {"weights": {"v": "0"}}))
+    with fake_server() as server, pytest.raises(WeightSyncError, match="1 tensors in the files are none of the trainer's"):
+        sync_weights(server, checkpoints[1])
+
+
+def test_without_our_worker_extension_the_canary_alone_decides(fake_server, checkpoints):
+    with fake_server(extra_args={"worker_extension_cls": None}) as server:
+        report = sync_weights(server, checkpoints[1])
+        assert (report.mode, report.comparison.compared) == ("reload", 0)
+        assert server.request("GET", "/calls") == ["reload_weights"]
+
+
+def test_where_weights_cannot_be_compared_the_canary_decides_and_it_is_said(fake_server, checkpoints, caplog):
+    with fake_server("cannot-compare") as server:
+        assert sync_weights(server, checkpoints[1]).comparison.compared == 0
+    assert "the canary alone speaks for them: KeyError: 'w'" in caplog.text
+
+
+def test_requests_that_name_weights_are_refused_from_the_sync_on_until_it_was_opened(fake_server, checkpoints):
+    with fake_server() as server:
+        server.open_to("v1")
+        assert server.open_version() == "v1"
+        assert server.request("GET", "/v1/models", headers={"X-TTRL-Weights": "v1"}) == {}
+        sync_weights(server, checkpoints[1])
+        assert server.open_version() is None
+        with pytest.raises(ServerError, match=r"503.*other weights"):
+            server.request("GET", "/v1/models", headers={"X-TTRL-Weights": "v1"})
+        server.open_to("v2")
+        server.restart()
+        assert server.open_version() is None and server.version is None
+
+
+def test_sleep_and_wake(fake_server, checkpoints):
+    """The weights are gone: they are loaded between the two halves of waking."""
+    with fake_server() as server:
+        weights.sleep(server)
+        assert sync_weights(server, checkpoints[0], asleep=True).mode == "reload"
+        calls = ["/sleep?level=2", "/wake_up?tags=weights", "ttrl_load_weights", "/wake_up?tags=kv_cache"]
+        assert server.request("GET", "/calls") == calls
+
+
+def test_adapters_beside_the_base(fake_server, checkpoints):
+    base, tuned = checkpoints
+    (tuned / "adapter").mkdir()
+    with fake_server(served_model_name="policy", serves_adapters=True) as server:
+        assert server.model_name == "policy"
+        assert sync_weights(server, base).mode == "reload"  # nothing to load: it has it
+        for mode, said in (("reload", "adapter"), ("restart", "restart")):
+            report = sync_weights(server, tuned, mode=mode)
+            assert (report.mode, report.comparison.compared) == (said, 0) and report.canary_max_difference < 1e-9
+            assert server.model_name == "policy-adapter" and server.model_folder == base
+        assert server.weights_digest() == f"{weights_digest(tuned)}/float32" and server.policy_folder == tuned
+
+
+def test_a_server_of_somebody_else_is_not_restarted(fake_server, checkpoints):
+    with fake_server("ignore-reload") as there:
+        server = JoinedServer(there.root_url + "/v1/", served_model_name="m", dtype="float32", api_key=there.api_key)
+        assert server.base_url == there.base_url
+        with pytest.raises(WeightSyncError, match=r"cannot be restarted from here.*ttrl serve"):
+            sync_weights(server, checkpoints[1])
+        there.stop()
+        with pytest.raises(ServerDiedError, match="cannot be reached"):
+            sync_weights(server, checkpoints[1])
 
 
 def test_nan_is_a_mismatch(fake_server, checkpoints):
@@ -119,6 +209,7 @@ def test_a_restart_that_fails(fake_server, checkpoints):
         ({"schema": 2}, "schema 2, this version reads 1"),
         ({"logprobs": [None, -1.0]}, "37 token ids and 2 logprobs"),
         ({"logprobs": [None] * 37}, "not a finite number"),
+        ({"weights": ["x"]}, "is damaged"),
         ({"greedy_margins": [1.0]}, r"greedy lists of lengths \[1, 8\]"),
         ({"token_ids": "x"}, "is damaged"),
     ],

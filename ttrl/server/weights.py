@@ -1,159 +1,144 @@
 """New weights into a running server, and the proof that it computes with them.
 
-Two ways: "reload" (in place, tens of milliseconds for a small model) and "restart". Neither is believed. After every sync the
-server must reproduce the trainer's log-probabilities for a canary: a token sequence that the trainer stored in the checkpoint's
-canary.json with its own numbers. Two requests, since each is blind where the other sees:
+Three ways: "reload" (in place, tens of milliseconds for a small model), an adapter beside the base that stays (for servers with
+`serves_adapters`), and "restart". None is believed. After every sync
 
-- a short greedy generation that continues the canary, which *reads* the prefix cache. The canary is sent to the server before the
-  reload as well, so that keys and values of the old weights would be found there if the cache were not emptied;
-- the prompt's own log-probabilities, which skip the prefix cache and so show the weights alone, at every position.
+- the server's workers compare every element that they hold with the checkpoint's files, and the bytes that they read with what
+  the trainer noted when it wrote them (`ttrl.vllm_worker`): shows a weight that changed on its way, and any that stayed behind;
+- the server must reproduce the trainer's log-probabilities for the canary (`ttrl.server.canary`): shows whatever else is
+  different, the prefix cache included.
 
-A mismatch falls back to a restart; a mismatch after a restart raises WeightSyncError.
+What neither shows: quantised layers, adapters and experts are held to the canary alone; packed copies of large models on CPUs
+are probed (`ttrl.vllm_worker.EXACT_FLOPS`), which shows a changed weight where it is off by more than rounding: in fp32 about a
+hundredth of a typical weight, in bf16 about a fifth; and keys and values of the old policy in a prefix cache are seen where the
+canary's are.
+
+A mismatch after a reload falls back to a restart; one after a restart raises WeightSyncError. While weights are changed, the
+server refuses requests that name weights (`ttrl.server.auth`); whoever is satisfied opens it (`Connection.open_to`).
 """
 
-import json
 import logging
 import math
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ttrl.errors import ConfigError, ModelFolderError, ServerError, WeightSyncError
-from ttrl.server.model_folder import CANARY_FILE
+from ttrl.errors import ConfigError, ServerDiedError, ServerError, WeightSyncError
+from ttrl.server.canary import Canary, CanaryReport, check_canary, greedy_continuation
+from ttrl.server.connection import ADAPTER_NAME, Connection
+from ttrl.server.model_folder import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.server.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_SECONDS = 30.0  # how long the prefix cache may refuse to be emptied because requests still run
+_LOAD_SECONDS = 1800.0  # a large model from a slow disk
+
+Mode = Literal["reload", "restart", "adapter"]
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """How far |server − trainer| may be, in nats: at any position, on average, and at the 99th percentile."""
+class Comparison:
+    """What the workers hold, beside the checkpoint's files."""
 
-    maximum: float
-    mean: float
-    p99: float
-
-
-TOLERANCES = {
-    # float32: the same numbers but for the order of additions; 1e-5 is typical, and one step of training moves more than 1e-3.
-    "float32": Tolerance(maximum=1e-3, mean=1e-3, p99=1e-3),
-    # bfloat16 and float16: logits of size 10 to 20 are rounded by 0.03 to 0.06 in bfloat16, on both sides, and unlikely tokens
-    # move most. These limits see wrong weights, half-loaded weights and stale keys and values, but not a single small step.
-    "half": Tolerance(maximum=math.inf, mean=0.05, p99=0.5),
-}
-
-
-@dataclass(frozen=True)
-class Canary:
-    """What the trainer computed. logprobs[t] is that of token t given the tokens before it; the first is None."""
-
-    dtype: str
-    token_ids: list[int]
-    logprobs: list[float | None]
-    greedy_token_ids: list[int]
-    greedy_logprobs: list[float]
-    greedy_margins: list[float]
-    """Log-probability of the most likely token minus that of the second, at each greedy step."""
-
-    @classmethod
-    def load(cls, checkpoint_folder: str | os.PathLike[str]) -> "Canary":
-        """Reads canary.json. Raises ModelFolderError when it is missing or damaged."""
-        path = Path(checkpoint_folder, CANARY_FILE)
-        way_out = "without it nobody can tell whether a server computes with these weights; train the checkpoint again"
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelFolderError(f"{path} does not exist; {way_out}") from None
-        except (OSError, ValueError) as error:
-            raise ModelFolderError(f"{path} cannot be read ({error}); {way_out}") from error
-        try:
-            return cls._checked(content)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelFolderError(f"{path} is damaged ({type(error).__name__}: {error}); {way_out}") from error
-
-    @classmethod
-    def _checked(cls, content: dict[str, Any]) -> "Canary":
-        if content["schema"] != 1:
-            raise ValueError(f"schema {content['schema']!r}, this version reads 1")
-        canary = cls(
-            dtype=str(content["dtype"]),
-            token_ids=[int(token) for token in content["token_ids"]],
-            logprobs=[None if value is None else float(value) for value in content["logprobs"]],
-            greedy_token_ids=[int(token) for token in content["greedy_token_ids"]],
-            greedy_logprobs=[float(value) for value in content["greedy_logprobs"]],
-            greedy_margins=[float(value) for value in content["greedy_margins"]],
-        )
-        if len(canary.token_ids) < 2 or len(canary.token_ids) != len(canary.logprobs):
-            raise ValueError(
-                f"{len(canary.token_ids)} token ids and {len(canary.logprobs)} logprobs; at least 2, and as many of each"
-            )
-        lengths = {len(canary.greedy_token_ids), len(canary.greedy_logprobs), len(canary.greedy_margins)}
-        if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(f"greedy lists of lengths {sorted(lengths)}; they must have one length, at least 1")
-        numbers = [*canary.logprobs[1:], *canary.greedy_logprobs, *canary.greedy_margins]
-        if not all(value is not None and math.isfinite(value) for value in numbers):
-            raise ValueError("a log-probability that is not a finite number")
-        return canary
-
-
-@dataclass(frozen=True)
-class CanaryReport:
-    """How close the server came. Differences are |server − trainer| in nats over all compared positions."""
-
-    passed: bool
-    max_difference: float
-    mean_difference: float
-    problem: str | None
-    """Where and by how much it failed, with both numbers."""
+    compared: int = 0
+    """Elements that were held to the files, over all workers; 0 where the server cannot compare."""
+    unchecked: int = 0
+    """Elements of parameters that only the canary speaks for."""
+    exact: bool = True
+    """Whether packed copies were compared bit for bit; else they were probed."""
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync that the canary has confirmed."""
+    """One weight sync that was confirmed."""
 
-    mode: Literal["reload", "restart"]
+    mode: Mode
     """The way that worked in the end."""
     seconds: float
-    """All of it, canary and fall-back included."""
+    """All of it, proof and fall-back included."""
     canary_max_difference: float
     canary_mean_difference: float
     fell_back: str | None
     """Why a reload was followed by a restart, or None."""
+    comparison: Comparison = Comparison()
 
 
 def sync_weights(
-    server: VLLMServer, checkpoint_folder: str | os.PathLike[str], *, mode: Literal["reload", "restart"] = "reload"
+    server: Connection,
+    checkpoint_folder: str | os.PathLike[str],
+    *,
+    mode: Literal["reload", "restart"] = "reload",
+    compare: bool = True,
+    remote_folder: str | os.PathLike[str] | None = None,
+    asleep: bool = False,
 ) -> SyncReport:
-    """Makes `server` compute with the weights in `checkpoint_folder`, and proves it by the canary.
+    """Makes `server` compute with the policy in `checkpoint_folder`, and proves it. Afterwards the server is still closed to
+    requests that name weights.
+
+    compare: False leaves it at the canary.
+    remote_folder: where the server's host finds that folder; None: at the same place.
+    asleep: the server sleeps (`sleep`) and is woken: the weights first, the KV cache after they were loaded.
 
     No request should be running. Raises ModelFolderError for a folder without a readable canary.json, WeightSyncError when the
-    server does not reproduce it even after a restart, and what `VLLMServer.start` raises.
+    server does not compute with these weights even after a restart (or cannot be restarted from here), and what
+    `VLLMServer.start` raises.
     """
     if mode not in ("reload", "restart"):
         raise ConfigError("sync_weights", [f"mode is {mode!r}; it is 'reload' or 'restart'"])
     start = time.monotonic()
     folder = Path(checkpoint_folder).absolute()
     canary = Canary.load(folder)
+    there = folder if remote_folder is None else Path(remote_folder)
     fell_back = None
     if mode == "reload":
-        report, fell_back = _reload(server, folder, canary)
+        report, comparison, fell_back = _reload(server, folder, canary, there=there, compare=compare, asleep=asleep)
         if fell_back is None:
-            return SyncReport("reload", time.monotonic() - start, report.max_difference, report.mean_difference, None)
-        logger.warning("weights were not reloaded in place, restarting the server: %s", fell_back)
-    server.restart(folder)
-    report = verify_canary(
-        server, folder, after=f"a restart (the reload before it failed: {fell_back})" if fell_back else "a restart"
-    )
-    return SyncReport("restart", time.monotonic() - start, report.max_difference, report.mean_difference, fell_back)
+            way: Mode = "adapter" if server.has_adapter else "reload"
+            seconds = time.monotonic() - start
+            return SyncReport(way, seconds, report.max_difference, report.mean_difference, None, comparison)
+        if not server.is_ours:
+            raise WeightSyncError(
+                f"the server at {server.base_url} does not compute with the weights in {folder}: {fell_back}; it cannot be "
+                "restarted from here: start it again on its host (ttrl serve), with the same model and dtype"
+            )
+        logger.warning("weights were not loaded in place, restarting the server: %s", fell_back)
+    _restart(server, folder)
+    after = f"a restart (the reload before it failed: {fell_back})" if fell_back else "a restart"
+    report, comparison = verify_weights(server, folder, after=after, compare=compare)
+    seconds = time.monotonic() - start
+    return SyncReport("restart", seconds, report.max_difference, report.mean_difference, fell_back, comparison)
 
 
-def verify_canary(server: VLLMServer, checkpoint_folder: str | os.PathLike[str], *, after: str = "its start") -> CanaryReport:
-    """Checks a running server against the canary of `checkpoint_folder`; `after` says in the error what it was checked after.
+def verify_weights(
+    server: Connection,
+    checkpoint_folder: str | os.PathLike[str],
+    *,
+    after: str = "its start",
+    compare: bool = True,
+    remote_folder: str | os.PathLike[str] | None = None,
+) -> tuple[CanaryReport, Comparison]:
+    """Holds a running server to `checkpoint_folder`: what its workers hold, and the canary. `after` says in the error what it was
+    checked after.
+
+    Raises WeightSyncError where they differ; ModelFolderError for an unreadable canary.
+    """
+    folder = Path(checkpoint_folder).absolute()
+    canary = Canary.load(folder)
+    comparison = compare_weights(server, remote_folder or folder, canary) if compare else Comparison()
+    if comparison.problem is not None:
+        raise WeightSyncError(
+            f"after {after}, the server does not hold the weights in {checkpoint_folder}: {comparison.problem}; a file that "
+            "changed since the trainer wrote it must be made again (remove the iteration's marker), or copied again"
+        )
+    return verify_canary(server, folder, after=after), comparison
+
+
+def verify_canary(server: Connection, checkpoint_folder: str | os.PathLike[str], *, after: str = "its start") -> CanaryReport:
+    """Checks a running server against the canary of `checkpoint_folder` alone.
 
     Raises WeightSyncError, with both numbers and the position, when they differ; ModelFolderError for an unreadable canary.
     """
@@ -166,74 +151,108 @@ def verify_canary(server: VLLMServer, checkpoint_folder: str | os.PathLike[str],
     return report
 
 
-def check_canary(server: VLLMServer, canary: Canary) -> CanaryReport:
-    """Asks the server for the canary's log-probabilities and compares; raises only for a server that does not answer."""
-    name = "float32" if server.dtype == "float32" and canary.dtype == "float32" else "half"
-    tolerance = TOLERANCES[name]
-    # The generation first: once the other request has computed the prompt anew, its blocks could hide stale ones in the cache.
-    greedy_ids, greedy_logprobs = _greedy(server, canary)
-    prompt_logprobs = _prompt_logprobs(server, canary)
-
-    rows: list[tuple[str, float, float]] = []  # where, server's, trainer's
-    for position in range(1, len(canary.token_ids)):
-        where = f"prompt position {position} (token {canary.token_ids[position]})"
-        rows.append((where, prompt_logprobs[position], canary.logprobs[position] or 0.0))
-    token_problem = None
-    for step, (token, expected) in enumerate(zip(greedy_ids, canary.greedy_token_ids, strict=True)):
-        if token != expected:
-            margin = canary.greedy_margins[step]
-            if margin > min(tolerance.maximum, tolerance.p99):
-                token_problem = (
-                    f"greedy token {step} after {len(canary.token_ids)} prompt tokens: server {token} (logprob "
-                    f"{greedy_logprobs[step]:.6f}), trainer {expected} (logprob {canary.greedy_logprobs[step]:.6f}, {margin:.6f} "
-                    "above its second)"
-                )
-            break  # a tie may be broken either way, but what follows another token cannot be compared
-        rows.append((f"greedy token {step} ({token})", greedy_logprobs[step], canary.greedy_logprobs[step]))
-    return _compare(rows, tolerance, name, token_problem)
-
-
-def _compare(
-    rows: Sequence[tuple[str, float, float]], tolerance: Tolerance, name: str, token_problem: str | None
-) -> CanaryReport:
-    differences = [abs(server - trainer) if math.isfinite(server) else math.inf for _, server, trainer in rows]
-    mean, largest = sum(differences) / len(differences), max(differences)
-    p99 = sorted(differences)[min(len(differences) - 1, math.ceil(0.99 * len(differences)) - 1)]
-    limits = [("largest", largest, tolerance.maximum), ("mean", mean, tolerance.mean), ("99th percentile", p99, tolerance.p99)]
-    exceeded = next(((kind, value, limit) for kind, value, limit in limits if value > limit), None)
-    problem = token_problem
-    if exceeded is not None:
-        worst = differences.index(largest)
-        where, server, trainer = rows[worst]
-        problem = (
-            f"{exceeded[0]} |logprob difference| of the canary {exceeded[1]:.6g} > {exceeded[2]:g} ({name}); it is largest at "
-            f"{where}: server {server:.6f}, trainer {trainer:.6f}"
-        )
-    return CanaryReport(problem is None, largest, mean, problem)
-
-
-def _reload(server: VLLMServer, folder: Path, canary: Canary) -> tuple[CanaryReport, str | None]:
-    """Loads weights in place; returns the canary's report and None, or why a restart is needed."""
-    failed = CanaryReport(False, math.inf, math.inf, None)
+def _reload(
+    server: Connection,
+    folder: Path,
+    canary: Canary,
+    *,
+    there: Path | None = None,
+    compare: bool = True,
+    asleep: bool = False,
+) -> tuple[CanaryReport, Comparison, str | None]:
+    """Loads weights in place; returns the canary's report, what was compared, and None or why a restart is needed."""
+    report, comparison, there = CanaryReport(False, math.inf, math.inf, None), Comparison(), there or folder
     try:
-        _greedy(
-            server, canary
-        )  # puts keys and values of the old weights into the prefix cache, for the check to find if they stay
-        load_weights(server, folder)
+        server.close_to_all()
+        if asleep:
+            server.request("POST", "/wake_up?tags=weights", timeout=_LOAD_SECONDS)
+        else:
+            # Puts keys and values of the old weights into the prefix cache, for the check to find if they stay.
+            greedy_continuation(server, canary)
+        server.policy_folder = folder
+        load_weights(server, there)
+        if asleep:
+            server.request("POST", "/wake_up?tags=kv_cache", timeout=_LOAD_SECONDS)
         reset_prefix_cache(server)
-        server.model_folder = folder
-        report = check_canary(server, canary)
+        if compare:
+            comparison = compare_weights(server, there, canary)
+        if comparison.problem is None:
+            report = check_canary(server, canary)
+    except ServerDiedError:
+        raise
     except ServerError as error:
-        return failed, f"{type(error).__name__}: {error}"
-    return report, report.problem
+        return report, comparison, f"{type(error).__name__}: {error}"
+    return report, comparison, comparison.problem or report.problem
 
 
-def load_weights(server: VLLMServer, folder: Path) -> None:
-    """Loads the weights of `folder` in place; does not empty the prefix cache. Raises ServerError when vLLM refuses."""
-    server.request("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+def _restart(server: Connection, folder: Path) -> None:
+    assert isinstance(server, VLLMServer), "only ours are restarted"
+    if server.serves_adapters:
+        server.restart()
+        server.policy_folder = folder
+        if server.has_adapter:
+            load_weights(server, folder)
+    else:
+        server.restart(folder)
 
 
-def reset_prefix_cache(server: VLLMServer) -> None:
+def load_weights(server: Connection, folder: Path) -> None:
+    """Loads the weights of `folder` in place, or the adapter there; does not empty the prefix cache. Raises ServerError when vLLM
+    refuses."""
+    if server.has_adapter:
+        adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(folder / ADAPTER_FOLDER), "load_inplace": True}
+        server.request("POST", "/v1/load_lora_adapter", adapter, timeout=_LOAD_SECONDS)
+    elif not server.serves_adapters:  # the base of one that does is there since its start
+        method = "ttrl_load_weights" if server.worker_extension else "reload_weights"
+        name = "folder" if server.worker_extension else "weights_path"
+        body = {"method": method, "kwargs": {name: str(folder)}}
+        server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)
+        if isinstance(server, VLLMServer):
+            server.model_folder = folder  # what a later restart loads
+
+
+def compare_weights(server: Connection, folder: str | os.PathLike[str], canary: Canary) -> Comparison:
+    """Has every worker of `server` compare what it holds with the files of `folder`, and those with what the trainer noted in the
+    canary. A server with adapters is not asked: its base does not change, adapters are held to the canary. Raises ServerError."""
+    if not server.worker_extension or server.serves_adapters:
+        return Comparison()
+    body = {"method": "ttrl_compare_weights", "kwargs": {"folder": os.fspath(folder)}}
+    workers: list[dict[str, Any]] = server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)["results"]
+    failed = [worker["failed"] for worker in workers if worker["failed"]]
+    if failed:
+        logger.warning("%s cannot compare its weights, so the canary alone speaks for them: %s", server.base_url, failed[0])
+        return Comparison()
+    problems = [f"what the server holds differs: {problem}" for worker in workers for problem in worker["problems"]]
+    for worker in workers:
+        problems += _other_bytes(worker["tensors"], canary.weights)
+    return Comparison(
+        compared=sum(worker["compared"] for worker in workers),
+        unchecked=sum(worker["unchecked"] for worker in workers),
+        exact=all(worker["exact"] for worker in workers),
+        problem="; ".join(dict.fromkeys(problems)) or None,
+    )
+
+
+def _other_bytes(read: dict[str, str], written: dict[str, str]) -> list[str]:
+    """What a worker read that is not what the trainer wrote."""
+    if not written:
+        return []
+    different = [name for name, value in read.items() if name in written and written[name] != value]
+    unknown = [name for name in read if name not in written]
+    found = []
+    if different:
+        found.append(
+            f"{len(different)} tensors in the files are not those that the trainer wrote, such as {different[0]}; they were "
+            "damaged or replaced"
+        )
+    if unknown:
+        found.append(f"{len(unknown)} tensors in the files are none of the trainer's, such as {unknown[0]}")
+    if not read:
+        found.append("no tensor was read")
+    return found
+
+
+def reset_prefix_cache(server: Connection) -> None:
     """Empties the prefix cache, which vLLM refuses while requests run; raises ServerError when it still does after 30 s."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     while True:
@@ -245,30 +264,25 @@ def reset_prefix_cache(server: VLLMServer) -> None:
         time.sleep(0.1)
 
 
-def _completion(server: VLLMServer, canary: Canary, **parameters: Any) -> dict[str, Any]:
-    body = {"model": server.served_model_name, "prompt": canary.token_ids, "temperature": 0.0, **parameters}
-    return server.request("POST", "/v1/completions", body)["choices"][0]
+def sleep(server: Connection) -> None:
+    """Frees the memory of weights and KV cache (vLLM's sleep, level 2); nothing is left, so it is woken by `sync_weights(...,
+    asleep=True)`. Has not run on a GPU; on a CPU, vLLM frees nothing. Raises ServerError."""
+    server.close_to_all()
+    reset_prefix_cache(server)
+    server.request("POST", "/sleep?level=2", timeout=_LOAD_SECONDS)
 
 
-def _greedy(server: VLLMServer, canary: Canary) -> tuple[list[int], list[float]]:
-    """Token ids and log-probabilities of the greedy continuation of the canary."""
-    count = len(canary.greedy_token_ids)
-    choice = _completion(server, canary, max_tokens=count, logprobs=0, ignore_eos=True, return_token_ids=True)
-    tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    if len(tokens) != count or len(logprobs) != count:
-        raise ServerError(
-            f"the canary: asked for {count} tokens after {len(canary.token_ids)}, got {len(tokens)} ids and {len(logprobs)} "
-            "logprobs; together they must fit into the server's max_model_len"
-        )
-    return tokens, logprobs
-
-
-def _prompt_logprobs(server: VLLMServer, canary: Canary) -> list[float]:
-    """The log-probability of each of the canary's tokens given the tokens before it; NaN for the first."""
-    entries = _completion(server, canary, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
-    if len(entries) != len(canary.token_ids):
-        raise ServerError(f"the canary: {len(canary.token_ids)} tokens, but {len(entries)} prompt logprobs")
-    logprobs = [math.nan]
-    for token, entry in zip(canary.token_ids[1:], entries[1:], strict=True):
-        logprobs.append(float(entry[str(token)]["logprob"]))
-    return logprobs
+__all__ = [
+    "CANARY_FILE",
+    "Canary",
+    "Comparison",
+    "SyncReport",
+    "check_canary",
+    "compare_weights",
+    "load_weights",
+    "reset_prefix_cache",
+    "sleep",
+    "sync_weights",
+    "verify_canary",
+    "verify_weights",
+]

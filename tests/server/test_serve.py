@@ -1,0 +1,88 @@
+"""A server for runs on other hosts."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from ttrl import cli
+from ttrl.errors import ServerDiedError, UserError
+from ttrl.server import serve as serve_module
+from ttrl.server.serve import read_or_make_key, serve, vllm_arguments
+
+
+def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path):
+    path = tmp_path / "new" / "key"
+    key = read_or_make_key(path)
+    assert len(key) > 40 and path.stat().st_mode & 0o777 == 0o600
+    assert read_or_make_key(path) == key != read_or_make_key(tmp_path / "other")
+    path.chmod(0o640)
+    with pytest.raises(UserError, match=r"can be read by others \(mode 640\); make it yours alone: chmod 600"):
+        read_or_make_key(path)
+    path.chmod(0o600)
+    for text in ("", "short", "two words of which"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="holds no key"):
+            read_or_make_key(path)
+
+
+def test_arguments_for_vllm():
+    given = ["tensor_parallel_size=2", "enforce_eager=true", "distributed_executor_backend=ray", 'x={"a": [1]}']
+    expected = {"tensor_parallel_size": 2, "enforce_eager": True, "distributed_executor_backend": "ray", "x": {"a": [1]}}
+    assert vllm_arguments(given) == expected
+    with pytest.raises(UserError, match="give NAME=VALUE"):
+        vllm_arguments(["enforce_eager"])
+
+
+def test_the_command_names_what_it_does(monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(serve_module, "serve", lambda model, **settings: seen.update(settings, model=model))
+    assert cli.main(["serve", "m", "--key-file", str(tmp_path / "key"), "--vllm", "max_num_seqs=3"]) == 0
+    assert seen["host"] == "127.0.0.1" and seen["port"] is None  # the user names any other address
+    assert seen["arguments"] == {"max_num_seqs": 3} and seen["model"] == "m"
+    assert cli.main(["serve", "m", "--vllm", "x"]) == 2
+
+
+def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoints, tmp_path, monkeypatch):
+    """It keeps address and key, and is open to no weights."""
+    monkeypatch.setattr(serve_module, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(serve_module, "_MOST_RESTARTS", 1)
+    made = []
+
+    def make(model, **settings):
+        assert (settings.pop("host"), settings.pop("port"), str(model)) == ("127.0.0.1", None, str(checkpoints[0]))
+        made.append(fake_server("fine", **settings))
+        return made[0]
+
+    monkeypatch.setattr(serve_module, "VLLMServer", make)
+    said, errors, served_again = [], [], threading.Event()
+
+    def say(text):
+        said.append(text)
+        if text.startswith("serving"):
+            (served_again if "again" in text else first).set()
+
+    first = threading.Event()
+    settings = {"key_file": tmp_path / "key", "log_path": tmp_path / "serve.log", "say": say}
+
+    def run():
+        try:
+            serve(str(checkpoints[0]), **settings)
+        except ServerDiedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert first.wait(60)
+    [server] = made
+    url, key = server.root_url, server.api_key
+    assert key == (tmp_path / "key").read_text().strip() and key not in "\n".join(said)
+    server.open_to("v1")
+    os.kill(server._child.pid, signal.SIGKILL)
+    assert served_again.wait(60)
+    assert (server.root_url, server.api_key, server.open_version()) == (url, key, None)
+    os.kill(server._child.pid, signal.SIGKILL)
+    thread.join(60)
+    assert not thread.is_alive() and len(errors) == 1 and not server.is_started
+    assert said[1] == f"serving at {url}; the key is in {tmp_path / 'key'}"

@@ -1,0 +1,183 @@
+"""The canary: tokens that the trainer stored in the checkpoint with its own log-probabilities, and what a server makes of them.
+
+Two requests, since each is blind where the other sees:
+
+- a short greedy generation that continues the canary, which *reads* the prefix cache. The canary is sent to the server before the
+  reload as well, so that keys and values of the old weights would be found there if the cache were not emptied;
+- the prompt's own log-probabilities, which skip the prefix cache and so show the weights alone, at every position.
+
+Every weight that all tokens pass through moves them; a row of the embeddings that no token of the canary has does not, and a tiny
+change may stay within the tolerance. What a worker holds is therefore compared with the files as well (`ttrl.server.weights`).
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrl.errors import ModelFolderError, ServerError
+from ttrl.server.connection import Connection
+from ttrl.server.model_folder import CANARY_FILE
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far |server − trainer| may be, in nats: at any position, on average, and at the 99th percentile."""
+
+    maximum: float
+    mean: float
+    p99: float
+
+
+TOLERANCES = {
+    # float32: the same numbers but for the order of additions; 1e-5 is typical, and one step of training moves more than 1e-3.
+    "float32": Tolerance(maximum=1e-3, mean=1e-3, p99=1e-3),
+    # bfloat16 and float16: logits of size 10 to 20 are rounded by 0.03 to 0.06 in bfloat16, on both sides, and unlikely tokens
+    # move most. These limits see wrong weights, half-loaded weights and stale keys and values, but not a single small step.
+    "half": Tolerance(maximum=math.inf, mean=0.05, p99=0.5),
+}
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What the trainer computed. logprobs[t] is that of token t given the tokens before it; the first is None."""
+
+    dtype: str
+    token_ids: list[int]
+    logprobs: list[float | None]
+    greedy_token_ids: list[int]
+    greedy_logprobs: list[float]
+    greedy_margins: list[float]
+    """Log-probability of the most likely token minus that of the second, at each greedy step."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Name of a tensor in the checkpoint → SHA-256 of its bytes, as the trainer wrote it; empty where nobody noted them."""
+
+    @classmethod
+    def load(cls, checkpoint_folder: str | os.PathLike[str]) -> "Canary":
+        """Reads canary.json. Raises ModelFolderError when it is missing or damaged."""
+        path = Path(checkpoint_folder, CANARY_FILE)
+        way_out = "without it nobody can tell whether a server computes with these weights; train the checkpoint again"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelFolderError(f"{path} does not exist; {way_out}") from None
+        except (OSError, ValueError) as error:
+            raise ModelFolderError(f"{path} cannot be read ({error}); {way_out}") from error
+        try:
+            return cls._checked(content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelFolderError(f"{path} is damaged ({type(error).__name__}: {error}); {way_out}") from error
+
+    @classmethod
+    def _checked(cls, content: dict[str, Any]) -> "Canary":
+        if content["schema"] != 1:
+            raise ValueError(f"schema {content['schema']!r}, this version reads 1")
+        canary = cls(
+            dtype=str(content["dtype"]),
+            token_ids=[int(token) for token in content["token_ids"]],
+            logprobs=[None if value is None else float(value) for value in content["logprobs"]],
+            greedy_token_ids=[int(token) for token in content["greedy_token_ids"]],
+            greedy_logprobs=[float(value) for value in content["greedy_logprobs"]],
+            greedy_margins=[float(value) for value in content["greedy_margins"]],
+            weights={str(name): str(value) for name, value in dict(content.get("weights") or {}).items()},
+        )
+        if len(canary.token_ids) < 2 or len(canary.token_ids) != len(canary.logprobs):
+            raise ValueError(
+                f"{len(canary.token_ids)} token ids and {len(canary.logprobs)} logprobs; at least 2, and as many of each"
+            )
+        lengths = {len(canary.greedy_token_ids), len(canary.greedy_logprobs), len(canary.greedy_margins)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"greedy lists of lengths {sorted(lengths)}; they must have one length, at least 1")
+        numbers = [*canary.logprobs[1:], *canary.greedy_logprobs, *canary.greedy_margins]
+        if not all(value is not None and math.isfinite(value) for value in numbers):
+            raise ValueError("a log-probability that is not a finite number")
+        return canary
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    """How close the server came. Differences are |server − trainer| in nats over all compared positions."""
+
+    passed: bool
+    max_difference: float
+    mean_difference: float
+    problem: str | None
+    """Where and by how much it failed, with both numbers."""
+
+
+def check_canary(server: Connection, canary: Canary) -> CanaryReport:
+    """Asks the server for the canary's log-probabilities and compares; raises only for a server that does not answer."""
+    name = "float32" if server.dtype == "float32" and canary.dtype == "float32" else "half"
+    tolerance = TOLERANCES[name]
+    # The generation first: once the other request has computed the prompt anew, its blocks could hide stale ones in the cache.
+    greedy_ids, greedy_logprobs = greedy_continuation(server, canary)
+    prompt_logprobs = _prompt_logprobs(server, canary)
+
+    rows: list[tuple[str, float, float]] = []  # where, server's, trainer's
+    for position in range(1, len(canary.token_ids)):
+        where = f"prompt position {position} (token {canary.token_ids[position]})"
+        rows.append((where, prompt_logprobs[position], canary.logprobs[position] or 0.0))
+    token_problem = None
+    for step, (token, expected) in enumerate(zip(greedy_ids, canary.greedy_token_ids, strict=True)):
+        if token != expected:
+            margin = canary.greedy_margins[step]
+            if margin > min(tolerance.maximum, tolerance.p99):
+                token_problem = (
+                    f"greedy token {step} after {len(canary.token_ids)} prompt tokens: server {token} (logprob "
+                    f"{greedy_logprobs[step]:.6f}), trainer {expected} (logprob {canary.greedy_logprobs[step]:.6f}, {margin:.6f} "
+                    "above its second)"
+                )
+            break  # a tie may be broken either way, but what follows another token cannot be compared
+        rows.append((f"greedy token {step} ({token})", greedy_logprobs[step], canary.greedy_logprobs[step]))
+    return _compare(rows, tolerance, name, token_problem)
+
+
+def _compare(
+    rows: Sequence[tuple[str, float, float]], tolerance: Tolerance, name: str, token_problem: str | None
+) -> CanaryReport:
+    differences = [abs(server - trainer) if math.isfinite(server) else math.inf for _, server, trainer in rows]
+    mean, largest = sum(differences) / len(differences), max(differences)
+    p99 = sorted(differences)[min(len(differences) - 1, math.ceil(0.99 * len(differences)) - 1)]
+    limits = [("largest", largest, tolerance.maximum), ("mean", mean, tolerance.mean), ("99th percentile", p99, tolerance.p99)]
+    exceeded = next(((kind, value, limit) for kind, value, limit in limits if value > limit), None)
+    problem = token_problem
+    if exceeded is not None:
+        worst = differences.index(largest)
+        where, server, trainer = rows[worst]
+        problem = (
+            f"{exceeded[0]} |logprob difference| of the canary {exceeded[1]:.6g} > {exceeded[2]:g} ({name}); it is largest at "
+            f"{where}: server {server:.6f}, trainer {trainer:.6f}"
+        )
+    return CanaryReport(problem is None, largest, mean, problem)
+
+
+def _completion(server: Connection, canary: Canary, **parameters: Any) -> dict[str, Any]:
+    body = {"model": server.model_name, "prompt": canary.token_ids, "temperature": 0.0, **parameters}
+    return server.request("POST", "/v1/completions", body)["choices"][0]
+
+
+def greedy_continuation(server: Connection, canary: Canary) -> tuple[list[int], list[float]]:
+    """Token ids and log-probabilities of the greedy continuation of the canary."""
+    count = len(canary.greedy_token_ids)
+    choice = _completion(server, canary, max_tokens=count, logprobs=0, ignore_eos=True, return_token_ids=True)
+    tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    if len(tokens) != count or len(logprobs) != count:
+        raise ServerError(
+            f"the canary: asked for {count} tokens after {len(canary.token_ids)}, got {len(tokens)} ids and {len(logprobs)} "
+            "logprobs; together they must fit into the server's max_model_len"
+        )
+    return tokens, logprobs
+
+
+def _prompt_logprobs(server: Connection, canary: Canary) -> list[float]:
+    """The log-probability of each of the canary's tokens given the tokens before it; NaN for the first."""
+    entries = _completion(server, canary, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+    if len(entries) != len(canary.token_ids):
+        raise ServerError(f"the canary: {len(canary.token_ids)} tokens, but {len(entries)} prompt logprobs")
+    logprobs = [math.nan]
+    for token, entry in zip(canary.token_ids[1:], entries[1:], strict=True):
+        logprobs.append(float(entry[str(token)]["logprob"]))
+    return logprobs

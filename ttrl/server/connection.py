@@ -1,0 +1,195 @@
+"""How a vLLM server is talked to, whoever started it: one base URL, one key, and which weights it is believed to have.
+
+`ttrl.server.vllm.VLLMServer` starts one here; `JoinedServer` is one that somebody else started (`ttrl serve`, on another host).
+"""
+
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrl.errors import ServerDiedError, ServerError
+from ttrl.server.auth import FENCE_HEADER, FENCE_PATH
+from ttrl.server.model_folder import ADAPTER_FOLDER, weights_digest
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+ADAPTER_NAME = "policy-adapter"
+"""What an adapter is called beside its base."""
+
+
+class Connection:
+    """One vLLM server with `ttrl.server.auth.RequireKey` before it.
+
+    served_model_name: what its model is called.
+    dtype: what it computes in: "float32", "bfloat16", "float16" or "auto".
+    """
+
+    worker_extension = True
+    """Whether its workers have the methods of `ttrl.vllm_worker.WeightSync`."""
+    serves_adapters = False
+    """Whether it keeps a base and is given adapters, instead of what was merged from them."""
+
+    def __init__(self, *, served_model_name: str, dtype: str, api_key: str) -> None:
+        self.served_model_name, self.dtype, self.api_key = served_model_name, dtype, api_key
+        self.policy_folder: str | os.PathLike[str] | None = None
+        """The checkpoint with whose policy it computes; None: the model that it was started with."""
+        self.version: str | None = None
+        """What `open_to` said last."""
+        # Not through a proxy: the address is this machine's own, or one of the user's own network.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    @property
+    def root_url(self) -> str:
+        """http://HOST:PORT."""
+        raise NotImplementedError
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it can be restarted from here."""
+        return False
+
+    def check(self) -> None:
+        """Raises ServerDiedError when it is gone."""
+        raise NotImplementedError
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI clients: http://HOST:PORT/v1."""
+        return f"{self.root_url}/v1"
+
+    @property
+    def model_name(self) -> str:
+        """What requests for the policy ask for: the model, or the adapter beside it."""
+        return ADAPTER_NAME if self.has_adapter else self.served_model_name
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the policy is an adapter beside the model that it was started with."""
+        return self.serves_adapters and self.policy_folder is not None and Path(self.policy_folder, ADAPTER_FOLDER).is_dir()
+
+    def client(self, **options: Any) -> "AsyncOpenAI":
+        """An OpenAI client for this server; `options` go to AsyncOpenAI (by default an hour's timeout and no proxy).
+
+        Once `open_to` was called, its requests are for the weights of then: the server refuses them when it has others.
+        """
+        import openai
+
+        options.setdefault("timeout", 3600.0)
+        if self.version is not None:
+            options["default_headers"] = {FENCE_HEADER: self.version, **options.get("default_headers", {})}
+        if "http_client" not in options:
+            # openai 3 has moved to httpx2, whose connection pool is the better one.
+            kind = getattr(openai, "DefaultAsyncHttpx2Client", None) or openai.DefaultAsyncHttpxClient
+            options["http_client"] = kind(trust_env=False, timeout=options["timeout"])
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+
+    def request(
+        self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
+    ) -> Any:
+        """One request with the key to `path` ("/v1/models"); returns the JSON answer, or text where the answer is none.
+
+        Raises ServerDiedError when the server is gone, ServerError for any other answer than success.
+        """
+        try:
+            status, text = self._http(method, path, body, timeout, headers=headers)
+        except OSError as error:
+            self.check()
+            raise ServerError(f"{method} {path}: the server at {self.base_url} did not answer: {error}") from error
+        if status != 200:
+            self.check()
+            raise ServerError(f"{method} {path}: the server answered {status}: {text[:2000]}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def close_to_all(self) -> None:
+        """From now on, requests that name weights are refused: before the weights are changed. Raises ServerError."""
+        self.version = None
+        self.request("DELETE", FENCE_PATH)
+
+    def open_to(self, version: str) -> None:
+        """From now on, requests for weights of this name are answered: after a sync was proven. Raises ServerError."""
+        self.request("POST", FENCE_PATH, headers={FENCE_HEADER: version})
+        self.version = version
+
+    def open_version(self) -> str | None:
+        """Which weights it answers for; None: for none, as after any start. Raises ServerError."""
+        return self.request("GET", FENCE_PATH, timeout=10.0)["weights"]
+
+    def weights_digest(self) -> str:
+        """Names what this server computes with now, for the cache of `get_task_results`: its weights and their dtype."""
+        if self.policy_folder is None:
+            raise ServerError(f"nobody knows what {self.base_url} computes with; sync it first")
+        return f"{weights_digest(self.policy_folder)}/{self.dtype}"
+
+    def cache_config(self) -> dict[str, str]:
+        """vLLM's own description of its KV cache, from /metrics: block_size, num_gpu_blocks (of any device) and more, as text."""
+        text = self.request("GET", "/metrics")
+        match = re.search(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
+        if match is None:
+            raise ServerError("GET /metrics: no vllm:cache_config_info; vLLM's --disable-log-stats must not be set")
+        return dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[1]))
+
+    def kv_capacity_tokens(self) -> int:
+        """How many tokens fit into the KV cache."""
+        config = self.cache_config()
+        return int(config["num_gpu_blocks"]) * int(config["block_size"])
+
+    def _http(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout: float,
+        *,
+        with_key: bool = True,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, str]:
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        if with_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.root_url}{path}", data=data, headers=headers, method=method)
+        try:
+            with self._opener.open(request, timeout=timeout) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode(errors="replace")
+        except urllib.error.URLError as error:
+            raise error.reason if isinstance(error.reason, OSError) else error from None
+
+
+class JoinedServer(Connection):
+    """A server that somebody else started; its key is known from a file or the environment, never from a config.
+
+    root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it.
+    """
+
+    def __init__(self, root_url: str, *, served_model_name: str, dtype: str, api_key: str) -> None:
+        super().__init__(served_model_name=served_model_name, dtype=dtype, api_key=api_key)
+        self._root_url = root_url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def root_url(self) -> str:
+        return self._root_url
+
+    def check(self) -> None:
+        """Raises ServerDiedError where it does not answer, or its engine is dead; it may be back later."""
+        problem: str | None = None
+        try:
+            status, _ = self._http("GET", "/health", None, 10.0)
+            if status >= 500:
+                problem = f"its engine is dead (/health answers {status})"
+        except TimeoutError:
+            problem = "it does not answer within 10 s"
+        except OSError as error:
+            problem = f"it cannot be reached ({error})"
+        if problem is not None:
+            raise ServerDiedError(f"the server at {self.base_url}: {problem}; the log is on the host that started it")

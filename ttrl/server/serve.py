@@ -1,0 +1,135 @@
+"""`ttrl serve`: a vLLM server on another host, which a run joins (`joined_servers` in its config).
+
+It starts with any model of the right shape, and is open to no weights until a run has synced it. The run names checkpoint folders
+by their paths, so this host must find the run folder, on a file system that both share (`joined_run`, where the paths differ).
+
+Whoever has the key may have the server load any folder that it can read, and more: vLLM's development endpoints run methods of
+the worker. So every path but /health asks for the key, the key lies in a file that only its owner can read, and other hosts can
+reach the server only where an address was named. It speaks plain HTTP: use a network that you trust, or a tunnel.
+"""
+
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ttrl.errors import ServerDiedError, ServerStartError, UserError
+from ttrl.server.vllm import HOST, VLLMServer
+
+logger = logging.getLogger(__name__)
+
+SERVED_MODEL_NAME = "policy"
+_LOOK_SECONDS = 2.0
+_MOST_RESTARTS = 5
+"""Within `_RESTARTS_WITHIN` seconds; a server that dies more often has a cause that another start does not mend."""
+_RESTARTS_WITHIN = 3600.0
+
+
+def read_or_make_key(path: Path) -> str:
+    """The key in `path`, which is made with a random one, readable by its owner alone, where it does not exist.
+
+    Raises UserError for a file that others may read, or that holds no key.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            raise UserError(
+                f"the key file {path} can be read by others (mode {mode:o}); make it yours alone: chmod 600"
+            ) from None
+        words = path.read_text(encoding="utf-8").split()
+        if len(words) != 1 or len(words[0]) < 16:
+            raise UserError(
+                f"{path} holds no key (one word of at least 16 characters); remove it, and a new one is made"
+            ) from None
+        return words[0]
+    except OSError as error:
+        raise UserError(f"the key file {path} cannot be made: {error.strerror}") from error
+    key = secrets.token_urlsafe(32)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(key + "\n")
+    return key
+
+
+def vllm_arguments(given: list[str]) -> dict[str, Any]:
+    """["tensor_parallel_size=2", "enforce_eager=true"] → their names and values, as JSON or else text. Raises UserError."""
+    arguments = {}
+    for item in given:
+        name, separator, value = item.partition("=")
+        if not name or not separator:
+            raise UserError(f"--vllm {item}: give NAME=VALUE, such as tensor_parallel_size=2")
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return arguments
+
+
+def serve(
+    model: str,
+    *,
+    host: str = HOST,
+    port: int | None = None,
+    key_file: Path,
+    log_path: Path,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    say: Callable[[str], None],
+) -> None:
+    """Serves until it is interrupted; a server that dies is started anew, at the same address, and open to no weights again.
+
+    Raises UserError, ServerStartError, and ServerDiedError for one that dies again and again.
+    """
+    server = VLLMServer(
+        model,
+        served_model_name=SERVED_MODEL_NAME,
+        log_path=log_path,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        extra_args=arguments,
+        host=host,
+        port=port,
+        api_key=read_or_make_key(key_file),
+    )
+    say(f"starting vLLM with {model}; its log is {log_path}")
+    deaths: list[float] = []
+    with server:
+        address = server.root_url if host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{server.port}"
+        say(f"serving at {address}; the key is in {key_file}")
+        if not _is_loopback(host):
+            say(f"other hosts can reach it at {host}, over plain HTTP: whoever sees the traffic sees the key and the text")
+        say(f'a run joins it with joined_servers=["{address}"] and a copy of that file as joined_key_file')
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            try:
+                server.check()
+            except ServerDiedError as error:
+                now = time.monotonic()
+                deaths = [*(then for then in deaths if now - then < _RESTARTS_WITHIN), now]
+                if len(deaths) > _MOST_RESTARTS:
+                    raise
+                logger.warning("%s", error)
+                say(f"the server died (see {log_path}); starting it anew")
+                try:
+                    server.restart()
+                except ServerStartError as start_error:
+                    say(f"it did not start: {str(start_error).splitlines()[0]}")
+                else:
+                    say(f"serving again at {address}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
