@@ -2,10 +2,10 @@
 
     python recipes/guess_number.py [--run runs/guess_number] [--seed 0]
 
-The model names a number from 1 to 6 and is told "higher" or "lower"; who heeds that, and guesses in the middle, wins every game.
-A random model of a million parameters is warmed up by supervised training on games of players of whom every other one heeds
-what it is told. It then wins about half of its games, as many as one who guesses at random. From there on it is told nothing but
-whether it won: every guess is trained with the reward of its game, what the other side says is not.
+The model names a number from 1 to 6 and is told "higher" or "lower"; who heeds that, and guesses in the middle, wins every
+game. A random model of a million parameters is warmed up by supervised training on games of players of whom every other one
+heeds what it is told. It then wins about half of its games, as many as one who guesses at random. From there on it is told
+nothing but whether it won: every guess is trained with the reward of its game, what the other side says is not.
 
 The example shows how such a task is written, not how well it can be learnt: the settings are not tuned. In four iterations the
 share of 128 held-out games that were won went from 0.54 to 0.63 (either may be off by 0.09). With a learning rate of 1e-3 it
@@ -13,21 +13,13 @@ reached 0.74 after five and fell to 0 after seven, when the model no longer ende
 Interrupt it whenever you like: the same command continues where it was.
 """
 
-import argparse
 import functools
 import random
-from pathlib import Path
 
-from ttrl import Task, TrainConfig, train, tune
-from ttrl.files import write_jsonl
-from ttrl.tiny_model import make_tiny_model
+from ttrl import Task, TrainConfig
+from ttrl.loop.recipe_script import run_recipe, script_arguments, supervised_start
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--run", type=Path, default=Path("runs/guess_number"), help="the run folder")
-parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--iterations", type=int, default=30, help="of training at most")
-arguments = parser.parse_args()
-
+STEPS, BATCH = 80, 32
 NUMBERS, TRIES = range(1, 7), 3
 BEGIN = [{"role": "user", "content": "guess"}]
 
@@ -71,51 +63,32 @@ def random_games(count: int, seed: int) -> list[dict]:
     return games
 
 
-def warm_start(folder: Path, seed: int) -> Path:
-    """A tiny model that knows the rules: random weights, then a fixed number of supervised steps."""
-    if not (folder / "checkpoint" / "config.json").exists():
-        model = make_tiny_model(folder / "random_model", seed=seed)
-        write_jsonl(folder / "examples.jsonl", random_games(STEPS * BATCH, seed))
-        config = {"model": str(model), "data": str(folder / "examples.jsonl"), "output_dir": str(folder), "steps": STEPS}
-        config |= {
-            "batch_size": BATCH,
-            "seq_len": 256,
-            "lr": 1e-3,
-            "seed": seed,
-            "rows_per_microbatch": 16,
-            "num_output_chunks": 1,
-        }
-        tune(config, folder / "sft.yaml", recipe="ttrl/sft_recipe", pbar_desc="warm start")
-    return folder / "checkpoint"
-
-
-STEPS, BATCH = 80, 32
-
 if __name__ == "__main__":
-    run = arguments.run.absolute()
-    result = train(
-        TrainConfig(
-            run=str(run),
-            model=str(warm_start(run / "warm_start", arguments.seed)),
-            iterations=arguments.iterations,
-            tasks_per_iteration=32,
-            samples_per_task=16,
-            max_tokens=3,
-            seq_len=512,
-            seed=arguments.seed,
-            training={
-                "lr": 3e-4,
-                "warmup_steps": 4,
-                "updates_per_iteration": 4,
-                "rows_per_microbatch": 8,
-                "num_output_chunks": 1,
-            },
-            validation_metric="won",
-        ),
-        tasks=tasks(512, "train"),
-        validation_tasks=tasks(128, "validation"),
+    arguments = script_arguments(__doc__, run="runs/guess_number", iterations=30)
+    start = arguments.run / "warm_start"
+    if not arguments.check:  # a tiny model that knows the rules
+        games = random_games(STEPS * BATCH, arguments.seed)
+        start = supervised_start(
+            start, games, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256, rows_per_microbatch=16
+        )
+    config = TrainConfig(
+        run=str(arguments.run),
+        model=str(start),
+        iterations=arguments.iterations,
+        tasks_per_iteration=32,
+        samples_per_task=16,
+        max_tokens=3,
+        seq_len=512,
+        seed=arguments.seed,
+        training={
+            "lr": 3e-4,
+            "warmup_steps": 4,
+            "updates_per_iteration": 4,
+            "rows_per_microbatch": 8,
+            "num_output_chunks": 1,
+        },
+        weight_sync=arguments.weight_sync,
+        nproc_per_node=arguments.nproc_per_node,
+        validation_metric="won",
     )
-    before, after = (row["validation"]["won"] for row in (result.metrics[0], result.metrics[-1]))
-    print(f"held-out games won: {before:.3f} before, {after:.3f} after {result.metrics[-1]['iteration']} iterations")
-    print(f"report:     {result.report}")
-    print(f"checkpoint: {result.checkpoint}")
+    print(run_recipe(arguments, config, tasks(512, "train"), tasks(128, "validation"), "games won"))

@@ -1,323 +1,111 @@
-"""Checks generated puzzles with another solver: one solution, and not one clue too many. `python tools/check_puzzles.py --n 200`
+"""Checks puzzles with another solver: one solution, and not one clue too many. `python tools/check_puzzles.py --n 200`
 
 Each puzzle is read again from its prompt, as a person would: nothing but the text and the solution is taken from the generator.
-What the sentences say becomes a model of integers (who was where) for CP-SAT of OR-Tools; the generator uses clauses and its own
-solver. OR-Tools is not among ttrl's requirements (it asks for another protobuf than vLLM was tested with), so it is put into a
-folder of its own: `pip install --no-deps --target DIR ortools absl-py immutabledict`, then `PYTHONPATH=DIR python tools/...`.
+What the sentences say is modelled anew (check_puzzles_sat.py: clauses for CaDiCaL; or, `--solver cp-sat`, integers for CP-SAT of
+OR-Tools, a hundred times slower). Neither solver is among ttrl's requirements (OR-Tools asks for another protobuf than vLLM was
+tested with), so each is put into a folder of its own: `pip install --target DIR python-sat` (or `--no-deps --target DIR ortools
+absl-py immutabledict`), then `PYTHONPATH=DIR python tools/check_puzzles.py`.
+
+`--file FILE` checks the temporal-clue puzzles of a file instead, also the published ones.
 """
 
 import argparse
+import functools
 import importlib
-import re
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from check_puzzles_zebra import read_streets, streets_model
+from check_puzzles_cp import cp_mystery, cp_streets
+from check_puzzles_sat import Gates, MysteryGates, street_clue
+from check_puzzles_text import read_mystery, read_subject
+from check_puzzles_zebra import read_streets
 
 from ttrl.tasks import temporal_clue, zebra_grid
 
-DIRECTIONS = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
 
+def sat_mystery(sat: Any, row: dict[str, Any], *, night: bool = False) -> tuple[bool, int, int]:
+    """(one answer, clues that could be left out, all clues) of a temporal-clue puzzle, by a solver of python-sat.
 
-class Mystery(NamedTuple):
-    """A temporal-clue prompt, read. Statements are tuples (kind, ...), see `read_statement`; names are as in the text."""
-
-    victim: str
-    suspects: list[str]
-    weapons: list[str]
-    rooms: list[str]
-    width: int
-    times: list[str]
-    motives: dict[str, int]
-    """By name: how many suspects have it."""
-    clues: list[tuple[Any, ...]]
-    questions: dict[str, str]
-
-
-def read_mystery(prompt: str) -> Mystery:
-    """Takes a prompt apart. Raises ValueError for a clue that it does not know."""
-    victim = prompt.split(" invited", 1)[0]
-    lists = [re.findall(r"^• (.+)$", part, re.M) for part in re.split(r"\n\n(?!•)", prompt)]
-    lists = [items for items in lists if items]
-    suspects, weapons, rest = lists[0], lists[1], lists[2:]
-    times = rest.pop(0) if rest and re.fullmatch(r"\d\d:\d\d [AP]M", rest[0][0]) else [""]
-    motives = {}
-    for text in rest[0] if rest else []:
-        counted = re.fullmatch(r"(.+) \((\d+) suspects?\)", text)
-        motives[counted[1] if counted else text] = int(counted[2]) if counted else 1
-    rooms = re.findall(r"^\d+\. (.+)$", prompt, re.M)
-    first_row = re.search(r"^W (\S+) E$", prompt, re.M)
-    assert first_row is not None
-    mystery = Mystery(victim, suspects, weapons, rooms, first_row[1].count("|") + 1, times, motives, [], {})
-    for text in re.findall(r"^- (.+)\.$", prompt, re.M):
-        mystery.clues.append(read_statement(mystery, text))
-    for letter, text in re.findall(r"^([A-Z])\. (.+\?)$", prompt, re.M):
-        mystery.questions[letter] = text
-    return mystery
-
-
-def read_statement(mystery: Mystery, text: str) -> tuple[Any, ...]:
-    """A clue as a tuple: ("in", who, room, time), ("or", statement, statement), ..."""
-    for word, kind in ((" if and only if ", "iff"), (" or ", "or")):
-        if word in text:
-            return (kind, *(read_statement(mystery, part) for part in text.split(word)))
-    at = r"(?: at (?P<time>\d\d:\d\d [AP]M))?"
-    forms = (
-        ("killed", r".+ was killed with the (?P<thing>.+)"),
-        ("murdered", r".+ was murdered" + at),
-        ("motive", r"(?P<who>.+) was motivated by (?P<motive>\w+)"),
-        ("same", r"(?P<who>.+) was in the same room as (?P<other>.+?)" + at),
-        ("beside", r"(?P<who>.+) was in the room just (?P<direction>\w+) of (?P<other>.+?)" + at),
-        ("never", r"(?P<who>.+) was (?:never|not) in the (?P<room>.+)"),
-        ("stayed", r"(?P<who>.+) was in the (?P<room>.+) from (?P<time>.+) to (?P<until>.+)"),
-        ("together", r"(?P<who>.+) and (?P<other>.+) were in the (?P<room>.+) together at least once"),
-        ("moved", r"(?P<who>.+) moved(?P<thing> .+)? from the (?P<room>.+) to the (?P<second>.+?)" + at),
-        ("in", r"(?P<who>.+) was in the (?P<room>.+?)" + at),
-    )
-    for kind, form in forms:
-        if match := re.fullmatch(form, text):
-            found: dict[str, Any] = match.groupdict()
-            parts: list[Any] = [kind]
-            for name, value in found.items():
-                parts.append(_read_part(mystery, name, value))
-            return tuple(parts)
-    raise ValueError(f"no such kind of clue: {text!r}")
-
-
-def _read_part(mystery: Mystery, name: str, value: str | None) -> Any:
-    if name in ("room", "second"):
-        return mystery.rooms.index(str(value))
-    if name in ("time", "until"):
-        return mystery.times.index(value or "")
-    if name in ("who", "other", "thing"):
-        return None if value is None else read_subject(mystery, value)
-    return value
-
-
-def read_subject(mystery: Mystery, text: str) -> tuple[str, Any]:
-    """("mover", index of suspects, victim, weapons), ("murderer", 0), ("murder weapon", 0) or ("motive", name)."""
-    name = re.sub(r"^(?:the|a) ", "", text.strip(), flags=re.I)
-    if name in ("murderer", "murder weapon"):
-        return name, 0
-    if match := re.fullmatch(r"suspect motivated by (\w+)", name):
-        return "motive", match[1]
-    return "mover", [*mystery.suspects, mystery.victim, *mystery.weapons].index(name)
-
-
-class MysteryModel:
-    """A mystery as a CP-SAT model: an integer for each mover and time, for each motive, and for the facts of the murder."""
-
-    def __init__(self, cp: Any, mystery: Mystery, clues: Sequence[tuple[Any, ...]]) -> None:
-        self.m, self.mystery = cp.CpModel(), mystery
-        suspects, rooms = len(mystery.suspects), len(mystery.rooms)
-        self.victim = suspects
-        self.steps = range(len(mystery.times))
-        movers = range(suspects + 1 + len(mystery.weapons))
-        self.names = list(mystery.motives)
-        self.where = [[self.m.new_int_var(0, rooms - 1, "") for _ in self.steps] for _ in movers]
-        self.motive = [self.m.new_int_var(0, len(self.names) - 1, "") for _ in range(suspects if self.names else 0)]
-        self.murderer = self.m.new_int_var(0, suspects - 1, "")
-        self.weapon = self.m.new_int_var(0, len(mystery.weapons) - 1, "")
-        self.time = self.m.new_int_var(0, len(mystery.times) - 1, "")
-        self.room = self.m.new_int_var(0, rooms - 1, "")
-        for number, count in enumerate(mystery.motives.values()):
-            self.m.add(sum(self.equal(one, number) for one in self.motive) == count)
-        pairs = [(r, s) for r in range(rooms) for s in range(rooms) if r == s or s in self._around(r)]
-        for mover in movers:
-            for t in self.steps[:-1]:
-                now, then = self.where[mover][t : t + 2]
-                self.m.add_allowed_assignments([now, then], pairs)
-                if mover > self.victim:
-                    stays = self.equal(now, then)
-                    carrier = self.m.new_int_var(0, suspects - 1, "")
-                    before, after = self.pick(carrier, t), self.pick(carrier, t + 1)
-                    self.m.add(before == now).only_enforce_if(~stays)
-                    self.m.add(after == then).only_enforce_if(~stays)
-        for t in self.steps:
-            here = self.equal(self.time, t)
-            self.m.add(self.where[self.victim][t] == self.room).only_enforce_if(here)
-            self.m.add(self.pick(self.weapon, t, self.victim + 1) == self.room).only_enforce_if(here)
-            for s in range(suspects):
-                guilty = self.equal(self.murderer, s)
-                self.m.add(self.where[s][t] == self.room).only_enforce_if(here, guilty)
-                self.m.add(self.where[s][t] != self.room).only_enforce_if(here, ~guilty)
-        for clue in clues:
-            self._add(clue)
-
-    def _around(self, r: int) -> list[int]:
-        return [s for direction in DIRECTIONS if (s := self._next(r, direction)) is not None]
-
-    def _next(self, r: int, direction: str) -> int | None:
-        across, down = DIRECTIONS[direction]
-        column, row = r % self.mystery.width + across, r // self.mystery.width + down
-        there = row * self.mystery.width + column
-        return there if 0 <= column < self.mystery.width and 0 <= there < len(self.mystery.rooms) else None
-
-    def equal(self, one: Any, other: Any) -> Any:
-        """A boolean that is true exactly where they are equal."""
-        same = self.m.new_bool_var("")
-        self.m.add(one == other).only_enforce_if(same)
-        self.m.add(one != other).only_enforce_if(~same)
-        return same
-
-    def pick(self, index: Any, t: int, first: int = 0) -> Any:
-        """Where the mover number first + index was."""
-        count = len(self.mystery.suspects) if first == 0 else len(self.mystery.weapons)
-        result = self.m.new_int_var(0, len(self.mystery.rooms) - 1, "")
-        self.m.add_element(index, [self.where[first + number][t] for number in range(count)], result)
-        return result
-
-    def mover_of(self, subject: tuple[str, Any]) -> Any:
-        """A number or variable: the mover. For a motive of several, one of those that have it."""
-        kind, name = subject
-        if kind == "mover":
-            return name
-        if kind == "murderer":
-            return self.murderer
-        if kind == "murder weapon":
-            return self.weapon + self.victim + 1
-        holder = self.m.new_int_var(0, len(self.mystery.suspects) - 1, "")
-        self.m.add_element(holder, self.motive, self.names.index(name))
-        return holder
-
-    def place(self, subject: tuple[str, Any], mover: Any, t: int) -> Any:
-        """Where the mover of a subject was."""
-        if subject[0] == "mover":
-            return self.where[mover][t]
-        return self.pick(self.weapon, t, self.victim + 1) if subject[0] == "murder weapon" else self.pick(mover, t)
-
-    def _truth(self, statement: tuple[Any, ...]) -> Any:
-        """A boolean that is true exactly where ("in", who, room, time) is."""
-        _, who, room, t = statement
-        if who[0] != "motive":
-            return self.equal(self.place(who, self.mover_of(who), t), room)
-        both = []
-        for s, own in enumerate(self.motive):
-            both.append(one := self.m.new_bool_var(""))
-            has, there = self.equal(own, self.names.index(who[1])), self.equal(self.where[s][t], room)
-            self.m.add(has + there == 2).only_enforce_if(one)
-            self.m.add(has + there <= 1).only_enforce_if(~one)
-        return self.equal(self.equal(sum(both), 0), 0)
-
-    def _add(self, clue: tuple[Any, ...]) -> None:
-        kind, who = clue[:2]
-        if kind in ("or", "iff"):
-            first, second = (self._truth(part) for part in clue[1:])
-            self.m.add(first + second >= 1 if kind == "or" else first == second)
-            return
-        if kind in ("killed", "murdered"):
-            self.m.add(self.weapon + self.victim + 1 == who[1] if kind == "killed" else self.time == who)
-            return
-        mover = self.mover_of(who)
-        if kind == "motive":
-            own = self.m.new_int_var(0, len(self.names) - 1, "")
-            self.m.add_element(mover, self.motive, own)
-            self.m.add(own == self.names.index(clue[2]))
-        elif kind in ("same", "beside"):
-            other, t = clue[-2:]
-            them = self.mover_of(other)
-            mine, theirs = self.place(who, mover, t), self.place(other, them, t)
-            if kind == "same":
-                self.m.add(mine == theirs)
-                self._differ(mover, them)
-            else:
-                rooms = range(len(self.mystery.rooms))
-                pairs = [(there, r) for r in rooms if (there := self._next(r, clue[2])) is not None]
-                self.m.add_allowed_assignments([mine, theirs], pairs)
-        elif kind == "together":
-            them = self.mover_of(clue[2])
-            self._differ(mover, them)
-            met = []
-            for t in self.steps:
-                met.append(here := self.m.new_bool_var(""))
-                self.m.add(self.place(who, mover, t) == clue[3]).only_enforce_if(here)
-                self.m.add(self.place(clue[2], them, t) == clue[3]).only_enforce_if(here)
-            self.m.add_bool_or(met)
-        elif kind == "moved":
-            _, _, thing, before, after, t = clue
-            for subject, one in ((who, mover), *(((thing, self.mover_of(thing)),) if thing else ())):
-                self.m.add(self.place(subject, one, t - 1) == before)
-                self.m.add(self.place(subject, one, t) == after)
-        elif kind == "never":
-            for t in self.steps:
-                self.m.add(self.place(who, mover, t) != clue[2])
-        else:
-            last = clue[4] if kind == "stayed" else clue[3]
-            for t in range(clue[3], last + 1):
-                self.m.add(self.place(who, mover, t) == clue[2])
-
-    def _differ(self, one: Any, other: Any) -> None:
-        if isinstance(one, int) and isinstance(other, int):
-            assert one != other, "a clue about somebody and themselves"
-        else:
-            self.m.add(one != other)
-
-    def answer(self, question: str, value: str) -> Any:
-        """A boolean that is true exactly where `value` is the answer."""
-        mystery = self.mystery
-        if question.startswith("Who murdered"):
-            return self.equal(self.murderer, mystery.suspects.index(value))
-        if question.startswith("What weapon"):
-            return self.equal(self.weapon, mystery.weapons.index(value))
-        if question.startswith("Where was the murder committed"):
-            return self.equal(self.room, mystery.rooms.index(value))
-        if question.startswith("When"):
-            return self.equal(self.time, mystery.times.index(value))
-        if question.startswith("Why"):
-            own = self.m.new_int_var(0, len(self.names) - 1, "")
-            self.m.add_element(self.murderer, self.motive, own)
-            return self.equal(own, self.names.index(value))
-        if match := re.fullmatch(r"Who was motivated by (\w+)\?", question):
-            return self.equal(self.motive[mystery.suspects.index(value)], self.names.index(match[1]))
-        if match := re.fullmatch(r"What was the motive of (.+)\?", question):
-            return self.equal(self.motive[mystery.suspects.index(match[1])], self.names.index(value))
-        match = re.fullmatch(r"Where was (.+?)(?: at (\d\d:\d\d [AP]M))?\?", question)
-        assert match is not None, question
-        who = read_subject(mystery, match[1])
-        place = self.place(who, self.mover_of(who), mystery.times.index(match[2] or ""))
-        return self.equal(place, mystery.rooms.index(value))
-
-
-def count_problems(solve: Callable[[Sequence[Any]], bool], clues: Sequence[Any]) -> tuple[bool, int]:
-    """(no other answer with all clues, how many clues could be left out). solve: whether another answer is possible."""
-    needless = sum(not solve([*clues[:number], *clues[number + 1 :]]) for number in range(len(clues)))
-    return not solve(clues), needless
-
-
-def other_mystery(cp: Any, row: dict[str, Any]) -> tuple[Callable[[Sequence[Any]], bool], Sequence[Any]]:
-    """(whether some clues allow an answer other than the row's, all clues)."""
+    night: it is the whole night of which there must be one, and for which all clues must be needed.
+    """
     mystery = read_mystery(row["prompt"])
-    assert len(mystery.clues) == row["num_clues"] and list(mystery.questions) == list(row["solution"])
+    assert len(mystery.clues) == row["num_clues"] and list(mystery.questions) == list(row["solution"]), "read wrongly"
+    with sat.Cadical153() as solver:
+        gates = MysteryGates(solver, mystery)
+        right = [gates.answer(text, row["solution"][letter], read_subject) for letter, text in mystery.questions.items()]
+        clues = [gates.truth(clue) for clue in mystery.clues]
+        if night:
+            assert solver.solve([*clues, *right]), "the solution given contradicts the clues, or was read wrongly"
+            model = solver.get_model()
+            right += [x for x in gates.everything() if model[x - 1] > 0]
+        return _needed(solver, clues, right)
 
-    def solve(clues: Sequence[Any]) -> bool:
-        model = MysteryModel(cp, mystery, clues)
-        right = [model.answer(question, row["solution"][letter]) for letter, question in mystery.questions.items()]
-        model.m.add_bool_or([~one for one in right])
-        return possible(cp, model.m)
 
-    return solve, mystery.clues
-
-
-def other_streets(cp: Any, row: dict[str, Any]) -> tuple[Callable[[Sequence[Any]], bool], Sequence[Any]]:
+def sat_streets(sat: Any, row: dict[str, Any]) -> tuple[bool, int, int]:
     """The same for a zebra puzzle."""
     streets = read_streets(row["puzzle"])
-    return lambda clues: possible(cp, streets_model(cp, streets, clues, row["solution"]["rows"])), streets.clues
+    with sat.Cadical153() as solver:
+        gates = Gates(solver)
+        at = {value: gates.one_of(streets.houses) for column in streets.columns for value in column}
+        for column in streets.columns:
+            for house in range(streets.houses):
+                gates.exactly(1, [at[value][house] for value in column])
+        right = [at[value][house] for house, line in enumerate(row["solution"]["rows"]) for value in line[1:]]
+        return _needed(solver, [street_clue(gates, at, clue) for clue in streets.clues], right)
 
 
-def possible(cp: Any, model: Any) -> bool:
-    """Whether the model has a solution. Raises RuntimeError where CP-SAT cannot tell."""
-    solver = cp.CpSolver()
-    solver.parameters.num_workers = 1
-    status = solver.solve(model)
-    if status not in (cp.OPTIMAL, cp.FEASIBLE, cp.INFEASIBLE):
-        raise RuntimeError(f"CP-SAT says {solver.status_name(status)}")
-    return bool(status != cp.INFEASIBLE)
+def _needed(solver: Any, clues: list[int], right: list[int]) -> tuple[bool, int, int]:
+    assert solver.solve([*clues, *right]), "the solution given contradicts the clues, or was read wrongly"
+    solver.add_clause([-literal for literal in right])  # from here on, a solution is another answer
+    unique = not solver.solve(clues)
+    needless = sum(not solver.solve([*clues[:number], *clues[number + 1 :]]) for number in range(len(clues)))
+    return unique, needless, len(clues)
+
+
+Check = Callable[[Any, dict[str, Any]], tuple[bool, int, int]]
+SOLVERS: dict[str, tuple[str, Check, Check]] = {
+    "sat": ("pysat.solvers", sat_mystery, sat_streets),
+    "cp-sat": ("ortools.sat.python.cp_model", cp_mystery, cp_streets),
+}
+
+
+def check_family(name: str, rows: Iterable[tuple[dict[str, Any], float]], check: Check, solver: Any) -> int:
+    """Prints one line about (puzzle, CPU seconds of making it) pairs; returns how much is wrong with them."""
+    making, counts, ambiguous, needless, checking = [], [], 0, 0, 0.0
+    for row, seconds in rows:
+        start = time.process_time()
+        unique, too_many, count = check(solver, row)
+        checking += time.process_time() - start
+        making.append(seconds)
+        counts.append(count)
+        ambiguous, needless = ambiguous + (not unique), needless + too_many
+    made = ""
+    if sum(making) > 0:
+        made = (
+            f" Making: {len(making) / sum(making):.2f} puzzles per CPU second (median {statistics.median(making):.2f} s, "
+            f"longest {max(making):.2f} s)."
+        )
+    clues = f"{sum(counts)} clues ({min(counts)} to {max(counts)}, mean {statistics.mean(counts):.1f})"
+    print(
+        f"{name}: {len(counts)} puzzles, {clues}; ambiguous: {ambiguous}, clues too many: {needless}.{made} "
+        f"Checking: {checking:.0f} CPU seconds.",
+        flush=True,
+    )
+    return ambiguous + needless
+
+
+def _made(make: Callable[[str], dict[str, Any]], seeds: Iterable[str]) -> Iterator[tuple[dict[str, Any], float]]:
+    for seed in seeds:
+        start = time.process_time()
+        row = make(seed)
+        yield row, time.process_time() - start
 
 
 def main() -> int:
@@ -325,34 +113,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--n", type=int, default=200, help="puzzles of each kind (200)")
     parser.add_argument("--seed", default="0")
-    arguments = parser.parse_args()
-    try:
-        cp = importlib.import_module("ortools.sat.python.cp_model")
-    except ImportError as error:
-        print(f"check_puzzles: {error}. See the top of this file for how to get OR-Tools.", file=sys.stderr)
-        return 2
-    faulty = 0
-    families = (
-        ("temporal-clue", temporal_clue.make_puzzle, other_mystery),
-        ("zebra-grid", zebra_grid.make_puzzle, other_streets),
+    parser.add_argument("--solver", choices=tuple(SOLVERS), default="sat")
+    parser.add_argument(
+        "--scope", choices=("answers", "night"), default="answers", help="of temporal-clue: what its clues settle"
     )
-    for name, make, other in families:
-        making, clue_counts, ambiguous, needless, started = [], [], 0, 0, time.monotonic()
-        for number in range(arguments.n):
-            start = time.process_time()
-            row = make(f"check {arguments.seed} {number}")
-            making.append(time.process_time() - start)
-            unique, too_many = count_problems(*other(cp, row))
-            clue_counts.append(len(other(cp, row)[1]))
-            ambiguous, needless = ambiguous + (not unique), needless + too_many
-        print(
-            f"{name}: {arguments.n} puzzles, {sum(clue_counts)} clues ({min(clue_counts)} to {max(clue_counts)} in one); "
-            f"ambiguous: {ambiguous}, clues too many: {needless}. Making: {arguments.n / sum(making):.2f} puzzles per CPU second "
-            f"(median {statistics.median(making):.2f} s, longest {max(making):.2f} s); checking took "
-            f"{time.monotonic() - started - sum(making):.0f} s.",
-            flush=True,
-        )
-        faulty += ambiguous + needless
+    parser.add_argument("--only", choices=("temporal-clue", "zebra-grid"), help="one family")
+    parser.add_argument("--file", type=Path, help="a jsonl file of temporal-clue puzzles to check, instead of new ones")
+    arguments = parser.parse_args()
+    module, mystery, streets = SOLVERS[arguments.solver]
+    if arguments.scope == "night" and arguments.solver != "sat":
+        parser.error("--scope night is checked by --solver sat")
+    try:
+        solver = importlib.import_module(module)
+    except ImportError as error:
+        print(f"check_puzzles: {error}. See the top of this file for how to get it.", file=sys.stderr)
+        return 2
+    if arguments.file is not None:
+        lines = arguments.file.read_text(encoding="utf-8").splitlines()[: arguments.n]
+        return int(check_family(str(arguments.file), ((json.loads(line), 0.0) for line in lines), mystery, solver) > 0)
+    seeds = [f"check {arguments.seed} {number}" for number in range(arguments.n)]
+    faulty = 0
+    if arguments.only != "zebra-grid":
+        make = functools.partial(temporal_clue.make_puzzle, scope=arguments.scope)
+        if arguments.scope == "night":
+            mystery = functools.partial(mystery, night=True)
+        faulty += check_family(f"temporal-clue, {arguments.scope}", _made(make, seeds), mystery, solver)
+    if arguments.only != "temporal-clue":
+        faulty += check_family("zebra-grid", _made(zebra_grid.make_puzzle, seeds), streets, solver)
     return 1 if faulty else 0
 
 

@@ -13,11 +13,13 @@ Exit status 1 when a reference answer earns less than 1.0, or a mean lies outsid
 
 import argparse
 import concurrent.futures
+import json
 import math
 import random
 import sys
+import tempfile
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,13 @@ from ttrl.tasks.gsm8k import get_gsm8k_tasks
 from ttrl.tasks.humaneval import get_humaneval_tasks
 from ttrl.tasks.letter_counting import get_letter_counting_tasks
 from ttrl.tasks.multiple_choice import get_arc_tasks, get_mmlu_tasks
+from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 from ttrl.tasks.sort_letters import get_sort_letters_tasks
 from ttrl.tasks.spelling import get_spelling_tasks
 from ttrl.tasks.task import Task
+from ttrl.tasks.temporal_clue import SIZES, get_temporal_clue_tasks
+from ttrl.tasks.words import get_words
+from ttrl.tasks.zebra_grid import get_zebra_grid_tasks
 
 Matrix = Callable[[Sequence[Any]], np.ndarray]
 """[n, n]: what the answer of task j is worth as an answer to task i, from the graders' expected answers."""
@@ -115,6 +121,55 @@ def places(graders: Sequence[Any]) -> np.ndarray:
     return np.array([[worth(one.expected, other.expected) for other in graders] for one in graders])
 
 
+def letters(graders: Sequence[Any]) -> np.ndarray:
+    """Temporal-clue: the share of the letters whose values are equal."""
+
+    def share(right: Mapping[str, str], given: Mapping[str, str]) -> float:
+        return sum(given.get(letter, "").casefold() == value.casefold() for letter, value in right.items()) / len(right)
+
+    return np.array([[share(one.solution, other.solution) for other in graders] for one in graders])
+
+
+def cells(graders: Sequence[Any]) -> np.ndarray:
+    """Zebra-grid: the share of equal cells of a grid of the same height; columns by name where the other has all of them."""
+
+    def share(right: Any, given: Any) -> float:
+        if len(right.rows) != len(given.rows):
+            return 0.0
+        columns = range(1, len(right.header))
+        theirs = [given.header.index(name) for name in right.header[1:]] if set(right.header) <= set(given.header) else columns
+        pairs = [(mine[a], row[b]) for mine, row in zip(right.rows, given.rows) for a, b in zip(columns, theirs) if b < len(row)]
+        return sum(a.casefold() == b.casefold() for a, b in pairs) / (len(right.rows) * len(columns))
+
+    return np.array([[share(one, other) for other in graders] for one in graders])
+
+
+def groups(graders: Sequence[Any]) -> np.ndarray:
+    """NYT Connections: the share of equal groups."""
+    sets = [{frozenset(word.casefold() for word in group) for group in grader.groups} for grader in graders]
+    return np.array([[len(one & other) / len(one) for other in sets] for one in sets])
+
+
+def made_up_connections(_: Path) -> list[Task]:
+    """Puzzles in NYT Connections' form from generated words, of which many puzzles share a group: the real ones are not free."""
+    draw, words = random.Random(0), get_words(5, 8)
+    common = [draw.sample(words, 4) for _ in range(20)]
+    rows = []
+    for _ in range(2000):
+        known = draw.choice(common)
+        others = draw.sample([word for word in words if word not in known], 12)
+        rows.append({"answers": [{"members": group} for group in (known, others[:4], others[4:8], others[8:])]})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "puzzles.jsonl")
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return get_nyt_connections_tasks("test", path=path)
+
+
+def both_puzzles(path: Path) -> list[Task]:
+    """Temporal-clue's published puzzles: what train and validation have of one file."""
+    return [task for part in ("train", "validation") for task in get_temporal_clue_tasks(part, None, path=path)]
+
+
 def chess_tasks(path: Path) -> list[Task]:
     """Imports the package chess."""
     from ttrl.tasks.chess_moves import get_chess_tasks
@@ -151,6 +206,11 @@ SETS = [
         lambda p: get_spelling_tasks("validation", 1000, path=p),
         same(lambda g: g.word),
     ),
+    Set("temporal-clue val", "temporal_clue/val.jsonl", both_puzzles, letters),
+    Set("temporal-clue made", None, lambda _: get_temporal_clue_tasks("validation", 100, size=SIZES["small"]), letters),
+    Set("zebra-grid made", None, lambda _: get_zebra_grid_tasks("validation", 200, houses=4, attributes=3), cells),
+    Set("connections made-up", None, made_up_connections, groups),
+    Set("connections", "nyt_connections", lambda p: get_nyt_connections_tasks("test", path=p), groups),
     Set("countdown", None, lambda _: get_countdown_tasks("validation", 500), solutions),
     Set("letter_counting", None, lambda _: get_letter_counting_tasks("validation", 1000), same(lambda g: g.expected)),
     Set("sort_letters", None, lambda _: get_sort_letters_tasks("validation", 500), places),

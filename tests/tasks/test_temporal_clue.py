@@ -349,3 +349,33 @@ def test_a_larger_puzzle_is_written_as_the_prompt_says(tool):
     assert row["prompt"].endswith("\n".join(row["prompt"].splitlines()[-len(row["solution"]) :]))
     for letter, value in row["solution"].items():
         assert any(value in names for names in sizes), letter
+
+
+@pytest.mark.parametrize("size", [PuzzleSize(2, 2, 2, 2, "own"), PuzzleSize(3, 2, 2, 1, "shared")], ids=["moving", "still"])
+def test_clues_of_the_night_leave_one_night(tool, size):
+    """Every night is tried out: with scope "night", one is possible, and two or more without any one clue."""
+    for seed in range(3):
+        row = make_puzzle(seed, size, "night")
+        mystery = tool.read_mystery(row["prompt"])
+        possible, without = 0, [0] * len(mystery.clues)
+        for night in nights(mystery):
+            false = [number for number, clue in enumerate(mystery.clues) if not is_true(mystery, night, clue)]
+            possible += not false
+            if len(false) == 1:
+                without[false[0]] += 1
+        assert possible == 1 and all(without)
+
+
+def test_no_setting_is_made_for_both_splits():
+    """Train and validation differ by a hash of what stands before the clues, so that no seeds can bring them together."""
+    for split in ("train", "validation"):
+        for task in get_temporal_clue_tasks(split, 20, 5, size=SIZES["tiny"]):
+            setting = task.messages[0]["content"].partition("\n\nThese clues are known")[0]
+            assert in_validation("temporal-clue " + setting) == (split == "validation")
+
+
+def test_scopes(tmp_path):
+    with pytest.raises(TaskError, match="scope is 'all'; give 'answers' or 'night'"):
+        make_puzzle(0, SIZES["tiny"], "all")
+    with pytest.raises(TaskError, match="size and scope are of puzzles that are made here"):
+        get_temporal_clue_tasks("train", 1, path=tmp_path, scope="night")

@@ -1,11 +1,13 @@
 """Zebra-grid: grades of odd tables, ZebraLogic's format, and puzzles of our own against all grids there are."""
 
 import json
+import re
 from itertools import permutations, product
 
 import pytest
 
 from ttrl.errors import TaskError
+from ttrl.tasks.words import in_validation
 from ttrl.tasks.zebra_grid import ZebraGridGrader, get_zebra_grid_tasks, load_puzzles, make_puzzle
 from ttrl.tasks.zebra_grid.generator import make_draft
 from ttrl.tasks.zebra_grid.grading import read_tables
@@ -184,3 +186,11 @@ def test_puzzles_are_made_again_by_the_same_seed_and_split(reply):
     row = make_puzzle("train 1 0", 4, 3)
     assert row["size"] == "4*3" and row["puzzle"] in one[0].messages[0]["content"]
     assert one[0].grader(reply(table_of(**row["solution"]))) == (1.0, {"solved": 1.0, "table": 1.0})
+
+
+def test_no_setting_is_made_for_both_splits():
+    """By a hash of the attributes' values in their order: the same for whatever seeds."""
+    for split in ("train", "validation"):
+        for task in get_zebra_grid_tasks(split, 20, 7, houses=2, attributes=2):
+            values = re.findall(r"`([^`]+)`", task.messages[0]["content"])
+            assert in_validation("zebra-grid " + " ".join(values)) == (split == "validation")

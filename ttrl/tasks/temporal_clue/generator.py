@@ -1,20 +1,22 @@
-"""Makes temporal-clue puzzles: a scene, questions, and a minimal set of clues that leaves one answer to all of them.
+"""Makes temporal-clue puzzles: a scene, questions, and a minimal set of clues that settles them.
 
-Minimal: with all clues, the rules allow exactly one combination of answers to the questions asked (of the rest of the scene there
-may be several); without any one of them, more than one. Clues are drawn at random until the answers are settled; then each in
-turn is left out if they stay settled without it.
+What the clues settle is the puzzle's scope. "answers": with all clues, the rules allow exactly one combination of answers to the
+questions asked (of the rest of the scene there may be several); without any one of them, more than one. "night": the same with
+the whole scene, every room, motive and fact of the murder, instead of the answers, as in the published puzzles, which so have
+twice as many clues, and many that a given question does not need. Clues are drawn at random until all is settled; then each in
+turn is left out if it stays settled without it.
 """
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ttrl.errors import TaskError
 from ttrl.tasks.temporal_clue.clues import Clue, draw_clue, told_facts
 from ttrl.tasks.temporal_clue.rules import Rules, Subject
 from ttrl.tasks.temporal_clue.scene import VICTIM, PuzzleSize, Scene, describe, draw_scene, shuffled
-from ttrl.tasks.words import pick
+from ttrl.tasks.words import in_validation, pick
 
 SIZES: Mapping[str, PuzzleSize] = {
     "tiny": PuzzleSize(suspects=2, weapons=2, rooms=2, times=2, motives="own"),
@@ -22,6 +24,7 @@ SIZES: Mapping[str, PuzzleSize] = {
     "medium": PuzzleSize(suspects=6, weapons=5, rooms=9, times=4, motives="own"),
     "large": PuzzleSize(suspects=10, weapons=8, rooms=13, times=8, motives="own"),
 }
+Scope = Literal["answers", "night"]
 _BATCH = 40  # clues that are drawn before it is asked whether they settle the answers
 _MOST_CLUES = 1200
 _REPEATED = 80  # clues drawn again in one batch, after which a small scene has no more to say
@@ -50,13 +53,18 @@ class Draft:
     """How many of the questions are about the murder; the others are bonus questions."""
 
 
-def make_puzzle(seed: int | str, size: PuzzleSize | None = None) -> dict[str, Any]:
+def make_puzzle(
+    seed: int | str, size: PuzzleSize | None = None, scope: Scope = "answers", held_out: bool | None = None
+) -> dict[str, Any]:
     """{"prompt", "solution" (letters and answers), "num_clues"}: the same for the same seed and size, on every machine.
 
     size: None draws one, from 2 suspects, 2 weapons and 2 rooms at one time to 10, 8 and 15 at 8 times.
-    Raises TaskError for a size in which no murder is possible.
+    scope: what the clues settle, see above.
+    held_out: True makes one for validation, False one for training, None either. A hash of the setting decides (everything of the
+        prompt before its clues), which one scene in ten has: whatever the seeds, no puzzle is ever made for both.
+    Raises TaskError for another scope, or a size in which no murder is possible.
     """
-    draft = make_draft(seed, size)
+    draft = make_draft(seed, size, scope, held_out)
     letters = [chr(ord("A") + number) for number in range(len(draft.questions))]
     return {
         "prompt": _prompt(draft, letters),
@@ -65,31 +73,41 @@ def make_puzzle(seed: int | str, size: PuzzleSize | None = None) -> dict[str, An
     }
 
 
-def make_draft(seed: int | str, size: PuzzleSize | None = None) -> Draft:
+def make_draft(seed: int | str, size: PuzzleSize | None = None, scope: Scope = "answers", held_out: bool | None = None) -> Draft:
     """The puzzle of a seed before it is written out."""
+    if scope not in get_args(Scope):
+        raise TaskError(f"temporal-clue: scope is {scope!r}; give 'answers' or 'night'")
     for attempt in range(50):
-        rng = random.Random(f"ttrl temporal clue 1 {seed} {attempt}")
-        draft = _try(rng, size if size is not None else draw_size(rng))
+        rng = random.Random(f"ttrl temporal clue 1 {seed} {attempt}" + ("" if scope == "answers" else f" {scope}"))
+        size = size if size is not None else draw_size(rng, scope)  # kept: hard sizes must not become rare
+        draft = _try(rng, size, scope, held_out)
         if draft is not None:
             return draft
     raise TaskError(f"temporal-clue: 50 puzzles of {size} could not be settled by {_MOST_CLUES} clues; give another size")
 
 
-def draw_size(rng: random.Random) -> PuzzleSize:
-    """A mixture like that of the published puzzles: many small ones, some of the largest."""
-    suspects = 2 if rng.random() < 0.25 else 3 + int(rng.random() * 8)
+def draw_size(rng: random.Random, scope: Scope = "answers") -> PuzzleSize:
+    """A mixture: many small ones, some of the largest; with the scope "night", as many of both as among the published puzzles."""
+    if scope == "answers":
+        suspects = 2 if rng.random() < 0.25 else 3 + int(rng.random() * 8)
+    else:
+        share = rng.random()
+        suspects = 2 if share < 0.28 else 10 if share < 0.53 else 3 + int(rng.random() * 7)
     weapons = min(8, max(2, suspects - int(rng.random() * 3)))
     rooms = min(15, suspects + int(rng.random() * (suspects // 2 + 2)))
     times = 1 if rng.random() < 0.17 else 2 + int(rng.random() * min(7, suspects))
     return PuzzleSize(suspects, weapons, rooms, times, pick(rng, ("none", "own", "own", "shared")))
 
 
-def _try(rng: random.Random, size: PuzzleSize) -> Draft | None:
+def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | None) -> Draft | None:
     scene = draw_scene(rng, size)
+    while held_out is not None and in_validation("temporal-clue " + describe(scene)) != held_out:
+        scene = draw_scene(rng, size)
     rules = Rules(scene)
     solver = rules.solver
     questions, foundational, told = _ask(rng, rules)
-    solver.add([-question.variable for question in questions])  # from here on, a solution is another answer
+    # From here on, a solution is another answer, or another night.
+    solver.add([-question.variable for question in questions] if scope == "answers" else [-x for x in rules.truth()])
     clues = told[:]
     switches: list[int] = []
 

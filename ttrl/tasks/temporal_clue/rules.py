@@ -112,6 +112,13 @@ class Rules:
                 for w, weapon in enumerate(self.weapon):
                     add([-time, -body, -weapon, self.at[scene.weapon(w)][t][r]])
 
+    def truth(self) -> list[int]:
+        """The variables that are true in the scene; all together they say everything about it."""
+        scene = self.scene
+        places = [rooms[r] for where, there in zip(scene.where, self.at) for r, rooms in zip(where, there)]
+        motives = [own[m] for m, own in zip(scene.motive_of, self.motive)]
+        return [*places, *motives, self.murderer[scene.murderer], self.weapon[scene.murder_weapon], self.time[scene.murder_time]]
+
     def rooms_of(self, subject: Subject, t: int) -> list[int]:
         """By room: whether the subject, which must be one mover, was there. Roles get variables that follow their holder."""
         if subject.kind == "mover":

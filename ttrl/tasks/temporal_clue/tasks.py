@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
 from ttrl.tasks.task import Task
-from ttrl.tasks.temporal_clue.generator import SIZES, PuzzleSize, make_puzzle
+from ttrl.tasks.temporal_clue.generator import SIZES, PuzzleSize, Scope, make_puzzle
 from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
 
 Split = Literal["train", "validation"]
@@ -39,6 +39,7 @@ def get_temporal_clue_tasks(
     *,
     path: str | os.PathLike[str] | None = None,
     size: PuzzleSize | None = None,
+    scope: Scope = "answers",
     power: float = 1.0,
 ) -> list[Task]:
     """`n` puzzles; reward = (share of right answers) ** power.
@@ -46,14 +47,15 @@ def get_temporal_clue_tasks(
     path: a file of puzzles (None for `n`: all of the split). One in ten, by a hash of the prompt, is held out for validation;
         in a folder or on the hub, train and validation are its files train and val.
     Without it puzzles are made here, about one a second: `ttrl tasks generate temporal-clue` makes files of them in parallel.
-        size: how large; None: sizes are mixed as in the published puzzles. validation: the same ones for every seed.
+        size: how large; None: sizes are mixed. scope: "answers", or "night" for puzzles like the published ones, which take
+        longer to make (`ttrl.tasks.temporal_clue.generator`). validation: the same ones for every seed, never one of train.
 
     Raises TaskError.
     """
     split_name(split, ("train", "validation"), "temporal_clue")
     if path is not None:
-        if size is not None:
-            raise TaskError("size is of puzzles that are made here; a file of puzzles (path) has its own")
+        if size is not None or scope != "answers":
+            raise TaskError("size and scope are of puzzles that are made here; a file of puzzles (path) has its own")
         in_one_file = os.path.isfile(os.path.expanduser(path))
         names = ("train",) if split == "train" else ("validation", "val")
         puzzles = load_puzzles(path, splits=names)
@@ -62,7 +64,7 @@ def get_temporal_clue_tasks(
         if type(n) is not int or n < 1:
             raise TaskError(f"n is {n!r}; ask for at least one puzzle")
         name = f"train {seed}" if split == "train" else "validation"
-        puzzles = [_parse(make_puzzle(f"{name} {number}", size)) for number in range(n)]
+        puzzles = [_parse(make_puzzle(f"{name} {number}", size, scope, held_out=split == "validation")) for number in range(n)]
     return [
         Task(messages=[{"role": "user", "content": puzzle.prompt}], grader=TemporalClueGrader(puzzle.solution, power))
         for puzzle in puzzles

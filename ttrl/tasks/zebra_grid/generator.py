@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ttrl.errors import TaskError
 from ttrl.tasks.sat import Solver
-from ttrl.tasks.words import pick
+from ttrl.tasks.words import in_validation, pick
 
 SMALLEST, LARGEST = 2, 6
 """Houses, and attributes."""
@@ -89,13 +89,17 @@ class Draft(NamedTuple):
     clues: tuple[Clue, ...]
 
 
-def make_puzzle(seed: int | str, houses: int | None = None, attributes: int | None = None) -> dict[str, Any]:
+def make_puzzle(
+    seed: int | str, houses: int | None = None, attributes: int | None = None, held_out: bool | None = None
+) -> dict[str, Any]:
     """A row in ZebraLogic's format: {"id", "size", "puzzle", "solution": {"header", "rows"}}; the same for the same arguments.
 
     houses, attributes: 2 to 6; None draws one. The column of house numbers is not counted as an attribute.
+    held_out: True makes one for validation, False one for training, None either. A hash of the attributes and their values, in
+        the order of the text, decides: whatever the seeds, no puzzle is ever made for both.
     Raises TaskError for other sizes.
     """
-    draft = make_draft(seed, houses, attributes)
+    draft = make_draft(seed, houses, attributes, held_out)
     count = max(draft.houses.values()) + 1
     by_house = [
         [next(a.values[v.number] for v, house in draft.houses.items() if v.attribute == number and house == h)
@@ -113,7 +117,7 @@ def make_puzzle(seed: int | str, houses: int | None = None, attributes: int | No
     }
 
 
-def make_draft(seed: int | str, houses: int | None = None, attributes: int | None = None) -> Draft:
+def make_draft(seed: int | str, houses: int | None = None, attributes: int | None = None, held_out: bool | None = None) -> Draft:
     """The puzzle of a seed before it is written out."""
     for name, value in (("houses", houses), ("attributes", attributes)):
         if value is not None and (type(value) is not int or not SMALLEST <= value <= LARGEST):
@@ -122,8 +126,12 @@ def make_draft(seed: int | str, houses: int | None = None, attributes: int | Non
     sizes = range(SMALLEST, LARGEST + 1)
     houses = pick(rng, sizes) if houses is None else houses
     attributes = pick(rng, sizes) if attributes is None else attributes
-    columns = [NAME, *_shuffled(rng, OTHERS)[: attributes - 1]]
-    chosen = tuple(column._replace(values=tuple(_shuffled(rng, column.values)[:houses])) for column in columns)
+    while True:
+        columns = [NAME, *_shuffled(rng, OTHERS)[: attributes - 1]]
+        chosen = tuple(column._replace(values=tuple(_shuffled(rng, column.values)[:houses])) for column in columns)
+        setting = "zebra-grid " + " ".join(value for column in chosen for value in column.values)
+        if held_out is None or in_validation(setting) == held_out:
+            break
     where = {Value(a, number): house for a in range(attributes) for number, house in enumerate(_shuffled(rng, range(houses)))}
     return Draft(chosen, where, _minimal_clues(rng, chosen, where, houses))
 

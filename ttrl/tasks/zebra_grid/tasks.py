@@ -44,7 +44,7 @@ def get_zebra_grid_tasks(
     path: a file of puzzles, or the hub's id with `config` (None for `n`: all of the split). One in ten, by a hash of the text, is
         held out for validation; in a folder, train and validation are files of their own.
     Without it puzzles are made here: 2 to 6 houses and attributes, drawn at random where not given. validation: the same ones for
-        every seed.
+        every seed, never one of train.
 
     Raises TaskError.
     """
@@ -61,7 +61,9 @@ def get_zebra_grid_tasks(
         if type(n) is not int or n < 1:
             raise TaskError(f"n is {n!r}; ask for at least one puzzle")
         name = f"train {seed}" if split == "train" else "validation"
-        puzzles = [_parse(make_puzzle(f"{name} {number}", houses, attributes)) for number in range(n)]
+        puzzles = [
+            _parse(make_puzzle(f"{name} {number}", houses, attributes, held_out=split == "validation")) for number in range(n)
+        ]
     return [
         Task(messages=[{"role": "user", "content": prompt(puzzle)}], grader=ZebraGridGrader(puzzle.header, puzzle.rows))
         for puzzle in puzzles

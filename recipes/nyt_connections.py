@@ -1,0 +1,33 @@
+"""NYT Connections: sixteen words, four groups of four.
+
+    python recipes/nyt_connections.py [--model Qwen/Qwen2.5-7B-Instruct] --data PATH [--run runs/nyt_connections]
+    python recipes/nyt_connections.py --tiny --data PATH  # tries everything out, on a laptop
+
+The data is a file of puzzles, which are the newspaper's and so are not shipped: see docs/tasks.md for the forms that are read.
+Reward: the share of groups that are exactly right. The settings are for one GPU with 80 GB; they have not been run.
+"""
+
+from ttrl import TrainConfig
+from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
+
+if __name__ == "__main__":
+    arguments = script_arguments(__doc__, run="runs/nyt_connections", iterations=60, model="Qwen/Qwen2.5-7B-Instruct", data="")
+    config = TrainConfig(
+        run=str(arguments.run),
+        model=arguments.model,
+        iterations=arguments.iterations,
+        tasks_per_iteration=32,
+        samples_per_task=16,
+        max_tokens=2048,
+        seq_len=16384,
+        advantages="mean",
+        training={"lr": 1e-6, "updates_per_iteration": 1},
+        seed=arguments.seed,
+        weight_sync=arguments.weight_sync,
+        nproc_per_node=arguments.nproc_per_node,
+        validation_metric="exact",
+    )
+    tasks = get_nyt_connections_tasks("train", seed=arguments.seed, path=arguments.data, liberal=True)
+    held_out = get_nyt_connections_tasks("validation", path=arguments.data, liberal=True)
+    print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

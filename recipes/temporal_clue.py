@@ -1,0 +1,36 @@
+"""Temporal-clue: a murder in a house of many rooms, to be solved from clues about who was where, when and why.
+
+    python recipes/temporal_clue.py [--model Qwen/Qwen2.5-14B-Instruct] --data PATH [--run runs/temporal_clue]
+    python recipes/temporal_clue.py --tiny --data PATH  # tries everything out, on a laptop
+
+The data is a file or folder of puzzles: the published ones, or some of your own:
+
+    ttrl tasks generate temporal-clue --n 3000 --out puzzles/train.jsonl --seed 1
+
+Reward: the share of right answers. Settings for eight GPUs with 80 GB (--nproc-per-node 8); they have not been run.
+"""
+
+from ttrl import TrainConfig
+from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
+
+if __name__ == "__main__":
+    arguments = script_arguments(__doc__, run="runs/temporal_clue", iterations=100, model="Qwen/Qwen2.5-14B-Instruct", data="")
+    config = TrainConfig(
+        run=str(arguments.run),
+        model=arguments.model,
+        iterations=arguments.iterations,
+        tasks_per_iteration=32,
+        samples_per_task=50,
+        max_tokens=4096,
+        seq_len=16384,
+        advantages="mean",
+        training={"lr": 6e-6, "updates_per_iteration": 4},
+        seed=arguments.seed,
+        weight_sync=arguments.weight_sync,
+        nproc_per_node=arguments.nproc_per_node,
+        validation_metric="accuracy",
+    )
+    tasks = get_temporal_clue_tasks("train", None, arguments.seed, path=arguments.data)
+    held_out = get_temporal_clue_tasks("validation", None, path=arguments.data)
+    print(run_recipe(arguments, config, tasks, held_out, "answers right"))

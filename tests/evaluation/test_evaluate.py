@@ -1,0 +1,233 @@
+"""`ttrl eval` and `ttrl compare` against a server that counts letters, rightly but for what its name says."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from ttrl import Task, cli, compare, evaluate
+from ttrl.errors import ConfigError, ServerError, UserError
+from ttrl.evaluation.families import FAMILIES, TaskSpec
+from ttrl.evaluation.intervals import wilson
+
+
+class _Counter(BaseHTTPRequestHandler):
+    """Counts the letter asked for; the model "careless" is wrong where the word has an a. Words with q make the server fail, and
+    those with z its reply is cut off."""
+
+    bodies: ClassVar[list[dict]] = []
+
+    def do_GET(self) -> None:
+        names = ("careful", "careless") if self.path == "/v1/models" else ()
+        self._send(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append({**body, "key": self.headers["Authorization"]})
+        letter, word = re.findall(r"How many (\w) are in (\w+)", body["messages"][-1]["content"])[0]
+        if "q" in word:
+            self._send(400, {"error": {"message": "no such word"}})
+            return
+        wrong = body["model"] == "careless" and "a" in word
+        message = {"role": "assistant", "content": str(word.count(letter) + wrong)}
+        reason = "length" if "z" in word else "stop"
+        choices = [{"index": i, "finish_reason": reason, "message": message} for i in range(body.get("n") or 1)]
+        usage = {"prompt_tokens": 10, "completion_tokens": 2 * len(choices), "total_tokens": 10 + 2 * len(choices)}
+        self._send(200, {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage})
+
+    def _send(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        """Not to the terminal."""
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("MY_KEY", "secret-key")
+    _Counter.bodies.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Counter)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def asked(word: str, letter: str = "e") -> Task:
+    right = word.count(letter)
+    return Task(
+        [{"role": "user", "content": f"How many {letter} are in {word}?"}],
+        lambda choice: (float(choice.message.content == str(right)), {"exact": float(choice.message.content == str(right))}),
+        id=word,
+    )
+
+
+def test_an_evaluation_and_its_files(address: str, tmp_path: Path) -> None:
+    words = ["tree", "banana", "leave", "plum", "apple", "quiz", "maze", "pear", "fig", "cherry"]
+    result = evaluate(
+        address,
+        {"fruit": [asked(word) for word in words], "one": [asked("tree")]},
+        name="careless",
+        key_variable="MY_KEY",
+        system_prompt="Count.",
+        temperature=0.5,
+        max_tokens=7,
+        prices=(1.0, 10.0),
+        output=tmp_path / "result.json",
+        samples_file=tmp_path / "samples.jsonl",
+        pbar=False,
+    )
+    fruit = result["fruit"]
+    # Wrong: banana, leave, apple, maze, pear. quiz fails.
+    assert (fruit.num_tasks, fruit.num_samples, fruit.num_failed, fruit.num_truncated) == (10, 10, 1, 1)
+    assert fruit.accuracy.mean == pytest.approx(4 / 9) and (fruit.accuracy.low, fruit.accuracy.high) == wilson(4, 9)
+    assert fruit.accuracy_if_failed_are_wrong == pytest.approx(0.4)
+    assert fruit.metrics["exact"] == fruit.accuracy == fruit.reward
+    assert (fruit.completion_tokens, fruit.spend) == (18, pytest.approx((90 * 1.0 + 18 * 10.0) / 1e6))
+    assert [row["scores"] for row in fruit.tasks[:3]] == [[1.0], [0.0], [0.0]] and fruit.tasks[5]["scores"] == [None]
+    body = _Counter.bodies[0]
+    assert body["messages"][0] == {"role": "system", "content": "Count."} and body["key"] == "Bearer secret-key"
+    assert (body["temperature"], body["max_tokens"], body["model"]) == (0.5, 7, "careless")
+    written = (tmp_path / "result.json").read_text()
+    assert "secret" not in written and json.loads(written)["complete"] is True
+    assert json.loads(written)["sets"]["fruit"]["accuracy"]["mean"] == fruit.accuracy.mean
+    assert json.loads(written)["settings"]["params"]["temperature"] == 0.5
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["task_id"] for row in rows if row["set"] == "fruit"] == words
+    table = result.table()
+    assert "0.444" in table and "1 of 10 samples have no grade" in table and "no such word" in table
+    assert "1 of 10 samples were cut off" in table
+
+
+def test_several_samples_and_pass_at_k(address: str) -> None:
+    result = evaluate(address, {"x": [asked("tree"), asked("banana")]}, name="careless", samples_per_task=4, pbar=False)
+    assert result["x"].accuracy.mean == 0.5 and result["x"].accuracy.method == "Student t over tasks"
+    assert sorted(result["x"].pass_at) == [1, 2, 4] and result["x"].pass_at[4].mean == 0.5
+    assert _Counter.bodies[0]["temperature"] == 1.0
+
+
+def test_the_cache_goes_on_where_it_was(address: str, tmp_path: Path) -> None:
+    tasks = [asked(word) for word in ("tree", "leave", "plum")]
+    options = {"cache": tmp_path / "cache", "weights_digest": "w", "pbar": False}
+    evaluate(address, {"x": tasks[:2]}, **options)
+    before = len(_Counter.bodies)
+    again = evaluate(address, {"x": tasks}, **options)
+    assert len(_Counter.bodies) == before + 1
+    assert again["x"].num_cached == 2 and again["x"].new_completion_tokens == 2 and again["x"].completion_tokens == 6
+
+
+def test_the_commands(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "careful.json", tmp_path / "careless.json"
+    common = ["--tasks", "letter-counting", "--n", "40", "--option", "letter_counting.max_length=6"]
+    assert cli.main(["eval", address, "--model", "careful", *common, "--output", str(first)]) == 0
+    assert re.search(r"letter_counting\s+40\s+exact\s+1\.000\s+0\.912 to 1\.000", capsys.readouterr().out)
+    assert cli.main(["eval", address, "--model", "careless", *common, "--output", str(second)]) == 0
+    capsys.readouterr()
+    assert cli.main(["compare", str(first), str(second)]) == 0
+    with_a = sum("a" in row["id"].split("/")[1] for row in json.loads(first.read_text())["sets"]["letter_counting"]["tasks"])
+    comparison = compare(first, second).sets[0]
+    assert (comparison.difference.worse, comparison.difference.better) == (with_a, 0) and with_a > 5
+    assert comparison.difference.mean == pytest.approx(-with_a / 40)
+    assert f"0/{with_a}" in capsys.readouterr().out
+    assert cli.main(["compare", str(first), str(second), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sets"][0]["num_shared"] == 40
+
+
+def test_comparisons_pair_what_was_asked_in_the_same_words(address: str, tmp_path: Path) -> None:
+    paths = tmp_path / "a.json", tmp_path / "b.json"
+    evaluate(address, {"x": [asked("tree"), asked("plum"), asked("plum")]}, output=paths[0], pbar=False)
+    others = [
+        asked("plum"),
+        Task([{"role": "user", "content": "Again: How many e are in tree?"}], asked("tree").grader, id="tree"),
+    ]
+    evaluate(address, {"x": others, "y": others}, output=paths[1], name="careless", pbar=False)
+    comparison = compare(*paths)
+    assert (comparison.sets[0].num_shared, comparison.sets[0].num_others, comparison.left_out) == (1, 3, ["y"])
+    with pytest.raises(UserError, match="cannot be read as the result of an evaluation"):
+        compare(tmp_path / "none.json", paths[1])
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UserError, match="is no result of ttrl eval"):
+        compare(paths[0], tmp_path / "other.json")
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        evaluate(
+            str(tmp_path / "nothing"),
+            "gsm8k,mmlu=/nope,foo,letter_counting@test,nyt_connections,countdown=x,sort_letters,sort_letters",
+            n=0,
+            pass_at=[4],
+            temperature=-1,
+            confidence=95,
+            name="x",
+            prices=(1,),
+            params={"tempreature": 1},
+            options={"gsm8k.stlye": "r1", "arc_agi.x": 1},
+        )
+    said = "\n".join(caught.value.problems)
+    for part in (
+        "n is 0",
+        "pass_at has [4]",
+        "temperature is -1",
+        "confidence is 95",
+        "name is 'x', which is for addresses",
+        "prices is (1,)",
+        "tempreature",
+        "nothing does not exist",
+        "gsm8k has no option 'stlye'; it has style",
+        "/nope: no such file",
+        "no tasks named 'foo'",
+        "letter_counting has 'train' and 'validation'",
+        "nyt_connections needs data",
+        "countdown is made, not loaded",
+        "sort_letters is asked for twice",
+        "option 'arc_agi.x' is of no family that is asked for",
+    ):
+        assert part in said, part
+    with pytest.raises(ConfigError, match="no setting 'sample'"):
+        evaluate("http://127.0.0.1:1/v1", "countdown", sample=3)
+
+
+def test_servers_that_do_not_answer_or_serve_another_model(address: str) -> None:
+    with pytest.raises(ServerError, match="serves no model 'other'; it serves careful, careless"):
+        evaluate(address, "countdown", n=1, name="other", pbar=False)
+    with pytest.raises(ServerError, match="ends in /v1"):
+        evaluate("http://127.0.0.1:1/v1", "countdown", n=1, pbar=False)
+    with pytest.raises(ServerError, match="no such word"):
+        evaluate(address, {"x": [asked("quiz")]}, pbar=False)
+
+
+def test_a_file_of_ones_own(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "trees_of_mine.py").write_text(
+        "from ttrl import Task\n"
+        "def get_tasks(n):\n"
+        "    message = {'role': 'user', 'content': 'How many e are in tree?'}\n"
+        "    return [Task([message], lambda choice: 1.0, id=str(k)) for k in range(n)]\n"
+    )
+    result = evaluate(address, f"{tmp_path / 'trees_of_mine.py'}", n=3, pbar=False)
+    assert result.sets[0].num_tasks == 3 and result.sets[0].accuracy.mean == 1.0
+
+
+def test_the_table_of_families() -> None:
+    """Every family is there, its function has what the table says, and those that are made can be asked for without data."""
+    for name, family in FAMILIES.items():
+        assert family.function.__name__.startswith("get_")
+        if family.data is None:
+            tasks = TaskSpec.parse(name).tasks(2)
+            assert len(tasks) == 2
+    assert str(TaskSpec.parse("arc-easy@train=some/where")) == "arc_easy@train=some/where"
+    with pytest.raises(UserError, match="wrong type"):
+        TaskSpec.parse("countdown").with_option("largest", "many").tasks(2)

@@ -1,0 +1,134 @@
+"""Intervals against published examples, exact enumeration and brute force."""
+
+import itertools
+import math
+import random
+from fractions import Fraction
+
+import pytest
+
+from ttrl.evaluation.intervals import (
+    _newcombe,
+    estimate_mean,
+    mcnemar,
+    paired_difference,
+    pass_at_k,
+    t_cdf,
+    t_quantile,
+    wilson,
+)
+
+
+def test_wilson_against_newcombe_1998() -> None:
+    """Table I of Newcombe 1998, "Two-sided confidence intervals for the single proportion", method 3."""
+    for right, count, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert wilson(right, count) == pytest.approx((low, high), abs=5e-5)
+    assert wilson(29, 29)[1] == 1.0 and wilson(0, 3)[0] == 0.0
+
+
+def test_t_against_tables() -> None:
+    """Two-sided 95% and 99% points of any table of Student's t."""
+    for degrees, at_95, at_99 in (
+        (1, 12.7062, 63.6567),
+        (2, 4.3027, 9.9248),
+        (3, 3.1824, 5.8409),
+        (10, 2.2281, 3.1693),
+        (120, 1.9799, 2.6174),
+    ):
+        assert t_quantile(0.975, degrees) == pytest.approx(at_95, abs=6e-5)
+        assert t_quantile(0.995, degrees) == pytest.approx(at_99, abs=6e-5)
+    assert t_quantile(0.975, 4000) == pytest.approx(t_quantile(0.975, 4001), abs=1e-6)
+    assert t_cdf(0.0, 5) == 0.5 and t_cdf(-2.0, 4) == pytest.approx(1 - t_cdf(2.0, 4))
+
+
+@pytest.mark.parametrize(("samples", "right", "k"), [(6, 2, 3), (5, 0, 2), (5, 5, 5), (7, 4, 1), (8, 3, 6), (4, 1, 4)])
+def test_pass_at_k_is_the_share_of_subsets(samples: int, right: int, k: int) -> None:
+    outcomes = [True] * right + [False] * (samples - right)
+    subsets = list(itertools.combinations(outcomes, k))
+    assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-14)
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
+    exact = 1 - Fraction(math.comb(9970, 500), math.comb(10_000, 500))
+    assert pass_at_k(10_000, 30, 500) == pytest.approx(float(exact), rel=1e-12)
+
+
+def test_right_or_wrong_once_a_task_is_wilson() -> None:
+    estimate = estimate_mean([[1.0]] * 81 + [[0.0]] * 182)
+    assert (estimate.low, estimate.high) == wilson(81, 263) and estimate.method == "Wilson"
+    assert estimate.covers(0.3) and not estimate.covers(0.4)
+
+
+def test_samples_of_a_task_are_one_cluster() -> None:
+    """The same answer k times tells no more than once: the interval must not shrink with k."""
+    draw = random.Random(0)
+    once = [[float(draw.random() < 0.6)] for _ in range(40)]
+    often = [values * 16 for values in once]
+    single, clustered = estimate_mean(once), estimate_mean(often)
+    assert clustered.mean == single.mean and clustered.method == "Student t over tasks"
+    assert clustered.high - clustered.low > 0.9 * (single.high - single.low)
+
+
+def test_partial_credit_against_the_formula() -> None:
+    estimate = estimate_mean([[0.5, 0.7], [0.2], [], [0.9]])
+    means = [0.6, 0.2, 0.9]
+    mean = sum(means) / 3
+    error = math.sqrt(sum((x - mean) ** 2 for x in means) / 2 / 3)
+    assert estimate.num_tasks == 3 and estimate.mean == pytest.approx(mean)
+    assert estimate.low == pytest.approx(max(0.0, mean - 4.302653 * error))
+    assert estimate.high == pytest.approx(min(1.0, mean + 4.302653 * error))
+
+
+def test_an_interval_always_has_a_width() -> None:
+    assert estimate_mean([[0.5, 0.5]] * 10).low == pytest.approx(wilson(5, 10)[0])
+    assert estimate_mean([[1.0, 1.0]] * 10).high == 1.0 and estimate_mean([[1.0, 1.0]] * 10).low < 0.8
+    assert estimate_mean([[3.0]]).low is None and estimate_mean([]).mean is None
+    assert estimate_mean([[3.0], [5.0]]).high > 5.0  # rewards beyond [0, 1] are not cut
+
+
+def test_the_interval_holds_what_it_promises() -> None:
+    """Of 200 evaluations of 60 tasks of different difficulty with 4 samples, 95% cover the truth; the same ones always."""
+    draw, covered = random.Random(1), 0
+    for _ in range(200):
+        chances = [draw.betavariate(0.6, 0.4) for _ in range(60)]
+        covered += estimate_mean([[float(draw.random() < p) for _ in range(4)] for p in chances]).covers(0.6)
+    assert 0.92 <= covered / 200 <= 0.98
+
+
+def test_newcombe_paired_against_fagerland_2014() -> None:
+    """Airway hyper-responsiveness: 1, 1, 7, 12 pairs; there 0.026 to 0.507 (but for the sign), and exact McNemar p = 0.0703."""
+    low, high = _newcombe(1, 1, 7, 21, 0.95)
+    assert (round(low, 3), round(high, 3)) == (0.026, 0.507)
+    assert mcnemar(1, 7) == pytest.approx(0.0703125)
+    pairs = [(1, 1)] + [(1, 0)] + [(0, 1)] * 7 + [(0, 0)] * 12
+    difference = paired_difference([[float(a)] for a, _ in pairs], [[float(b)] for _, b in pairs])
+    assert (difference.low, difference.high) == (low, high)
+    assert (difference.better, difference.worse, difference.num_tasks) == (7, 1, 21)
+    assert difference.mean == pytest.approx(6 / 21)
+
+
+def test_mcnemar_by_counting_every_outcome() -> None:
+    for total in range(1, 9):
+        outcomes = [sum(bits) for bits in itertools.product((0, 1), repeat=total)]
+        for one in range(total + 1):
+            as_far = [x for x in outcomes if abs(2 * x - total) >= abs(2 * one - total)]
+            assert mcnemar(one, total - one) == pytest.approx(len(as_far) / len(outcomes))
+
+
+def test_paired_t() -> None:
+    """Ten differences; mean 0.13, standard deviation 0.1059, t = 3.88, p = 0.0037 with nine degrees of freedom."""
+    before = [[0.1 * k, 0.1 * k] for k in range(10)]
+    gains = [0.1, 0.2, 0.0, 0.3, 0.1, 0.2, -0.05, 0.15, 0.2, 0.1]
+    after = [[values[0] + gain] for values, gain in zip(before, gains)]
+    difference = paired_difference(before, after)
+    assert difference.mean == pytest.approx(0.13) and difference.method == "paired t over tasks"
+    deviation = math.sqrt(sum((gain - 0.13) ** 2 for gain in gains) / 9)
+    assert difference.high - difference.mean == pytest.approx(2.262157 * deviation / math.sqrt(10))
+    assert difference.p_value == pytest.approx(2 * (1 - t_cdf(0.13 / (deviation / math.sqrt(10)), 9)))
+    assert 0.003 < difference.p_value < 0.005
+    assert paired_difference([[0.5]], [[0.75]]) is None and paired_difference([[]], [[1.0]]) is None

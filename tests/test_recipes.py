@@ -1,0 +1,90 @@
+"""The scripts in recipes/: their options, tasks and settings. What they do with a model is tried by hand (--tiny) and in e2e/."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttrl.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
+
+
+def gsm8k(folder: Path) -> None:
+    rows = [{"question": f"What is {n} and {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"} for n in range(2600)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def temporal_clue(folder: Path) -> None:
+    rows = [{"prompt": f"Puzzle {n}", "solution": {"A": "Miss Violet"}, "num_clues": 1} for n in range(30)]
+    for name in ("train", "val"):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def nyt_connections(folder: Path) -> None:
+    rows = [{"answers": [{"members": [f"W{n} {g}{w}" for w in range(4)]} for g in range(4)]} for n in range(60)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def arc_agi(folder: Path) -> None:
+    pair = {"input": [[1, 2]], "output": [[2, 1]]}
+    rows = [{"id": f"{n:08x}", "train": [pair], "test": [pair]} for n in range(60)]
+    (folder / "training.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def chess_moves(folder: Path) -> None:
+    ranks = ["p7", *(f"{n}p{7 - n}" for n in range(1, 7)), "7p"]
+    fens = [f"4k3/8/{one}/{other}/8/8/4P3/4K3 w - - 0 1" for one in ranks for other in ranks]
+    rows = [{"fen": fen, "best_move_uci": "e2e4"} for fen in fens]
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def multiple_choice(folder: Path) -> None:
+    rows = [{"question": f"Which is {n}?", "choices": [str(n), "x", "y", "z"], "answer": 0} for n in range(20)]
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+DATA = {maker.__name__: maker for maker in (gsm8k, temporal_clue, nyt_connections, arc_agi, chess_moves, multiple_choice)}
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [f"recipes/{name}.py", *arguments])
+    runpy.run_path(str(ROOT / "recipes" / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tasks_and_settings(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--check", "--run", str(tmp_path / "run"), "--seed", "3", "--iterations", "2"]
+    if name in DATA:
+        if name == "chess_moves":
+            pytest.importorskip("chess")
+        (tmp_path / "data").mkdir()
+        DATA[name](tmp_path / "data")
+        arguments += ["--data", str(tmp_path / "data")]
+    run(name, monkeypatch, *arguments)
+    text = capsys.readouterr().out
+    assert "held out; the settings are right" in text
+    assert not (tmp_path / "run").exists()
+    if "model=arguments.model" in (ROOT / "recipes" / f"{name}.py").read_text():
+        if name not in ("spelling", "gsm8k"):
+            return  # two of them are enough
+        run(name, monkeypatch, *arguments, "--tiny")
+        assert capsys.readouterr().out.startswith("2 tasks")
+
+
+def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="nproc_per_node is 0"):
+        run("spelling", monkeypatch, "--check", "--run", str(tmp_path), "--nproc-per-node", "0")
+
+
+def test_data_without_a_default_must_be_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("arc_agi", monkeypatch, "--check")
+    assert "--data" in capsys.readouterr().err

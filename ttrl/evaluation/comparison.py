@@ -1,0 +1,133 @@
+"""Two evaluations of the same tasks, task by task: `ttrl compare a.json b.json`."""
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ttrl.errors import UserError
+from ttrl.evaluation.intervals import Difference, paired_difference
+from ttrl.evaluation.results import aligned, read_result
+
+Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class SetComparison:
+    """One set of tasks in both."""
+
+    name: str
+    score: str
+    first: float | None
+    """Mean over the shared tasks."""
+    second: float | None
+    difference: Difference | None
+    num_shared: int
+    """Tasks that both were asked in the same words."""
+    num_others: int
+    """Tasks of either that the other was not asked, or not in the same words."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of all sets that both have."""
+
+    models: tuple[str, str]
+    confidence: float
+    sets: list[SetComparison]
+    left_out: list[str]
+    """Sets that only one of them has."""
+    settings_that_differ: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary that `json` can write as it is."""
+        return dataclasses.asdict(self)
+
+    def table(self) -> str:
+        """For a terminal."""
+        rows = [["tasks", "n", "score", "first", "second", "difference", f"{self.confidence:.0%} interval", "p", "better/worse"]]
+        for one in self.sets:
+            row = [one.name, str(one.num_shared), one.score]
+            row += ["" if value is None else f"{value:.3f}" for value in (one.first, one.second)]
+            if (d := one.difference) is None:
+                rows.append([*row, "", "", "", ""])
+            else:
+                interval = f"{d.low:+.3f} to {d.high:+.3f}"
+                rows.append([*row, f"{d.mean:+.3f}", interval, f"{d.p_value:.2g}", f"{d.better}/{d.worse}"])
+        lines = [f"first:  {self.models[0]}", f"second: {self.models[1]}", *aligned(rows)]
+        lines += [
+            f"{one.name}: {one.num_others} tasks were asked of one alone, or in other words, and are left out"
+            for one in self.sets
+            if one.num_others
+        ]
+        if self.left_out:
+            lines.append(f"in one of them alone: {', '.join(self.left_out)}")
+        if self.settings_that_differ:
+            lines.append(f"asked with other settings: {', '.join(self.settings_that_differ)}")
+        if len(self.sets) > 1:
+            lines.append(f"{len(self.sets)} sets were compared: by chance alone, one in twenty differs at p < 0.05")
+        return "\n".join(lines)
+
+
+def compare(first: str | os.PathLike[str], second: str | os.PathLike[str], *, confidence: float = 0.95) -> Comparison:
+    """Compares the JSON of two evaluations on the tasks that both were asked, second minus first.
+
+    Raises UserError for files that are none, share no set, or score a set by different names.
+    """
+    contents = [read_result(path) for path in (first, second)]
+    one, other = (content["sets"] for content in contents)
+    shared = [name for name in one if name in other]
+    if not shared:
+        has = [", ".join(sets) or "no set" for sets in (one, other)]
+        raise UserError(f"nothing to compare: {first} has {has[0]}, {second} has {has[1]}")
+    for name in shared:
+        if one[name]["score"] != other[name]["score"]:
+            raise UserError(f"{name} is scored by {one[name]['score']!r} in {first}, by {other[name]['score']!r} in {second}")
+    settings = [content.get("settings", {}) for content in contents]
+    keys = (settings[0].keys() | settings[1].keys()) - _OURS
+    differing = sorted(key for key in keys if settings[0].get(key) != settings[1].get(key))
+    return Comparison(
+        models=(str(contents[0]["model"]), str(contents[1]["model"])),
+        confidence=confidence,
+        sets=[_compared(name, one[name], other[name], confidence) for name in shared],
+        left_out=sorted(one.keys() ^ other.keys()),
+        settings_that_differ=differing,
+    )
+
+
+_OURS = frozenset({"model", "name", "cache", "concurrency", "prices", "weights_digest", "tasks"})
+"""Settings that change no answer, or that are told elsewhere."""
+
+
+def _compared(name: str, one: Mapping[str, Any], other: Mapping[str, Any], confidence: float) -> SetComparison:
+    first, second = _by_key(one["tasks"]), _by_key(other["tasks"])
+    keys = [key for key in first if key in second]
+    pairs = [(first[key], second[key]) for key in keys]
+    pairs = [(a, b) for a, b in pairs if a and b]
+    means = [_mean([pair[side] for pair in pairs]) for side in (0, 1)]
+    return SetComparison(
+        name=name,
+        score=str(one["score"]),
+        first=means[0],
+        second=means[1],
+        difference=paired_difference([a for a, _ in pairs], [b for _, b in pairs], confidence),
+        num_shared=len(pairs),
+        num_others=len(first.keys() | second.keys()) - len(keys),
+    )
+
+
+def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
+    """Scores by id, digest of the messages, and how many equal ones came before."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found: dict[Key, list[float]] = {}
+    for row in rows:
+        key = (row["id"], row["digest"])
+        found[(*key, seen[key])] = [score for score in row["scores"] if score is not None]
+        seen[key] += 1
+    return found
+
+
+def _mean(groups: Sequence[Sequence[float]]) -> float | None:
+    return sum(sum(group) / len(group) for group in groups) / len(groups) if groups else None

@@ -1,0 +1,118 @@
+"""The task families by name, and what one asks for on a command line: `gsm8k`, `mmlu=data/mmlu`, `sort_letters@train`.
+
+Each family is a function of `ttrl.tasks` (see docs/tasks.md); nothing of it is imported before it is asked for.
+"""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrl.errors import UserError
+from ttrl.tasks.task import Task
+
+GENERATED_BY_DEFAULT = 200
+"""Tasks of families that are made, where nobody says how many."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One line of the table."""
+
+    home: str
+    """module:function below ttrl.tasks."""
+    score: str
+    """What counts as right: the metric whose mean is called the accuracy, or "reward"."""
+    split: str = "validation"
+    """Where nobody names one."""
+    data: str | None = None
+    """None: made, no data needed; else the data set on the hub, or "" where there is none that could be taken by default."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Given to the function."""
+
+    @property
+    def function(self) -> Callable[..., list[Task]]:
+        """`get_..._tasks`."""
+        module, _, name = self.home.partition(":")
+        function: Callable[..., list[Task]] = getattr(importlib.import_module(f"ttrl.tasks.{module}"), name)
+        return function
+
+
+FAMILIES: dict[str, Family] = {
+    "gsm8k": Family("gsm8k:get_gsm8k_tasks", "exact", "test", "openai/gsm8k"),
+    "mmlu": Family("multiple_choice:get_mmlu_tasks", "reward", "test", "cais/mmlu"),
+    "arc_challenge": Family("multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": True}),
+    "arc_easy": Family("multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": False}),
+    "humaneval": Family("humaneval:get_humaneval_tasks", "reward", "test", "openai/openai_humaneval"),
+    "arc_agi": Family("arc_agi:get_arc_agi_tasks", "exact", "test", ""),
+    "nyt_connections": Family("nyt_connections:get_nyt_connections_tasks", "exact", "test", ""),
+    "chess": Family("chess_moves:get_chess_tasks", "best", "test", ""),
+    "temporal_clue": Family("temporal_clue:get_temporal_clue_tasks", "accuracy"),
+    "zebra_grid": Family("zebra_grid:get_zebra_grid_tasks", "solved"),
+    "countdown": Family("countdown:get_countdown_tasks", "exact"),
+    "letter_counting": Family("letter_counting:get_letter_counting_tasks", "exact"),
+    "sort_letters": Family("sort_letters:get_sort_letters_tasks", "exact"),
+    "spelling": Family("spelling:get_spelling_tasks", "exact"),
+}
+_MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # made, or from a file that is given
+_SPEC = re.compile(r"([A-Za-z0-9_-]+)(?:@([A-Za-z0-9_-]+))?(?:=(.+))?")
+_GIVEN_ELSEWHERE = ("split", "n", "seed", "path")
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What one asks for: FAMILY[@SPLIT][=PATH]. Raises UserError for a family that there is not, or a path it cannot have."""
+
+    family: str
+    split: str
+    path: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> "TaskSpec":
+        """Reads one. Dashes and underscores are the same in names."""
+        match = _SPEC.fullmatch(text.strip())
+        name = match[1].replace("-", "_") if match else ""
+        if match is None or name not in FAMILIES:
+            raise UserError(
+                f"no tasks named {text!r}; give FAMILY, FAMILY@SPLIT, FAMILY=PATH (a file, a folder, or a data set's name on the "
+                f"hub), or a file of your own, FILE.py; families: {', '.join(sorted(FAMILIES))}"
+            )
+        family = FAMILIES[name]
+        if match[3] is None and family.data == "":
+            raise UserError(f"{name} needs data: {name}=PATH, a file, a folder, or a data set's name on the hub")
+        if match[3] is not None and family.data is None and name not in _MAY_LOAD:
+            raise UserError(f"{name} is made, not loaded; leave ={match[3]} out")
+        return cls(name, match[2] or family.split, match[3])
+
+    def with_option(self, name: str, value: Any) -> "TaskSpec":
+        """With one more argument for the family's function. Raises UserError for one that it does not have."""
+        known = [one for one in inspect.signature(FAMILIES[self.family].function).parameters if one not in _GIVEN_ELSEWHERE]
+        if name not in known:
+            raise UserError(f"{self.family} has no option {name!r}; it has {', '.join(known)}")
+        return TaskSpec(self.family, self.split, self.path, {**self.options, name: value})
+
+    def __str__(self) -> str:
+        family = FAMILIES[self.family]
+        split = f"@{self.split}" if self.split != family.split else ""
+        return f"{self.family}{split}" + (f"={self.path}" if self.path is not None else "")
+
+    def tasks(self, n: int | None, seed: int = 0) -> list[Task]:
+        """The tasks: `n` at the most where they are loaded (None: all), else exactly `n` (None: GENERATED_BY_DEFAULT).
+
+        Raises TaskError, and UserError for options of the wrong type.
+        """
+        family = FAMILIES[self.family]
+        path = self.path if self.path is not None else family.data
+        arguments: dict[str, Any] = {**family.options, **self.options}
+        if path is not None:
+            arguments["path"] = path
+        made = path is None or (self.family == "spelling")
+        try:
+            if made:
+                return family.function(self.split, n if n is not None else GENERATED_BY_DEFAULT, seed, **arguments)
+            return family.function(self.split, None, seed, **arguments)[:n]  # more of a split begin with the same ones
+        except TypeError as error:
+            raise UserError(f"{self}: {error}; is an option of the wrong type?") from error

@@ -1,0 +1,244 @@
+"""What an evaluation found: means with intervals for each set of tasks, as numbers, as JSON, and as a table for a terminal."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrl.errors import UserError
+from ttrl.evaluation.intervals import Estimate, estimate_mean, pass_at_k
+from ttrl.files import write_text
+from ttrl.records import Sample
+from ttrl.rollouts.progress import si
+from ttrl.rollouts.results import TaskResults
+from ttrl.tasks.task import Task
+
+FORMAT = 1
+"""Of the JSON; raised when a reader of older files would misread it."""
+
+
+@dataclass(kw_only=True)
+class SetResult:
+    """One set of tasks: a family, or a file of one's own."""
+
+    name: str
+    score: str
+    """What `accuracy` is the mean of: "reward", or a metric of the grader."""
+    samples_per_task: int
+    accuracy: Estimate
+    reward: Estimate
+    metrics: dict[str, Estimate]
+    pass_at: dict[int, Estimate]
+    """By k: the chance that at least one of k samples is right (its score is 1), and its interval over tasks."""
+    num_tasks: int
+    num_samples: int
+    num_failed: int
+    """Samples without a grade: the request or the grader failed. They are left out of the means."""
+    failures: dict[str, int]
+    """Why, and how often."""
+    num_truncated: int
+    """Samples that were cut off by the limit of tokens, graded as they were."""
+    num_cached: int
+    prompt_tokens: int
+    """Every task's prompt once."""
+    completion_tokens: int
+    mean_completion_tokens: float | None
+    new_completion_tokens: int
+    """Sampled now, not taken from the cache."""
+    tokens_per_second: float | None
+    seconds: float | None
+    spend: float | None
+    """Dollars for what was sampled now; None without prices."""
+    tasks: list[dict[str, Any]] = field(repr=False)
+    """For each task: id, digest of its messages, and each sample's score; null where it failed. What `compare` pairs."""
+
+    @property
+    def accuracy_if_failed_are_wrong(self) -> float | None:
+        """The mean with 0 for every sample that failed: the other end of what failures may hide."""
+        means = [statistics.fmean(score or 0.0 for score in row["scores"]) for row in self.tasks if row["scores"]]
+        return statistics.fmean(means) if means else None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        tasks: Sequence[Task],
+        results: TaskResults,
+        *,
+        score: str = "reward",
+        samples_per_task: int = 1,
+        pass_at: Sequence[int] = (),
+        confidence: float = 0.95,
+    ) -> "SetResult":
+        """From the results of `get_task_results`, in the order of the tasks."""
+        stats = results.stats
+        rows = [
+            {"id": task.id, "digest": messages_digest(task), "scores": [_score(sample, score) for sample in result.samples]}
+            for task, result in zip(tasks, results, strict=True)
+        ]
+        scores = [_known(row["scores"]) for row in rows]
+        graded = [result.graded for result in results]
+        names = dict.fromkeys(metric for samples in graded for sample in samples for metric in sample.metrics)
+        metrics = {
+            metric: estimate_mean([[s.metrics[metric] for s in group if metric in s.metrics] for group in graded], confidence)
+            for metric in names
+        }
+        passed = {k: _passed(scores, k, confidence) for k in sorted({*pass_at, 1} if pass_at or samples_per_task > 1 else set())}
+        return cls(
+            name=name,
+            score=score,
+            samples_per_task=samples_per_task,
+            accuracy=estimate_mean(scores, confidence),
+            reward=estimate_mean([result.rewards for result in results], confidence),
+            metrics=metrics,
+            pass_at=passed,
+            num_tasks=stats.num_tasks,
+            num_samples=stats.num_samples,
+            num_failed=sum(score is None for row in rows for score in row["scores"]),
+            failures=dict(stats.exceptions),
+            num_truncated=stats.finish_reasons.get("length", 0),
+            num_cached=stats.num_cached,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            mean_completion_tokens=stats.mean_completion_tokens,
+            new_completion_tokens=stats.new_completion_tokens,
+            tokens_per_second=stats.tokens_per_second,
+            seconds=stats.seconds,
+            spend=stats.spend,
+            tasks=rows,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary that `json` can write as it is."""
+        row = dataclasses.asdict(self)
+        row["pass_at"] = {str(k): estimate for k, estimate in row["pass_at"].items()}
+        row["accuracy_if_failed_are_wrong"] = self.accuracy_if_failed_are_wrong
+        return row
+
+
+@dataclass(kw_only=True)
+class EvalResult:
+    """An evaluation: `sets`, and what it was made with."""
+
+    model: str
+    settings: dict[str, Any]
+    sets: list[SetResult] = field(default_factory=list)
+    complete: bool = False
+    """False where it was interrupted: some sets are missing."""
+    seconds: float = 0.0
+    confidence: float = 0.95
+
+    def __getitem__(self, name: str) -> SetResult:
+        """The set of this name."""
+        found = next((one for one in self.sets if one.name == name), None)
+        if found is None:
+            raise KeyError(f"{name!r}; there are {', '.join(one.name for one in self.sets)}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary that `json` can write as it is."""
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "settings": self.settings,
+            "complete": self.complete,
+            "seconds": round(self.seconds, 3),
+            "confidence": self.confidence,
+            "sets": {one.name: one.to_json() for one in self.sets},
+        }
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the JSON, whole or not at all. Returns the path."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n")
+        return path
+
+    def table(self) -> str:
+        """For a terminal: a line for each set, and below it what should be known about failures."""
+        ks = sorted({k for one in self.sets for k in one.pass_at if k > 1})
+        header = ["tasks", "n", "score", "accuracy", f"{self.confidence:.0%} interval", "reward", *(f"pass@{k}" for k in ks)]
+        header += ["tokens", "cut off", "failed", "tokens/s"]
+        priced = any(one.spend is not None for one in self.sets)
+        rows = [_line(one, ks, priced) for one in self.sets]
+        lines = aligned([[*header, *(["cost"] if priced else [])], *rows])
+        for one in self.sets:
+            if one.num_failed:
+                commonest = list(one.failures.items())[:3]
+                reasons = "; ".join(f"{count} × {reason.splitlines()[0][:150]}" for reason, count in commonest)
+                lines.append(
+                    f"{one.name}: {one.num_failed} of {one.num_samples} samples have no grade and are left out (with all of them "
+                    f"wrong, the accuracy would be {_number(one.accuracy_if_failed_are_wrong)}): {reasons}"
+                )
+            if one.num_truncated:
+                lines.append(
+                    f"{one.name}: {one.num_truncated} of {one.num_samples} samples were cut off at the limit of tokens; "
+                    "with a higher limit the model might do better"
+                )
+        return "\n".join(lines)
+
+
+def messages_digest(task: Task) -> str:
+    """Tells whether two evaluations asked the same."""
+    return hashlib.sha256(json.dumps(task.messages, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _score(sample: Sample, score: str) -> float | None:
+    if sample.reward is None:
+        return None
+    return sample.reward if score == "reward" else sample.metrics.get(score)
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _passed(scores: Sequence[Sequence[float]], k: int, confidence: float) -> Estimate:
+    """Tasks with fewer than k graded samples are left out."""
+    counted = [(len(one), sum(score >= 1.0 - 1e-9 for score in one)) for one in scores if len(one) >= k]
+    return estimate_mean([[pass_at_k(samples, right, k)] for samples, right in counted], confidence)
+
+
+def _line(one: SetResult, ks: Sequence[int], priced: bool) -> list[str]:
+    per_task = f" x {one.samples_per_task}" if one.samples_per_task > 1 else ""
+    row = [one.name, f"{one.num_tasks}{per_task}", one.score, _number(one.accuracy.mean), _interval(one.accuracy)]
+    row += [_number(one.reward.mean)] + [_number(one.pass_at[k].mean) if k in one.pass_at else "" for k in ks]
+    row += [
+        si(one.mean_completion_tokens) if one.mean_completion_tokens is not None else "",
+        str(one.num_truncated),
+        str(one.num_failed),
+        si(one.tokens_per_second) if one.tokens_per_second else "cached" if one.num_cached else "",
+    ]
+    return row + ([f"${one.spend:.4g}" if one.spend is not None else ""] if priced else [])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _interval(estimate: Estimate) -> str:
+    return "" if estimate.low is None or estimate.high is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) if not place else cell.rjust(width) for place, (cell, width) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
+
+
+def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON of an evaluation. Raises UserError for a file that is none."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as the result of an evaluation: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("sets"), dict):
+        raise UserError(f"{path} is no result of ttrl eval (format {FORMAT}); give a file that `ttrl eval --output` wrote")
+    return content
