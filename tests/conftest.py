@@ -1,9 +1,18 @@
 """Settings for all tests."""
 
 import gc
+import importlib.util
 import os
+import shutil
 import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,3 +45,50 @@ def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
         yield
+
+
+def s3_server_command() -> list[str] | None:
+    """moto of this Python, or the command of an installation of its own, on PATH or named by TTRL_TEST_MOTO_SERVER."""
+    if importlib.util.find_spec("moto") is not None and importlib.util.find_spec("flask") is not None:
+        return [sys.executable, "-m", "moto.server"]
+    found = os.environ.get("TTRL_TEST_MOTO_SERVER") or shutil.which("moto_server")
+    return [found] if found else None
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a running S3 server (moto's)."""
+    command = s3_server_command()
+    if command is None:
+        pytest.skip('no S3 server: pip install "moto[s3,server]", here or in an environment of its own on PATH')
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (tmp_path_factory.mktemp("moto") / "log").open("wb") as log:
+        process = subprocess.Popen([*command, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            assert process.poll() is None, f"the S3 server ended at once; see {log.name}"
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
+                break
+            except urllib.error.HTTPError:
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """s3:// address of a new bucket; the server and the credentials are in the environment."""
+    name = f"bucket-{uuid4().hex[:12]}"
+    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/{name}", method="PUT"), timeout=30).close()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "topsecret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    return f"s3://{name}/some/folder"

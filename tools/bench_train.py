@@ -1,6 +1,7 @@
 """What shared prompts are worth in training: whole steps of the real policy, against padded rows and against a dense mask.
 
-    python tools/bench_train.py [--model small large] [--workload 1024x16x60 ...] [--ways ...] [--rounds 3] [--threads 1]
+    python tools/bench_train.py [--model small large] [--workload 1024x16x60 ...] [--ways ...] [--rounds 3]
+            [--slow-rounds 2] [--threads 1]
     python tools/bench_train.py --device cuda        # the shapes of Qwen2.5 1.5B and 7B, never run on a GPU yet
 
 A workload is prompt × samples × completion in tokens; rows are full, with as many prompts as fit. A step is forward, backward and
@@ -12,16 +13,20 @@ a fused AdamW step over one row of each. The ways:
                 at trained positions with the gradient in the forward pass
     ours bf16   the same under autocast; on CUDA all ways run in bf16
 
-Seconds are the fastest of all rounds, in which the ways and the model's largest matrix products take turns; with one thread on a
-CPU they are the process's CPU seconds, which other processes disturb less. The floor is the exact FLOPs of the shared prompts
-(ttrl/costs/flops.py) at the fastest such product in the same dtype. Useful tokens are trained ones.
+Ways and the model's largest matrix products take turns. Of the seconds of all rounds the fastest and the median are printed; with
+one thread on a CPU they are the process's CPU seconds, which other processes disturb less. Ratios are those of the fastest. The
+floor is the exact FLOPs of the shared prompts (ttrl/costs/flops.py) at the fastest such product in the same dtype: by torch.mm,
+and on the CPU in fp32 also by oneDNN, which the recipe's projections use (ttrl/training/cpu_products.py) and torch.mm does not.
+Useful tokens are trained ones. The first round of "ours" warms up and does not count; the padded and the dense way, which take
+far longer, run in the last `--slow-rounds` rounds alone. Everything on two cores: about six minutes.
 """
 
 import argparse
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
@@ -34,7 +39,7 @@ from transformers import Qwen2Config
 from ttrl.costs.flops import model_shape, training_flops
 from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
-from ttrl.training import attention
+from ttrl.training import attention, cpu_products
 from ttrl.training.logprobs import IGNORE
 from ttrl.training.models import build_decoder
 from ttrl.training.policy import HeadOptions, Policy
@@ -183,30 +188,37 @@ def timed(run: Callable[[], object], device: str) -> float:
     return clock() - start
 
 
-def peak_product(tokens: int, name: str, dtype: torch.dtype, device: str) -> Callable[[], float]:
-    """Measures FLOP/s of the model's largest products, forward and of both gradients; the fastest of them."""
+def peak_products(tokens: int, name: str, dtype: torch.dtype, device: str) -> dict[str, Callable[[], float]]:
+    """By library: what measures FLOP/s of the model's largest products, forward and of both gradients; the fastest of them."""
     _, width, _, _, feed_forward, _ = MODELS[name]
     x = torch.randn(tokens, width, device=device, dtype=dtype)
     w = torch.randn(feed_forward, width, device=device, dtype=dtype)
     y = torch.randn(tokens, feed_forward, device=device, dtype=dtype)
     flops = 2 * tokens * width * feed_forward
-    products = (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)
+    products: dict[str, tuple[Callable[[], Tensor], ...]] = {"mm": (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)}
+    if cpu_products.fast(x):
+        products["oneDNN"] = (lambda: cpu_products.product(x, w), lambda: cpu_products.product(y, w.T))
 
-    def measure() -> float:
-        return max(flops / timed(product, device) for product in products)
+    def measured(ways: tuple[Callable[[], Tensor], ...]) -> Callable[[], float]:
+        return lambda: max(flops / timed(way, device) for way in ways)
 
-    return measure
+    return {library: measured(ways) for library, ways in products.items()}
 
 
 @dataclass
-class Best:
+class Measured:
     """Of one way."""
 
-    seconds: float = float("inf")
+    seconds: list[float] = field(default_factory=list)
     memory: int = 0
 
+    @property
+    def fastest(self) -> float:
+        return min(self.seconds)
 
-def bench(name: str, workload: str, ways: list[str], rounds: int, device: str, seq_len: int) -> None:
+
+def bench(name: str, workload: str, ways: list[str], arguments: argparse.Namespace, seq_len: int) -> None:
+    device, rounds = arguments.device, arguments.rounds
     policy = make_policy(name, device)
     shared, alone = make_rows(workload, seq_len, MODELS[name][-1])
     positions = shared.input_pos[shared.group_ids >= 0].tolist()
@@ -214,10 +226,17 @@ def bench(name: str, workload: str, ways: list[str], rounds: int, device: str, s
     tokens = min(len(positions), 16384)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True)
     dtypes = {way: torch.bfloat16 if way.endswith("bf16") or device == "cuda" else torch.float32 for way in ways}
-    products = {dtype: peak_product(tokens, name, dtype, device) for dtype in set(dtypes.values())}
-    peaks, best = dict.fromkeys(products, 0.0), {way: Best() for way in ways}
-    for number in range(rounds + 1):  # the first warms up
+    products = {
+        (dtype, library): measure
+        for dtype in set(dtypes.values())
+        for library, measure in peak_products(tokens, name, dtype, device).items()
+    }
+    peaks, found = dict.fromkeys(products, 0.0), {way: Measured() for way in ways}
+    for number in range(rounds + 1):
         for way in ways:
+            slow = way in ("padded", "dense")
+            if slow and number <= rounds - arguments.slow_rounds:
+                continue
             run = loss_of(way, policy, shared, alone, device)
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -228,28 +247,41 @@ def bench(name: str, workload: str, ways: list[str], rounds: int, device: str, s
                 optimizer.zero_grad()
 
             seconds = timed(step, device)
-            for dtype, measure in products.items():
-                peaks[dtype] = max(peaks[dtype], measure())
-            if number or rounds == 0:
-                best[way].seconds = min(best[way].seconds, seconds)
+            for kind, measure in products.items():
+                peaks[kind] = max(peaks[kind], measure())
+            if slow or number or rounds == 0:
+                found[way].seconds.append(seconds)
             if device == "cuda":
-                best[way].memory = max(best[way].memory, torch.cuda.max_memory_allocated())
-    print(f"\n{name}, {workload}: {len(positions)} tokens in a row, {shared.num_trained} trained, {flops / 1e9:.1f} GFLOP")
-    print("  " + ", ".join(f"{str(dtype)[6:]} products {peak / 1e9:.0f} GFLOP/s" for dtype, peak in peaks.items()))
-    print(
-        "  way        seconds  useful tokens/s  padded/way  dense/way  share of floor" + ("  peak GB" if device == "cuda" else "")
-    )
-    for way, result in best.items():
-        ratios = [
-            f"{best[other].seconds / result.seconds:9.2f}x" if other in best else f"{'-':>10}" for other in ("padded", "dense")
-        ]
-        share = flops / peaks[dtypes[way]] / result.seconds
-        memory = f"  {result.memory / 1e9:7.1f}" if device == "cuda" else ""
-        print(
-            f"  {way:10} {result.seconds:7.3f} {shared.num_trained / result.seconds:16.0f}  {'  '.join(ratios)}"
-            f"  {100 * share:13.1f}%{memory}",
-            flush=True,
-        )
+                found[way].memory = max(found[way].memory, torch.cuda.max_memory_allocated())
+    _print(f"{name}, {workload}: {len(positions)} tokens in a row", shared.num_trained, flops, dtypes, peaks, found)
+
+
+def _print(
+    title: str,
+    trained: int,
+    flops: int,
+    dtypes: dict[str, torch.dtype],
+    peaks: dict[tuple[torch.dtype, str], float],
+    found: dict[str, Measured],
+) -> None:
+    print(f"\n{title}, {trained} trained, {flops / 1e9:.1f} GFLOP")
+    print("  " + ", ".join(f"{str(dtype)[6:]} {library} {peak / 1e9:.0f} GFLOP/s" for (dtype, library), peak in peaks.items()))
+    memory = any(result.memory for result in found.values())
+    columns = ["useful tokens/s", "padded/way", "dense/way", "floor: mm", "oneDNN", *(["peak GB"] if memory else [])]
+    print(f"  {'way':10} {'fastest':>8} {'median':>8}" + "".join(f"  {column:>10}" for column in columns))
+    for way, result in found.items():
+        if not result.seconds:
+            continue
+        values = [f"{trained / result.fastest:.0f}".rjust(15)]
+        for other in ("padded", "dense"):
+            known = other in found and found[other].seconds
+            values.append(f"{found[other].fastest / result.fastest:.2f}x" if known else "-")
+        for library in ("mm", "oneDNN"):
+            peak = peaks.get((dtypes[way], library))
+            values.append(f"{100 * flops / peak / result.fastest:.1f}%" if peak else "-")
+        values += [f"{result.memory / 1e9:.1f}"] if memory else []
+        seconds = f"  {way:10} {result.fastest:8.3f} {statistics.median(result.seconds):8.3f}"
+        print(seconds + "".join(f"  {value:>10}" for value in values), flush=True)
 
 
 def main() -> None:
@@ -259,15 +291,16 @@ def main() -> None:
     parser.add_argument("--workload", nargs="*", help="prompt × samples × completion, as 256x16x100")
     parser.add_argument("--ways", nargs="*", default=["padded", "dense", "ours", "ours bf16"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slow-rounds", type=int, default=2, help="of the padded and the dense way")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     models, workloads, seq_len = ON_DEVICE[arguments.device]
     torch.set_num_threads(arguments.threads)
     ways = [way for way in arguments.ways if arguments.device == "cpu" or way != "ours bf16"]
-    print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), fastest of {arguments.rounds} rounds")
+    print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), {arguments.rounds} rounds")
     for name in arguments.model or models:
         for workload in arguments.workload or workloads:
-            bench(name, workload, ways, arguments.rounds, arguments.device, seq_len)
+            bench(name, workload, ways, arguments, seq_len)
 
 
 if __name__ == "__main__":

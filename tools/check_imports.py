@@ -45,6 +45,7 @@ HOUSE = {
     "errors": _room(),
     "files": _room("", "safetensors"),  # its error class alone; safetensors itself loads no torch
     "processes": _room("process_guard", "psutil"),
+    "request_folder": _room(),
     "process_guard": _room(),
     "records": _room(),
     "configs": _room(),
@@ -52,17 +53,20 @@ HOUSE = {
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).
     "rollouts": _room("tasks records process_guard", "openai obstore tqdm aiohttp httpx msgspec cloudpickle numpy"),
     "server": _room("records", "openai psutil httpx"),
+    # Loaded by vLLM into its own processes, and by nothing else.
+    "vllm_worker": _room("", "torch vllm"),
     "data": _room("records", "torch transformers tokenizers safetensors numpy jinja2 matplotlib"),
     "costs": _room("records"),
     "training": _room(
-        "data costs records configs", "torch torchtune torchao transformers safetensors numpy huggingface_hub omegaconf"
+        "data costs records configs request_folder",
+        "torch torchtune torchao transformers safetensors numpy huggingface_hub omegaconf",
     ),
     "grpo_recipe": _room("training data instruments records configs", "torch torchtune transformers omegaconf"),
     "sft_recipe": _room("training data instruments records configs", "torch torchtune transformers omegaconf"),
     "instruments": _room("data training records", "torch numpy"),
     "loop": _room(
-        "tasks rollouts server data costs evaluation records configs",
-        "torch transformers tokenizers huggingface_hub openai yaml tqdm numpy psutil",
+        "tasks rollouts server data costs evaluation records configs request_folder process_guard tiny_model",
+        "torch transformers tokenizers huggingface_hub openai obstore yaml tqdm numpy psutil wandb",
     ),
     "evaluation": _room("tasks rollouts records", "openai tqdm numpy"),
     "tiny_model": _room("", "torch transformers tokenizers"),

@@ -3,7 +3,8 @@
     python tools/check_memory.py [--moments] [--default-heap] [NAME ...]
 
 Each line is the real recipe (`ttrl.grpo_recipe.train`) in a fresh process with one thread, on a random model and made-up groups
-of 8 samples. Measured is the highest resident memory, less what the process held once everything was imported.
+of 8 samples; with 2 processes (FSDP2 over gloo), the first of them. Measured is the highest resident memory, less what the
+process held once everything was imported.
 
     MB         of the whole recipe, highest of all moments
     ratio      estimated / measured
@@ -81,6 +82,9 @@ CASES: dict[str, Case] = {
     "LoRA": Case({}, {"lora_rank": 16}),
     "QLoRA, bf16": Case({}, {"lora_rank": 16, "lora_base_dtype": "nf4", "dtype": "bf16"}),
     "Qwen3 (head norms)": Case({"model_type": "qwen3", "head_dim": 128}, {}),
+    "2 processes": Case({}, {}, rows=2, processes=2),
+    "2 processes, kept gathered": Case({}, {"reshard_after_forward": False}, rows=2, processes=2),
+    "2 processes, 2nd iteration": Case({}, {}, rows=4, processes=2, continued=True),
     "Gemma 2 (dense mask)": Case({"model_type": "gemma2", "head_dim": 64, **SMALL}, {}, length=1024),
 }
 
@@ -161,16 +165,16 @@ def child(settings: dict[str, Any], result: Path) -> None:
     from ttrl import grpo_recipe
     from ttrl.configs import GRPOConfig
     from ttrl.training.distributed import ranks
+    from ttrl.training.taking import Stepper
 
     moments = Moments()
-    moments.wrap(grpo_recipe, "load_policy", "loading")
-    moments.wrap(grpo_recipe.Stepper, "__init__", "loading")
+    moments.wrap(grpo_recipe, "load_trained", "loading")
     moments.wrap(grpo_recipe.TrainLog, "__init__", "loading")
     moments.wrap(grpo_recipe.Prepass, "run", "prepass")
     moments.wrap(grpo_recipe.GradientStep, "accumulate", "gradient")
-    moments.wrap(grpo_recipe.Stepper, "take", "optimizer")
+    moments.wrap(Stepper, "take", "optimizer")
     moments.wrap(grpo_recipe, "save_checkpoint", "saving")
-    moments.wrap(grpo_recipe.Stepper, "save", "saving")
+    moments.wrap(Stepper, "save", "saving")
     config = GRPOConfig.parse(settings, "check")
     with ranks(config) as here:
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -201,7 +205,9 @@ def measure(case: Case, folder: Path, default_heap: bool) -> dict[str, Any]:
         runs.append(settings | {"state": str(folder / "out" / "state"), "output_dir": str(folder / "second")})
     for run in runs:
         result.unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--child", json.dumps(run), "--result", str(result)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.processes)]
+        command = [sys.executable, *(torchrun if case.processes > 1 else [])]
+        command += [__file__, "--child", json.dumps(run), "--result", str(result)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if default_heap else {"MALLOC_MMAP_THRESHOLD_": str(2**20)})
         subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
     return json.loads(result.read_text())
@@ -214,11 +220,11 @@ def estimate(case: Case, folder: Path) -> MemoryEstimate:
     packed = PackedTensors.load(folder / "packed.safetensors")
     settings = {"rows_per_microbatch": 1, **case.settings}
     size = settings["rows_per_microbatch"]
-    rows = -(-packed.num_rows // settings.get("updates_per_iteration", 1))
+    rows = -(-packed.num_rows // settings.get("updates_per_iteration", 1) // case.processes)
     workload = Workload(
         row_length=int((packed.group_ids >= 0).any(dim=0).sum()),
         trained_share=packed.num_trained / packed.tokens.numel(),
-        rows=packed.num_rows,
+        rows=-(-packed.num_rows // case.processes),
         microbatches=-(-rows // size),
         continued=case.continued,
     )

@@ -31,7 +31,10 @@ _HOME = {
     "plot_packed_tensors": "ttrl.data.plot",
     "tune": "ttrl.loop.tune",
     "train": "ttrl.loop.train",
+    "plan": "ttrl.loop.plan",
     "replay": "ttrl.loop.replay",
+    "evaluate": "ttrl.loop.evaluate",
+    "compare": "ttrl.evaluation.comparison",
     "TrainConfig": "ttrl.loop.config",
 }
 
@@ -41,7 +44,10 @@ if TYPE_CHECKING:
     from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
     from ttrl.data.plot import plot_packed_tensors
     from ttrl.data.tokenization import TaskResultTokenizer
+    from ttrl.evaluation.comparison import compare
     from ttrl.loop.config import TrainConfig
+    from ttrl.loop.evaluate import evaluate
+    from ttrl.loop.plan import plan
     from ttrl.loop.replay import replay
     from ttrl.loop.train import train
     from ttrl.loop.tune import tune

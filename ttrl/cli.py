@@ -17,6 +17,10 @@ from pathlib import Path
 
 from ttrl import __version__
 from ttrl.errors import TtrlError, UserError
+from ttrl.loop.eval_command import COMPARE_HELP, EVAL_HELP, add_compare_arguments, add_eval_arguments
+from ttrl.loop.join_command import add_arguments as add_join_arguments
+from ttrl.loop.plan_command import add_plan_arguments
+from ttrl.server.serve_command import add_arguments as add_serve_arguments
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -30,8 +34,31 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from ttrl.loop.report import write_report
+    from ttrl.loop.report_text import report_text
 
     print(write_report(arguments.run))
+    print(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns), file=sys.stderr)
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from ttrl.loop.plan_command import planned
+
+    print(planned(arguments))
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from ttrl.loop.eval_command import evaluated
+
+    print(evaluated(arguments))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from ttrl.loop.eval_command import compared
+
+    print(compared(arguments))
     return 0
 
 
@@ -174,7 +201,9 @@ def _add_tasks_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="make puzzles and write them to a file, in parallel")
-    generate.add_argument("family", metavar="FAMILY", help="temporal-clue or zebra-grid")
+    generate.add_argument(
+        "family", metavar="FAMILY", help="temporal-clue, temporal-clue-night (as the published ones), zebra-grid"
+    )
     generate.add_argument("--n", type=int, required=True, help="how many")
     generate.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the file; replaced if it exists")
     generate.add_argument("--seed", type=int, default=0, help="other seeds, other puzzles (0)")
@@ -215,8 +244,24 @@ def make_parser() -> argparse.ArgumentParser:
     view = commands.add_parser("view", help="look at the packed rows that an iteration was trained on")
     _add_view_arguments(view)
 
+    plan = commands.add_parser("plan", help="say what a run will take: memory, disk, FLOPs, time, money")
+    add_plan_arguments(plan)
+    plan.set_defaults(run_command=_plan)
+
     again = commands.add_parser("replay", help="grade a run's rollouts again with a changed grader, and train on the new grades")
     _add_replay_arguments(again)
+
+    evaluation = commands.add_parser("eval", help=EVAL_HELP)
+    add_eval_arguments(evaluation)
+    evaluation.set_defaults(run_command=_eval)
+    comparison = commands.add_parser("compare", help=COMPARE_HELP)
+    add_compare_arguments(comparison)
+    comparison.set_defaults(run_command=_compare)
+
+    serving = commands.add_parser("serve", help="start a server that a run on another host joins")
+    add_serve_arguments(serving)
+    joining = commands.add_parser("join", help="train together with a run that another machine leads")
+    add_join_arguments(joining)
 
     cache = commands.add_parser("cache", help="look into a cache of completions, export it, clear it")
     _add_cache_commands(cache)

@@ -104,8 +104,8 @@ def test_vllm_serves_the_base_with_the_adapter(tmp_path):
 
 
 def test_a_run(tmp_path):
-    """Each iteration goes on from the starting model and the last adapter; the server, which reloads what was merged, is held to
-    the canary."""
+    """Each iteration goes on from the starting model and the last adapter; the server, which keeps that model and is given the
+    adapter, is held to the canary."""
     base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
 
     def grader(choice):
@@ -123,7 +123,8 @@ def test_a_run(tmp_path):
     assert first.keys() == second.keys() and all(not torch.equal(first[name], second[name]) for name in first)
     rollouts = json.loads((tmp_path / "run" / "iterations" / "0002" / "done" / "rollouts.json").read_text())
     sync = rollouts["facts"]["sync"]
-    assert sync["mode"] == "reload" and sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
+    assert sync["mode"] == "adapter" and sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
+    assert load_file(adapters[0].parent / "model.safetensors")  # merged as well, for everybody else
     policy = load_policy(lora.config_of(result.checkpoint, lora_rank=4, lora_alpha=16.0), lora.ALONE)
     frozen = helpers.load_policy_in(base, torch.float32).parameters_by_name()
     assert all(torch.equal(policy.parameters_by_name()[name], weight) for name, weight in frozen.items())

@@ -24,7 +24,7 @@ _spec.loader.exec_module(helpers)
 
 CONTEXT = 256
 # One token per character, roles in plain words: whatever the model says reads and tokenizes as it was generated. With strip, the
-# beginning of earlier answers is replaced, as thinking is left out by other templates; so that an empty answer, too, reads otherwise.
+# beginning of earlier answers is replaced, as thinking is left out by other templates; so an empty answer reads otherwise, too.
 TEMPLATE = (
     "{%- for m in messages -%}{%- set strips = strip is defined and m.role == 'assistant' -%}"
     "{{- m.role + ':' + ('(...)' + m.content[2:] if strips else m.content) + '<|end|>' -}}{%- endfor -%}"

@@ -4,9 +4,13 @@ The server answers through the OpenAI client's own transport, in this process. A
 iteration that "trained" it, which the server's answers and every check depend on.
 """
 
+import asyncio
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -16,7 +20,7 @@ from transformers import AutoTokenizer
 from ttrl import Task, TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.files import append_jsonl, atomic_folder, write_json
-from ttrl.loop import phases
+from ttrl.loop import finished_groups, phases, sampling
 from ttrl.loop import train as train_module
 from ttrl.tiny_model import make_tiny_model
 
@@ -63,8 +67,13 @@ class FakeServer:
             raise ServerDiedError("the vLLM server was killed by signal 9; its last log lines: boom")
 
     def client(self) -> openai.AsyncOpenAI:
-        transport = http.MockTransport(self.handle)
+        transport = http.MockTransport(self.answer)
         return openai.AsyncOpenAI(base_url="http://fake/v1", api_key="k", http_client=http.AsyncClient(transport=transport))
+
+    async def answer(self, request: Any) -> Any:
+        while request.method == "POST" and self.world.hold(json.loads(request.content)["messages"][-1]["content"]):
+            await asyncio.sleep(0.001)
+        return self.handle(request)
 
     def handle(self, request: Any) -> Any:
         if request.method == "GET":  # /metrics
@@ -96,9 +105,15 @@ class FakeServer:
         self.world.sampled(prompt)
         return http.Response(200, json=content | {"prompt_token_ids": prompt_ids})
 
+    def request(self, method: str, path: str) -> Any:
+        raise ServerError(f"{method} {path}: 404")
+
     def stop(self) -> None:
         self.world.note("stop")
         self.checkpoint = None
+
+    rest = stop
+    model_name = "policy"
 
 
 class World:
@@ -113,6 +128,8 @@ class World:
         """(version of the weights that answered, prompt)."""
         self.recipes: list[dict[str, Any]] = []
         """The recipe's config at each training."""
+        self.step_facts: dict[int, dict[str, Any]] = {}
+        """More of what the trainer says of its step, by iteration."""
         self.refused: set[str] = set()
         """Prompts that the server answers with 400."""
         self.server_is_dead = False
@@ -125,6 +142,14 @@ class World:
 
     def sampled(self, prompt: str) -> None:
         """Called after each request; for tests to replace."""
+
+    def server_version(self) -> int:
+        """Of the weights that the server has."""
+        return int(next(event for event in reversed(self.events) if event.startswith("serve")).split()[1])
+
+    def hold(self, prompt: str) -> bool:
+        """While it is true, the request waits; for tests to replace."""
+        return False
 
     def answer(self, prompt: str, k: int, version: int) -> str:
         """1, 2 or 3 of the samples of a group are right, by the version; number 0 always is."""
@@ -165,8 +190,27 @@ class World:
 
     def ask_one_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Requests in the order of the tasks, so that a test knows which were answered."""
-        original = phases.get_task_results
-        monkeypatch.setattr(phases, "get_task_results", lambda *args, **kwargs: original(*args, **kwargs, concurrency=1))
+        original = sampling.get_task_results
+        monkeypatch.setattr(sampling, "get_task_results", lambda *args, **kwargs: original(*args, **kwargs, concurrency=1))
+
+    def interrupt_after(self, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+        """Ctrl-C at the moment when this many groups of rollouts have been kept; the server answers for no others."""
+        append, left, asked = finished_groups.append_jsonl, [kept], len(self.requests)
+
+        def append_and_interrupt(path: Path, *rows: dict[str, Any]) -> None:
+            for row in rows[: left[0]]:
+                append(path, row)
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        def hold(prompt: str) -> bool:
+            answered = sum(not one.startswith("held-out") for _, one in self.requests[asked:])
+            return answered >= kept and not prompt.startswith("held-out")
+
+        monkeypatch.setattr(finished_groups, "append_jsonl", append_and_interrupt)
+        monkeypatch.setattr(self, "hold", hold)
+        self.ask_one_at_a_time(monkeypatch)
 
     def fake_tune(self, config: dict[str, Any], config_path: Path, **_: Any) -> Path:
         number = config["iteration"]
@@ -182,8 +226,34 @@ class World:
         with atomic_folder(output / "state") as temporary:
             (temporary / "state.txt").write_text(str(number))
         row = {"global_step": number, "iteration": number, "lr": 1e-4, "loss": 0.5, "policy_loss": 0.5, "entropy": 1.0}
-        append_jsonl(output / "train.jsonl", row | {"grad_norm": 1.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0})
+        row |= {"grad_norm": 1.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0} | self.step_facts.get(number, {})
+        append_jsonl(output / "train.jsonl", row)
         return output / "checkpoint"
+
+    def trainer(self) -> type:
+        """Stands in for ttrl's own class; every training is done as soon as it has begun."""
+        world = self
+
+        class FakeTrainer:
+            def __init__(self, *_: Any) -> None:
+                pass
+
+            def start(self, recipe_config: dict[str, Any]) -> None:
+                assert (Path(recipe_config["model"]) / "config.json").is_file()
+
+            def train_async(self, number: int, recipe_config: dict[str, Any]) -> Any:
+                assert number == recipe_config["iteration"]
+                output = Path(recipe_config["output_dir"])
+                world.fake_tune(recipe_config, output / "grpo.yaml")
+                return SimpleNamespace(done=lambda: True, result=lambda: output / "checkpoint")
+
+            def check(self) -> None:
+                pass
+
+            def stop(self) -> None:
+                pass
+
+        return FakeTrainer
 
     def fake_canary(self, command: list[str], log_path: Path, **_: Any) -> None:
         self.note("canary")
@@ -199,6 +269,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(tmp_path, tiny_model)
     monkeypatch.setattr(train_module, "PolicyServer", type("Server", (FakeServer,), {"world": made}))
-    monkeypatch.setattr(phases, "tune", made.fake_tune)
+    monkeypatch.setattr(phases, "Trainer", made.trainer())
     monkeypatch.setattr(phases, "wait_for_process", made.fake_canary)
     return made

@@ -1,11 +1,8 @@
 """Further tasks until enough groups have a signal: the stream of tasks stays whole, and interrupted runs go on as they would."""
 
-import signal
-
 import pytest
 
 from ttrl.files import read_jsonl
-from ttrl.loop import phases
 from ttrl.loop.dynamic_sampling import further_tasks
 from ttrl.loop.phases import Phases
 from ttrl.loop.run_folder import RunFolder
@@ -28,7 +25,7 @@ def tasks_of(world, number):
 
 def stream(world, tasks, count):
     made = Phases(world.config(), RunFolder(world.run), world.model, tasks, [], None, None)
-    return [task.id for task in made._tasks_from(0, count)]
+    return [task.id for task in made.stream.tasks_from(0, count)]
 
 
 def with_signal(task_ids):
@@ -82,19 +79,8 @@ def test_interrupted_it_goes_on_as_it_would_have(rare, monkeypatch, tmp_path, af
     assert len(whole[0]) > 2
     rare.run = tmp_path / "again"
     rare.requests.clear()
-    rare.ask_one_at_a_time(monkeypatch)
-    original, left = phases.append_jsonl, [after]
-
-    def append(path, row):
-        if left[0] <= 0:
-            return
-        original(path, row)
-        left[0] -= 1
-        if left[0] == 0:
-            signal.raise_signal(signal.SIGINT)
-
     with monkeypatch.context() as patch:
-        patch.setattr(phases, "append_jsonl", append)
+        rare.interrupt_after(patch, after)
         with pytest.raises(KeyboardInterrupt):
             rare.train(tasks, **run)
     kept = read_jsonl(rare.run / "iterations/0001/rollouts.partial.jsonl")

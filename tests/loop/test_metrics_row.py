@@ -40,3 +40,43 @@ def test_a_term_that_begins_later_is_averaged_over_the_steps_that_have_it(row_of
 def test_an_iteration_whose_only_step_was_skipped(row_of):
     row = row_of([step(1, loss=None, grad_norm=None, skipped="the gradient norm is nan")])
     assert "loss" not in row and row["skipped"] == 1
+
+
+# Weights that did not change
+
+
+def weights(folder, number, phase, text, **facts):
+    """An iteration with a checkpoint of this content, and the marker of the phase that made it."""
+    iteration = IterationFolder(folder / f"{number:04d}", number)
+    path = iteration.path / "checkpoint" / "model.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    iteration.mark(phase, ["checkpoint"], {"seconds": 1.0, **facts})
+    return iteration
+
+
+def test_weights_that_training_left_as_they_were_are_named(tmp_path):
+    trained = {"trained": True, "steps": [step(1)]}
+    weights(tmp_path, 0, "prepare", "start")
+    same = weights(tmp_path, 1, "train", "start", **trained)
+    skipped = IterationFolder(tmp_path / "0002", 2)
+    skipped.mark("train", [], {"seconds": 1.0, "trained": False})
+    other = weights(tmp_path, 3, "train", "other", **trained)
+    again = weights(tmp_path, 4, "train", "other", **trained)
+    assert metrics_row(same)["train"]["unchanged"] is True  # as the starting model
+    assert "unchanged" not in metrics_row(other)["train"] and "train" not in metrics_row(skipped)
+    assert metrics_row(again)["train"]["unchanged"] is True
+
+
+def test_the_worst_tokens_stay_in_train_jsonl(tmp_path):
+    compared = {"mean": 1e-6, "worst": [{"row": 1}], "by_version": {"0": {"mean": 1e-6}}}
+    iteration = weights(tmp_path, 1, "train", "x", trained=True, steps=[step(1, sampler_trainer=compared)])
+    assert metrics_row(iteration)["sampler_trainer"] == {"mean": 1e-6, "by_version": {"0": {"mean": 1e-6}}}
+
+
+def test_what_the_rollouts_say_stands_by_itself(tmp_path):
+    iteration = IterationFolder(tmp_path, 1)
+    facts = {"groups": {"total": 2}, "advantages": {"clipped": 0}, "rollouts": {"truncated": 0.5}, "rows": 3}
+    iteration.mark("pack", [], {"seconds": 1.0, **facts})
+    row = metrics_row(iteration)
+    assert row["rollouts"] == {"truncated": 0.5} and row["pack"] == {"advantages": {"clipped": 0}, "rows": 3}

@@ -21,9 +21,14 @@ def pack_of(world) -> PackedTensors:
 @pytest.mark.parametrize(
     ("too_long", "dropped", "said", "notice"),
     [
-        ("drop", {"too_long": 2}, "2 too long", "2 samples were longer than a row of seq_len (too long); they were left out."),
-        ("truncate", {"too_long": 0, "truncated": 2}, "2 cut off", "2 samples were longer than a row of seq_len (cut off)."),
-        ("extend", {"too_long": 0, "extended": 2}, "2 in longer rows", "2 samples were longer than a row of seq_len (in longer"),
+        ("drop", {"too_long": 2}, "2 too long", "Samples were longer than a row of seq_len: 2 (too long, left out)."),
+        ("truncate", {"too_long": 0, "truncated": 2}, "2 cut off", "Samples were longer than a row of seq_len: 2 (cut off)."),
+        (
+            "extend",
+            {"too_long": 0, "extended": 2},
+            "2 in longer rows",
+            "Samples were longer than a row of seq_len: 2 (in longer rows).",
+        ),
     ],
 )
 def test_samples_longer_than_a_row(long_world, capsys, too_long, dropped, said, notice):

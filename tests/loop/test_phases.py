@@ -9,7 +9,8 @@ import pytest
 
 from ttrl.files import write_json
 from ttrl.loop.console import Console
-from ttrl.loop.phases import Phases, run_async
+from ttrl.loop.coroutines import run_async
+from ttrl.loop.phases import Phases
 from ttrl.loop.run_folder import RunFolder
 
 

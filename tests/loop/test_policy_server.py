@@ -1,103 +1,176 @@
-"""The policy's server: never believed without its canary, and never left running."""
+"""The policy's servers: never believed without proof, never left running, brought back with the right weights."""
 
+import asyncio
+import contextlib
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from ttrl import TrainConfig
-from ttrl.errors import ConfigError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
-from ttrl.loop import policy_server
+from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
+from ttrl.loop import policy_server, server_member
+from ttrl.loop.config_servers import shares_of_devices
 from ttrl.loop.console import Console
-from ttrl.loop.policy_server import PolicyServer, make_server
+from ttrl.loop.policy_server import PolicyServer, can_serve_adapters, make_server
+from ttrl.server.weights import Comparison, SyncReport
 
 
 @dataclass
-class Report:
-    mode: str = "reload"
-    seconds: float = 0.5
-    canary_max_difference: float = 1e-6
-    fell_back: str | None = None
+class Canary:
     max_difference: float = 1e-6
+    mean_difference: float = 1e-7
 
 
-class Child:
-    pid = 0
+class FakeServer:
+    """As much of a server as is asked of it, and a record of what happened."""
 
+    is_ours = False
 
-class FakeVLLM:
-    """As much of VLLMServer as PolicyServer knows: a start that takes as long as the test says, and a record of what happened."""
+    def __init__(self, base_url, *, serves_adapters=False, **arguments):
+        self.base_url, self.arguments, self.serves_adapters = base_url, arguments, serves_adapters
+        self.events, self.dead, self.version, self.policy_folder = [], False, None, None
 
-    made: list["FakeVLLM"] = []  # noqa: RUF012 - emptied by the fixture
-    start_error: BaseException | None = None
-    slow = False
-
-    def __init__(self, model_folder, **arguments):
-        self.model_folder, self.arguments = model_folder, arguments
-        self.events, self.dead = [], False
-        self.made_child, self.may_be_made, self.may_be_healthy = threading.Event(), threading.Event(), threading.Event()
-        self._child = None
-        if not self.slow:
-            self.may_be_made.set()
-            self.may_be_healthy.set()
-        self.made.append(self)
-
-    def start(self):
-        self._child = Child()  # there, but without a process for a while
-        self.made_child.set()
-        assert self.may_be_made.wait(30)
-        self._child.pid = 7
-        self.events.append("process")
-        assert self.may_be_healthy.wait(30)
-        if self.start_error is not None:
-            raise self.start_error
-        if self._child is None:
-            raise AttributeError("stopped while it started")
-        self.events.append("healthy")
-
-    def stop(self):
-        child, self._child = self._child, None
-        if child is not None:
-            assert child.pid, "stop() of a process that is just being made does nothing, or hangs"
-            self.events.append("stop")
-        self.may_be_healthy.set()
+    model_name = "policy"
 
     def check(self):
         if self.dead:
-            raise ServerDiedError("gone")
+            raise ServerDiedError(f"{self.base_url} is gone")
+
+    def open_to(self, version):
+        self.version = version
+
+    def open_version(self):
+        return self.version
+
+    def weights_digest(self):
+        return f"digest of {self.policy_folder}"
+
+    @contextlib.asynccontextmanager
+    async def client(self, default_headers):
+        yield self, default_headers["X-TTRL-Weights"]
+
+
+class FakeVLLM(FakeServer):
+    """One of ours: a start that takes as long as the test says."""
+
+    is_ours = True
+    made: list["FakeVLLM"] = []  # noqa: RUF012 - emptied by the fixture
+    start_error: BaseException | None = None
+    slow = False
+    log_path = Path("server.log")
+
+    def __init__(self, model_folder, **arguments):
+        super().__init__(f"http://server-{len(self.made)}/v1", **arguments)
+        self.model_folder = model_folder
+        self.is_started = self.stopped = False
+        self.may_be_healthy = threading.Event()
+        self.made.append(self)
+
+    def start(self):
+        self.is_started, self.stopped = True, False
+        self.events.append(f"start {self.model_folder}")
+        while self.slow and not self.may_be_healthy.wait(0.01) and not self.stopped:
+            pass
+        if self.stopped or self.start_error is not None:
+            self.is_started = False
+            raise self.start_error or ServerStartError("stopped while it started")
+        self.dead, self.version, self.policy_folder = False, None, self.model_folder
+
+    def stop(self):
+        if self.is_started:
+            self.events.append("stop")
+        self.stopped, self.is_started, self.version = True, False, None
+
+    @property
+    def has_ended(self):
+        return self.is_started and self.dead
+
+
+@dataclass
+class Syncs:
+    events: list[tuple[str, str]] = field(default_factory=list)
+    fail: dict[str, BaseException] = field(default_factory=dict)
+    """What the next sync of a server raises."""
+
+    def step(self, what, server, folder):
+        self.events.append((what, str(folder)))
+        server.version = None
+        if (error := self.fail.pop(server.base_url, None)) is not None:
+            raise error
+        server.check()
+        server.policy_folder = folder
+
+    def sync(self, server, folder, *, mode, compare=True, remote_folder=None, asleep=False):
+        if mode == "restart":
+            server.stop()
+            server.model_folder = folder
+            server.start()
+        self.step(f"sync by {mode}" + (" from sleep" if asleep else ""), server, remote_folder or folder)
+        return SyncReport(mode, 0.5, 1e-6, 1e-7, None, Comparison(7, 1))
+
+    def verify(self, server, folder, *, compare=True):
+        self.step("verify", server, folder)
+        return Canary(), Comparison(7, 1)
 
 
 @pytest.fixture
 def syncs(monkeypatch):
-    """The weights that were synced or verified, in order; `fail` is raised by the next one."""
-    record = {"events": [], "fail": None}
-
-    def step(what, folder):
-        record["events"].append((what, folder.name))
-        if record["fail"] is not None:
-            error, record["fail"] = record["fail"], None
-            raise error
-        return Report()
-
-    monkeypatch.setattr(policy_server, "VLLMServer", FakeVLLM)
-    monkeypatch.setattr(policy_server, "sync_weights", lambda server, folder, mode: step(f"sync by {mode}", folder))
-    monkeypatch.setattr(policy_server, "verify_canary", lambda server, folder: step("canary", folder))
+    record = Syncs()
     monkeypatch.setattr(FakeVLLM, "made", [])
+    for module in (policy_server, server_member):
+        monkeypatch.setattr(module, "VLLMServer", FakeVLLM)
+    monkeypatch.setattr(policy_server, "JoinedServer", FakeServer)
+    monkeypatch.setattr(server_member, "sync_weights", record.sync)
+    monkeypatch.setattr(server_member, "verify_weights", record.verify)
+    monkeypatch.setattr(server_member, "sleep", lambda server: server.events.append("sleep"))
+    monkeypatch.setattr(policy_server, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(policy_server, "_LOOK_AT_OTHERS_SECONDS", 0.0)
     return record
 
 
+def config_of(**settings):
+    return TrainConfig(**{"run": "r", "model": "m", "iterations": 1, "dtype": "fp32", **settings})
+
+
 @pytest.fixture
-def server(syncs, tmp_path):
-    config = TrainConfig(run="r", model="m", iterations=1, dtype="fp32", seed=5, server={"max_model_len": 99, "max_num_seqs": 3})
-    return PolicyServer(config, tmp_path / "logs", Console(quiet=True))
+def make(syncs, tmp_path):
+    made = []
+
+    def make(**settings):
+        made.append(PolicyServer(config_of(**settings), tmp_path / "logs", Console(quiet=True)))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
 
 
 A, B, C = Path("A"), Path("B"), Path("C")
+START = {"mode": "start", "canary_max_difference": 1e-6, "fell_back": None, "weights_compared": 7, "weights_unchecked": 1}
 
 
-def test_what_the_server_is_started_with(server, tmp_path):
-    server.serve(A)
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def asked(server):
+    """What a rollout would use."""
+
+    async def ask():
+        async with server.running.client() as client:
+            return client
+
+    return asyncio.run(ask())
+
+
+def test_what_a_server_is_started_with(make, tmp_path):
+    make(seed=5, server={"max_model_len": 99, "max_num_seqs": 3}).serve(A)
     [made] = FakeVLLM.made
     assert made.model_folder == A
     assert made.arguments == {
@@ -107,141 +180,327 @@ def test_what_the_server_is_started_with(server, tmp_path):
         "extra_args": {"max_num_seqs": 3},
         "max_model_len": 99,
         "seed": 5,
+        "env": {},
     }
 
 
 def test_half_precision_is_bfloat16(syncs):
-    made = make_server(TrainConfig(run="r", model="m", iterations=1, dtype="bf16"), A, Path("log"))
-    assert made.arguments["dtype"] == "bfloat16"
+    assert make_server(config_of(dtype="bf16"), A, Path("log")).arguments["dtype"] == "bfloat16"
 
 
 def test_arguments_that_ttrl_sets_itself_are_refused():
     with pytest.raises(ConfigError, match="extra_args: api-key is set by ttrl"):
-        make_server(TrainConfig(run="r", model="m", iterations=1, server={"api_key": "x"}), A, Path("log"))
+        make_server(config_of(server={"api_key": "x"}), A, Path("log"))
 
 
-def test_every_change_of_weights_is_checked_and_nothing_else(server, syncs):
-    assert server.serve(A)["mode"] == "start"
-    assert server.serve(A) is None
-    assert server.serve(B) == {"mode": "reload", "seconds": 0.5, "canary_max_difference": 1e-6, "fell_back": None}
+def test_every_change_of_weights_is_proven_and_nothing_else(make, syncs):
+    server = make()
+    assert server.serve(A) | {"seconds": 0} == START | {"seconds": 0}
+    client, version = asked(server)
+    assert client is FakeVLLM.made[0] and version == client.version
+    assert server.serve(A) is None and asked(server)[1] == version
+    assert server.serve(B)["mode"] == "reload"
+    assert asked(server)[1] == client.version != version
     assert server.serve(B) is None
     server.serve(A)
-    assert syncs["events"] == [("canary", "A"), ("sync by reload", "B"), ("sync by reload", "A")]
-    assert len(FakeVLLM.made) == 1
+    assert syncs.events == [("verify", "A"), ("sync by reload", "B"), ("sync by reload", "A")]
+    assert server.running.servers == FakeVLLM.made and server.running.weights_digest() == "digest of A"
 
 
-def test_started_ahead_from_the_folder_that_the_checkpoint_links_to(server, syncs):
+def test_started_ahead_from_the_folder_that_the_checkpoint_links_to(make, syncs):
+    server = make()
     server.start(A)
     with pytest.raises(ServerError, match="no server runs"):
         _ = server.running  # started is not proven
     assert server.serve(B)["mode"] == "start"
-    assert syncs["events"] == [("canary", "B")]
-    assert server.running is FakeVLLM.made[0]
-    assert len(FakeVLLM.made) == 1
+    assert syncs.events == [("verify", "B")] and len(FakeVLLM.made) == 1
 
 
-@pytest.mark.parametrize("error", [WeightSyncError("differs"), ServerDiedError("gone"), KeyboardInterrupt()])
-def test_after_a_failed_sync_no_server_is_believed(server, syncs, error):
+@pytest.mark.parametrize("error", [WeightSyncError("differs"), KeyboardInterrupt()])
+def test_after_a_failed_sync_no_server_is_believed(make, syncs, error):
+    server = make()
     server.serve(A)
-    syncs["fail"] = error
+    [made] = FakeVLLM.made
+    syncs.fail[made.base_url] = error
     with pytest.raises(type(error)):
         server.serve(B)
     with pytest.raises(ServerError, match="no server runs"):
         _ = server.running
-    syncs["fail"] = WeightSyncError("still differs")
+    syncs.fail[made.base_url] = WeightSyncError("still differs")
     with pytest.raises(WeightSyncError):  # nor are the old weights: who knows which of them were replaced
         server.serve(A)
-    assert syncs["events"][-1] == ("canary", "A")
+    assert syncs.events[-1] == ("sync by reload", "A")
 
 
-def test_a_canary_that_fails_after_the_start(server, syncs):
-    syncs["fail"] = WeightSyncError("differs")
-    with pytest.raises(WeightSyncError):
-        server.serve(A)
-    with pytest.raises(ServerError):
-        _ = server.running
-
-
-def test_a_server_that_is_gone_is_noticed_though_the_weights_are_the_same(server):
+@pytest.mark.parametrize("policy", [A, B])
+def test_one_that_died_is_started_anew_once(make, syncs, policy, caplog):
+    server = make()
     server.serve(A)
-    FakeVLLM.made[0].dead = True
-    with pytest.raises(ServerDiedError):
-        server.serve(A)
+    [made] = FakeVLLM.made
+    made.dead = True
+    facts = server.serve(policy)
+    assert facts["mode"] == "restart" and facts["fell_back"] == "http://server-0/v1 is gone"
+    assert "a server is gone and is started anew" in caplog.text
+    syncs.fail[made.base_url] = ServerDiedError("gone again")
+    server._members[0].may_restart = True
+    made.dead = True
+    with pytest.raises(WeightSyncError, match="died again"):
+        server.serve(C)
 
 
-def test_a_start_that_fails_is_raised_where_it_is_waited_for_and_can_be_tried_again(server, monkeypatch):
+def test_one_that_dies_in_the_middle_of_the_rollouts_comes_back_with_its_weights(make, syncs):
+    server = make()
+    server.serve(A)
+    [made] = FakeVLLM.made
+    _, version = asked(server)
+    made.dead = True
+    wait_until(lambda: ("sync by restart", "A") in syncs.events and server.running.servers)
+    assert made.version == version  # so requests that wait are answered
+    server.running.check()
+    made.dead = True  # a second time under the same policy: it is left to the loop
+    wait_until(lambda: not server.running.servers)
+    with pytest.raises(ServerDiedError, match="its process ended"):
+        server.running.check()
+    with pytest.raises(ServerDiedError, match="its process ended"):
+        _ = server.running.model_name
+    assert made.events.count("start A") == 2
+    server.serve(B)  # the next policy may start it once more
+    assert made.events.count("start B") == 1
+
+
+def test_a_start_that_fails_is_raised_where_it_is_waited_for_and_can_be_tried_again(make, monkeypatch):
+    server = make()
     monkeypatch.setattr(FakeVLLM, "start_error", ServerStartError("port in use; last log lines: …"))
     server.start(A)
     with pytest.raises(ServerStartError, match="port in use"):
         server.serve(A)
+    assert FakeVLLM.made[0].events == ["start A"]
     with pytest.raises(ServerError):
         _ = server.running
+    monkeypatch.setattr(FakeVLLM, "start_error", ModelFolderError("no tokenizer"))
+    with pytest.raises(ModelFolderError, match="no tokenizer"):  # the user's mistake stays that
+        server.serve(A)
     monkeypatch.setattr(FakeVLLM, "start_error", None)
     assert server.serve(A)["mode"] == "start"
-    assert len(FakeVLLM.made) == 2
 
 
-def test_stop(server, syncs):
+def test_stop(make, syncs):
+    server = make()
     server.stop()  # nothing there
     server.serve(A)
     server.stop()
     server.stop()
-    assert FakeVLLM.made[0].events == ["process", "healthy", "stop"]
+    assert FakeVLLM.made[0].events == ["start A", "stop"]
     with pytest.raises(ServerError):
         _ = server.running
-    server.serve(A)  # the same folder, another server: checked anew
-    assert syncs["events"] == [("canary", "A"), ("canary", "A")]
+    server.serve(A)  # the same folder, another server: proven anew
+    assert syncs.events == [("verify", "A"), ("verify", "A")]
 
 
-def test_stop_while_it_is_starting(server, monkeypatch):
+def no_thread_is_left():
+    return all(thread.name not in ("server start", "server watch") for thread in threading.enumerate())
+
+
+def test_stop_while_it_is_starting(make, monkeypatch):
     monkeypatch.setattr(FakeVLLM, "slow", True)
+    server = make()
     server.start(A)
-    [made] = FakeVLLM.made
-    made.may_be_made.set()
-    while "process" not in made.events:
-        pass
     server.stop()
-    assert made.events == ["process", "stop"]
-    assert all(thread.name != "server start" for thread in threading.enumerate())
+    assert not FakeVLLM.made[0].is_started and no_thread_is_left()
 
 
-def test_stop_while_its_process_is_just_being_made(server, monkeypatch):
-    """A stop between the decision to start a process and its existence would do nothing, and the server would stay."""
-    monkeypatch.setattr(FakeVLLM, "slow", True)
-    server.start(A)
-    [made] = FakeVLLM.made
-    made.made_child.wait(30)
-    stopping = threading.Thread(target=server.stop)
-    stopping.start()
-    stopping.join(0.2)
-    assert stopping.is_alive()  # it waits for something to stop
-    made.may_be_made.set()
-    stopping.join(30)
-    assert not stopping.is_alive()
-    assert made.events == ["process", "stop"]
-    assert all(thread.name != "server start" for thread in threading.enumerate())
-
-
-def test_interrupted_while_waiting_for_the_start(server, monkeypatch):
+def test_interrupted_while_waiting_for_the_start(make, monkeypatch):
     monkeypatch.setattr(FakeVLLM, "slow", True)
     monkeypatch.setattr(Console, "waiting", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    server = make()
     with pytest.raises(KeyboardInterrupt):
         server.serve(A)
-    FakeVLLM.made[0].may_be_made.set()
     server.stop()
-    assert FakeVLLM.made[0].events == ["process", "stop"]
+    assert not FakeVLLM.made[0].is_started and no_thread_is_left()
 
 
-def test_a_start_that_fails_after_the_stop_is_not_raised_later(server, monkeypatch):
-    monkeypatch.setattr(FakeVLLM, "slow", True)
-    server.start(A)
-    FakeVLLM.made[0].may_be_made.set()
+@pytest.mark.parametrize(
+    "weight_sync, events, how",
+    [
+        ("reload", ["start A"], [("sync by reload", "B")]),
+        ("sleep", ["start A", "sleep"], [("sync by reload from sleep", "B")]),
+        ("restart", ["start A", "stop", "start B"], [("verify", "B")]),
+    ],
+)
+def test_rest(make, syncs, weight_sync, events, how):
+    server = make(weight_sync=weight_sync)
+    server.serve(A)
+    server.rest()
+    with pytest.raises(ServerError, match="no server runs"):
+        _ = server.running
+    server.serve(B)
+    assert FakeVLLM.made[0].events == events and syncs.events == [("verify", "A"), *how]
+
+
+def test_one_that_does_not_sleep_is_stopped(make, syncs, monkeypatch):
+    def fail(server):
+        raise ServerError("sleep mode is not enabled")
+
+    monkeypatch.setattr(server_member, "sleep", fail)
+    server = make(weight_sync="sleep")
+    server.serve(A)
+    server.rest()
+    assert server.serve(A)["mode"] == "start" and FakeVLLM.made[0].events == ["start A", "stop", "start A"]
+
+
+# Several
+
+
+JOINED = {"joined_servers": ["http://one:1", "http://two:2/v1"]}
+
+
+@pytest.fixture
+def key(monkeypatch):
+    monkeypatch.setenv("TTRL_SERVER_KEY", "k" * 20)
+
+
+def test_all_are_synced_and_used(make, syncs, key, tmp_path):
+    server = make(servers=2, joined_run="/there", run=str(tmp_path), **JOINED)
+    checkpoint = tmp_path / "iterations/0001/checkpoint"
+    facts = server.serve(checkpoint)
+    assert (facts["servers"], facts["left_out"]) == (4, {})
+    there = "/there/iterations/0001/checkpoint"
+    assert sorted(syncs.events) == sorted([("verify", str(checkpoint))] * 2 + [("sync by reload", there)] * 2)
+    clients = asked(server)
+    assert [client.base_url for client, _ in clients] == ["http://server-0/v1", "http://server-1/v1", *JOINED["joined_servers"]]
+    assert {version for _, version in clients} == {client.version for client, _ in clients}
+    assert [made.arguments["log_path"].name for made in FakeVLLM.made] == ["server_0.log", "server_1.log"]
+    assert {made.arguments["api_key"] for made in (client for client, _ in clients[2:])} == {"k" * 20}
+    server.rest()
     server.stop()
-    monkeypatch.setattr(FakeVLLM, "slow", False)
-    assert server.serve(B)["mode"] == "start"
+    assert [made.events[-1] for made in FakeVLLM.made] == ["stop", "stop"]
 
 
-def test_the_real_server_has_what_is_looked_at_while_it_starts(tmp_path):
-    from ttrl.server.vllm import VLLMServer
+def test_one_that_fails_is_left_out_and_comes_back_with_the_right_weights(make, syncs, key, caplog):
+    server = make(**JOINED)
+    server.serve(A)
+    _, one, two = [client for client, _ in asked(server)]
+    one.dead = True
+    facts = server.serve(B)
+    assert facts["servers"] == 2 and facts["left_out"] == {one.base_url: "http://one:1 is gone"}
+    assert "left out of the rollouts until it is back" in caplog.text
+    assert one not in server.running.servers
+    clients = dict(asked(server))
+    assert clients[one] == two.version != one.version  # it has a client, whose requests it could not answer
+    one.dead = False
+    wait_until(lambda: one in server.running.servers)
+    assert one.version == two.version and one.policy_folder == B
 
-    assert VLLMServer(tmp_path, served_model_name="x", log_path=tmp_path / "log")._child is None
+
+def test_one_that_was_started_anew_by_its_host_is_synced_before_it_is_used(make, syncs, key):
+    server = make(**JOINED)
+    server.serve(A)
+    _, one, _ = [client for client, _ in asked(server)]
+    version, one.version, one.policy_folder = one.version, None, C
+    wait_until(lambda: one.version is not None)
+    assert (one.version, one.policy_folder) == (version, A)
+
+
+def test_none_is_left(make, syncs, key):
+    server = make(servers=0, **JOINED)
+    server.serve(A)
+    for client, _ in asked(server):
+        client.dead = True
+    with pytest.raises(ServerDiedError, match="http://one:1 is gone"):
+        server.serve(B)
+    with pytest.raises(ServerError, match="no server runs"):
+        _ = server.running
+
+
+# Adapters
+
+
+LORA = {"training": {"lora_rank": 4}}
+
+
+def adapted(folder, base):
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "adapter" / "ttrl_adapter.json").write_text(f'{{"lora_base": "{base}"}}')
+    return folder
+
+
+def test_adapters_are_served_beside_the_base(make, syncs, tmp_path):
+    server = make(**LORA, run=str(tmp_path))
+    tuned, other = tmp_path / "iterations/0003/checkpoint", tmp_path / "other"
+    server.serve(adapted(tuned, "/base"))
+    [made] = FakeVLLM.made
+    assert made.serves_adapters and made.arguments["extra_args"] == {"max_lora_rank": 16}
+    assert made.events == ["start /base"] and syncs.events == [("sync by reload", str(tuned))]
+    server.stop()
+    server.start(adapted(other, "/older"))  # a run that starts from what an earlier one has merged
+    server.serve(tuned)
+    assert FakeVLLM.made[1].events == [f"start {other}"]
+
+
+def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog):
+    tuned = adapted(tmp_path / "tuned", "/base")
+    server = make(servers=2, **LORA)
+    syncs.fail["http://server-1/v1"] = WeightSyncError("no")
+    assert server.serve(tuned)["fell_back"].startswith("vLLM does not serve this run's adapters")
+    assert [made.serves_adapters for made in FakeVLLM.made] == [False, False]
+    assert [made.events[-1] for made in FakeVLLM.made] == [f"start {tuned}"] * 2
+    assert "given merged weights from now on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"training": {}},
+        {"training": {"lora_rank": 4, "lora_kind": "dora"}},
+        {"training": {"lora_rank": 4, "lora_base_dtype": "nf4"}},
+        {"training": {"lora_rank": 4, "lora_targets": ["q_proj", "output"]}},
+        {"training": {"lora_rank": 400}},
+        {**LORA, "adapters": "merged"},
+        {**LORA, "joined_servers": ["http://h:1"]},
+    ],
+)
+def test_when_adapters_are_merged(settings):
+    assert not can_serve_adapters(config_of(**settings)) and can_serve_adapters(config_of(**LORA))
+
+
+# Settings
+
+
+def test_keys_of_joined_servers(tmp_path, monkeypatch):
+    monkeypatch.delenv("TTRL_SERVER_KEY", raising=False)
+    file = tmp_path / "keys"
+    config = config_of(joined_key_file=str(file), **JOINED)
+    assert "cannot be read" in config.server_problems()[0]
+    file.write_text("http://one:1/v1 first\n")
+    assert config.server_problems() == [f"joined_servers: there is no key for http://two:2/v1 in {file}"]
+    file.write_text("http://one:1/v1 first\nother\n")
+    assert config.joined_keys() == {"http://one:1": "first", "http://two:2/v1": "other"}
+    assert "other" not in str(config.to_dict())
+    assert "TTRL_SERVER_KEY" in config_of(**JOINED).server_problems()[0]
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
+        ({"servers": -1}, "servers is -1"),
+        ({"servers": 0}, "nobody would sample"),
+        ({"joined_servers": ["10.0.0.7:8000"]}, "is no address such as"),
+        ({"joined_servers": ["http://user:secret@h:1"]}, "keys go into a file"),
+        ({"joined_servers": ["http://h:1", "http://h:1"]}, "names a server twice"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings, problem):
+    found = config_of(**settings).problems()
+    assert any(problem in line for line in found) and "secret" not in str(found)
+
+
+def test_devices_are_divided(syncs, monkeypatch):
+    assert shares_of_devices(2, 2, ["0", "1", "GPU-x", "3", "4"]) == ["0,1", "GPU-x,3"]
+    with pytest.raises(ConfigError, match=r"servers is 3, with 2 GPUs each .* but there are 5 GPUs"):
+        shares_of_devices(3, 2, list("01234"))
+    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    config = config_of(servers=2, server={"tensor_parallel_size": 2})
+    assert policy_server._environments(config) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
+    ray = config_of(servers=2, server={"tensor_parallel_size": 8, "distributed_executor_backend": "ray"})
+    assert policy_server._environments(ray) == [{}, {}]

@@ -1,6 +1,7 @@
 """The report: is it true, is it whole with whatever is missing, and is it safe with what a model may write."""
 
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -10,13 +11,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
+from safetensors.torch import save_file
 
-from ttrl.data.packing import PackedTensors
-from ttrl.errors import PackError, RunFolderError
-from ttrl.loop import charts, report_data, report_words
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.tokenization import TaskResultTokenizer
+from ttrl.errors import RunFolderError
+from ttrl.loop import charts, report_data, report_samples
 from ttrl.loop.report import write_report
-from ttrl.records import Sample
+from ttrl.records import Sample, TaskResult, TokenizedResult
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "!doctype"}
 
@@ -96,7 +98,10 @@ def metrics_row(iteration: int, exact: float, **values: Any) -> dict[str, Any]:
                 "clip_fraction_high": 0.01,
                 "lr": 1e-4,
                 "steps": 4,
+                "peak_share": 0.4,
             },
+            "rollouts": {"truncated": 0.01, "repeated": 0.5, "length_correlation": 0.1},
+            "dead_seconds": 0.5,
             "sampler_trainer": {"mean": 2e-7, "p999": 3e-6, "ess": 0.9999},
             "sync": {"mode": "reload", "canary_max_difference": 1e-6, "fell_back": False},
             "trained": True,
@@ -137,13 +142,13 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
         assert heading in text
     for heading in ("Entropy", "KL to the reference model", "Gradient norm", "Groups without signal", "Clipped tokens"):
         assert heading in text
-    assert "Worth knowing" not in text  # nothing was wrong
+    assert "What stands out" not in text and "disagree" not in text  # nothing was wrong
 
 
 def test_every_picture_is_well_formed_and_every_curve_has_its_points(tmp_path: Path) -> None:
     html = write_report(make_run(tmp_path / "run", [0.5, 0.7, 0.9])).read_text(encoding="utf-8")
     pictures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
-    assert len(pictures) == 12
+    assert len([picture for picture in pictures if 'class="spark"' not in picture]) == 16
     for picture in pictures:
         ElementTree.fromstring(picture)  # well-formed XML
         assert "nan" not in picture and "inf" not in picture
@@ -232,20 +237,51 @@ def test_long_answers_are_folded_and_very_long_ones_cut(tmp_path: Path) -> None:
     assert len(html) < 150_000
 
 
-def test_three_conversations_of_the_first_and_the_last_iteration_are_shown_unselected(tmp_path: Path) -> None:
-    text = page_of(make_run(tmp_path / "run", [0.5, 0.6, 0.7])).text
-    assert "Training samples of the first iteration (1)" in text and "Training samples of the last iteration (2)" in text
-    assert re.findall(r"train\d-\d-\d", text) == [
-        "train1-0-0",
-        "train1-2-0",
-        "train1-4-0",
-        "train2-0-0",
-        "train2-2-0",
-        "train2-4-0",
-    ]
+def test_conversations_are_shown_unselected_to_be_paged_through(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]))
+    # 8 of 24 samples at even distances, of the last iteration, one between, and the first.
+    places = ["0-0", "0-3", "1-2", "2-1", "3-0", "3-3", "4-2", "5-1"]
+    assert re.findall(r"train\d-\d-\d", page.text) == [f"train{iteration}-{place}" for iteration in (5, 3, 1) for place in places]
     # The same held-out tasks before and after, side by side.
-    assert re.findall(r"held\d-\d", text) == ["held0-0", "held2-0", "held0-2", "held2-2", "held0-4", "held2-4"]
-    assert "reward 1 · exact 1 · ended by itself · 3 tokens" in text
+    assert re.findall(r"held\d-\d", page.text) == [f"held{iteration}-{task}" for task in range(6) for iteration in (0, 5)]
+    assert "reward 1 · exact 1 · ended by itself · 3 tokens" in page.text
+    # Buttons and labels: each label leads to a button that is there, and one page of each group is open.
+    buttons = [dict(attributes) for tag, attributes in page.tags if tag == "input"]
+    assert len(buttons) == 24 + 6 and {button["name"] for button in buttons} == {"t", "v"}
+    assert sum("checked" in button for button in buttons) == 2
+    labels = [attributes["for"] for tag, attributes in page.tags if tag == "label"]
+    assert sorted(labels) == sorted([str(button["id"]) for button in buttons] * 2)
+
+
+def test_tokens_are_coloured_by_advantage_and_difference(tmp_path: Path, tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    folder = make_run(tmp_path / "run", [0.5, 0.9])
+    (folder / "config.yaml").write_text(f"model: {tiny_model}\n", encoding="utf-8")
+    samples = []
+    for number, text in enumerate(("abc", "cab")):
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        prompt = tokenizer.encode("<|user|>sort: bac<|end|><|assistant|>")
+        row = sample("t0", number, text=text, token_ids=ids, prompt_token_ids=prompt, logprobs=[-0.5] * len(ids), reward=number)
+        samples.append(Sample.from_json(row))
+    tokenize = TaskResultTokenizer(tokenizer)
+    group = TaskResult(task_id="t0", messages=samples[0].messages, samples=samples)
+    packed = packed_tensors_from_tokenized_results(tokenize(group, [-1.0, 2.0]), seq_len=64, pad_id=0)
+    there = folder / "iterations" / "0001"
+    packed.save(there / "packed.safetensors")
+    write_lines(there / "rollouts.jsonl", [one.to_json() for one in samples])
+    without = write_report(folder).read_text(encoding="utf-8")
+    assert "trainer -" not in without and without.count('class="n2"') == 4 == without.count('class="u4"')
+    apart = packed.logprobs.clone()
+    place = (packed.labels != -100).nonzero()[-1]
+    apart[tuple(place)] += 0.05
+    save_file({"logprobs": apart}, there / "trainer_logprobs.safetensors")
+    html = write_report(folder).read_text(encoding="utf-8")
+    spans = re.findall(r'<span class="([^"]*)" title="([^"]*)">([^<]*)</span>', html)
+    assert [text for _, _, text in spans][:4] == ["a", "b", "c", "&lt;|end|&gt;"] and len(spans) == 8
+    assert [css for css, _, _ in spans] == ["n2"] * 4 + ["u4"] * 3 + ["u4 d2"]
+    assert "advantage 2, sampler -0.5000, trainer -0.4500, difference +5.0e-02" in spans[-1][1]
 
 
 def test_a_failed_sample_says_why(tmp_path: Path) -> None:
@@ -285,22 +321,44 @@ def test_the_configured_metric_is_compared(tmp_path: Path) -> None:
     assert "Held-out right rose from 25% to 75% in 1 iteration." in page_of(tmp_path / "run").text
 
 
-def test_what_is_worth_knowing_is_said(tmp_path: Path) -> None:
-    rows = [
-        metrics_row(0, 0.0),
-        metrics_row(1, 0.0, trained=False, groups={"total": 32, "kept": 0, "all_wrong": 32, "all_right": 0, "other_equal": 0}),
-        metrics_row(2, 0.0, failed=3, sync={"mode": "reload", "fell_back": True}),
-        metrics_row(3, 0.0, sampler_trainer={"mean": 0.01, "p999": 0.3, "ess": 0.5}),
-    ]
-    rows[2]["groups"] = rows[3]["groups"] = {"total": 32, "kept": 2, "all_wrong": 30, "all_right": 0, "other_equal": 0}
-    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
-    notices = report_words.notices(report_data.read_run(tmp_path / "run"))
-    assert [notice.split(":")[0] for notice in notices[:1]] == ["Nothing was trained in iteration 1"]
-    assert "3 of 1,536 samples failed" in notices[1]
-    assert "in iteration 2" in notices[2] and "restarted" in notices[2]
-    assert "0.01 nats" in notices[3] and "in iteration 3" in notices[3]
-    assert "95.8% of the groups every sample was wrong" in notices[4]
-    assert len(notices) == 5
+def test_what_stands_out_is_said_with_examples(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.5])
+    rollouts = {"truncated": 0.5, "grader_failures": 1, "repeated": 0.1}
+    rows = [metrics_row(0, 0.0), metrics_row(1, 0.0, rollouts=rollouts, failed=9)]
+    write_lines(folder / "metrics.jsonl", rows)
+    lines = [sample("a", text="whole"), sample("b", text="cut", finish_reason="length")]
+    lines.append(sample("c", text="broken", reward=None, error="GraderError: no number"))
+    write_lines(folder / "iterations" / "0001" / "rollouts.jsonl", lines)
+    page = write_report(folder).read_text(encoding="utf-8")
+    section = page[page.index("What stands out") : page.index("<h2>Learning")]
+    text = Page(
+        f"<div><h2>{section[: section.rindex('</section>')]}</div>".replace("<h2>What", "What").replace("</h2>", "", 1)
+    ).text
+    assert "50% of the completions were cut off" in text and "9 of 512 samples failed" in text and "cut" in text
+    assert "GraderError: no number" in text and "whole" not in text
+
+
+def test_a_difference_beyond_the_limits_is_shown_with_tokens_and_causes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.5])
+    token = {
+        "task_id": "t<1>",
+        "sample": 2,
+        "place": 3,
+        "before": "ab",
+        "text": "<c>",
+        "after": "d",
+        "sampler": -0.5,
+        "trainer": None,
+    }
+    cause = {"name": "dtype", "verdict": "found", "detail": "bf16 & fp32", "way_out": "one <dtype>"}
+    report = {"iteration": 1, "version": 0, "exceeded": ["mean 0.07 (limit 0.0002)"], "worst": [token], "causes": [cause]}
+    path = folder / "iterations" / "0001" / "drift.json"
+    path.write_text(json.dumps(report), encoding="utf-8")
+    text = page_of(folder).text
+    assert "Iteration 1, tokens of policy 0: mean 0.07 (limit 0.0002)." in text and "ab <c> d -0.5000 not finite" in text
+    assert "dtype found bf16 & fp32 → one <dtype>" in text
+    path.write_text('{"iteration": 1}', encoding="utf-8")
+    assert "disagree" not in page_of(folder).text  # of another version
 
 
 def everything_missing(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -367,31 +425,50 @@ def test_hundreds_of_iterations_become_means_in_bars_and_stay_small(tmp_path: Pa
 def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn is plot.py's matter; here: the newest pack, its first row, one string per token."""
     folder = make_run(tmp_path / "run", [0.5, 0.6, 0.7])
-    (folder / "iterations" / "0002" / "packed.safetensors").write_bytes(b"")
-    loaded: list[Path] = []
-    drawn: list[tuple[int, list[str] | None]] = []
+    sequences = [
+        TokenizedResult(
+            task_id=f"t{number}",
+            sample=0,
+            token_ids=[5, 6, 7, 8],
+            assistant_mask=[False, False, True, True],
+            input_pos=range(4),
+            logprobs=[math.nan, math.nan, -1.0, -1.0],
+            prompt_length=2,
+            reward=1.0,
+            advantage=1.0,
+        )
+        for number in range(4)
+    ]
+    path = folder / "iterations" / "0002" / "packed.safetensors"
+    packed_tensors_from_tokenized_results(sequences, seq_len=4, pad_id=0).save(path)
+    drawn: list[tuple[list[int], int, Any]] = []
 
-    class Packed:
-        tokens = torch.zeros((4, 3), dtype=torch.int64)
-        num_rows = 4
-
-    def load(path: Path) -> Packed:
-        loaded.append(path)
-        return Packed()
-
-    def draw(packed: Any, row: int, token_strings: list[str] | None) -> str:
-        drawn.append((row, token_strings))
+    def draw(packed: Any, row: int, token_text: Any, max_positions: int) -> str:
+        drawn.append((packed.tokens.tolist(), row, token_text))
         return '<svg viewBox="0 0 1 1"><title>a packed row</title></svg>'
 
-    monkeypatch.setattr(PackedTensors, "load", load)
     monkeypatch.setitem(sys.modules, "ttrl.data.plot", SimpleNamespace(packed_row_svg=draw))
     text = page_of(folder).text
-    assert loaded == [folder / "iterations" / "0002" / "packed.safetensors"]
-    assert drawn == [(0, None)]  # no tokenizer in this run folder
+    assert drawn == [([[5, 6, 7, 0]], 0, None)]  # no tokenizer in this run folder
     assert "Row 1 of 4 of iteration 2" in text and "a packed row" in text
+    path.write_bytes(b"gone")
+    assert "cannot be read as safetensors" in page_of(folder).text  # the rest of the report is still there
 
-    def broken(path: Path) -> Packed:
-        raise PackError("packed.safetensors: tokens and labels differ in shape")
 
-    monkeypatch.setattr(PackedTensors, "load", broken)
-    assert "tokens and labels differ in shape" in page_of(folder).text  # the rest of the report is still there
+def test_a_report_reads_nothing_again_that_did_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.6, 0.7])
+    before = write_report(folder).read_text(encoding="utf-8")
+    opened: list[str] = []
+    real = report_samples.sample_lines
+    monkeypatch.setattr(report_samples, "sample_lines", lambda path: opened.append(str(path)) or real(path))
+    assert write_report(folder).read_text(encoding="utf-8") == before
+    assert not [path for path in opened if path.endswith("rollouts.jsonl")]
+    lines = [sample(f"new{task}", text=f"changed-{task}") for task in range(4)]
+    write_lines(folder / "iterations" / "0002" / "rollouts.jsonl", lines)
+    assert "changed-3" in page_of(folder).text
+
+
+def test_rows_that_the_caller_has_are_not_read_again(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.6])
+    write_report(folder, [metrics_row(0, 0.25), metrics_row(1, 0.75)])
+    assert "from 25% to 75%" in (folder / "report.html").read_text(encoding="utf-8")

@@ -27,3 +27,13 @@ def test_intervals_are_only_given_for_counts_of_successes() -> None:
 )
 def test_durations(seconds: float, expected: str) -> None:
     assert report_data.duration(seconds) == expected
+
+
+def test_phases_that_overlap_are_counted_once(tmp_path):
+    rows = [
+        {"iteration": 0, "seconds": {"prepare": 9.0, "validate": 1.0, "total": 10.0}},
+        {"iteration": 1, "seconds": {"sample": 4.0, "validate": 4.0, "train": 1.0, "total": 5.5}},
+        {"iteration": 2, "seconds": {"sample": 4.0, "train": 1.0}},
+    ]
+    run = report_data.RunData(tmp_path, rows)
+    assert report_data.total_seconds(run) == 10.0 + 5.5 + 5.0

@@ -1,23 +1,16 @@
-"""The run folder: markers, the lock, the config, which checkpoint is the policy, and what pruning leaves."""
+"""The run folder: markers, the config, which checkpoint is the policy, and what pruning leaves."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from itertools import product
 
 import pytest
 import yaml
 
+from ttrl import files
 from ttrl.errors import RunFolderError
 from ttrl.files import digest
 from ttrl.loop.run_folder import RunFolder
-
-HOLD = (
-    "import sys, time\nfrom ttrl.loop.run_folder import RunFolder\n"
-    "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    time.sleep(600)\n"
-)
 
 
 def trained(folder, number, yes=True):
@@ -73,57 +66,6 @@ def test_a_damaged_marker(tmp_path, content):
         one.marker("pack")
 
 
-# The lock
-
-
-def hold(path):
-    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "locked\n"
-    return owner
-
-
-def test_the_lock_names_its_owner_and_dies_with_it(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    with hold(folder.path) as owner:
-        try:
-            with pytest.raises(RunFolderError, match=rf"run is in use by another process \(pid {owner.pid}\)"), folder.locked():
-                pass
-        finally:
-            os.kill(owner.pid, signal.SIGKILL)
-    with folder.locked():
-        assert (folder.path / "lock").read_text() == f"{os.getpid()}\n"
-
-
-def test_a_child_that_outlives_the_owner_does_not_hold_the_lock(tmp_path):
-    code = HOLD.replace("    print", "    import subprocess; subprocess.Popen(['sleep', '30'], stdout=-3)\n    print")
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True) as owner:
-        assert owner.stdout is not None
-        owner.stdout.readline()
-        os.kill(owner.pid, signal.SIGKILL)
-        owner.wait()
-        try:
-            with RunFolder(tmp_path).locked():
-                pass
-        finally:
-            os.killpg(owner.pid, signal.SIGKILL)
-
-
-def test_the_lock_is_freed_by_an_error_and_can_be_taken_again(tmp_path):
-    folder = RunFolder(tmp_path)
-    with pytest.raises(ZeroDivisionError), folder.locked():
-        raise ZeroDivisionError
-    with folder.locked(), pytest.raises(RunFolderError, match=str(os.getpid())), RunFolder(tmp_path).locked():
-        pass
-
-
-def test_a_file_where_the_folder_should_be(tmp_path):
-    (tmp_path / "run").write_text("")
-    for path in (tmp_path / "run", tmp_path / "run/below"):
-        with pytest.raises(RunFolderError, match="cannot be a run folder"), RunFolder(path).locked():
-            pass
-
-
 # The config
 
 
@@ -155,25 +97,27 @@ def test_what_may_change_and_what_may_not(tmp_path):
     with pytest.raises(RunFolderError) as caught:
         folder.remember_config(now | {"seed": 1, "sampling": {}, "new": True, "iterations": 10})
     lines = str(caught.value).splitlines()
-    assert lines[1:4] == ["  new: None before, True now", "  sampling: {'stop': ['x']} before, {} now", "  seed: 0 before, 1 now"]
-    assert "Choose another run folder" in lines[4]
+    changed = ["- new: (not set)", "+ new: true", "- sampling.stop: [x]", "+ sampling.stop: (not set)", "- seed: 0", "+ seed: 1"]
+    assert lines[1:7] == [f"  {line}" for line in changed]
+    assert "Choose another run folder" in lines[7]
+    assert "allow_changes=['new', 'sampling.stop', 'seed']" in lines[7]
     assert (tmp_path / "config.yaml").read_text() == written  # a refused config leaves no trace
 
 
 def test_a_setting_that_is_younger_than_the_run_folder_had_its_default_then(tmp_path):
     folder = RunFolder(tmp_path)
     folder.remember_config(BEFORE)
-    defaults = {"cache": [], "clip": 0.2}
-    now = BEFORE | {"cache": [], "clip": 0.2}
+    defaults = {"loss": [], "clip": 0.2}
+    now = BEFORE | {"loss": [], "clip": 0.2}
     folder.remember_config(now, defaults)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["clip"] == 0.2
     for younger, message in (
-        ({"clip": 0.3}, r"clip: 0\.2 before, 0\.3 now"),
-        ({"cache": ["x"]}, r"cache: \[\] before, \['x'\] now"),
+        ({"clip": 0.3}, r"- clip: 0\.2\n  \+ clip: 0\.3\n"),
+        ({"loss": ["x"]}, r"- loss: \[\]\n  \+ loss: \[x\]\n"),
     ):
         with pytest.raises(RunFolderError, match=message):
             folder.remember_config(now | younger, defaults)
-    with pytest.raises(RunFolderError, match=r"needed: None before, 1 now"):
+    with pytest.raises(RunFolderError, match=r"- needed: \(not set\)\n  \+ needed: 1\n"):
         folder.remember_config(now | {"needed": 1}, defaults)
 
 
@@ -251,8 +195,9 @@ def test_without_a_best(tmp_path):
 
 @pytest.mark.parametrize("keep", [3, 4])
 @pytest.mark.parametrize("pattern", list(product([True, False], repeat=5)))
-def test_the_last_two_iterations_can_always_be_trained_again(tmp_path, pattern, keep):
+def test_the_last_two_iterations_can_always_be_trained_again(tmp_path, monkeypatch, pattern, keep):
     """Pruned after each iteration, as the loop does, for every pattern of iterations that trained nothing."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of them
     folder = RunFolder(tmp_path)
     trained(folder, 0)
     for newest, yes in enumerate([*pattern], 1):
@@ -268,3 +213,38 @@ def test_the_last_two_iterations_can_always_be_trained_again(tmp_path, pattern, 
         assert folder.checkpoint(newest).is_dir()
         there = [n for n in range(newest + 1) if has(folder, n, "checkpoint") and n != best]
         assert len(there) <= keep
+
+
+def test_the_newest_policy_stays_whatever_is_asked_for(tmp_path):
+    folder = RunFolder(tmp_path)
+    for number in range(3):
+        trained(folder, number)
+    assert folder.remove(2, (), ()) == [0, 1]
+    assert has(folder, 2, "checkpoint") and has(folder, 2, "state")
+
+
+def test_a_pruning_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    """Killed while files are removed: under its name a checkpoint is there as a whole or not at all, and the rest goes later."""
+    folder = RunFolder(tmp_path)
+    for number in range(4):
+        trained(folder, number)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            folder.remove(3, [2], [2])
+    for number in range(4):
+        for name in ("checkpoint", "state"):
+            path = folder.iteration(number).path / name
+            assert not path.exists() or (path / "weights").is_file()
+    assert list(tmp_path.rglob(".partial-*"))
+    folder.clean()
+    folder.remove(3, [2], [2])
+    assert not list(tmp_path.rglob(".partial-*"))
+    assert [n for n in range(4) if has(folder, n, "checkpoint")] == [2, 3]

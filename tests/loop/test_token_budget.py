@@ -7,7 +7,7 @@ import pytest
 from ttrl.data.packed import PackedTensors
 from ttrl.errors import ConfigError, RunFolderError
 from ttrl.files import read_jsonl
-from ttrl.loop import phases
+from ttrl.loop import sampling
 from ttrl.loop.carried import carried_groups, continues, place_of, staleness, task_key
 from ttrl.loop.phases import Phases
 from ttrl.loop.run_folder import RunFolder
@@ -77,7 +77,7 @@ class Sampler:
 @pytest.fixture
 def sampler(world, monkeypatch):
     made = Sampler(world)
-    monkeypatch.setattr(phases, "get_task_results", made)
+    monkeypatch.setattr(sampling, "get_task_results", made)
     return made
 
 
@@ -89,7 +89,7 @@ def groups_of(world, number, name="rollouts"):
 def stream(world, count, tasks=6, **changes):
     """Ids of the first tasks of the stream."""
     made = Phases(world.config(**changes), RunFolder(world.run), world.model, world.tasks(tasks), [], None, None)
-    return [task.id for task in made._tasks_from(0, count)]
+    return [task.id for task in made.stream.tasks_from(0, count)]
 
 
 BUDGET = {"iterations": 6, "tasks_per_iteration": 3, "tokens_per_iteration": 60, "validation": []}

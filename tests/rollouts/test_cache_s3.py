@@ -1,18 +1,9 @@
 """The cache over a real S3 server (moto's), through the same addresses and variables that a person would use."""
 
 import asyncio
-import importlib.util
-import os
-import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -25,57 +16,6 @@ from ttrl.rollouts.wire import Answer
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 DIGEST = request_digest({"weights": "w"}, BODY)
 KEYS = [sample_key(DIGEST, k) for k in range(40)]
-
-
-def server_command() -> list[str] | None:
-    """moto of this Python, or the command of an installation of its own, on PATH or named by TTRL_TEST_MOTO_SERVER."""
-    if importlib.util.find_spec("moto") is not None and importlib.util.find_spec("flask") is not None:
-        return [sys.executable, "-m", "moto.server"]
-    found = os.environ.get("TTRL_TEST_MOTO_SERVER") or shutil.which("moto_server")
-    return [found] if found else None
-
-
-COMMAND = server_command()
-pytestmark = pytest.mark.skipif(
-    COMMAND is None, reason='no S3 server: pip install "moto[s3,server]", here or in an environment of its own on PATH'
-)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a running server."""
-    assert COMMAND is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with (tmp_path_factory.mktemp("moto") / "log").open("wb") as log:
-        process = subprocess.Popen([*COMMAND, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
-    try:
-        for _ in range(600):
-            assert process.poll() is None, f"the S3 server ended at once; see {log.name}"
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
-                break
-            except urllib.error.HTTPError:
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-@pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """s3:// address of a new bucket; the server and the credentials are in the environment."""
-    name = f"bucket-{uuid4().hex[:12]}"
-    urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="PUT"), timeout=30).close()
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "topsecret")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    return f"s3://{name}/some/folder"
 
 
 def answer(number: int) -> Answer:
@@ -107,10 +47,10 @@ def test_there_and_back(bucket: str) -> None:
     assert (cache.stats.writes, cache.stats.misses, cache.stats.failed_reads, cache.stats.failed_writes) == (40, 40, 0, 0)
 
 
-def test_endpoint_and_credentials_in_the_address(bucket: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_and_credentials_in_the_address(bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.delenv(name)
-    cache = opened(f"{bucket}?endpoint={server}&access_key_id=AKIATEST&secret_access_key=topsecret&region=us-east-1")
+    cache = opened(f"{bucket}?endpoint={s3_server}&access_key_id=AKIATEST&secret_access_key=topsecret&region=us-east-1")
     asyncio.run(fill(cache))
     assert asyncio.run(read(cache)) == EXPECTED
     assert "topsecret" not in cache.describe() and "AKIATEST" not in cache.describe()

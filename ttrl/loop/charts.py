@@ -5,14 +5,18 @@ All charts have one size, so that a page can lay them out as a grid. Colours are
 s1 to s6 stroke. Values may be None or not finite: such points are left out, never drawn as zero.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 WIDTH, HEIGHT = 540, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
 MAX_BARS = 90
+MAX_POINTS = 200
+"""Of a line: longer ones are drawn as means over neighbours, which the axis says; a page of a long run stays small and quick."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,17 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(number * step, 12) for number in range(start, end + 1)]
 
 
+def whole_ticks(low: float, high: float, most: int = 8) -> list[int]:
+    """At most `most` whole numbers within low..high at even, round distances."""
+    step = next(
+        factor * 10**power
+        for power in range(12)
+        for factor in (1, 2, 5)
+        if math.floor(high / (factor * 10**power)) - math.ceil(low / (factor * 10**power)) < most
+    )
+    return list(range(math.ceil(low / step) * step, math.floor(high) + 1, step))
+
+
 class _Axes:
     """Maps data to the picture. x: a linear axis over iterations; y: linear, or logarithmic to base ten."""
 
@@ -85,18 +100,18 @@ class _Axes:
     def label(self, value: float) -> str:
         return f"{value * 100:.3g}%" if self.percent else compact(value)
 
-    def draw(self) -> str:
-        """Grid lines with labels, iteration numbers below."""
+    def draw(self, together: int = 1) -> str:
+        """Grid lines with labels, iteration numbers below. together: iterations that each point is the mean of."""
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 8}" y="{y + 4.5:.1f}" text-anchor="end">{self.label(tick)}</text>')
-        whole = sorted({round(tick) for tick in nice_ticks(self.x_low, self.x_high, 7)})
-        for tick in (tick for tick in whole if self.x_low <= tick <= self.x_high):
+        for tick in whole_ticks(self.x_low, self.x_high):
             parts.append(f'<text x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
-        parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle" class="axis">iteration</text>')
+        name = "iteration" if together == 1 else f"iteration (points: means of {together})"
+        parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle" class="axis">{name}</text>')
         return "".join(parts)
 
 
@@ -128,6 +143,9 @@ def line_chart(
     percent: label 0.5 as 50%. y_range: what the axis must cover at least. from_zero: a linear axis starts at zero, or below
     when something is negative.
     """
+    together = max(1, math.ceil(len(x) / MAX_POINTS))
+    if together > 1:
+        x, series = _means(x, together), [_thinned(one, together) for one in series]
     drawn = [(one, points) for one in series if (points := _points(x, one.values, log=log))]
     if not drawn:
         return None
@@ -139,7 +157,7 @@ def line_chart(
     if from_zero and not log:
         low, high = min(low, 0.0), max(high, 0.0)
     axes = _Axes((min(x), max(x)), (low, high), log=log, percent=percent)
-    parts = [axes.draw()]
+    parts = [axes.draw(together)]
     for one, _ in drawn:
         if one.low is not None and one.high is not None:
             lows, highs = _points(x, one.low, log=log), _points(x, one.high, log=log)
@@ -150,11 +168,43 @@ def line_chart(
         dashed = " dashed" if one.dashed else ""
         parts.append(f'<polyline class="line s{one.color}{dashed}" points="{path}"/>')
         radius = 3.2 if len(points) <= 40 else 1.6
-        for a, b in points:
-            tip = f"{one.name}, iteration {a:g}: {axes.label(b)}"
+        for a, b in points if together == 1 else points[-1:]:  # of means, only where it ends
+            tip = f"{one.name}, iteration {a:.0f}: {axes.label(b)}"
             parts.append(f'<circle class="f{one.color}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="{radius}">')
             parts.append(f"<title>{escape(tip)}</title></circle>")
     return _svg(name, "".join(parts))
+
+
+def _means(values: Sequence[float | None], together: int) -> list[Any]:
+    """Means over `together` neighbours; None where none of them is known."""
+    means = []
+    for start in range(0, len(values), together):
+        known = [value for value in values[start : start + together] if value is not None and is_number(value)]
+        means.append(sum(known) / len(known) if known else None)
+    return means
+
+
+def _thinned(one: Series, together: int) -> Series:
+    low, high = (None if band is None else _means(band, together) for band in (one.low, one.high))
+    return dataclasses.replace(one, values=_means(one.values, together), low=low, high=high)
+
+
+def sparkline(values: Sequence[float | None], width: int = 160, height: int = 28) -> str:
+    """A curve without axes, for tables; a dot at its end. Empty where nothing is known."""
+    shown = _means(values, max(1, math.ceil(len(values) / 80)))
+    known = [(place, value) for place, value in enumerate(shown) if value is not None and is_number(value)]
+    if not known:
+        return ""
+    low, high = min(value for _, value in known), max(value for _, value in known)
+    across, up = (width - 6) / max(len(shown) - 1, 1), (height - 6) / ((high - low) or 1.0)
+    middle = high == low
+    points = [(3 + place * across, height / 2 if middle else height - 3 - (value - low) * up) for place, value in known]
+    path = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
+    x, y = points[-1]
+    return (
+        f'<svg class="spark" viewBox="0 0 {width} {height}" width="{width}" height="{height}" aria-hidden="true">'
+        f'<polyline class="line s1" points="{path}"/><circle class="f1" cx="{x:.0f}" cy="{y:.1f}" r="2.4"/></svg>'
+    )
 
 
 def _binned(x: Sequence[float], series: Sequence[Series]) -> tuple[int, list[tuple[float, float, list[float]]]]:

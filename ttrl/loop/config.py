@@ -11,6 +11,12 @@ from ttrl.data.advantages import AdvantageConfig
 from ttrl.data.flat_samples import TooLong
 from ttrl.data.prefix_tree import Share
 from ttrl.errors import ConfigError
+from ttrl.loop.config_nodes import NodesConfig
+from ttrl.loop.config_order import OrderConfig
+from ttrl.loop.config_servers import ServersConfig
+from ttrl.loop.config_storage import StorageConfig
+from ttrl.loop.config_trainer import TrainerConfig
+from ttrl.loop.config_watch import WatchingConfig
 
 # What the loop itself puts into each iteration's recipe config, so that `training` cannot.
 _SET_BY_THE_LOOP = (
@@ -28,6 +34,8 @@ _SET_BY_THE_LOOP = (
     "lora_base",
     "lora_merge",
     "context",
+    "follow",
+    "free_memory",
 )
 # Sampling parameters that draw from another distribution than softmax(logits / temperature), which the trainer computes.
 _OTHER_DISTRIBUTIONS = (
@@ -47,7 +55,7 @@ _OTHER_DISTRIBUTIONS = (
 
 
 @dataclass(kw_only=True)
-class TrainConfig(Config):
+class TrainConfig(NodesConfig, OrderConfig, ServersConfig, StorageConfig, TrainerConfig, WatchingConfig, Config):
     """A run: `train(TrainConfig(...), tasks, validation_tasks)`."""
 
     run: str
@@ -123,8 +131,9 @@ class TrainConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of server and trainer alike; "auto" is bf16 on CUDA and fp32 on CPU."""
-    weight_sync: Literal["reload", "restart"] = "reload"
-    """How new weights reach the server: in place, or by a new server, which is stopped while the trainer works."""
+    weight_sync: Literal["reload", "restart", "sleep"] = "reload"
+    """How new weights reach the servers: in place; by a new server, which is stopped while the trainer works; or in place, with
+    servers that give back their GPU's memory while the trainer works (vLLM's sleep, level 2; has not run on a GPU)."""
     server: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
     keep_checkpoints: int = 3
@@ -151,6 +160,7 @@ class TrainConfig(Config):
             max_extra_tasks=self.max_extra_tasks,
         )
         found += at_least(0, temperature=self.temperature, validation_temperature=self.validation_temperature, seed=self.seed)
+        found += at_least(0, trainer_restarts=self.trainer_restarts)
         found += at_least(3, keep_checkpoints=self.keep_checkpoints)
         if self.temperature == 0:
             found.append("temperature is 0; greedy samples of a task are all the same, so nothing could be learned from them")
@@ -188,7 +198,9 @@ class TrainConfig(Config):
             found += [f"training: {problem}" for problem in error.problems]
         else:
             found += self._without_effect(recipe)
-        for name in ("sampling", "training", "server"):
+        found += self.watch_problems() + self.storage_problems() + self.server_problems()
+        found += self.order_problems(self.weight_sync) + self.node_problems()
+        for name in ("sampling", "training", "server", "drift_limits", "loggers"):
             try:
                 yaml.safe_dump(getattr(self, name))
             except yaml.YAMLError as error:
@@ -214,6 +226,11 @@ class TrainConfig(Config):
         return self.max_extra_tasks if self.max_extra_tasks is not None else 2 * self.tasks_per_iteration
 
     @property
+    def server_stops(self) -> bool:
+        """Whether the server is stopped, or sleeps, while the trainer works."""
+        return self.weight_sync in ("restart", "sleep") and not self.off_policy_steps
+
+    @property
     def context(self) -> int | None:
         """The longest sequence that the server takes, where `server` says it; None: the model's own."""
         length = self.server.get("max_model_len")
@@ -234,7 +251,7 @@ class TrainConfig(Config):
         """The recipe's config: `training`, and what the loop sets for an iteration. Raises ConfigError."""
         free = {key: value for key, value in self.training.items() if key not in _SET_BY_THE_LOOP}
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
-        return GRPOConfig.parse({**placeholders, **free, "seed": self.seed, **values}, "training")
+        return GRPOConfig.parse({**placeholders, **self.correction(), **free, "seed": self.seed, **values}, "training")
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -251,6 +268,7 @@ class TrainConfig(Config):
                 "device": device,
                 "dtype": self.dtype if self.dtype != "auto" else "bf16" if device == "cuda" else "fp32",
                 "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.nproc_per_node),
+                "trainer_memory": self.resolved_trainer_memory(device),
             },
             "config",
         )

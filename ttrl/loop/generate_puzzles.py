@@ -19,9 +19,14 @@ from ttrl.tasks import temporal_clue, zebra_grid
 _AHEAD = 16  # puzzles in work for each process: the file keeps their order, and a slow one must not stop the others
 
 
-def make_temporal_clue(seed: str, size: str | None) -> dict[str, Any]:
+def make_temporal_clue(seed: str, size: str | None, scope: temporal_clue.Scope = "answers") -> dict[str, Any]:
     """One row. size: a name of `temporal_clue.SIZES`; None draws one."""
-    return temporal_clue.make_puzzle(seed, None if size is None else temporal_clue.SIZES[size])
+    return temporal_clue.make_puzzle(seed, None if size is None else temporal_clue.SIZES[size], scope)
+
+
+def make_published_like(seed: str, size: str | None) -> dict[str, Any]:
+    """One row of temporal-clue whose clues settle the whole night, as the published ones."""
+    return make_temporal_clue(seed, size, "night")
 
 
 def make_zebra_grid(seed: str, size: str | None) -> dict[str, Any]:
@@ -32,6 +37,7 @@ def make_zebra_grid(seed: str, size: str | None) -> dict[str, Any]:
 
 MAKERS: dict[str, Callable[[str, str | None], dict[str, Any]]] = {
     "temporal-clue": make_temporal_clue,
+    "temporal-clue-night": make_published_like,
     "zebra-grid": make_zebra_grid,
 }
 
@@ -65,7 +71,7 @@ def _check_size(family: str, size: str | None) -> None:
     """Says what sizes there are before any process starts."""
     if size is None:
         return
-    if family == "temporal-clue":
+    if family.startswith("temporal-clue"):
         if size not in temporal_clue.SIZES:
             raise UserError(f"no size {size!r} of temporal-clue; there are {', '.join(temporal_clue.SIZES)}")
     elif len(parts := size.split("x")) != 2 or not all(part in ("2", "3", "4", "5", "6") for part in parts):

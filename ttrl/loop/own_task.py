@@ -2,8 +2,6 @@
 
 import asyncio
 import inspect
-import os
-import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +11,11 @@ import openai
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from ttrl.errors import ServerError, TaskError, UserError
+from ttrl.errors import TaskError, UserError
 from ttrl.files import write_text
 from ttrl.loop.replay_graders import load_reference
+from ttrl.loop.serving import is_address, serving
 from ttrl.rollouts.task_results import get_task_results
-from ttrl.server.vllm import VLLMServer, is_cpu_build
 from ttrl.tasks.task import Grade, Task
 
 DEFAULT_NAME = "get_tasks"
@@ -81,17 +79,10 @@ def try_tasks(
     if replies:
         raise UserError("give a model or replies, not both: replies are for grading without a model")
     options = {"n": samples, "params": {"max_tokens": max_tokens, "temperature": temperature}, "pbar": False}
-    if model.startswith(("http://", "https://")):
-        # Servers at home want no key, but the client wants one.
-        at = {"base_url": model, "api_key": os.environ.get("OPENAI_API_KEY", "none")}
-        name = _served_model(at)
-        return asyncio.run(_ask(tasks, say, lambda: openai.AsyncOpenAI(**at), name, {**options, "token_ids": False}))
-    with tempfile.TemporaryDirectory(prefix="ttrl-try-") as folder:
+    if not is_address(model):
         say(f"starting a vLLM server for {model} (half a minute or more) ...")
-        log = Path(folder, "server.log")
-        # As in a run: float32 on CPU, where half precision is slow and coarse.
-        with VLLMServer(model, served_model_name="policy", log_path=log, dtype="float32" if is_cpu_build() else "auto") as server:
-            return asyncio.run(_ask(tasks, say, server.client, "policy", options))
+    with serving(model) as served:
+        return asyncio.run(_ask(tasks, say, served.connect, served.model, {**options, "token_ids": served.is_ours}))
 
 
 async def _ask(
@@ -108,20 +99,6 @@ async def _ask(
             fine = fine and sample.error is None
             say(_grade_line(sample.reward, sample.metrics) if sample.error is None else f"  no grade: {sample.error}")
     return fine
-
-
-def _served_model(at: dict[str, str]) -> str:
-    """The name of the model that a server serves. Raises ServerError where it does not say."""
-    try:
-        with openai.OpenAI(**at, max_retries=0, timeout=20.0) as client:
-            models = client.models.list().data
-    except openai.OpenAIError as error:
-        raise ServerError(
-            f"{at['base_url']}: {error} (the address ends in /v1 mostly; the key is taken from OPENAI_API_KEY)"
-        ) from error
-    if not models:
-        raise ServerError(f"{at['base_url']} serves no model")
-    return models[0].id
 
 
 def _grade_given(tasks: Sequence[Task], say: Say, replies: Sequence[str]) -> bool:

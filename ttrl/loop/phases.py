@@ -5,47 +5,43 @@ rollouts    samples, graded; with a token budget, those to continue      rollout
 pack        advantages and packed tensors                                packed.safetensors
 train       the recipe, in a process of its own                          checkpoint/ state/ train.jsonl
 validate    held-out tasks under the new policy                          validation.jsonl
+
+In which order they run, and which of them at the same time: `ttrl.loop.iterations`.
 """
 
 import contextlib
-import dataclasses
 import json
+import logging
 import os
-import random
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ttrl.data.advantages import advantages_of
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.data.tokenization import TaskResultTokenizer
-from ttrl.data.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
-from ttrl.files import append_jsonl, atomic_folder, read_jsonl, write_jsonl
-from ttrl.loop.carried import (
-    UNFINISHED_FILE,
-    budget_facts,
-    carried_groups,
-    is_open,
-    kept_groups,
-    oldest_version,
-    place_of,
-    ready_to_continue,
-    task_key,
-    usage_of,
-)
+from ttrl.errors import ServerError, TrainerDiedError
+from ttrl.files import atomic_folder, read_jsonl, write_jsonl
+from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, is_open
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.console import Console, clock
-from ttrl.loop.coroutines import run_async
 from ttrl.loop.dynamic_sampling import further_tasks
+from ttrl.loop.finished_groups import GroupTokenizer
 from ttrl.loop.metrics_row import PHASES, metrics_row
-from ttrl.loop.policy_server import MODEL_NAME, PolicyServer
+from ttrl.loop.pack_phase import groups_of, may_be_packed, pack
+from ttrl.loop.plan_making import write_plan
+from ttrl.loop.policy_server import PolicyServer
 from ttrl.loop.run_folder import RunFolder
-from ttrl.loop.tune import tune, wait_for_process
-from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.task_results import TaskResults, get_task_results
+from ttrl.loop.sampling import Sampler
+from ttrl.loop.task_stream import TaskStream
+from ttrl.loop.timeline import Timeline
+from ttrl.loop.trainer import Trainer, Training
+from ttrl.loop.tune import wait_for_process
+from ttrl.records import TaskResult
+from ttrl.rollouts.task_results import TaskResults
 from ttrl.server.weights import CANARY_FILE
 from ttrl.tasks.task import Task
+
+logger = logging.getLogger(__name__)
 
 
 class Phases:
@@ -64,17 +60,22 @@ class Phases:
         self.config, self.folder, self.model = config, folder, model
         self.tasks, self.validation_tasks = tasks, validation_tasks
         self.server, self.console = server, console
+        self.trainer = Trainer(config, folder, console)
+        self._deaths: list[int | None] = []
+        """Of the trainer, in the iteration of the last one; None: while it waited."""
+        self.stream = TaskStream(config, folder, tasks)
+        self.timeline = Timeline()
+        self._sampler = Sampler(config, server, console, self.timeline)
         self._tokenizer: Any = None
+        self._loading = threading.Lock()
+        self._synced: tuple[int, dict[str, dict[str, Any]]] | None = None
+        """Whose policy is at the server, and what the marker of a phase has to say of that."""
+        self._sampled: dict[int, tuple[list[TaskResult], GroupTokenizer]] = {}
+        """By iteration, what this process sampled and has not packed yet."""
 
     def anything_done(self, number: int) -> bool:
         """True where an earlier process finished a phase of this iteration."""
         return any(self.folder.iteration(number).marker(phase) is not None for phase in PHASES)
-
-    def train_iteration(self, number: int) -> None:
-        """The phases of an iteration but its validation."""
-        self.rollouts(number)
-        self.pack(number)
-        self.train(number)
 
     # Iteration 0
 
@@ -103,136 +104,67 @@ class Phases:
                 wait_for_process(
                     command, self.folder.path / "logs" / "canary.log", progress=temporary, pbar=False, pbar_desc="canary"
                 )
-        self.tokenizer()
-        self.server.serve(iteration.path / "checkpoint")
-        iteration.mark("prepare", ["checkpoint"], {"seconds": clock() - began})
+        write_plan(self.config, self.folder.path, self.model, self.tasks, self.validation_tasks, self.tokenizer())
+        sync = self.server.serve(iteration.path / "checkpoint")
+        iteration.mark("prepare", ["checkpoint"], {"seconds": clock() - began, "sync": sync})
 
     def tokenizer(self) -> Any:
         """The starting model's tokenizer, loaded once."""
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model)
-        return self._tokenizer
+                self._tokenizer = AutoTokenizer.from_pretrained(self.model)
+            return self._tokenizer
 
     # Sampling
 
-    def _sample(
-        self,
-        tasks: Sequence[Task],
-        n: int,
-        temperature: float,
-        version: int,
-        what: str,
-        partial: Path | None = None,
-        budget: int | None = None,
-        carried: Sequence[TaskResult] = (),
-        known: TaskResults | None = None,
-    ) -> TaskResults:
-        """Samples from the running server. With `partial`, finished groups are kept there, and those that lie there are not
-        sampled again. With `budget`, so many new tokens are sampled (and as many again while no group is finished); `carried` are
-        the groups to continue, those of the first tasks. `known`: what a call for the first of these tasks returned. Raises
-        ServerDiedError where the server is gone, ServerError, GraderError or RolloutError where every sample failed."""
-        done = dict(enumerate(known or ()))
-        kept = {} if partial is None else kept_groups(partial, tasks, n, version, carried)
-        kept = {position: group for position, group in kept.items() if position not in done}
-        done |= kept
-        waiting = dict(enumerate(carried))
-        missing = [position for position in range(len(tasks)) if position not in done]
-        positions: dict[str, list[int]] = {}
-        for position in missing:
-            positions.setdefault(task_key(tasks[position].id, tasks[position].messages), []).append(position)
-
-        def keep(result: TaskResult) -> None:
-            # A group without any grade is sampled again, so that a grader that failed can be put right.
-            if partial is not None and result.graded and not is_open(result):
-                position = place_of(result, positions, carried)
-                append_jsonl(partial, {"position": position, "samples": [sample.to_json() for sample in result.samples]})
-
-        async def sample(token_budget: int | None) -> TaskResults:
-            async with self.server.running.client() as client:
-                return await get_task_results(
-                    [tasks[position] for position in missing],
-                    client,
-                    MODEL_NAME,
-                    n=n,
-                    params={**self.config.sampling, "temperature": temperature, "max_tokens": self.config.max_tokens},
-                    weights_version=version,
-                    on_task_done=keep,
-                    pbar=not self.console.quiet,
-                    pbar_desc=what,
-                    cache=self.config.cache or None,
-                    weights_digest=self.server.running.weights_digest() if self.config.cache else None,
-                    token_budget=token_budget,
-                    unfinished=[waiting[position] for position in missing if position in waiting],
-                )
-
+    def sync(self, number: int, recorded_by: str) -> None:
+        """Brings the policy after iteration `number` to the server, for phases that will share it; the marker of `recorded_by`,
+        one of them, says what that took."""
         began = clock()
-        spent = sum(usage.new_completion for usage in usage_of(done, carried))
-        left = None if budget is None else max(1, budget - spent)
-        while missing:
-            fresh = run_async(sample(left))
-            if any(s.finish_reason is None for s in fresh.samples):
-                self.server.running.check()  # says why, where the server is gone
-            done.update(zip(missing, fresh, strict=True))
-            if not all(map(is_open, done.values())):
-                break
-            waiting, missing, left = dict(done), sorted(done), budget
-        # Tokens that an earlier process sampled took their time there: no speed can be told from ours.
-        seconds = clock() - began if not kept else None
-        if known is not None:
-            before = known.stats.seconds
-            seconds = None if seconds is None or before is None else before + seconds
-        groups = [done[position] for position in range(len(tasks))]
-        results = TaskResults(groups, seconds=seconds, usage=usage_of(dict(enumerate(groups)), carried))
-        results.raise_if_all_failed()
-        return results
+        self._synced = None
+        sync = self.server.serve(self.folder.checkpoint(number))
+        self._synced = number, {recorded_by: {"sync_seconds": clock() - began, "sync": sync}}
 
-    def _tasks_from(self, first: int, count: int) -> list[Task]:
-        """Some of the stream of all tasks, which has each epoch in an order of its own."""
-        total = len(self.tasks)
-        orders: dict[int, list[int]] = {}
-        chosen = []
-        for place in range(first, first + count):
-            epoch, position = divmod(place, total)
-            if epoch not in orders:
-                orders[epoch] = list(range(total))
-                random.Random(f"{self.config.seed}/{epoch}").shuffle(orders[epoch])
-            chosen.append(self.tasks[orders[epoch][position]])
-        return chosen
-
-    def _taken_before(self, number: int) -> int:
-        """How many tasks of the stream earlier iterations took: equal parts, where their markers do not tell otherwise."""
-        marker = self.folder.iteration(number - 1).marker("rollouts") or {}
-        return marker.get("tasks_taken", (number - 1) * self.config.tasks_per_iteration)
-
-    def _tasks_of(self, number: int) -> list[Task]:
-        """The tasks with which an iteration without a token budget begins."""
-        return self._tasks_from(self._taken_before(number), self.config.tasks_per_iteration)
+    def _serve(self, number: int, phase: str) -> dict[str, Any]:
+        """The policy is at the server afterwards; what is to be said of it in the phase's marker."""
+        if self._synced is None or self._synced[0] != number:
+            self.sync(number, phase)
+        assert self._synced is not None
+        return self._synced[1].pop(phase, {"sync_seconds": 0.0, "sync": None})
 
     def rollouts(self, number: int) -> None:
-        """Samples the iteration's tasks from the newest policy and grades them."""
+        """Samples the iteration's tasks from the policy whose turn it is, and grades them; tokenizes what will be trained on."""
         iteration = self.folder.iteration(number)
         if iteration.marker("rollouts") is not None:
             return
-        version = self.folder.policy_version(number - 1)
+        sampled_by = self.config.policy_of_rollouts(number)
+        version = self.folder.policy_version(sampled_by)
         budget, carried, more = self.config.tokens_per_iteration, [], {}
-        tasks = self._tasks_of(number)
+        tasks = self.stream.tasks_of(number)
         if budget is not None:
-            carried, tasks, more = self._continued(number, version)
+            carried, tasks, more = self.stream.continued(number, version)
+        synced = self._serve(sampled_by, "rollouts")
         began = clock()
-        sync = self.server.serve(self.folder.checkpoint(number - 1))
-        sync_seconds = clock() - began
         partial = iteration.path / "rollouts.partial.jsonl"
         n, temperature, what = self.config.samples_per_task, self.config.temperature, f"{number}: sampling"
-        results = self._sample(tasks, n, temperature, version, what, partial, budget, carried)
+        tokenized = GroupTokenizer(self.tokenizer)
+
+        def prepare(group: TaskResult) -> None:
+            if may_be_packed(group, self.config, self.tokenizer()):
+                tokenized.tokenize(group)
+
+        results = self._sampler.sample(tasks, n, temperature, version, what, partial, budget, carried, prepare=prepare)
         if self.config.dynamic_sampling is not None:
-            first, taken = len(tasks), more.get("tasks_taken", self._taken_before(number) + len(tasks))
+            first, taken = len(tasks), more.get("tasks_taken", self.stream.taken_before(number) + len(tasks))
             while count := further_tasks(
                 results, self.config, len(tasks) - first, results.stats.new_completion_tokens, self.tokenizer
             ):
-                tasks, taken = tasks + self._tasks_from(taken, count), taken + count
-                results = self._sample(tasks, n, temperature, version, f"{what} more", partial, budget, carried, results)
+                tasks, taken = tasks + self.stream.tasks_from(taken, count), taken + count
+                results = self._sampler.sample(
+                    tasks, n, temperature, version, f"{what} more", partial, budget, carried, results, prepare
+                )
             more |= {"tasks_taken": taken, "extra_tasks": len(tasks) - first}
         files = ["rollouts.jsonl"]
         finished = TaskResults([group for group in results if not is_open(group)])
@@ -244,39 +176,31 @@ class Phases:
             all_stats = results.stats
             stats |= {"seconds": all_stats.seconds, "tokens_per_second": all_stats.tokens_per_second}
             more |= budget_facts(results, carried, version)
-        facts = {"seconds": clock() - began - sync_seconds, "sync_seconds": sync_seconds, "sync": sync, "stats": stats}
-        iteration.mark("rollouts", files, facts | more)
+        iteration.mark("rollouts", files, {"seconds": clock() - began, **synced, "stats": stats} | more)
+        self._sampled[number] = list(finished), tokenized
         partial.unlink(missing_ok=True)
 
-    def _continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
-        """With a token budget: the groups to continue, all tasks of the iteration (theirs first), and facts for the marker.
+    def has_to_validate(self, number: int) -> bool:
+        """Whether `validate` has anything to do."""
+        return bool(self.validation_tasks) and self.folder.iteration(number).marker("validate") is None
 
-        New tasks follow in the stream on those that were taken so far; the markers say how many that are.
-        """
-        previous = self.folder.iteration(number - 1)
-        taken = self._taken_before(number)
-        known = {task_key(task.id, task.messages): task for task in self.tasks}
-        groups, limit = carried_groups(previous), self.config.max_staleness
-        carried = [
-            ready_to_continue(group, version)
-            for group in groups
-            if task_key(group.task_id, group.messages) in known  # the person may have allowed other tasks since
-            and (limit is None or version - oldest_version(group, version) <= limit)
-        ]
-        new = self._tasks_from(taken, max(0, self.config.tasks_per_iteration - len(carried)))
-        tasks = [known[task_key(group.task_id, group.messages)] for group in carried] + new
-        return carried, tasks, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}
+    def ask_server(self) -> Callable[[str], Any] | None:
+        """What GETs a path of the server and returns its JSON answer; None where none runs."""
+        try:
+            server = self.server.running
+        except ServerError:
+            return None
+        return lambda path: server.request("GET", path)
 
     def validate(self, number: int) -> None:
         """Samples the held-out tasks from the policy after this iteration."""
         iteration = self.folder.iteration(number)
-        if iteration.marker("validate") is not None or not self.validation_tasks:
+        if not self.has_to_validate(number):
             return
+        synced = self._serve(number, "validate")
         began = clock()
-        sync = self.server.serve(self.folder.checkpoint(number))
-        sync_seconds = clock() - began
         temperature = self.config.validation_temperature
-        results = self._sample(
+        results = self._sampler.sample(
             self.validation_tasks,
             self.config.validation_samples,
             self.config.temperature if temperature is None else temperature,
@@ -284,83 +208,93 @@ class Phases:
             f"{number}: validating",
         )
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_rows())
-        facts = {"seconds": clock() - began - sync_seconds, "sync_seconds": sync_seconds, "sync": sync}
-        iteration.mark("validate", ["validation.jsonl"], facts | {"stats": results.stats.to_json()})
+        facts = {"seconds": clock() - began, **synced, "stats": results.stats.to_json()}
+        iteration.mark("validate", ["validation.jsonl"], facts)
 
     # Training
 
     def pack(self, number: int) -> None:
-        """Advantages, tokens, packed tensors. Groups whose rewards are all equal teach nothing; they are counted and left out,
-        unless the recipe rewards single tokens (`GRPOConfig.rewards_tokens`).
-
-        So is what else happened to the rewards, in the marker's "groups" and "advantages": see `ttrl.data.advantages.Advantages`.
-        """
+        """Advantages, tokens, packed tensors: see `ttrl.loop.pack_phase`. What this process sampled is tokenized already."""
         iteration = self.folder.iteration(number)
+        sampled = self._sampled.pop(number, None)
         if iteration.marker("pack") is not None:
             return
-        began = clock()
-        iteration.verify("rollouts")
-        samples = [Sample.from_json(row) for row in read_jsonl(iteration.path / "rollouts.jsonl")]
-        tokenizer = self.tokenizer()
-        keep_equal = self.config.recipe_config({}).rewards_tokens
-        advantages = advantages_of(
-            list(TaskResults.from_samples(samples)), self.config.advantage_config(), tokenizer, keep_equal=keep_equal
-        )
-        facts: dict[str, Any] = {"groups": advantages.groups, "advantages": advantages.facts}
-        if not advantages.kept:
-            iteration.mark("pack", [], {"seconds": clock() - began, **facts, "rows": 0})
-            return
-        tokenize = TaskResultTokenizer(tokenizer)
-        tokenized = [
-            sequence
-            for result, values in zip(advantages.kept, advantages.values, strict=True)
-            for sequence in tokenize(result, values)
-        ]
-        packed = packed_tensors_from_tokenized_results(
-            tokenized,
-            seq_len=self.config.seq_len,
-            pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
-            aggregation=self.config.aggregation,
-            constant_length=self.config.constant_length,
-            too_long=self.config.too_long,
-            share=self.config.share,
-            multiple=self.config.nproc_per_node,
-            seed=self.config.seed,
-        )
-        if (made_with := tokenizer_digest(self.model)) is not None:
-            packed.metadata[TOKENIZER_KEY] = made_with
-        packed.save(iteration.path / "packed.safetensors")
-        facts |= {"rows": packed.num_rows, "row_tokens": packed.num_tokens, "trained_tokens": packed.num_trained}
-        facts |= {"tokenization": dataclasses.asdict(tokenize.counts)}
-        facts |= {"fill": packed.num_tokens / packed.tokens.numel(), "dropped": packed.dropped}
-        iteration.mark("pack", ["packed.safetensors"], {"seconds": clock() - began, **facts})
+        if sampled is None:
+            groups, tokenized = groups_of(iteration), GroupTokenizer(self.tokenizer)
+        else:
+            groups, tokenized = sampled
+        pack(iteration, groups, self.config, self.model, self.tokenizer(), tokenized)
+
+    def start_trainer(self, number: int) -> None:
+        """Lets a resident trainer start and load what iteration `number` is trained from, while the caller does other things."""
+        config = self.recipe_config(number)
+        if not Path(config["model"], "config.json").is_file():  # iteration 0 has not been prepared
+            config["model"] = str(self.model)
+        self.trainer.start(config)
 
     def train(self, number: int) -> None:
         """Runs the recipe on the packed rows, from the newest checkpoint and state."""
+        finish = self.begin_training(number)
+        if finish is not None:
+            finish()
+
+    def begin_training(self, number: int) -> Callable[[], None] | None:
+        """Begins to train and returns at once; what is returned waits for the end and leaves the marker. None where there is
+        nothing to wait for. One training at a time. Raises TrainerError and StorageError, as what is returned does."""
         iteration = self.folder.iteration(number)
         if iteration.marker("train") is not None:
-            return
+            return None
         began = clock()
         pack = iteration.marker("pack")
         assert pack is not None
         if not pack["rows"]:
             iteration.mark("train", [], {"seconds": clock() - began, "trained": False})
-            return
+            return None
         iteration.verify("pack")
-        if self.config.weight_sync == "restart":
-            self.server.stop()  # its memory is the trainer's now
-        with contextlib.suppress(FileNotFoundError):
-            (iteration.path / "train.jsonl").unlink()
-        tune(
-            self.recipe_config(number),
-            iteration.path / "grpo.yaml",
-            nproc_per_node=self.config.nproc_per_node,
-            pbar=not self.console.quiet,
-            pbar_desc=f"{number}: training",
-        )
+        if self.config.server_stops:
+            self._synced = None
+            self.server.rest()  # its memory is the trainer's now
+        training = self._begin(number)
+        return lambda: self._finish_training(number, training, began)
+
+    def _begin(self, number: int) -> Training:
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder.iteration(number).path / "train.jsonl").unlink()
+            try:
+                return self.trainer.train_async(number, self.recipe_config(number))
+            except TrainerDiedError as error:
+                self._count_death(error, number)
+
+    def _finish_training(self, number: int, training: Training, began: float) -> None:
+        iteration = self.folder.iteration(number)
+        while True:
+            try:
+                training.result()
+                break
+            except TrainerDiedError as error:
+                self._count_death(error, number)
+                training = self._begin(number)
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
+        self.timeline.add_training(began, clock(), steps)
         facts = {"seconds": clock() - began, "trained": True, "steps": steps}
         iteration.mark("train", ["checkpoint", "state", "train.jsonl"], facts)
+
+    def look_after_trainer(self) -> None:
+        """Notices a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises
+        TrainerError where it failed for a reason that another start would not mend."""
+        try:
+            self.trainer.check()
+        except TrainerDiedError as error:
+            self._count_death(error, None)
+
+    def _count_death(self, error: TrainerDiedError, number: int | None) -> None:
+        """Of iteration `number`, None: between two. Raises the error where it was one too many."""
+        self._deaths = [*(one for one in self._deaths if one == number), number]
+        if len(self._deaths) > self.config.trainer_restarts:
+            raise error
+        logger.warning("%s", error)
+        self.console.line(f"note: {str(error).splitlines()[0][:200]}; starting it again (see logs/)")
 
     def recipe_config(self, number: int) -> dict[str, Any]:
         """What the recipe is given in an iteration."""
@@ -379,6 +313,7 @@ class Phases:
             "context": config.context,
             "reference_model": str(self.model) if settings.needs_reference else None,
             "lora_base": str(self.model) if settings.lora_rank is not None else None,
+            "free_memory": config.trainer == "resident" and config.resolved_trainer_memory(config.device) == "free",
         }
         return config.recipe_config(values).to_dict()
 

@@ -23,6 +23,7 @@ from ttrl.loop.replay_changes import Changes, TaskChange
 from ttrl.loop.replay_graders import Regrader, ReplayGrader
 from ttrl.loop.replay_grading import FILE_NAME, Regrading
 from ttrl.loop.run_folder import RunFolder
+from ttrl.loop.run_lock import LOCK_FILES
 from ttrl.rollouts.grading import Graders
 from ttrl.tasks.task import Task
 
@@ -158,7 +159,7 @@ def _parsed(text: str) -> list[int]:
 
 
 def _check_output(path: Path) -> None:
-    there = {entry.name for entry in path.iterdir()} - {"lock"} if path.is_dir() else set()
+    there = {entry.name for entry in path.iterdir()} - LOCK_FILES if path.is_dir() else set()
     if path.is_file() or (there and FILE_NAME not in there):
         raise RunFolderError(f"{path} is there already and is no replay; give another --output")
 

@@ -24,6 +24,7 @@ from ttrl.loop.replay_changes import Changes, Comparison, TaskChange, TaskChange
 from ttrl.loop.replay_graders import Regrader
 from ttrl.loop.replay_text import changes_text
 from ttrl.loop.run_folder import IterationFolder, RunFolder
+from ttrl.loop.run_lock import LOCK_FILES
 from ttrl.processes import reap_leftovers
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.choices import choice_of_sample, writable
@@ -112,7 +113,7 @@ class Regrading:
 
     def _clear(self) -> None:
         for path in self.folder.path.iterdir():
-            if path.name != "lock":
+            if path.name not in LOCK_FILES:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def grade(self, graders: Graders, *, again: bool) -> None:
@@ -217,7 +218,7 @@ class Regrading:
 
     def remove_if_empty(self) -> None:
         """A grader that failed at once leaves nothing behind."""
-        if {path.name for path in self.folder.path.iterdir()} <= {"lock"}:
+        if {path.name for path in self.folder.path.iterdir()} <= LOCK_FILES:
             shutil.rmtree(self.folder.path)
 
     def compare(self) -> Compared:

@@ -107,16 +107,19 @@ class ReplayTraining:
             console,
         )
         newest = None
-        for position, number in enumerate(self.numbers):
-            phases.pack(number)
-            phases.train(number)
-            rows = [phases.metrics_row(one) for one in self.numbers[: position + 1]]
-            write_jsonl(folder.path / "metrics.jsonl", rows)
-            console.line(self._line(rows[-1]))
-            if rows[-1]["trained"]:
-                newest = folder.iteration(number).path / "checkpoint"
-            if not folder.from_checkpoints:
-                folder.prune(number, config.keep_checkpoints, None)
+        try:
+            for position, number in enumerate(self.numbers):
+                phases.pack(number)
+                phases.train(number)
+                rows = [phases.metrics_row(one) for one in self.numbers[: position + 1]]
+                write_jsonl(folder.path / "metrics.jsonl", rows)
+                console.line(self._line(rows[-1]))
+                if rows[-1]["trained"]:
+                    newest = folder.iteration(number).path / "checkpoint"
+                if not folder.from_checkpoints:
+                    folder.prune(number, config.keep_checkpoints, None)
+        finally:
+            phases.trainer.stop()
         if newest is not None:
             write_report(folder.path)
         return newest if newest is not None and newest.exists() else None

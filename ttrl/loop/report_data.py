@@ -4,25 +4,22 @@ Everything may be missing: a run that stopped in its first iteration, one of an 
 an empty list here, and left out on the page.
 """
 
-import json
+import copy
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from ttrl.errors import RunFolderError
 from ttrl.files import read_jsonl
 from ttrl.loop.charts import is_number
-from ttrl.records import Sample
-
-T = TypeVar("T")
+from ttrl.loop.config_changes import HISTORY_FILE
 
 PHASES = ("sample", "pack", "train", "sync", "validate")
-EXAMPLES = 3
-_SCANNED_LINES = 5000  # of a rollouts file: enough for any sensible example, without reading gigabytes
 
 
 @dataclass
@@ -34,6 +31,9 @@ class RunData:
     """metrics.jsonl by iteration, ascending; iteration 0 is the starting model."""
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    config_history: list[dict[str, Any]] = field(default_factory=list)
+    """Settings that were changed when the run was continued (`ttrl.loop.config_changes`): {"iteration": the first that it holds
+    for, "time", "changes": {name: [before, now]}}."""
 
     @property
     def iterations(self) -> list[int]:
@@ -45,9 +45,14 @@ class RunData:
         """The rows of real iterations, without the starting model's."""
         return [row for row in self.rows if row["iteration"] > 0]
 
+    @functools.cached_property
+    def flat(self) -> list[dict[str, float]]:
+        """The numbers of each row by dotted names."""
+        return [_flat(row) for row in self.rows]
+
     def column(self, path: str) -> list[float | None]:
         """One value per row: column("train.entropy"); None where it is missing or no finite number."""
-        return [number(row, path) for row in self.rows]
+        return [row.get(path) for row in self.flat]
 
     def iteration_folder(self, iteration: int) -> Path:
         """iterations/0001 and so on."""
@@ -55,7 +60,39 @@ class RunData:
 
     def numbers_with(self, name: str) -> list[int]:
         """The iterations of the metrics whose folder holds the file `name`."""
-        return [one for one in self.iterations if (self.iteration_folder(one) / name).is_file()]
+        known = _FILES.setdefault((self.folder, name), set())
+        for one in self.iterations:
+            if one not in known and (self.iteration_folder(one) / name).is_file():
+                known.add(one)
+        return [one for one in self.iterations if one in known]
+
+
+_FILES: dict[tuple[Path, str], set[int]] = {}
+"""Iterations that had a file when a report looked: a long run is not searched anew for each one. Nothing that a report shows is
+ever removed from a run; where a person did it, it is left out when it cannot be read."""
+_FLAT: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
+"""By identity of the row, which is held here, so that no other can have it."""
+
+
+def _flat(row: dict[str, Any]) -> dict[str, float]:
+    """The row's numbers by dotted names. A run gives the same rows to each of its reports."""
+    known = _FLAT.get(id(row))
+    if known is not None and known[0] is row:
+        return known[1]
+    flat: dict[str, float] = {}
+    _flatten(row, "", flat)
+    if len(_FLAT) > 5000:
+        _FLAT.clear()
+    _FLAT[id(row)] = row, flat
+    return flat
+
+
+def _flatten(row: Mapping[str, Any], prefix: str, flat: dict[str, float]) -> None:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            _flatten(value, f"{prefix}{key}.", flat)
+        elif is_number(value):
+            flat[f"{prefix}{key}"] = float(value)
 
 
 def number(row: dict[str, Any], path: str) -> float | None:
@@ -66,8 +103,9 @@ def number(row: dict[str, Any], path: str) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def read_run(folder: Path) -> RunData:
-    """Reads a run folder. Raises RunFolderError when it is none, or when its metrics are damaged."""
+def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunData:
+    """Reads a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError when it is none, or when its metrics are
+    damaged."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file() and not (folder / "iterations").is_dir():
         there = sorted(path.parent.name for path in folder.parent.glob("*/metrics.jsonl"))
@@ -75,60 +113,38 @@ def read_run(folder: Path) -> RunData:
         what = "has neither metrics.jsonl nor iterations/" if folder.exists() else "does not exist"
         raise RunFolderError(f"{folder} is no run folder: it {what}; give the folder of a run, such as runs/NAME{others}")
     try:
-        lines = read_jsonl(metrics)
+        lines = read_jsonl(metrics) if rows is None else list(rows)
     except ValueError as error:
         raise RunFolderError(f"{error}; remove that line, or move the file away: it is only read for reports") from error
-    rows = {row["iteration"]: row for row in lines if isinstance(row, dict) and isinstance(row.get("iteration"), int)}
-    ordered = [rows[key] for key in sorted(rows)]
-    return RunData(folder, ordered, _mapping(folder / "config.yaml"), _mapping(folder / "environment.json"))
+    known = {row["iteration"]: row for row in lines if isinstance(row, dict) and isinstance(row.get("iteration"), int)}
+    ordered = [known[key] for key in sorted(known)]
+    return RunData(
+        folder, ordered, _mapping(folder / "config.yaml"), _mapping(folder / "environment.json"), _lines(folder / HISTORY_FILE)
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """A file of JSON lines; empty when it cannot be read."""
+    try:
+        return read_jsonl(path)
+    except ValueError:
+        return []
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     """A YAML or JSON file (JSON is YAML) as a dictionary; empty when it cannot be read."""
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        stat = path.stat()
+        return copy.deepcopy(_parsed(path, stat.st_mtime_ns, stat.st_size))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
+    """Kept while the file stays what it is: YAML takes longer to parse than the rest of a run folder to look at."""
+    value = yaml.safe_load(path.read_text(encoding="utf-8"))
     return value if isinstance(value, dict) else {}
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """Samples of a rollouts or validation file, at most the first few thousand; lines that are none are left out."""
-    samples: list[Sample] = []
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line, _ in zip(file, range(_SCANNED_LINES), strict=False):
-                try:
-                    samples.append(Sample.from_json(json.loads(line)))
-                except (ValueError, TypeError, AttributeError):
-                    continue
-    except OSError:
-        return []
-    return samples
-
-
-def spread(items: Sequence[T], count: int = EXAMPLES) -> list[T]:
-    """`count` items at even distances, the first one included: chosen by place, never by how good they look."""
-    return [items[index * len(items) // count] for index in range(min(count, len(items)))]
-
-
-def examples(samples: Iterable[Sample]) -> list[Sample]:
-    """The first sample of tasks at even distances."""
-    first: dict[str, Sample] = {}
-    for sample in samples:
-        first.setdefault(sample.task_id, sample)
-    return spread(list(first.values()))
-
-
-def before_and_after(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Samples of the same task from both, for tasks at even distances."""
-    later: dict[str, Sample] = {}
-    for sample in after:
-        later.setdefault(sample.task_id, sample)
-    earlier: dict[str, Sample] = {}
-    for sample in before:
-        earlier.setdefault(sample.task_id, sample)
-    return [(earlier[task], later[task]) for task in spread([task for task in earlier if task in later])]
 
 
 def wilson(share: float, count: float, z: float = 1.96) -> tuple[float, float]:
@@ -196,5 +212,7 @@ def phase_columns(run: RunData) -> dict[str, list[float | None]]:
 
 
 def total_seconds(run: RunData) -> float:
-    """Of all rows together."""
-    return sum(value or 0.0 for column in phase_columns(run).values() for value in column)
+    """Of all rows together; phases that overlap are counted once, as far as the total of an iteration is known."""
+    phases = zip(*(run.column(f"seconds.{phase}") for phase in PHASES), strict=True)
+    totals = zip(run.column("seconds.total"), phases, strict=True)
+    return sum(sum(value or 0.0 for value in known) if total is None else total for total, known in totals)

@@ -1,13 +1,14 @@
-"""The report's sentences and figures: what happened, what is worth knowing, the tiles and the table.
+"""The report's sentences and figures: what happened, the tiles, the table, and columns that are made of several metrics.
 
 Every sentence is computed from the metrics and says no more than they show: a rise that lies within the noise is called that.
+What stands out is said by `ttrl.loop.findings`.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ttrl.loop.charts import compact
-from ttrl.loop.metrics_row import TOO_LONG_WORDS
 from ttrl.loop.report_data import (
     PHASES,
     RunData,
@@ -19,8 +20,6 @@ from ttrl.loop.report_data import (
     phase_columns,
     total_seconds,
 )
-
-DISAGREEMENT = 0.01  # nats: above it sampler and trainer are not the same model any more
 
 
 def model_name(run: RunData) -> str:
@@ -124,57 +123,31 @@ def group_shares(run: RunData, key: str) -> list[float | None]:
     return shares
 
 
-def _list(iterations: list[int]) -> str:
-    """3, 4 and 9; long lists are counted."""
-    texts = [str(one) for one in iterations]
-    if len(texts) > 6:
-        return f"{len(texts)} iterations, {', '.join(texts[:3])} and so on"
-    one_or_more = "iteration " if len(texts) == 1 else "iterations "
-    return one_or_more + (texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1])
+def failed_shares(run: RunData) -> list[float | None]:
+    """Failed samples as a share of all, per row; None throughout where none ever failed."""
+    pairs = list(zip(run.column("failed"), run.column("samples"), strict=True))
+    if not any(failed for failed, _ in pairs):
+        return [None] * len(pairs)
+    return [failed / samples if failed is not None and samples else None for failed, samples in pairs]
 
 
-def notices(run: RunData) -> list[str]:
-    """What a reader should know before trusting the curves; empty when there is nothing."""
-    found: list[str] = []
-    untrained = [row["iteration"] for row in run.trained if row.get("trained") is False]
-    if untrained:
-        found.append(f"Nothing was trained in {_list(untrained)}: no group of samples had different rewards.")
-    failed = sum(number(row, "failed") or 0.0 for row in run.rows)
-    if failed:
-        sampled = sum(number(row, "samples") or 0.0 for row in run.rows)
-        share = f" of {compact(sampled)}" if sampled >= failed else ""
-        found.append(f"{failed:g}{share} samples failed and did not count; rollouts.jsonl says why for each.")
-    for name, text in TOO_LONG_WORDS.items():
-        if count := sum(number(row, f"pack.dropped.{name}") or 0.0 for row in run.rows):
-            left_out = "; they were left out" if name == "too_long" else ""
-            found.append(f"{count:g} samples were longer than a row of seq_len ({text}){left_out}.")
-    fell_back = [row["iteration"] for row in run.rows if isinstance(row.get("sync"), dict) and row["sync"].get("fell_back")]
-    if fell_back:
-        found.append(
-            f"The server did not reproduce the trainer's numbers after the weights were loaded in place in {_list(fell_back)}; "
-            "it was restarted, and then it did."
-        )
-    apart = [row["iteration"] for row in run.rows if (number(row, "sampler_trainer.p999") or 0.0) > DISAGREEMENT]
-    if apart:
-        found.append(
-            f"Sampler and trainer disagreed by more than {DISAGREEMENT:g} nats (99.9th percentile) in {_list(apart)}: what was "
-            "sampled is not quite what was trained."
-        )
-    empty = [row["iteration"] for row in run.trained if number(row, "groups.kept") == 0]
-    all_wrong = sum(number(row, "groups.all_wrong") or 0.0 for row in run.trained)
-    total = sum(number(row, "groups.total") or 0.0 for row in run.trained)
-    if total and all_wrong / total > 0.5:
-        found.append(
-            f"In {percent(all_wrong / total)} of the groups every sample was wrong. The task may be too hard for this model: "
-            "an easier one, a warm start or more samples per task give it something to learn from."
-        )
-    elif empty and not untrained:
-        found.append(f"No group had any signal in {_list(empty)}.")
-    return found
+def dead_shares(run: RunData) -> list[float | None]:
+    """The share of each iteration in which nothing was sampled and nothing trained; None where it was not measured."""
+    pairs = zip(run.column("dead_seconds"), run.column("seconds.total"), strict=True)
+    return [max(0.0, min(1.0, dead / total)) if dead is not None and total else None for dead, total in pairs]
 
 
-def table_columns(run: RunData) -> list[tuple[str, list[str]]]:
-    """(heading, one cell per row) for every figure that the run recorded."""
+def utilisation(run: RunData) -> list[float | None]:
+    """FLOPs of training over what the machine could have computed in the whole iteration, per row."""
+    columns = (run.column(path) for path in ("train.flops", "seconds.total", "train.matmul_peak"))
+    return [
+        flops / (seconds * peak) if flops is not None and seconds and peak else None
+        for flops, seconds, peak in zip(*columns, strict=True)
+    ]
+
+
+def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:
+    """(heading, one cell for each row whose place is in `shown`) for the main figures that the run recorded."""
     wanted = [
         ("reward", "reward"),
         ("held-out reward", "validation_reward"),
@@ -199,13 +172,14 @@ def table_columns(run: RunData) -> list[tuple[str, list[str]]]:
         ("|Δ logprob| p99.9", "sampler_trainer.p999"),
         ("ESS", "sampler_trainer.ess"),
         ("canary |Δ|", "sync.canary_max_difference"),
+        ("dead, s", "dead_seconds"),
     ]
     columns = [(name, run.column(path)) for name, path in wanted]
     phases = phase_columns(run)
     columns += [(f"{phase}, s", phases[phase]) for phase in (*PHASES, "other")]
     columns.append(("total, s", run.column("seconds.total")))
     return [
-        (name, ["–" if value is None else compact(value) for value in values])
+        (name, ["–" if values[place] is None else compact(values[place]) for place in shown])
         for name, values in columns
         if any(value is not None for value in values)
     ]

@@ -5,31 +5,33 @@ of the phase's files and what the phase has to say (seconds, counts), so that me
 after a crash too.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ttrl.errors import RunFolderError
-from ttrl.files import digest, read_jsonl, remove_leftovers, write_json, write_text
-
-# On resume; everything else would make another run of it. (seq_len and share decide where samples lie, not what they weigh, and a
-# row that turns out to be too short for them must not be the end of a run.)
-_MAY_CHANGE = {"run", "iterations", "stop_at", "keep_checkpoints", "seq_len", "too_long", "share"}
+from ttrl.files import TEMPORARY_PREFIX, digest, read_jsonl, remove_folder, remove_leftovers, write_json, write_text
+from ttrl.loop.config_changes import changes, check_changes, remember_changes
+from ttrl.loop.run_lock import RunLock
 
 
 class IterationFolder:
     """iterations/0007 and its markers."""
 
-    def __init__(self, path: Path, number: int) -> None:
-        self.path, self.number = path, number
+    def __init__(
+        self,
+        path: Path,
+        number: int,
+        check_lock: Callable[[], None] = lambda: None,
+        marked: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path, self.number, self._check_lock, self._marked = path, number, check_lock, marked
 
     def marker(self, phase: str) -> dict[str, Any] | None:
         """What a finished phase left behind, or None where it is not done. Raises RunFolderError for a damaged marker."""
@@ -67,14 +69,19 @@ class IterationFolder:
         return content
 
     def mark(self, phase: str, files: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
-        """Says durably that a phase is done. `files` are names of files and folders of this iteration that it wrote."""
+        """Says durably that a phase is done. `files` are names of files and folders of this iteration that it wrote.
+
+        Raises RunFolderError where another process has taken the run over, StorageError.
+        """
         digests = {}
         for name in files:
             top = self.path / name
             for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
                 if path.is_file():
                     digests[str(path.relative_to(self.path))] = digest(path)
+        self._check_lock()
         write_json(self._path(phase), {"phase": phase, "finished": time.time(), "facts": facts, "files": digests})
+        self._marked()
         return facts
 
 
@@ -83,39 +90,36 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
+        self._lock = RunLock(self.path)
+        self._trained: dict[int, bool] = {}
+        """Whether a finished iteration made a policy: a marker that is there stays as it is."""
+        self.on_mark: Callable[[], None] = lambda: None
+        """Called after each marker, by the thread that wrote it."""
 
     def iteration(self, number: int) -> IterationFolder:
         """The folder of an iteration; 0 is the model before training."""
-        return IterationFolder(self.path / "iterations" / f"{number:04d}", number)
+        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, self._marked)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the run for this process. Raises RunFolderError naming the owner where another process works on it."""
-        path = self.path / "lock"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a+")  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise RunFolderError(f"{self.path} cannot be a run folder: {error.strerror}; choose another one") from error
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it when we die, however we die
-            except BlockingIOError:
-                file.seek(0)
-                owner = file.read().strip() or "unknown"
-                raise RunFolderError(f"{self.path} is in use by another process (pid {owner}); wait for it, or stop it") from None
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-            yield
+    def _marked(self) -> None:
+        self.on_mark()
 
-    def remember_config(self, config: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        """Writes config.yaml, or compares with the one that is there. Raises RunFolderError with the differences.
+    def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
+        """Holds the run for this process, see `ttrl.loop.run_lock`. Raises RunFolderError naming the owner where another process
+        works on it. take_over: also from a silent owner on another machine."""
+        return self._lock.held(take_over=take_over)
+
+    def remember_config(
+        self, config: dict[str, Any], defaults: Mapping[str, Any] | None = None, allow: Sequence[str] = ()
+    ) -> list[str]:
+        """Writes config.yaml, or compares with the one that is there; returns notes on what changed. What changed is appended to
+        config_history.jsonl. Raises RunFolderError with the differences where one is not allowed.
 
         defaults: of settings that may be younger than the run folder; what its config.yaml does not name was that then.
+        allow: names of settings that may differ, see `ttrl.loop.config_changes`.
         """
         path = self.path / "config.yaml"
         config = yaml.safe_load(yaml.safe_dump(config))  # compared as it will be read: tuples are lists there
+        notes = []
         if path.exists():
             try:
                 before = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -123,19 +127,15 @@ class RunFolder:
                 before = None
             if not isinstance(before, dict):
                 raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
-            before = yaml.safe_load(yaml.safe_dump(dict(defaults or {}))) | before
-            changed = [
-                f"  {key}: {before.get(key)!r} before, {config.get(key)!r} now"
-                for key in sorted(before.keys() | config.keys())
-                if before.get(key) != config.get(key) and key not in _MAY_CHANGE
-            ]
-            if changed:
-                raise RunFolderError(
-                    f"{self.path} was started with another config:\n"
-                    + "\n".join(changed)
-                    + "\nChoose another run folder, or remove this one"
-                )
+            changed = changes(yaml.safe_load(yaml.safe_dump(dict(defaults or {}))) | before, config)
+            notes = check_changes(changed, allow, self.path)
+            remember_changes(self.path, changed, self.first_unfinished())
         write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        return notes
+
+    def first_unfinished(self) -> int:
+        """The first iteration that is not in metrics.jsonl."""
+        return max((row["iteration"] for row in self.metrics()), default=-1) + 1
 
     def remember_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
         """Writes tasks.json (for each list of tasks its count and digest), or compares with the one that is there: the order of
@@ -156,8 +156,10 @@ class RunFolder:
         write_json(path, tasks)
 
     def clean(self) -> None:
-        """Removes what a killed process left half written."""
-        remove_leftovers(self.path)
+        """Removes what a killed process left half written; not in replays, which others may work on."""
+        for place in self.path.iterdir():
+            if place.name.startswith(TEMPORARY_PREFIX) or (place.is_dir() and place.name != "replays"):
+                remove_leftovers(place)
 
     def policy_version(self, number: int) -> int:
         """The iteration whose checkpoint is the policy after iteration `number`: itself, or an earlier one where nothing was
@@ -185,16 +187,28 @@ class RunFolder:
             ) from error
         return sorted(rows, key=lambda row: row["iteration"])
 
-    def prune(self, newest: int, keep: int, best: int | None) -> list[int]:
-        """Removes checkpoints and states of iterations before the `keep` newest trained ones; markers stay, and so does the best
-        checkpoint. Returns the numbers of the iterations that lost something."""
-        trained = [n for n in range(newest, -1, -1) if n == 0 or (self.iteration(n).marker("train") or {}).get("trained")]
+    def trained_until(self, newest: int) -> list[int]:
+        """The iterations up to `newest` that made a policy, newest first, and 0."""
+        for number in range(1, newest + 1):
+            if number not in self._trained and (marker := self.iteration(number).marker("train")) is not None:
+                self._trained[number] = bool(marker.get("trained"))
+        return [number for number in range(newest, -1, -1) if number == 0 or self._trained.get(number)]
+
+    def remove(self, newest: int, checkpoints: Collection[int], states: Collection[int]) -> list[int]:
+        """Removes checkpoints and states of iterations up to `newest`, but for those of the iterations that are given; markers
+        stay, and the newest policy does in any case. Returns the numbers of the iterations that lost something. Raises
+        StorageError."""
         removed = []
-        for number in trained[keep:]:
+        for number in self.trained_until(newest)[1:]:
             folder = self.iteration(number).path
-            unwanted = [folder / "state"] + ([folder / "checkpoint"] if number != best else [])
-            for path in unwanted:
-                if path.exists():
-                    shutil.rmtree(path)
+            for name, kept in (("state", states), ("checkpoint", checkpoints)):
+                if number not in kept and (folder / name).exists():
+                    remove_folder(folder / name)
                     removed.append(number)
         return sorted(set(removed))
+
+    def prune(self, newest: int, keep: int, best: int | None) -> list[int]:
+        """Keeps checkpoints and states of the `keep` newest policies alone, and the best checkpoint. Returns and raises as
+        `remove`. (The rules of a whole run: `ttrl.loop.pruning`.)"""
+        last = self.trained_until(newest)[:keep]
+        return self.remove(newest, last if best is None else [*last, best], last)

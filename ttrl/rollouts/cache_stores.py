@@ -96,13 +96,19 @@ class Store:
     shown: the address without credentials, for people.
     """
 
-    def __init__(self, address: str | os.PathLike[str]) -> None:
-        """Raises UserError for an address that cannot be one. A folder is made by the first write, not here."""
+    def __init__(
+        self, address: str | os.PathLike[str], *, what: str = "a cache", request_timeout: timedelta = REQUEST_TIMEOUT
+    ) -> None:
+        """Raises UserError for an address that cannot be one. A folder is made by the first write, not here.
+
+        what: is to be kept there, in words. request_timeout: of one request, in which a part of a large object is moved.
+        """
+        self._what, self._request_timeout = what, request_timeout
         self.folder: Path | None = None
         self._store: ObjectStore | None = None
         text = os.fspath(address)
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"a cache's address is empty or not text; give {KNOWN}")
+            raise UserError(f"{what}'s address is empty or not text; give {KNOWN}")
         self.shown = redact(text)
         scheme, separator, rest = text.partition("://")
         if isinstance(address, os.PathLike) or (not separator and text.partition(":")[0] not in (*CLOUD_SCHEMES, "memory")):
@@ -118,14 +124,14 @@ class Store:
         elif separator and scheme in CLOUD_SCHEMES:
             self._open_cloud(scheme, text)
         else:
-            raise UserError(f"a cache cannot be at {self.shown!r}; known are {KNOWN}")
+            raise UserError(f"{self._what} cannot be at {self.shown!r}; known are {KNOWN}")
         # Apart from each other: what may only be read must still be read after writing failed.
         self._reading, self._writing = _Health(), _Health()
 
     def _open_folder(self, folder: Path) -> None:
         self.folder = folder.expanduser().absolute()
         if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"a cache cannot be at {self.shown!r}: that is a file; give a folder")
+            raise UserError(f"{self._what} cannot be at {self.shown!r}: that is a file; give a folder")
 
     def _open_cloud(self, scheme: str, text: str) -> None:
         _grace_at_exit()
@@ -133,11 +139,11 @@ class Store:
         kind = {"s": "s3", "g": "gs", "h": "http"}.get(scheme[0], "az")
         if parts.password is not None:
             hint = f"; set {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
-            raise UserError(f"{self.shown}: a name and password in a cache's address are not used{hint}")
+            raise UserError(f"{self.shown}: a name and password in {self._what}'s address are not used{hint}")
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         # Who names a plain http endpoint wants plain http.
         endpoint = options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        client: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, "timeout": REQUEST_TIMEOUT}
+        client: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, "timeout": self._request_timeout}
         plain = endpoint.startswith("http://") or scheme == "http"
         if _is_true(options.pop("allow_http", "")) or (kind in ("s3", "http") and plain):
             client["allow_http"] = True
@@ -148,7 +154,7 @@ class Store:
             self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
             hint = f"; credentials are read from {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
-            raise UserError(f"a cache cannot be at {self.shown!r}: {self._reason(error, options)}{hint}") from None
+            raise UserError(f"{self._what} cannot be at {self.shown!r}: {self._reason(error, options)}{hint}") from None
 
     @staticmethod
     def _reason(error: BaseException, options: dict[str, str]) -> str:

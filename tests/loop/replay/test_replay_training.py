@@ -8,7 +8,6 @@ import pytest
 from ttrl.cli import main
 from ttrl.errors import RunFolderError, TrainerError
 from ttrl.files import digest, read_jsonl, write_json
-from ttrl.loop import phases
 from ttrl.loop.replay import replay
 
 
@@ -100,12 +99,13 @@ def test_a_replay_that_was_interrupted_continues(run, world, place, monkeypatch)
     def dies(config, *args, **kwargs):
         if config["iteration"] == 2:
             raise TrainerError("killed")
-        return world.fake_tune(config, *args, **kwargs)
+        return trains(config, *args, **kwargs)
 
-    monkeypatch.setattr(phases, "tune", dies)
+    trains = world.fake_tune
+    monkeypatch.setattr(world, "fake_tune", dies)
     with pytest.raises(TrainerError):
         run.replay("mine:grade", train=True)
-    monkeypatch.setattr(phases, "tune", world.fake_tune)
+    monkeypatch.setattr(world, "fake_tune", trains)
     result = run.replay("mine:grade", train=True)
     assert world.events == ["train 1", "train 2", "train 3"] and len(sys.modules["mine"].calls) == 24
     assert run.replay("mine:grade", train=True).checkpoint == result.checkpoint

@@ -1,0 +1,81 @@
+"""The crash test of tools/ in short, and a disk that is really full: real trainer processes, recorded rollouts, no vLLM."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture(scope="module")
+def crash_test() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("crash_test", TOOLS / "crash_test.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["crash_test"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_three_kills(crash_test: ModuleType, tmp_path: Path) -> None:
+    outcome = crash_test.crash_test(tmp_path, kills=3, iterations=2, seed=1, twice=False)
+    assert outcome.problems == [], outcome.table()
+    assert len(outcome.kills) == 3
+    assert outcome.requests["made"] >= outcome.requests["needed"] > 0
+
+
+# Run in a mount namespace of its own. The disk is filled once the first iteration is validated, and emptied afterwards.
+FULL_DISK = textwrap.dedent(
+    """
+    import subprocess, sys, time
+    from pathlib import Path
+
+    disk, command = Path(sys.argv[1]), sys.argv[2:]
+    marker = disk / "run/iterations/0001/done/pack.json"
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not marker.exists():
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.01)
+    with open(disk / "filler", "wb", buffering=0) as filler:
+        try:
+            while True:
+                filler.write(bytes(4096))
+        except OSError:
+            pass
+    _, said = run.communicate(timeout=600)
+    assert run.returncode != 0, "the run did not notice that the disk is full"
+    assert "No space left on device" in said and "free there); make room" in said, said
+    before = {path: path.read_bytes() for path in disk.rglob("done/*.json")}
+    assert marker in before
+    (disk / "filler").unlink()
+    subprocess.run(command, check=True, timeout=600)
+    assert all(path.read_bytes() == content for path, content in before.items()), "a finished phase was done again"
+    print("survived")
+    """
+)
+
+
+def test_a_disk_that_is_full_in_mid_run(crash_test: ModuleType, tmp_path: Path) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare for a private small file system")
+    disk, script, work = tmp_path / "disk", tmp_path / "script.py", tmp_path / "work"
+    disk.mkdir()
+    work.mkdir()
+    script.write_text(FULL_DISK)
+    harness = crash_test.Harness(work, 2, 0, {})
+    command = [*harness.command(disk / "run"), "--record"]
+    inside = f'mount -t tmpfs -o size=32m tmpfs "{disk}" || exit 77; exec "$@"'
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside, "sh"]
+    command = [*unshare, sys.executable, str(script), str(disk), *command]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 77 or "unshare:" in done.stderr:
+        pytest.skip(f"no private file system here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert "survived" in done.stdout

@@ -1,0 +1,141 @@
+"""A run over four hosts: the trainer on two, vLLM servers on two; a server is cut off for a while, a trainer process killed."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ttrl.files import read_jsonl
+from ttrl.tiny_model import make_tiny_model
+
+_spec = importlib.util.spec_from_file_location("network_hosts", Path(__file__).with_name("network_hosts.py"))
+network_hosts = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(network_hosts)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not network_hosts.possible(), reason="needs root, ip(8) and network namespaces"),
+]
+ITERATIONS = 6
+SCRIPT = textwrap.dedent(
+    """
+    import sys
+    from ttrl import Task, TrainConfig, train
+
+    run, model, endpoint, key_file, *servers = sys.argv[1:]
+
+    def grade(choice):  # of random text: differs within every group
+        return sum(ord(letter) % 2 for letter in choice.message.content or "") / 8
+
+    train(
+        TrainConfig(
+            run=run, model=model, iterations=ITERATIONS, tasks_per_iteration=4, samples_per_task=4, max_tokens=8, seq_len=256,
+            num_threads=1, nnodes=2, rdzv_endpoint=endpoint, servers=0, joined_servers=servers, joined_key_file=key_file,
+        ),
+        [Task([{"role": "user", "content": f"say {n}"}], grade, id=f"say/{n}") for n in range(16)],
+    )
+    """
+).replace("ITERATIONS", str(ITERATIONS))
+
+
+@contextlib.contextmanager
+def process(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
+    with open(log, "ab") as file:
+        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT)
+            try:
+                child.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def wait_for(condition: Callable[[], bool], *watched: tuple[subprocess.Popen, Path], what: str) -> None:
+    deadline = time.monotonic() + 400
+    while not condition():
+        for child, log in watched:
+            assert child.poll() is None, f"{what}: {child.args} ended with {child.returncode}\n{log.read_text()[-6000:]}"
+        assert time.monotonic() < deadline, f"{what}\n" + "\n".join(log.read_text()[-4000:] for _, log in watched)
+        time.sleep(0.1)
+
+
+def test_a_run_over_four_hosts(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", layers=1, width=64, heads=2, context=128)
+    (tmp_path / "run.py").write_text(SCRIPT)
+    run, key_file = tmp_path / "run", tmp_path / "server.key"
+    ttrl = [sys.executable, "-m", "ttrl.cli"]
+    with network_hosts.Hosts(["lead", "second", "server-a", "server-b"]) as hosts, contextlib.ExitStack() as stack:
+
+        def start(host: str, command: list[str]) -> tuple[subprocess.Popen, Path]:
+            log = tmp_path / f"{host}.log"
+            return stack.enter_context(process([*hosts.on(host), *command], log)), log
+
+        arguments = ["--port", "8000", "--key-file", str(key_file), "--dtype", "float32", "--max-model-len", "128"]
+        servers = {}
+        for name in ("server-a", "server-b"):
+            log = tmp_path / f"vllm-{name}.log"
+            servers[name] = start(
+                name, [*ttrl, "serve", str(model), "--host", hosts.address(name), "--log", str(log), *arguments]
+            )
+            wait_for(key_file.is_file, servers[name], what="the first makes the key for both")
+        for name, (child, log) in servers.items():
+            wait_for(lambda log=log: "serving at" in log.read_text(), (child, log), what=f"{name} starts")
+        second = start("second", [*ttrl, "join", str(run)])
+        urls = [f"http://{hosts.address(name)}:8000" for name in servers]
+        endpoint = f"{hosts.address('lead')}:29400"
+        lead = start("lead", [sys.executable, str(tmp_path / "run.py"), str(run), str(model), endpoint, str(key_file), *urls])
+
+        def rows() -> list[dict]:
+            path = run / "metrics.jsonl"
+            return read_jsonl(path, key="iteration") if path.exists() else []
+
+        def finished(number: int) -> Callable[[], bool]:
+            return lambda: any(row["iteration"] >= number for row in rows())
+
+        everyone = (lead, second, *servers.values())
+        wait_for(finished(1), *everyone, what="iteration 1")
+        hosts.cut("server-b")
+        wait_for(finished(3), *everyone, what="iterations with one server")
+        hosts.mend("server-b")
+        victim = next(
+            one
+            for one in psutil.Process(second[0].pid).children(recursive=True)
+            if "ttrl.grpo_recipe" in " ".join(one.cmdline()) and not one.children()
+        )
+        victim.kill()
+        wait_for(lambda: lead[0].poll() is not None, second, *servers.values(), what="the end")
+        assert lead[0].returncode == 0, lead[1].read_text()[-8000:]
+        assert [row["iteration"] for row in rows()] == list(range(ITERATIONS + 1))
+        said = second[1].read_text()
+        assert said.count("joining the trainer at") == 2 and "this node's part of the trainer failed" in said
+        # Both servers computed: each has answered requests for the key, and none without it.
+        for name in servers:
+            assert "/v1/chat/completions" in (tmp_path / f"vllm-{name}.log").read_text(errors="replace")
+        refused = subprocess.run(
+            [*hosts.on("lead"), sys.executable, "-c", REQUEST, f"{urls[0]}/collective_rpc"], capture_output=True, text=True
+        )
+        assert refused.stdout.strip() == "401", refused
+
+
+REQUEST = """
+import sys, urllib.error, urllib.request
+try:
+    urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="POST", data=b"{}"), timeout=20)
+    print("let in")
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""

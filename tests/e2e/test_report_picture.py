@@ -1,0 +1,94 @@
+"""The report as a browser shows it; skipped where there is no Chromium."""
+
+import importlib.util
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+TOOL = Path(__file__).parents[2] / "tools" / "picture_report.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("picture_report", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not os.environ.get("CHROMIUM") and not any(map(shutil.which, module.NAMES)):
+        pytest.skip("no Chromium")
+    return module
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A run with a finding, long names, and an answer without a single space."""
+    import json
+
+    from ttrl.loop.report import write_report
+    from ttrl.records import Sample
+
+    folder = tmp_path_factory.mktemp("runs") / ("a_run_with_a_long_name_" * 4)
+    for iteration in range(3):
+        there = folder / "iterations" / f"{iteration:04d}"
+        there.mkdir(parents=True)
+        rows = [
+            Sample(
+                task_id="task/" + "x" * 80,
+                sample=number,
+                messages=[{"role": "user", "content": "Which one? " * 30}],
+                text="w" * 600 if number else "short",
+                reward=float(number),
+                finish_reason="stop",
+            ).to_json()
+            for number in range(3)
+        ]
+        for name in ("rollouts.jsonl", "validation.jsonl"):
+            (there / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = [
+        {
+            "iteration": iteration,
+            "reward": 0.5,
+            "validation_reward": 0.5,
+            "groups": {"total": 4, "all_wrong": 4},
+            "seconds": {"sample": 1.0, "total": 2.0},
+            "rollouts": {"truncated": 0.4},
+        }
+        for iteration in range(3)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    return write_report(folder)
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", png[16:24])
+
+
+def test_it_fits_a_desktop_and_a_phone(tool, page):
+    with tool.Browser(tool.find_chromium()) as browser:
+        desktop = browser.picture(page, 1440, 900, whole=False, dark=False)
+        assert size_of(desktop) == (1440, 900) and browser.overflow() == 0
+        phone = browser.picture(page, 390, 844, whole=True, dark=True)
+        width, height = size_of(phone)
+        assert width == 780 and height > 2 * 844  # two pixels to one on a phone
+        assert browser.overflow() == 0, "it scrolls sideways"
+        assert browser.picture(page, 390, 844, whole=True, dark=False) != phone  # it follows the reader's setting
+
+
+def test_pages_turn_without_any_script_of_the_page(tool, page):
+    shown = "[...document.querySelectorAll('.pager')].map(p => [...p.querySelectorAll(':scope > article')]"
+    shown += ".filter(a => a.checkVisibility()).map(a => a.querySelector('.count').textContent).join()).join(' | ')"
+    with tool.Browser(tool.find_chromium()) as browser:
+        browser.picture(page, 1440, 900, whole=False, dark=False)
+
+        def value(expression):
+            return browser.call("Runtime.evaluate", expression=expression)["result"]["value"]
+
+        before = value(shown)
+        assert "1 of " in before and "," not in before  # of each pager, one page
+        value("document.querySelector('label[for=t1]').click(), ''")
+        assert value(shown) == before[::-1].replace("1 of "[::-1], "2 of "[::-1], 1)[::-1]  # the last pager turned

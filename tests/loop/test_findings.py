@@ -1,0 +1,249 @@
+"""Why a run may not learn: each finding on a history made for it, and none on healthy ones."""
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+
+from ttrl.loop.finding import trend
+from ttrl.loop.findings import findings
+from ttrl.loop.report_data import number
+
+
+def healthy(count: int = 20, seed: int = 0) -> list[dict[str, Any]]:
+    """A run like the quickstart's: rewards rise with noise, entropy falls as tasks are solved, groups become all right."""
+    noise = random.Random(seed)
+    rows: list[dict[str, Any]] = [
+        {"iteration": 0, "validation": {"exact": 0.5}, "validation_reward": 0.6, "validation_samples": 256}
+    ]
+    for iteration in range(1, count + 1):
+        level = 0.95 - 0.45 * math.exp(-iteration / 8)
+        right = round(24 * level - 4)
+        rows.append(
+            {
+                "iteration": iteration,
+                "trained": True,
+                "reward": level + noise.gauss(0, 0.02),
+                "validation": {"exact": level - 0.05 + noise.gauss(0, 0.02)},
+                "validation_reward": level + noise.gauss(0, 0.02),
+                "groups": {"total": 32, "kept": 32 - right, "all_right": right, "all_wrong": 0, "other_equal": 0, "low_std": 0},
+                "samples": 512,
+                "failed": 0,
+                "rollouts": {
+                    "truncated": 0.01,
+                    "empty": 0.0,
+                    "grader_failures": 0,
+                    "repeated": 0.9,
+                    "repeated_groups": right / 32,
+                    "stuck_groups": 0.03,
+                    "commonest": 0.03,
+                    "commonest_tasks": 0.03,
+                    "length_correlation": noise.gauss(0, 0.2),
+                    "mean_length": 7 + noise.gauss(0, 0.3),
+                },
+                "pack": {"dropped": {"too_long": 0}},
+                "train": {
+                    "entropy": 0.12 * math.exp(-iteration / 15),
+                    "grad_norm": 5 + noise.random() * 6,
+                    "clip_fraction_low": 0.01,
+                    "clip_fraction_high": 0.02,
+                    "kl": 0.01 + 0.002 * iteration,
+                    "kl_share": 0.1,
+                    "lr": 1e-4,
+                    "steps": 4,
+                },
+                "sampler_trainer": {
+                    "tokens": 4000, "mean": 4e-7, "p999": 1e-5, "ess": 1.0, "outside": 0.0,
+                    "by_version": {str(iteration - 1): {"tokens": 4000, "mean": 4e-7, "p999": 1e-5, "ess": 1.0, "outside": 0.0}},
+                },
+                "sync": {"mode": "reload", "fell_back": None},
+            }
+        )  # fmt: skip
+    return rows
+
+
+CONFIG = {"validation_metric": "exact", "dtype": "fp32", "device": "cpu", "tasks_per_iteration": 32}
+
+
+def keys(rows, config=CONFIG):
+    return [finding.key for finding in findings(rows, config)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("count", [1, 2, 5, 12, 60])
+def test_a_healthy_run_has_none(seed, count):
+    assert keys(healthy(count, seed)) == []
+
+
+def test_rows_of_the_quickstart_as_they_were_measured_have_none():
+    """Held-out exact match and training figures of a real run of 15 iterations (seed 0)."""
+    exact = [0.680, 0.746, 0.812, 0.832, 0.840, 0.844, 0.859, 0.871, 0.883, 0.883, 0.879, 0.895, 0.914, 0.910, 0.914, 0.926]
+    reward = [0.860, 0.847, 0.891, 0.875, 0.904, 0.910, 0.956, 0.908, 0.930, 0.989, 0.948, 0.974, 0.991, 0.943, 0.913]
+    kept = [20, 14, 16, 19, 15, 16, 9, 10, 6, 5, 11, 11, 6, 7, 10]
+    rows = healthy(15)
+    for row, value in zip(rows, exact, strict=True):
+        row["validation"]["exact"] = value
+    for row, value, groups in zip(rows[1:], reward, kept, strict=True):
+        row["reward"] = value
+        row["groups"] |= {"kept": groups, "all_right": 32 - groups}
+        row["train"] |= {"entropy": 0.10 - 0.03 * row["iteration"] / 15, "grad_norm": 5.5 + 5.3 * row["iteration"] / 15}
+    assert [keys(rows[:length]) for length in range(len(rows) + 1)] == [[]] * 17
+
+
+def put(rows, path, value, only=lambda n: True):
+    """Sets a dotted path in the rows whose iteration `only` takes; value may be a function of the iteration."""
+    *above, last = path.split(".")
+    for row in rows:
+        if row["iteration"] > 0 and only(row["iteration"]):
+            inner = row
+            for key in above:
+                inner = inner.setdefault(key, {})
+            inner[last] = value(row["iteration"]) if callable(value) else value
+    return rows
+
+
+def late(n):
+    return n > 12
+
+
+SICK = {
+    "too_hard": [("groups.all_wrong", 20), ("groups.all_right", 2)],
+    "too_easy": [("groups.all_right", 30)],
+    "equal_rewards": [("groups.other_equal", 20), ("groups.all_right", 2)],
+    "low_std": [("groups.low_std", 9)],
+    "truncated": [("rollouts.truncated", 0.3)],
+    "empty": [("rollouts.empty", 0.1)],
+    "one_answer": [("rollouts.commonest", 0.7), ("rollouts.commonest_tasks", 0.8)],
+    "stuck": [("rollouts.stuck_groups", 0.4)],
+    "length_rewarded": [("rollouts.length_correlation", 0.6), ("rollouts.mean_length", lambda n: 5.0 + n)],
+    "entropy_fell": [("train.entropy", lambda n: 0.8 if n < 10 else 0.01), ("groups.all_right", 5)],
+    "entropy_rose": [("train.entropy", lambda n: 0.3 if n < 10 else 2.0)],
+    "clipped": [("train.clip_fraction_high", 0.4)],
+    "no_gradient": [("train.grad_norm", 0.0)],
+    "gradient_grew": [("train.grad_norm", lambda n: 1.0 if n < 10 else 50.0)],
+    "kl_blew_up": [("train.kl", lambda n: 0.001 * 2**n / 1000)],
+    "kl_rules": [("train.kl_share", 0.97)],
+    "learning_rate_zero": [("train.lr", lambda n: 1e-4 if n < 15 else 0.0)],
+    "weights_unchanged": [("train.unchanged", True)],
+    "nothing_trained": [("trained", lambda n: n != 19)],
+    "failures": [("failed", 30)],
+    "skipped_steps": [("train.skipped", lambda n: 1 if n == 7 else 0)],
+    "too_long": [("pack.dropped.too_long", 3)],
+    "fell_back": [("sync.fell_back", lambda n: "canary 0.3" if n == 4 else None)],
+    "extra_tasks": [("extra_tasks", 64)],
+    "dropped_groups": [("dropped_groups", 10)],
+    "drift": [("sampler_trainer.by_version", lambda n: {str(n - 1): {"tokens": 4000, "mean": 0.02}})],
+    "off_policy": [("sampler_trainer.ess", 0.3)],
+}
+
+
+@pytest.mark.parametrize("key", SICK)
+def test_each_sickness_is_found_and_named_alone(key):
+    rows = healthy()
+    for path, value in SICK[key]:
+        put(rows, path, value)
+    (finding,) = findings(rows, CONFIG)
+    assert finding.key == key
+    assert finding.title.endswith(".") and finding.advice and finding.line().startswith(finding.title)
+
+
+REWARDS = {
+    "reward_flat": lambda n, noise: 0.5 + noise.gauss(0, 0.03),
+    "reward_falls": lambda n, noise: 0.7 - 0.02 * n + noise.gauss(0, 0.02),
+}
+
+
+@pytest.mark.parametrize("key", REWARDS)
+def test_the_trend_is_judged_against_its_noise(key):
+    noise = random.Random(5)
+    rows = healthy(20)
+    for row in rows:
+        row["validation"] = {"exact": REWARDS[key](row["iteration"], noise)}
+    put(rows, "reward", lambda n: 0.6)
+    assert keys(rows) == [key]
+    assert "±" in findings(rows, CONFIG)[0].title
+    assert keys(rows[:6]) == []  # too few to tell
+
+
+def test_a_slow_rise_is_no_flat_reward_once_there_are_enough_iterations_to_see_it():
+    noise = random.Random(1)
+    rows = healthy(60)
+    for row in rows:
+        row["validation"] = {"exact": 0.3 + 0.004 * row["iteration"] + noise.gauss(0, 0.03)}
+    put(rows, "reward", lambda n: 0.3 + 0.004 * n)
+    assert keys(rows) == []
+
+
+def test_a_reward_that_is_already_at_the_top_is_not_flat():
+    rows = healthy(20)
+    for row in rows:
+        row["validation"] = {"exact": 0.97}
+    assert keys(rows) == []
+
+
+def test_learning_by_heart_shows_in_the_held_out_tasks():
+    noise = random.Random(2)
+    rows = healthy(20)
+    for row in rows:
+        row["validation"] = {"exact": 0.8 - 0.02 * row["iteration"] + noise.gauss(0, 0.01)}
+    assert set(keys(rows)) == {"overfits", "reward_falls"}
+
+
+def test_without_a_config_or_held_out_tasks_the_training_reward_is_judged():
+    rows = [{"iteration": n, "trained": True, "reward": 0.2 + (0.01 if n % 2 else -0.01)} for n in range(1, 13)]
+    (finding,) = findings(rows)
+    assert finding.key == "reward_flat" and finding.title.startswith("The training reward")
+
+
+def test_entropy_that_falls_because_tasks_are_solved_is_no_finding():
+    rows = put(healthy(), "train.entropy", lambda n: 0.8 if n < 10 else 0.01)
+    assert keys(put(rows, "groups.all_right", 22)) == []
+
+
+def test_equal_answers_of_solved_groups_are_no_finding():
+    assert keys(put(healthy(), "rollouts.repeated_groups", 0.95)) == []
+
+
+def test_differences_of_older_policies_are_lag_and_no_drift():
+    rows = put(healthy(), "sampler_trainer.by_version", lambda n: {str(n - 2): {"tokens": 4000, "mean": 0.02}})
+    assert keys(rows) == []
+
+
+def test_limits_of_the_run_are_those_of_the_finding():
+    rows = put(healthy(), "sampler_trainer.by_version", lambda n: {str(n - 1): {"tokens": 4000, "mean": 0.02}})
+    assert keys(rows, CONFIG | {"drift_limits": {"mean": 0.05}}) == [] == keys(rows, CONFIG | {"dtype": "bf16"})
+
+
+def test_the_gravest_comes_first():
+    rows = put(put(healthy(), "pack.dropped.too_long", 3), "rollouts.truncated", 0.4)
+    assert keys(put(rows, "train.lr", 0.0)) == ["learning_rate_zero", "truncated", "too_long"]
+
+
+def test_anything_may_be_missing_or_null():
+    rows = healthy(12)
+    for row in rows[1:]:
+        for key in list(row):
+            if key == "iteration":
+                continue
+            for value in (None, "?", {}, []):
+                changed = [one if one is not row else row | {key: value} for one in rows]
+                json.dumps([vars(finding) for finding in findings(changed, CONFIG)])
+    assert findings([{"iteration": 0}]) == [] == findings([]) and findings([{"iteration": n} for n in range(30)]) == []
+
+
+def test_a_line_through_points_is_that_of_least_squares():
+    numpy = pytest.importorskip("numpy")
+    noise = random.Random(3)
+    points = [(x, 2 + 0.3 * x + noise.gauss(0, 1)) for x in range(12)]
+    coefficients, covariance = numpy.polyfit(*zip(*points, strict=True), 1, cov=True)
+    line = trend(points)
+    assert line is not None and line.count == 12
+    assert line.slope == pytest.approx(coefficients[0]) and line.error == pytest.approx(math.sqrt(covariance[0, 0]))
+    assert trend(points[:3]) is None and trend([(1, 1.0)] * 9) is None
+    assert trend([(x, 2.0 * x) for x in range(5)]).t == math.inf
+
+
+def test_numbers_are_read_at_dotted_paths():
+    assert number({"a": {"b": 2}}, "a.b") == 2.0 and number({"a": None}, "a.b") is None and number({"a": True}, "a") is None

@@ -1,0 +1,200 @@
+"""Loggers: every row once, whatever happens in between; what is wrong with an entry is said before a run starts."""
+
+import importlib.util
+import json
+import logging
+from typing import ClassVar
+
+import pytest
+
+from ttrl import TrainConfig
+from ttrl.errors import ConfigError
+from ttrl.loop import loggers as loggers_module
+from ttrl.loop.console import Console
+from ttrl.loop.logger_names import logger_problems, normalised
+from ttrl.loop.loggers import Loggers, flattened, make_loggers
+
+ROWS = [
+    {"iteration": 0, "validation_reward": 0.5, "seconds": {"validate": 1.5, "total": 2}},
+    {
+        "iteration": 1,
+        "trained": True,
+        "reward": 0.25,
+        "train": {"entropy": 0.1, "kl": None, "note": "x", "lr": float("nan")},
+        "sampler_trainer": {"mean": 1e-6, "by_version": {"0": {"mean": 1e-6}}, "by_position": [1.0]},
+    },
+    {"iteration": 2, "reward": 0.75},
+]
+
+
+class Recorder:
+    """A logger that keeps what it is given; `seen` is shared by all of them."""
+
+    seen: ClassVar[list[tuple[int, dict[str, float]]]] = []
+    failing: ClassVar[set[int]] = set()
+    closed = 0
+
+    def __init__(self, tag: str = "") -> None:
+        self.tag = tag
+
+    def log_dict(self, payload, step):
+        if step in self.failing:
+            raise OSError("the network is gone")
+        self.seen.append((step, dict(payload)))
+
+    def close(self):
+        type(self).closed += 1
+
+
+class NoLogger:
+    pass
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    kind = type("Recorder", (Recorder,), {"seen": [], "failing": set(), "closed": 0})
+    monkeypatch.setattr(loggers_module, "Recorder", kind, raising=False)
+    monkeypatch.setattr(loggers_module, "NoLogger", NoLogger, raising=False)
+    return kind
+
+
+NAME = "ttrl.loop.loggers.Recorder"
+
+
+def made(folder, *entries):
+    return make_loggers(entries, folder, Console(), {"lr": 1})
+
+
+def test_rows_become_numbers_by_flat_names():
+    assert flattened(ROWS[1]) == {"trained": 1.0, "reward": 0.25, "train/entropy": 0.1, "sampler_trainer/mean": 1e-6}
+    assert flattened(ROWS[0]) == {"validation_reward": 0.5, "seconds/validate": 1.5, "seconds/total": 2.0}
+
+
+def test_each_row_is_logged_once_also_by_a_run_that_is_continued(tmp_path, recorder):
+    first = made(tmp_path, NAME)
+    first.log(ROWS[:1])
+    first.log(ROWS[:2])
+    first.close()
+    second = made(tmp_path, NAME)
+    second.log(ROWS)
+    second.log(ROWS)
+    assert [step for step, _ in recorder.seen] == [0, 1, 2]
+    assert json.loads((tmp_path / "logs" / "loggers.json").read_text()) == {"seen": {NAME: 2}}
+
+
+def test_a_logger_that_is_added_later_gets_the_rows_from_the_start(tmp_path, recorder, capsys):
+    made(tmp_path, "stdout").log(ROWS[:2])
+    both = made(tmp_path, "stdout", {"_component_": NAME, "tag": "t"})
+    both.log(ROWS)
+    assert [step for step, _ in recorder.seen] == [0, 1, 2]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["iteration 0", "iteration 1", "iteration 2"]
+    assert lines[1] == "iteration 1: trained=1 reward=0.25 train/entropy=0.1 sampler_trainer/mean=1e-06"
+
+
+def test_a_logger_that_fails_stops_nothing_and_is_said_once(tmp_path, recorder, caplog):
+    recorder.failing = {1}
+    both = made(tmp_path, NAME, "stdout")
+    with caplog.at_level(logging.WARNING):
+        both.log(ROWS[:2])
+        both.log(ROWS)
+    assert [step for step, _ in recorder.seen] == [0]
+    assert len([r for r in caplog.records if "the network is gone" in r.getMessage()]) == 1
+    recorder.failing = set()
+    both.log(ROWS)  # it is back: nothing is missing
+    assert [step for step, _ in recorder.seen] == [0, 1, 2]
+
+
+def test_a_damaged_state_file_logs_everything_again(tmp_path, recorder):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "loggers.json").write_text('{"seen": ')
+    made(tmp_path, NAME).log(ROWS)
+    assert len(recorder.seen) == 3
+
+
+def test_the_same_logger_twice_is_two(tmp_path, recorder):
+    made(tmp_path, NAME, {"name": NAME, "tag": "other"}).log(ROWS)
+    assert len(recorder.seen) == 6
+
+
+WRONG = [
+    ("tensorbord", "did you mean 'tensorboard'"),
+    ("nothing", "there are stdout, tensorboard, wandb"),
+    (3, "neither a name nor a mapping"),
+    ({"log_dir": "x"}, "names no logger"),
+    ({"name": "stdout", "log_dir": "x"}, "stdout has no argument 'log_dir'"),
+    ({"_component_": "torchtune.training.metric_logging.MyLogger"}, "torchtune has no"),
+]
+
+
+@pytest.mark.parametrize(("entry", "said"), WRONG)
+def test_an_entry_that_is_wrong_is_said_before_a_run_starts(entry, said):
+    (problem,) = logger_problems(entry)
+    assert said in problem
+    config = TrainConfig(run="r", model="m", iterations=1, loggers=[entry])
+    assert problem in config.problems()
+
+
+def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert logger_problems("wandb") == ["loggers: wandb needs the package wandb, which is not installed: pip install wandb"]
+    (problem,) = logger_problems("torchtune.training.metric_logging.TensorBoardLogger")
+    assert "pip install tensorboard" in problem
+    assert logger_problems("stdout") == [] == logger_problems("torchtune.training.metric_logging.DiskLogger")
+
+
+def test_what_cannot_be_made_is_an_error_and_closes_the_others(tmp_path, recorder):
+    with pytest.raises(ConfigError, match=r"(?s)no log_dict.*No module named 'no_such_module'.*unexpected keyword"):
+        made(tmp_path, NAME, "ttrl.loop.loggers.NoLogger", "no_such_module.Logger", {"_component_": NAME, "colour": 1})
+    assert recorder.closed == 1
+
+
+def test_arguments_of_an_entry():
+    assert normalised("wandb") == ("wandb", {})
+    assert normalised({"name": "wandb", "project": "p"}) == ("wandb", {"project": "p"})
+    component = "torchtune.training.metric_logging.WandBLogger"
+    assert normalised({"_component_": component, "name": "mine", "project": "p"}) == (component, {"name": "mine", "project": "p"})
+
+
+def test_torchtunes_own_loggers_by_their_names(tmp_path):
+    entry = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "logs", "filename": "all.txt"}
+    loggers = made(tmp_path, entry)
+    loggers.log(ROWS)
+    loggers.close()
+    lines = (tmp_path / "logs" / "all.txt").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["Step 0", "Step 1", "Step 2"] and "train/entropy:0.1" in lines[1]
+
+
+def test_tensorboard_event_files_hold_each_step_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = made(tmp_path, "tensorboard")
+    first.log(ROWS[:2])
+    first.close()
+    (tmp_path / "logs" / "loggers.json").write_text(json.dumps({"seen": {"tensorboard": 0}}))  # killed before it was written
+    second = made(tmp_path, "tensorboard")
+    second.log(ROWS)
+    second.close()
+    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.75)]
+
+
+def test_wandb_offline_is_one_run_when_continued(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for rows in (ROWS[:2], ROWS):
+        loggers = made(tmp_path, {"name": "wandb", "project": "p"})
+        loggers.log(rows)
+        loggers.close()
+    ids = {path.name.rpartition("-")[2] for path in (tmp_path / "logs" / "wandb").glob("offline-run-*")}
+    assert ids == {json.loads((tmp_path / "logs" / "wandb_id.json").read_text())["id"]}
+
+
+def test_no_loggers_are_the_default(tmp_path):
+    assert TrainConfig(run="r", model="m", iterations=1).loggers == []
+    loggers = made(tmp_path)
+    loggers.log(ROWS)
+    loggers.close()
+    assert not (tmp_path / "logs").exists() and isinstance(loggers, Loggers)

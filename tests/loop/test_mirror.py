@@ -1,0 +1,353 @@
+"""A run folder's copy in an object store: what is uploaded in which order, what another machine takes, what is refused."""
+
+import json
+import threading
+from uuid import uuid4
+
+import pytest
+
+from ttrl import TrainConfig
+from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
+from ttrl.files import append_jsonl, write_json
+from ttrl.loop import mirror as mirror_module
+from ttrl.loop import mirror_store
+from ttrl.loop.mirror import Mirror, mirrored, with_local_run
+from ttrl.loop.mirror_store import MirrorStore
+from ttrl.loop.pruning import prune
+from ttrl.loop.run_folder import RunFolder
+from ttrl.loop.run_lock import describe_process
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(mirror_store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(mirror_module, "BEAT_SECONDS", 0.05)
+
+
+@pytest.fixture(params=["memory", "folder"])
+def address(request, tmp_path):
+    return f"memory://{uuid4().hex}" if request.param == "memory" else (tmp_path / "store").as_uri()
+
+
+class Machine:
+    """A run folder on a machine of its own, and what a loop does to it."""
+
+    def __init__(self, path, address):
+        self.folder = RunFolder(path)
+        self.config = TrainConfig(run=str(path), model="m", iterations=20, mirror=address)
+
+    def __enter__(self):
+        self._lock = self.folder.locked()
+        self._lock.__enter__()
+        self._mirror = mirrored(self.config, self.folder)
+        try:
+            return self._mirror.__enter__()
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *error):
+        self._mirror.__exit__(*error)
+        self._lock.__exit__(None, None, None)
+
+    def phase(self, number, name, *files, **facts):
+        """Writes files such as "checkpoint/weights", then the marker."""
+        one = self.folder.iteration(number)
+        for file in files:
+            (one.path / file).parent.mkdir(parents=True, exist_ok=True)
+            (one.path / file).write_text(f"{file} of {number} by {self.folder.path.name}")
+        one.mark(name, sorted({file.split("/")[0] for file in files}), facts)
+
+    def iteration(self, number):
+        """All of an iteration, as the loop does it, with the pruning after it."""
+        if number == 0:
+            self.phase(0, "prepare", "checkpoint/weights")
+        else:
+            self.phase(number, "rollouts", "rollouts.jsonl")
+            self.phase(number, "pack", "packed.safetensors")
+            self.phase(number, "train", "checkpoint/weights", "checkpoint/deep/config", "state/moments", trained=True)
+        self.phase(number, "validate", "validation.jsonl")
+        append_jsonl(self.folder.path / "metrics.jsonl", {"iteration": number, "validation_reward": -abs(number - 2)})
+        prune(self.folder, self.folder.metrics(), self.config, number)
+
+    def run(self, first, last):
+        with self:
+            if first == 0:
+                write_json(self.folder.path / "tasks.json", {})
+            for number in range(first, last + 1):
+                self.iteration(number)
+
+    def files(self):
+        return {str(path.relative_to(self.folder.path)) for path in self.folder.path.rglob("*") if path.is_file()}
+
+
+NOT_MIRRORED = {"lock", "owner.json"}
+
+
+def test_the_mirror_is_the_run_folder(tmp_path, address):
+    here = Machine(tmp_path / "here", address)
+    here.run(0, 6)
+    store = MirrorStore(address)
+    assert set(store.keys()) == here.files() - NOT_MIRRORED  # pruned there too; nobody owns it any more
+    for name in here.files() - NOT_MIRRORED:
+        assert store.read(name) == (here.folder.path / name).read_bytes()
+    kept = {int(key.split("/")[1]) for key in list(store.keys()) if "/checkpoint/" in key}
+    assert kept == {2, 4, 5, 6}  # the best one and the newest three
+
+
+def test_a_marker_is_uploaded_after_what_it_stands_for(tmp_path, address, monkeypatch):
+    order, original = [], MirrorStore.write
+    monkeypatch.setattr(MirrorStore, "write", lambda self, key, content: (original(self, key, content), order.append(key))[0])
+    Machine(tmp_path / "here", address).run(0, 2)
+    for position, key in enumerate(order):
+        if "/done/" in key:
+            folder, phase = key.split("/done/")
+            mine = {"train.json": "checkpoint/", "rollouts.json": "rollouts", "pack.json": "packed"}.get(phase, "?")
+            assert not any(later.startswith(f"{folder}/{mine}") for later in order[position:])
+
+
+def test_a_fresh_machine_takes_what_it_needs_and_goes_on(tmp_path, address):
+    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    first.run(0, 6)
+    with first:
+        first.phase(7, "rollouts", "rollouts.jsonl")
+        first.phase(7, "pack", "packed.safetensors")
+    with second as mirror:
+        taken = second.files() - NOT_MIRRORED
+        assert second.folder.metrics() == first.folder.metrics()
+        assert second.folder.policy_version(7) == 6
+        assert {name for name in taken if "/checkpoint/weights" in name} == {
+            f"iterations/{number:04d}/checkpoint/weights" for number in (5, 6)
+        }
+        for name in taken:
+            assert (second.folder.path / name).read_bytes() == (first.folder.path / name).read_bytes()
+        second.folder.iteration(7).verify("pack")
+        second.phase(7, "train", "checkpoint/weights", "state/moments", trained=True)
+        second.phase(7, "validate", "validation.jsonl")
+        append_jsonl(second.folder.path / "metrics.jsonl", {"iteration": 7, "validation_reward": -5})
+        prune(second.folder, second.folder.metrics(), second.config, 7)
+        mirror.bring_checkpoint(2)
+        best = "iterations/0002/checkpoint/weights"
+        assert (second.folder.path / best).read_bytes() == (first.folder.path / best).read_bytes()
+    keys = MirrorStore(address).keys()
+    assert {int(key.split("/")[1]) for key in keys if "/checkpoint/" in key} == {2, 5, 6, 7}  # what is not here is not lost there
+    # And back: the first machine, which had no part in iteration 7, takes it and goes on.
+    with first:
+        assert first.folder.policy_version(8) == 7
+        assert len(first.folder.metrics()) == 8
+
+
+def test_killed_while_taking(tmp_path, address, monkeypatch):
+    """Whatever has a marker is there, at every moment; the next try takes the rest."""
+    Machine(tmp_path / "first", address).run(0, 3)
+    original, left = MirrorStore.fetch, [0]
+
+    class Killed(BaseException):
+        pass
+
+    def fetch(self, *arguments):
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+        original(self, *arguments)
+
+    second, tries = Machine(tmp_path / "second", address), 0
+    monkeypatch.setattr(MirrorStore, "fetch", fetch)
+    while True:
+        left[0], tries = 2 + tries, tries + 1
+        try:
+            with second:
+                break
+        except Killed:
+            for marker in second.folder.path.glob("iterations/*/done/*.json"):
+                raise AssertionError(f"{marker} before all files are there") from None
+    assert tries > 2
+    assert second.folder.policy_version(9) == 3
+    second.folder.iteration(3).verify("train")
+
+
+def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, address):
+    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    first.run(0, 5)
+    store = MirrorStore(address)
+    store.remove(["iterations/0005/state/moments"])
+    with second:
+        folder = second.folder
+        assert folder.policy_version(9) == 4
+        assert [folder.iteration(5).marker(name) is None for name in ("rollouts", "pack", "train", "validate")] == [0, 0, 1, 1]
+        assert folder.metrics()[-1]["iteration"] == 4
+        assert "iterations/0005/done/train.json" not in set(store.keys())
+        second.phase(5, "train", "checkpoint/weights", "state/moments", trained=True)
+    with pytest.raises(RunFolderError, match="went different ways"), first:
+        pass
+
+
+def test_two_runs_in_one_place_are_refused(tmp_path, address):
+    Machine(tmp_path / "first", address).run(0, 1)
+    other = Machine(tmp_path / "other", None)
+    other.run(0, 2)
+    other.config.mirror = address
+    with pytest.raises(RunFolderError, match=r"went different ways .*move the folder away"), other:
+        pass
+    assert "owner.json" not in set(MirrorStore(address).keys())
+
+
+def test_a_mirror_without_a_whole_policy(tmp_path, address):
+    Machine(tmp_path / "first", address).run(0, 0)
+    MirrorStore(address).remove(["iterations/0000/checkpoint/weights"])
+    with pytest.raises(RunFolderError, match="nothing to go on from"), Machine(tmp_path / "second", address):
+        pass
+
+
+def test_a_damaged_file_there_is_not_taken(tmp_path, address):
+    Machine(tmp_path / "first", address).run(0, 1)
+    MirrorStore(address).write("iterations/0001/state/moments", b"other")
+    second = Machine(tmp_path / "second", address)
+    with pytest.raises(RunFolderError, match=r"state/moments is not what its phase wrote"), second:
+        pass
+    assert not list(second.folder.path.glob("iterations/*/done/*"))
+
+
+def test_one_machine_at_a_time(tmp_path, address):
+    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    with first:
+        first.iteration(0)
+        with pytest.raises(RunFolderError, match="in use by another process"), second:
+            pass
+    with second:
+        assert second.folder.policy_version(1) == 0
+
+
+ELSEWHERE = {"host": "another", "boot": "another", "pid_namespace": "", "pid": 1, "token": "t"}
+
+
+def test_an_owner_on_another_machine(tmp_path, address):
+    store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
+    owner = describe_process() | ELSEWHERE
+    store.write("owner.json", json.dumps(owner).encode())
+    with pytest.raises(RunFolderError, match=r"pid 1 on another.*no sign of life"), machine:
+        pass
+    with mirrored(machine.config, machine.folder, take_over=True):
+        assert json.loads(store.read("owner.json"))["pid"] != 1
+    ended = threading.Event()
+
+    def beat():
+        number = 0
+        while not ended.wait(0.01):
+            number += 1
+            store.write("owner.json", json.dumps(owner | {"beat": number}).encode())
+
+    store.write("owner.json", json.dumps(owner).encode())
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(RunFolderError, match="in use"), mirrored(machine.config, machine.folder, take_over=True):
+            pass
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_who_was_taken_over_uploads_nothing_more(tmp_path, address, caplog):
+    store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
+    taken = threading.Event()
+    original = Mirror._check_owner
+
+    def check(self):
+        original(self)
+        if self._lost:
+            taken.set()
+
+    with pytest.MonkeyPatch.context() as patch, machine:
+        patch.setattr(Mirror, "_check_owner", check)
+        store.write("owner.json", json.dumps(describe_process() | ELSEWHERE).encode())
+        assert taken.wait(60)
+        with pytest.raises(RunFolderError, match=r"taken over in the mirror .*pid 1 on another.*; this one stops here"):
+            machine.iteration(0)
+    assert set(store.keys()) == {"owner.json"}
+    assert json.loads(store.read("owner.json"))["host"] == "another"
+    assert "nothing more is uploaded" in caplog.text
+
+
+def test_a_store_that_fails_never_stops_the_run(tmp_path, address, monkeypatch, caplog):
+    """It is said, and made up for as soon as it works again."""
+    machine, failing, tried = Machine(tmp_path / "here", address), [True], threading.Event()
+    original = MirrorStore.write
+
+    def write(self, key, content):
+        if failing[0] and key != "owner.json":
+            tried.set()
+            raise OSError("503 Slow Down")
+        original(self, key, content)
+
+    monkeypatch.setattr(MirrorStore, "write", write)
+    with machine as mirror:
+        machine.iteration(0)
+        assert tried.wait(60)
+        machine.iteration(1)
+        assert "phases are not there yet (503 Slow Down)" in mirror.status()
+        failing[0] = False
+    assert mirror.status() is None
+    assert set(MirrorStore(address).keys()) == machine.files() - NOT_MIRRORED
+    assert "the mirror is behind: 503 Slow Down" in caplog.text and "up to date again" in caplog.text
+
+
+def test_a_store_that_stays_broken_is_said_at_the_end(tmp_path, address, monkeypatch, caplog):
+    monkeypatch.setattr(mirror_module, "LAST_WAIT_SECONDS", 0.05)
+    machine, original = Machine(tmp_path / "here", address), MirrorStore.write
+
+    def write(self, key, content):
+        if key.startswith("iterations"):
+            raise OSError("no route to host")
+        original(self, key, content)
+
+    monkeypatch.setattr(MirrorStore, "write", write)
+    machine.run(0, 1)
+    assert "6 finished phases are not there yet (no route to host); the run folder" in caplog.text
+
+
+def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, monkeypatch):
+    def keys(self):
+        raise OSError("access denied")
+
+    monkeypatch.setattr(MirrorStore, "keys", keys)
+    with pytest.raises(StorageError, match=r"access denied; put it right .*leave `mirror` out"), Machine(tmp_path / "a", address):
+        pass
+
+
+def test_links_are_stored_as_what_they_point_to(tmp_path, address):
+    (tmp_path / "model").write_text("weights")
+    machine = Machine(tmp_path / "here", address)
+    with machine:
+        folder = machine.folder.iteration(0).path / "checkpoint"
+        folder.mkdir(parents=True)
+        (folder / "weights").symlink_to(tmp_path / "model")
+        machine.folder.iteration(0).mark("prepare", ["checkpoint"], {})
+    assert MirrorStore(address).read("iterations/0000/checkpoint/weights") == b"weights"
+
+
+def test_large_files_are_moved_in_parts(tmp_path, address, monkeypatch):
+    monkeypatch.setattr(mirror_store, "PART_BYTES", 1000)
+    content = bytes(range(256)) * 20
+    (tmp_path / "large").write_bytes(content)
+    store = MirrorStore(address)
+    store.write("a/b", tmp_path / "large")
+    store.fetch("a/b", store.keys()["a/b"], tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == content
+    store.write("empty", b"")
+    store.fetch("empty", 0, tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b""
+
+
+def test_an_address_as_run(tmp_path):
+    config = with_local_run(TrainConfig(run="s3://bucket/runs/letters/?region=x", model="m", iterations=1))
+    assert (config.run, config.mirror) == ("runs/letters", "s3://bucket/runs/letters/?region=x")
+    assert with_local_run(TrainConfig(run="runs/x", model="m", iterations=1)).mirror is None
+    with pytest.raises(ConfigError, match="give one of them"):
+        with_local_run(TrainConfig(run="s3://bucket/x", model="m", iterations=1, mirror="y"))
+    for secret in ("s3://b/x?secret_access_key=sesame", "s3://me:sesame@b/x"):
+        with pytest.raises(ConfigError, match="carries credentials") as caught:
+            with_local_run(TrainConfig(run="x", model="m", iterations=1, mirror=secret))
+        assert "sesame" not in str(caught.value)
+    with pytest.raises(UserError, match="a mirror cannot be at"):
+        MirrorStore("ftp://host/x")

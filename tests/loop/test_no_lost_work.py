@@ -1,0 +1,184 @@
+"""Whole runs on fake parts (see conftest.py): power cut at any write, what is durable when, a full disk, another machine."""
+
+import errno
+import os
+import shutil
+from uuid import uuid4
+
+import pytest
+
+from ttrl import files
+from ttrl.errors import RunFolderError, StorageError
+from ttrl.files import read_jsonl
+from ttrl.loop import train as train_module
+from ttrl.loop.config_changes import history
+from ttrl.loop.mirror_store import MirrorStore
+
+RUN = {"iterations": 2, "tasks_per_iteration": 2}
+
+
+class PowerCut(BaseException):
+    pass
+
+
+class Disk:
+    """Counts what changes names on the disk; from the n-th time on, nothing changes any more, not in anybody's clean-up."""
+
+    NAMES = ("replace", "mkdir", "unlink", "rmdir", "fsync", "ftruncate")
+
+    def __init__(self, patch, last):
+        self.count, self.last = 0, last
+        for name in self.NAMES:
+            patch.setattr(os, name, self.counted(getattr(os, name)))
+
+    def counted(self, original):
+        def change(*arguments, **options):
+            self.count += 1
+            if self.last is not None and self.count > self.last:
+                raise PowerCut
+            return original(*arguments, **options)
+
+        return change
+
+
+def state_of(world):
+    """Everything that must be the same, however the run came to it."""
+    state = {}
+    for path in sorted(world.run.glob("iterations/**/*")):
+        if path.is_file() and path.suffix != ".json" and path.name != "train.jsonl":
+            name = str(path.relative_to(world.run))
+            if path.suffix == ".jsonl":
+                rows = read_jsonl(path)
+                state[name] = [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+            else:
+                state[name] = path.read_bytes()
+    return state
+
+
+def samples_of(state):
+    return {name: [(row["task_id"], row["reward"], row["weights_version"]) for row in rows]
+            for name, rows in state.items() if name.endswith(".jsonl")}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # threads see the cut as well
+def test_power_cut_at_many_writes(world, monkeypatch):
+    """Cut off at every so manieth change on the disk, the same command leads to the same end."""
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, None)
+        world.train(**RUN)
+        total = disk.count
+    expected = state_of(world)
+    shutil.rmtree(world.run)
+    assert total > 60
+    for last in range(5, total, total // 4):
+        with monkeypatch.context() as patch, pytest.raises(PowerCut):
+            Disk(patch, last)
+            world.train(**RUN)
+        world.train(**RUN)
+        after = state_of(world)
+        assert after.keys() == expected.keys()
+        assert samples_of(after) == samples_of(expected)
+        assert [row["iteration"] for row in world.rows()] == [0, 1, 2]
+        assert not list(world.run.rglob(".partial-*"))
+        assert not (world.run / "owner.json").exists()
+        shutil.rmtree(world.run)
+
+
+def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatch):
+    """At each rename the file's bytes were fsynced after their last change; at each marker, so were the folders of all names
+    that were made before it."""
+    synced, unsynced = {}, {}
+    originals = {name: getattr(os, name) for name in ("replace", "mkdir", "fsync")}
+    problems, markers = [], []
+
+    def fsync(descriptor):
+        originals["fsync"](descriptor)
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_mtime_ns
+        unsynced.pop(status.st_ino, None)
+
+    def named(path):
+        if "/iterations" in str(path) and ".partial-" not in str(path):
+            unsynced.setdefault(os.stat(os.path.dirname(path)).st_ino, []).append(str(path))
+
+    def replace(source, target):
+        inside = "/iterations" in str(target)
+        if inside and ".partial-" not in str(target):
+            for path in [source, *(os.path.join(f, name) for f, _, names in os.walk(source) for name in names)]:
+                status = os.stat(path)
+                if not os.path.islink(path) and os.path.isfile(path) and synced.get(status.st_ino) != status.st_mtime_ns:
+                    problems.append(f"{path} was renamed before it was fsynced")
+        if inside and "/done/" in str(target):
+            markers.append(str(target))
+            problems.extend(f"{names} before {target}" for names in unsynced.values())
+        originals["replace"](source, target)
+        named(target)
+
+    def mkdir(path, *arguments, **options):
+        originals["mkdir"](path, *arguments, **options)
+        if not options.get("dir_fd"):
+            named(path)
+
+    for name, function in (("fsync", fsync), ("replace", replace), ("mkdir", mkdir)):
+        monkeypatch.setattr(os, name, function)
+    world.train(**RUN)
+    assert len(markers) == 2 + 2 * 4
+    assert problems == []
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch):
+    """The system refuses to write a checkpoint's bytes: what is needed, what is free, and nothing that was finished is lost."""
+    with monkeypatch.context() as patch:
+        original = files.fsync_tree
+
+        def full(root):
+            if "checkpoint" in root.name and "0002" in str(root):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(root)
+
+        patch.setattr(files, "fsync_tree", full)
+        with pytest.raises(StorageError, match=r"iterations/0002/checkpoint: No space left .* free there\); make room"):
+            world.train(**RUN)
+    assert not list(world.run.rglob(".partial-*"))
+    world.events.clear()
+    world.requests.clear()
+    world.train(**RUN)
+    assert [event for event in world.events if event.startswith("train")] == ["train 2"]
+    assert {version for version, _ in world.requests} == {2}  # only the validation of what was trained now
+
+
+def test_a_run_that_cannot_fit_is_not_begun(world, monkeypatch):
+    usage = shutil.disk_usage(world.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
+    with pytest.raises(StorageError, match=r"the next 2 iterations need \d+\.\d kB .*, but 20\.0 kB are free there; make room"):
+        world.train(**RUN)
+    assert world.events == []
+
+
+def test_the_run_goes_on_on_another_machine(world, monkeypatch):
+    address = f"memory://{uuid4().hex}"
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "write_report", lambda _: (_ for _ in ()).throw(PowerCut))
+        with pytest.raises(PowerCut):
+            world.train(**RUN, mirror=address)
+    world.run.rename(world.folder / "the other machine")
+    world.events.clear()
+    result = world.train(**(RUN | {"iterations": 3}), mirror=address)
+    assert [event for event in world.events if "train" in event] == ["train 3"]
+    assert [row["iteration"] for row in result.metrics] == [0, 1, 2, 3]
+    assert result.best_checkpoint.joinpath("version.txt").is_file()
+    keys = set(MirrorStore(address).keys())
+    assert "iterations/0003/done/validate.json" in keys and "report.html" in keys
+    assert "owner.json" not in keys
+
+
+def test_a_changed_setting_is_taken_where_it_is_allowed(world):
+    world.train(**RUN)
+    with pytest.raises(RunFolderError, match=r"\+ training\.lr: 0\.5"):
+        world.train(**(RUN | {"iterations": 3}), training={"lr": 0.5})
+    changed = world.config(**(RUN | {"iterations": 3}), training={"lr": 0.5})
+    train_module.train(changed, world.tasks(6), world.tasks(2, "held-out"), allow_changes=["lr"])
+    assert world.recipes[-1]["lr"] == 0.5
+    (line,) = history(world.run)
+    assert line["iteration"] == 3
+    assert line["changes"] == {"iterations": [2, 3], "training.lr": ["not set", 0.5]}

@@ -1,0 +1,351 @@
+"""`plan`: an iteration against one that was really packed; memory, disk, seconds, warnings; the report and the command."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ttrl import TrainConfig
+from ttrl.cli import main
+from ttrl.data.packing import PackedTensors
+from ttrl.errors import ConfigError, ModelFolderError, UserError
+from ttrl.files import read_jsonl
+from ttrl.loop import plan_machine
+from ttrl.loop.plan import plan
+from ttrl.loop.plan_config import read_config
+from ttrl.loop.plan_lengths import Assumptions, lognormal
+from ttrl.loop.plan_machine import Machine
+from ttrl.loop.plan_making import make_plan, read_model_config, write_plan
+from ttrl.loop.plan_measured import measured_in_run
+from ttrl.loop.plan_report import outcomes, plan_section
+from ttrl.training.counts import work_counts
+
+ROOT = Path(__file__).parents[2]
+QWEN = json.loads((ROOT / "tests" / "architectures.json").read_text())["qwen2.5_7b"]
+HERE = Machine("a machine", False, 16e9, 50e9, 20e9, "measured")
+
+
+@pytest.fixture(autouse=True)
+def no_measurement(monkeypatch):
+    """The speed of this machine decides about seconds alone, which no test looks at."""
+    monkeypatch.setattr("ttrl.loop.plan_making.this_machine", lambda config, product: HERE)
+
+
+@pytest.fixture
+def big(tmp_path):
+    """A 7B model's config, without its weights."""
+    path = tmp_path / "qwen" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(QWEN))
+    return str(path.parent)
+
+
+def config_of(model, **changes):
+    values = {"run": "", "model": str(model), "iterations": 10, "device": "cpu", "seq_len": 4096, "num_threads": 1}
+    values |= {"tasks_per_iteration": 8, "samples_per_task": 4}
+    return TrainConfig(**(values | changes))
+
+
+# What an iteration consists of
+
+
+def test_a_run_is_planned_as_it_came_out(world):
+    """Lengths and the share of groups with a signal are the run's; rows, tokens, FLOPs then follow."""
+    world.answer = lambda prompt, k, version: "yes" if k == 0 else "no" * (k + 1)
+    world.train(iterations=1)
+    folder = world.run / "iterations" / "0001"
+    packed = PackedTensors.load(folder / "packed.safetensors")
+    row = world.rows()[1]
+    made = plan(world.config(iterations=1), run=world.run)
+    work = made.work
+    assert (work.tasks, work.samples) == (2, 8)
+    assert work.completion_tokens == pytest.approx(row["completion_tokens"])
+    assert work.prompt_tokens == row["prompt_tokens"]
+    assert (work.rows, work.row_tokens, work.trained_tokens) == (packed.num_rows, packed.num_tokens, packed.num_trained)
+    assert work.fill == row["pack"]["fill"]
+    assert work.validation_samples == 2
+    assert made.signal_from == made.completions_from == "run"
+    from transformers import AutoConfig
+
+    counted = work_counts(packed, AutoConfig.from_pretrained(world.model), world.config().recipe_config({}))
+    assert made.flops.training == pytest.approx(counted["flops"])
+    assert work.logical_tokens == counted["logical_tokens"]
+
+
+def test_prompts_are_counted_in_the_models_own_tokens(world):
+    made = plan(world.config(), world.tasks(6), world.tasks(3, "held-out"), assumptions=Assumptions(completion_tokens=4))
+    assert made.prompts_from == "tasks"
+    assert made.work.prompt_mean == len(world.tokenizer.encode("<|user|>task 0<|end|><|assistant|>"))
+    assert (made.work.tasks, made.work.samples, made.work.validation_samples) == (2, 8, 3)
+
+
+def test_a_template_that_refuses_a_task_is_named(world):
+    (task,) = world.tasks(1)
+    wrong = dataclasses.replace(task, messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}])
+    with pytest.raises(UserError, match="task 'task/0': the model's chat template cannot write its messages"):
+        plan(world.config(tasks_per_iteration=1), [wrong])
+
+
+def test_assumed_lengths(big):
+    assumptions = Assumptions(prompt_tokens=100, completion_tokens=50, signal_share=0.5)
+    whole, half = (plan(config_of(big, tasks_per_iteration=64), assumptions=a) for a in (Assumptions(100, 50), assumptions))
+    assert whole.work.prompt_mean == pytest.approx(100, rel=0.1) and whole.work.completion_mean == pytest.approx(50, rel=0.1)
+    assert half.work.completion_tokens == whole.work.completion_tokens
+    assert half.work.row_tokens == pytest.approx(whole.work.row_tokens / 2, rel=0.1)
+    assert whole.completions_from == "assumed" and half.work.signal_share == 0.5
+
+
+def test_large_iterations_are_planned_from_a_part(big, monkeypatch):
+    few = plan(config_of(big, tasks_per_iteration=64))
+    monkeypatch.setattr("ttrl.loop.plan_lengths._MOST_TOKENS", 50_000)
+    part = plan(config_of(big, tasks_per_iteration=64))
+    assert part.work.samples == few.work.samples == 256
+    assert part.work.row_tokens == pytest.approx(few.work.row_tokens, rel=0.15)
+    assert part.flops.training == pytest.approx(few.flops.training, rel=0.2)
+
+
+def test_no_assumption_is_below_one():
+    for wrong in ({"prompt_tokens": 0}, {"completion_tokens": -1}, {"signal_share": 0}, {"signal_share": 1.5}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            Assumptions(**wrong)
+
+
+def test_lognormal_lengths_have_the_mean():
+    lengths = lognormal(np.random.default_rng(0), 300.0, 0.6, 20_000)
+    assert np.mean(lengths) == pytest.approx(300, rel=0.02) and min(lengths) >= 1
+    assert np.std(np.log(lengths)) == pytest.approx(0.6, rel=0.03)
+
+
+def test_steps_and_microbatches(big):
+    made = plan(config_of(big, training={"updates_per_iteration": 4, "rows_per_microbatch": 2}, seq_len=1024, max_tokens=512))
+    rows_of_step = -(-made.work.rows // 4)
+    assert made.work.optimizer_steps == 4 and made.work.microbatches == 4 * -(-rows_of_step // 2)
+    assert made.flops.prepass > 0 and plan(config_of(big)).flops.prepass == 0
+    kl = plan(config_of(big, training={"kl_coefficient": 0.1}, seq_len=1024, max_tokens=512))
+    assert kl.flops.prepass == pytest.approx(made.flops.prepass)
+
+
+def test_adapters_train_less(big):
+    whole, adapters = plan(config_of(big)), plan(config_of(big, training={"lora_rank": 8}))
+    assert adapters.trained_parameters < whole.trained_parameters / 100 and adapters.parameters == whole.parameters
+    assert adapters.flops.training < 0.75 * whole.flops.training
+    assert adapters.memory.trainer < whole.memory.trainer and adapters.disk["state"] < whole.disk["state"] / 100
+
+
+# Memory, disk, seconds, money
+
+
+def test_both_on_one_machine(big):
+    reload, restart = (plan(config_of(big, weight_sync=sync)).memory for sync in ("reload", "restart"))
+    assert reload.peak == reload.trainer + reload.server and restart.peak == max(restart.trainer, restart.server)
+    two = plan(config_of(big, nproc_per_node=2, servers=3)).memory  # all of them in the same memory
+    assert two.trainer < reload.trainer and two.peak == pytest.approx(2 * two.trainer + 3 * two.server)
+
+
+def test_the_servers_cache(big, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    memory = plan(config_of(big)).memory
+    token = 2 * 28 * 4 * 128 * 4  # keys and values, layers, heads, dimension, bytes
+    assert memory.cache_tokens == 7 * 2**30 // token
+    gpu = plan(config_of(big, device="cuda", server={"gpu_memory_utilization": 0.5}), gpu="H100").memory
+    assert gpu.server == pytest.approx(40e9) and gpu.server_parts["weights"] == 2 * QWEN["parameters"]
+    few = plan(config_of(big, device="cuda", server={"max_num_seqs": 3}), gpu="h100").memory
+    assert few.sequences == 3
+
+
+def test_checkpoints_on_disk_are_those_that_pruning_keeps(big):
+    few, many = (plan(config_of(big, keep_checkpoints=keep)).disk for keep in (3, 5))
+    assert few["checkpoint"] == 4 * QWEN["parameters"] and few["state"] == 8 * QWEN["parameters"]
+    assert many["most"] - few["most"] == 2 * (few["checkpoint"] + few["state"])
+
+
+def test_time_and_money(big):
+    made = plan(config_of(big), price_per_hour=3.0)
+    seconds = made.seconds
+    assert seconds.iteration == pytest.approx(sum(phase.seconds for phase in seconds.phases.values()))
+    starts = sum(part.seconds for part in seconds.start.values())
+    assert seconds.run == pytest.approx(starts + seconds.phases["validate"].seconds + 10 * seconds.iteration)
+    assert made.price == pytest.approx(seconds.run / 3600 * 3.0) and plan(config_of(big)).price is None
+
+
+def seconds_row(number, **seconds):
+    return {"iteration": number, "seconds": {**seconds, "total": sum(seconds.values()) + 0.5}}
+
+
+def test_what_a_run_measured_is_taken():
+    rows = [
+        seconds_row(0, prepare=20.0, validate=1.0),
+        seconds_row(1, sample=2.0, train=9.0, validate=1.0),
+        seconds_row(2, sample=2.0, train=3.0, validate=1.0),
+        seconds_row(3, sample=4.0, train=5.0, validate=1.0),
+        seconds_row(4, sample=0.0, train=4.0, validate=1.0),
+    ]
+    measured = {name: value.seconds for name, value in measured_in_run(rows).items()}
+    assert measured == {
+        "sample": 3.0,
+        "train": 4.0,
+        "validate": 1.0,
+        "other": 0.5,
+        "iteration": 8.5,
+        "server start": 20.0,
+        "trainer start": 5.0,
+    }
+    assert measured_in_run(rows[:1]) == {}
+    assert measured_in_run(rows[:2])["train"].seconds == 9.0
+
+
+def test_phases_that_overlap_take_less_than_their_sum():
+    rows = [{"iteration": n, "seconds": {"sample": 2.0, "validate": 2.0, "total": 3.0}} for n in range(4)]
+    measured = {name: value.seconds for name, value in measured_in_run(rows).items()}
+    assert measured["iteration"] == 3.0 and measured["other"] == 0.0
+
+
+# Warnings
+
+
+def warned(text, made):
+    return any(text in warning for warning in made.warnings)
+
+
+def test_what_does_not_fit_is_said_with_the_way_out(big):
+    made = plan(config_of(big))
+    assert warned("does not fit: trainer", made) and warned("lora_rank: 16 (adapters alone are trained) saves", made)
+    assert warned("weight_sync: restart", made)
+    gpu = plan(config_of(big, device="cuda", trainer_memory="keep"), gpu="RTX4090")
+    assert warned("gpu_memory_utilization", gpu)
+    small = plan(config_of(big, device="cuda", training={"lora_rank": 8, "lora_base_dtype": "nf4"}), gpu="B200")
+    assert not warned("does not fit", small)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("seq_len is 1024", {"seq_len": 1024, "max_tokens": 2048}),
+        ("more than the server's context", {"server": {"max_model_len": 512}, "max_tokens": 500}),
+        ("rows are badly filled", {"tasks_per_iteration": 4, "samples_per_task": 2, "seq_len": 16_384, "nproc_per_node": 2}),
+        ("processes will be idle", {"tasks_per_iteration": 4, "samples_per_task": 2, "nproc_per_node": 64}),
+        ("updates are made", {"tasks_per_iteration": 2, "samples_per_task": 2, "training": {"updates_per_iteration": 50}}),
+    ],
+)
+def test_warnings(text, changes, big):
+    assert warned(text, plan(config_of(big, **changes)))
+    assert not warned(text, plan(config_of(big)))
+
+
+def test_too_few_tasks(world):
+    config = world.config(iterations=100)
+    assert warned("few tasks: each of the 6 is used 33 times", plan(config, world.tasks(6)))
+    assert warned("too few tasks", plan(world.config(tasks_per_iteration=7), world.tasks(6)))
+    assert not warned("few tasks", plan(world.config(), world.tasks(6)))
+
+
+def test_a_cache_without_room(big, monkeypatch):
+    made = plan(config_of(big, max_tokens=20_000, server={"kv_cache_memory_bytes": 2**30}))
+    assert warned("fewer than one sample", made)
+
+
+def test_a_disk_without_room(big, monkeypatch):
+    monkeypatch.setattr("ttrl.loop.plan_making.free_bytes", lambda path: 10**9)
+    assert warned("the disk is too small", plan(config_of(big)))
+    assert not warned("the disk", plan(config_of(big, device="cuda"), gpu="h100"))  # it is not this machine's
+
+
+# Files and command
+
+
+def test_a_run_leaves_its_plan_and_its_report_compares(world):
+    world.train(iterations=2)
+    written = json.loads((world.run / "plan.json").read_text())
+    rows = read_jsonl(world.run / "metrics.jsonl")
+    lines = {line.name: line for line in outcomes(written, rows)}
+    assert lines["samples of an iteration"].real == lines["samples of an iteration"].planned == 8
+    assert lines["samples of an iteration"].is_near and lines["prompt tokens"].is_near
+    assert lines["seconds: an iteration"].source == "rough"
+    html = plan_section(world.run)
+    assert "Plan and outcome" in html and "prompt tokens" in html
+    (world.run / "plan.json").write_text('{"work": 3}')
+    assert plan_section(world.run) == ""
+
+
+def test_a_plan_that_is_there_is_left_and_one_that_cannot_be_made_ends_nothing(world, tmp_path, caplog):
+    config, tasks = world.config(), world.tasks(3)
+    (tmp_path / "plan.json").write_text("mine")
+    write_plan(config, tmp_path, world.model, tasks, [], world.tokenizer)
+    assert (tmp_path / "plan.json").read_text() == "mine"
+    (tmp_path / "plan.json").unlink()
+    (tmp_path / "empty").mkdir()
+    write_plan(config, tmp_path, tmp_path / "empty", tasks, [], world.tokenizer)
+    assert not (tmp_path / "plan.json").exists() and "no plan of this run" in caplog.text
+
+
+def test_the_table_fits_a_terminal(big):
+    text = str(plan(config_of(big), price_per_hour=2.0))
+    assert max(len(line) for line in text.splitlines() if not line.startswith("Plan: ")) <= 80  # but for a path
+    for word in ("7.62 G parameters", "samples", "packed rows", "FLOP", "trainer", "cache", "disk", "an iteration", "price", "!"):
+        assert word in text
+
+
+def test_the_command_on_a_recipes_config(big, capsys):
+    path = ROOT / "recipe_configs" / "qwen2.5_7b_lora.yaml"
+    arguments = ["plan", str(path), "--set", f"model={big}", "seq_len=8192", "tasks_per_iteration=2"]
+    arguments += ["--gpu", "H200", "--completion-tokens", "500"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "H200" in text and "sampl" in text and "server" not in text.split("Worth knowing")[0]
+    assert main([*arguments, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["work"]["seq_len"] == 8192 and values["parameters"] == QWEN["parameters"] and not values["with_server"]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "recipe_configs").glob("*.yaml")))
+def test_every_recipe_config_can_be_read(name, big):
+    config, run, recipe_only = read_config(ROOT / "recipe_configs" / name, [f"model={big}"])
+    assert recipe_only and run is None and config.model == big
+
+
+def test_the_command_on_a_run(world, capsys):
+    world.train(iterations=1)
+    assert main(["plan", str(world.run), "--set", "iterations=50", "lr=1e-3"]) == 0
+    assert "50 iterations" in capsys.readouterr().out
+    config, run, recipe_only = read_config(world.run, ["lr=1e-3"])
+    assert run == world.run and not recipe_only and config.recipe_config({}).lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("a: [", [], "cannot be read as a config"),
+        ("[1]", [], "a config is a mapping"),
+        ("a: 1", [], "neither a run's config nor a recipe's"),
+        ("lr: 1e-4", [], "names no model"),
+        ("lr: 1e-4", ["modell=x"], "'modell' is a setting neither of a run nor of the recipe"),
+        ("lr: 1e-4", ["model"], "write --set KEY=VALUE"),
+        ("lr: -1", ["model=x"], "lr is -1"),
+    ],
+)
+def test_what_is_no_config_is_refused(text, settings, message, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises((UserError, ConfigError), match=message):
+        read_config(path, settings)
+
+
+def test_what_cannot_be_planned_is_said(big, tmp_path):
+    with pytest.raises(UserError, match="gpu 'H900' is not known; known are"):
+        plan(config_of(big), gpu="H900")
+    with pytest.raises(ModelFolderError, match=r"neither a model folder nor a config.json"):
+        read_model_config(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="leave out gpu"):
+        plan(config_of(big), gpu="h100", probe=True)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelFolderError, match="holds a list"):
+        read_model_config(str(tmp_path))
+
+
+def test_this_machine_is_measured(big):
+    config = config_of(big).resolved(cuda=False)
+    machine = plan_machine.this_machine(config, (64, 64))
+    assert not machine.cuda and machine.matmul > 0 and machine.memory > 0
+    assert make_plan(config).machine is HERE

@@ -1,0 +1,97 @@
+"""The probe: a short run of the real loop on fake parts, and what a plan takes from it."""
+
+import pytest
+
+from ttrl.errors import TtrlError, UserError
+from ttrl.loop import plan_probe
+from ttrl.loop.plan import plan
+from ttrl.loop.plan_lengths import Assumptions
+from ttrl.loop.plan_measured import Seconds
+from ttrl.loop.plan_probe import ProcessMemory, _kind, _scaled
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """The speed of this machine is not looked at, and two iterations show what four do."""
+    monkeypatch.setattr(plan_probe, "PROBE_SECONDS", 1e9)
+    monkeypatch.setattr(plan_probe, "_ITERATIONS", 2)
+
+
+def test_a_probe_is_a_run_of_its_own(world, tmp_path):
+    world.answer = lambda prompt, k, version: "yes" * (k + 1)
+    world.grade = lambda choice: (float("task 1" not in str(choice)) * len(choice.message.content), {})
+    config, tasks = world.config(stop_at=0.0, cache=[str(tmp_path / "cache")]), world.tasks(6)
+    made = plan(config, tasks, world.tasks(2, "held-out"), probe=True)
+    assert not world.run.exists() and not (tmp_path / "cache").exists()
+    assert made.completions_from == made.signal_from == "probe" and made.prompts_from == "tasks"
+    assert {phase.source for name, phase in made.seconds.phases.items() if name != "other"} <= {"probe", "rough"}
+    assert made.seconds.phases["sample"].source == made.seconds.phases["train"].source == "probe"
+    assert (made.work.tasks, made.work.samples, made.work.validation_samples) == (2, 8, 2)
+    lengths = [len(world.tokenizer.encode("yes" * (k + 1))) + 1 for k in range(4)]
+    assert made.work.completion_mean == pytest.approx(sum(lengths) / 4)
+    assert made.iterations == config.iterations == 3  # of the run that is planned
+
+
+def test_long_iterations_are_probed_in_part(world, monkeypatch):
+    monkeypatch.setattr(plan_probe, "PROBE_SECONDS", 0.0)
+    made = plan(world.config(tasks_per_iteration=8), world.tasks(8), probe=True)
+    sampled = {prompt for _, prompt in world.requests}
+    assert len(sampled) == 8 and len(world.requests) == 2 * 4  # two iterations of four tasks
+    assert (made.work.tasks, made.work.samples) == (8, 32)
+
+
+def test_without_tasks_some_are_made_up(world):
+    made = plan(world.config(), assumptions=Assumptions(prompt_tokens=10, completion_tokens=3), probe=True)
+    assert made.completions_from == "assumed" and made.work.samples == 8
+    assert all(prompt for _, prompt in world.requests)
+    assert made.work.signal_share == 1.0 and made.signal_from == "probe"  # rewards differ, whatever is said
+
+
+def test_rewards_that_never_differ_are_planned_as_assumed(world):
+    world.grade = lambda choice: (1.0, {})
+    made = plan(world.config(), world.tasks(6), probe=True)
+    assert made.work.signal_share == 1.0 and made.signal_from == "assumed"
+    assert made.warnings[0].startswith("nothing would be trained: in none of the 4 groups of the probe did rewards differ")
+    half = plan(world.config(), world.tasks(6), probe=True, assumptions=Assumptions(signal_share=0.5))
+    assert half.work.signal_share == 0.5 and half.signal_from == "assumed"
+
+
+def test_a_probe_that_samples_nothing_is_no_plan(world):
+    world.refused = {task.messages[-1]["content"] for task in world.tasks(6)}
+    with pytest.raises(TtrlError, match="all 8 samples of 2 tasks failed"):
+        plan(world.config(), world.tasks(6), probe=True)
+
+
+def test_only_whole_iterations_on_this_machine_are_probed(world):
+    with pytest.raises(UserError, match="leave out recipe_only"):
+        plan(world.config(), recipe_only=True, probe=True)
+
+
+def test_what_grows_with_tasks_is_scaled():
+    seconds = {name: Seconds(value, "probe") for name, value in dict(sample=2.0, train=3.0, sync=0.5, iteration=5.0).items()}
+    rows = [{"train": {"seconds_by_part": {"checkpoint": 1.0}}}, {}]
+    scaled = {name: value.seconds for name, value in _scaled(seconds, rows, 4.0, 2.0).items()}
+    assert scaled == {"sample": 8.0, "train": 1.0 + 2.0 * 4, "sync": 0.5, "iteration": pytest.approx(5.0 * 17.5 / 5.5)}
+    assert {name: value.seconds for name, value in _scaled(seconds, rows, 1.0, 1.0).items()} == {
+        name: value.seconds for name, value in seconds.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (["python", "-m", "vllm.entrypoints.openai.api_server"], "server"),
+        (["VLLM::EngineCore"], "server"),
+        (["python", "-m", "torchtune._cli.tune", "run", "ttrl/grpo_recipe"], "trainer"),
+        (["python", "-I", "ttrl/process_guard.py", "vllm"], None),
+        (["bash"], None),
+    ],
+)
+def test_whose_memory_it_is(command, kind):
+    assert _kind(command) == kind
+
+
+def test_memory_is_watched_until_the_end():
+    with ProcessMemory() as memory:
+        assert memory.peaks == {}
+    assert not memory._thread.is_alive()

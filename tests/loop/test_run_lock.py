@@ -1,0 +1,182 @@
+"""The lock of a run folder: one process on a machine, one machine on a shared file system, whatever has died."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ttrl.errors import RunFolderError
+from ttrl.loop import run_lock
+from ttrl.loop.run_folder import RunFolder
+
+HOLD = (
+    "import sys, time\nfrom ttrl.loop.run_folder import RunFolder\n"
+    "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    time.sleep(600)\n"
+)
+
+
+def owner_of(folder):
+    return json.loads((folder.path / "owner.json").read_text())
+
+
+def left_by(folder, **changes):
+    """owner.json as another process left it, or leaves it."""
+    folder.path.mkdir(exist_ok=True)
+    owner = run_lock.describe_process() | changes
+    (folder.path / "owner.json").write_text(json.dumps(owner))
+    return owner
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(run_lock, "WATCHED_SECONDS", 0.2)
+
+
+ELSEWHERE = {"host": "another-host", "boot": "another-boot", "pid_namespace": "", "pid": 1}
+
+
+def hold(path):
+    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "locked\n"
+    return owner
+
+
+def test_the_lock_names_its_owner_and_dies_with_it(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with hold(folder.path) as owner:
+        try:
+            words = rf"run is in use by another process \(pid {owner.pid} on {socket.gethostname()}, user .*: -c .*run\)"
+            with pytest.raises(RunFolderError, match=words), folder.locked():
+                pass
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+    assert owner_of(folder)["pid"] == owner.pid  # it could not take its name away
+    with folder.locked():
+        assert owner_of(folder)["pid"] == os.getpid()
+    assert not (folder.path / "owner.json").exists()
+
+
+def test_a_child_that_outlives_the_owner_does_not_hold_the_lock(tmp_path):
+    code = HOLD.replace("    print", "    import subprocess; subprocess.Popen(['sleep', '30'], stdout=-3)\n    print")
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+        try:
+            with RunFolder(tmp_path).locked():
+                pass
+        finally:
+            os.killpg(owner.pid, signal.SIGKILL)
+
+
+def test_the_lock_is_freed_by_an_error_and_can_be_taken_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(ZeroDivisionError), folder.locked():
+        raise ZeroDivisionError
+    with folder.locked(), pytest.raises(RunFolderError, match=str(os.getpid())), RunFolder(tmp_path).locked():
+        pass
+
+
+def test_a_file_where_the_folder_should_be(tmp_path):
+    (tmp_path / "run").write_text("")
+    for path in (tmp_path / "run", tmp_path / "run/below"):
+        with pytest.raises(RunFolderError, match="cannot be a run folder"), RunFolder(path).locked():
+            pass
+
+
+def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(tmp_path, quick):
+    folder = RunFolder(tmp_path / "run")
+    left_by(folder, **ELSEWHERE)
+    with pytest.raises(RunFolderError, match=r"pid 1 on another-host.*no sign of life.*TTRL_TAKE_OVER=1"), folder.locked():
+        pass
+    assert owner_of(folder)["host"] == "another-host"
+    with folder.locked(take_over=True):
+        assert owner_of(folder)["pid"] == os.getpid()
+
+
+def test_a_living_owner_on_another_machine_is_never_taken_over(tmp_path, quick):
+    """Its heartbeat moves the file's time; whose clock that is does not matter."""
+    folder = RunFolder(tmp_path / "run")
+    left_by(folder, **ELSEWHERE)
+    ended = threading.Event()
+
+    def beat():
+        tick = 0
+        while not ended.wait(0.01):
+            tick += 1
+            os.utime(folder.path / "owner.json", (tick, tick))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        words = r"in use by another process \(pid 1 on another-host"
+        with pytest.raises(RunFolderError, match=words), folder.locked(take_over=True):
+            pass
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_an_owner_from_before_this_machine_was_started_again_is_gone(tmp_path, quick):
+    folder = RunFolder(tmp_path / "run")
+    left_by(folder, boot="an-earlier-boot", pid=os.getpid())
+    with folder.locked():
+        pass
+
+
+def test_without_locks_of_the_file_system_the_owner_file_decides(tmp_path, quick, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with folder.locked(), pytest.raises(RunFolderError, match=f"pid {os.getpid()}"), RunFolder(folder.path).locked():
+        pass
+    left_by(folder, pid=2**22 + 1)  # above any pid: dead
+    with folder.locked():
+        pass
+
+
+def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path, quick):
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked():
+        folder.iteration(1).mark("pack", [], {})
+        other = left_by(folder, **ELSEWHERE)
+        with pytest.raises(RunFolderError, match=r"was taken over by another process .*another-host"):
+            folder.iteration(1).mark("train", [], {})
+    assert folder.iteration(1).marker("train") is None
+    assert owner_of(folder) == other  # its name is not taken away
+
+
+def test_the_heartbeat(tmp_path, quick):
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked():
+        path = folder.path / "owner.json"
+        first, deadline = path.stat().st_mtime_ns, time.monotonic() + 30
+        while path.stat().st_mtime_ns == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_command_shows_no_secrets(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/me/run.py", "--api-key", "sesame", "--token=abc", "--lr", "1"])
+    assert run_lock.describe_process()["command"] == "run.py --api-key *** --token=*** --lr 1"
+
+
+def test_a_damaged_owner_file_names_nobody(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "owner.json").write_text("{")
+    with folder.locked():
+        assert owner_of(folder)["pid"] == os.getpid()

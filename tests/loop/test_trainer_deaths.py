@@ -1,0 +1,93 @@
+"""A trainer that is killed is started again, a limited number of times; one that fails by itself ends the run."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ttrl.errors import TrainerDiedError, TrainerError
+from ttrl.loop import tune as tune_module
+
+
+def dying(world, when: dict[int, list[str]]) -> list[str]:
+    """A trainer that ends in iteration n as often as `when[n]` names: when "asked", or "at work"; returns what happened."""
+    happened: list[str] = []
+    base = world.trainer()
+
+    class Dying(base):
+        def train_async(self, number, recipe_config):
+            left = when.get(number, [])
+            how = left.pop(0) if left else "well"
+            happened.append(f"{number} {how}")
+            if how == "asked":
+                raise TrainerDiedError("the trainer failed (killed by signal 9)")
+            if how == "fails":
+                raise TrainerError("the trainer failed (exit code 1)")
+            if how == "at work":
+
+                def result():
+                    raise TrainerDiedError("the trainer failed (killed by signal 9)")
+
+                return SimpleNamespace(done=result, result=result)
+            return super().train_async(number, recipe_config)
+
+    world.trainer_class = Dying
+    return happened
+
+
+@pytest.mark.parametrize("how", ["asked", "at work"])
+def test_a_killed_trainer_is_started_again(world, monkeypatch, how):
+    from ttrl.loop import phases
+
+    happened = dying(world, {2: [how, how]})
+    monkeypatch.setattr(phases, "Trainer", world.trainer_class)
+    result = world.train(iterations=3)
+    assert [row["iteration"] for row in result.metrics] == [0, 1, 2, 3]
+    assert happened == ["1 well", f"2 {how}", f"2 {how}", "2 well", "3 well"]
+
+
+@pytest.mark.parametrize(("deaths", "error"), [(["asked"] * 3, TrainerDiedError), (["fails"], TrainerError)])
+def test_but_not_for_ever(world, monkeypatch, deaths, error):
+    from ttrl.loop import phases
+
+    happened = dying(world, {2: list(deaths)})
+    monkeypatch.setattr(phases, "Trainer", world.trainer_class)
+    with pytest.raises(error):
+        world.train(iterations=3)
+    assert happened == ["1 well", *(f"2 {how}" for how in deaths)]
+    assert world.train(iterations=3).metrics[-1]["iteration"] == 3  # the same call goes on
+
+
+def test_one_that_dies_while_it_waits_ends_nothing(world, monkeypatch):
+    from ttrl.loop import phases
+
+    checks = []
+
+    class Idle(world.trainer()):
+        def check(self):
+            checks.append(1)
+            if len(checks) == 1:
+                raise TrainerDiedError("the trainer failed (killed by signal 9)")
+
+    monkeypatch.setattr(phases, "Trainer", Idle)
+    assert world.train(iterations=2).metrics[-1]["iteration"] == 2 and checks
+
+
+@pytest.mark.parametrize(
+    ("code", "command", "log", "kind"),
+    [
+        (-9, [], "", TrainerDiedError),
+        (1, [], "RuntimeError: mat1 and mat2 shapes cannot be multiplied", TrainerError),
+        (1, [], "  traceback : Signal 9 (SIGKILL) received by PID 4242", TrainerDiedError),  # torchrun, of one of its ranks
+        (1, ["--nnodes", "2"], "RuntimeError: Connection closed by peer", TrainerDiedError),
+        (1, ["--nnodes", "2"], "ttrl.errors.ConfigError: lr is -1", TrainerError),  # another start mends nothing
+    ],
+)
+def test_what_counts_as_killed(tmp_path, code, command, log, kind):
+    process = tune_module.TrainerProcess(["true", *command], tmp_path / "log", tmp_path / "progress")
+    (tmp_path / "log").write_text(log)
+    process._child = SimpleNamespace(
+        poll=lambda: code, log_path=tmp_path / "log", log_tail=lambda lines: log, command=["true", *command]
+    )
+    with pytest.raises(TrainerError) as caught:
+        process.ended()
+    assert type(caught.value) is kind

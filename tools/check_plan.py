@@ -1,0 +1,72 @@
+"""`ttrl plan` against what comes out: plans the quickstart with a probe, runs it, and prints both. Takes about three minutes.
+
+    python tools/check_plan.py [--iterations 8] [--run FOLDER] [--tolerance 0.25] [--only-compare]
+
+Each line is planned / measured; memory is that of all processes of trainer and server, the highest resident size that was seen.
+Ends with 1 where the time of an iteration or the memory of trainer or server is further off than the tolerance. Wants a quiet
+machine.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ttrl.files import read_jsonl
+from ttrl.loop.plan_probe import ProcessMemory
+from ttrl.loop.plan_report import Outcome, outcomes
+from ttrl.loop.plan_text import gib
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "sort_letters.py"
+JUDGED = ("seconds: an iteration", "trainer's memory, all", "server's memory, all")
+
+
+def recipe(run: Path, *arguments: str) -> None:
+    """The quickstart, in a process of its own."""
+    subprocess.run([sys.executable, str(RECIPE), "--run", str(run), *arguments], check=True)
+
+
+def compare(run: Path, peaks: dict[str, float]) -> list[Outcome]:
+    """What a run folder says of its plan, and what was seen of its processes."""
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    rows = read_jsonl(run / "metrics.jsonl")
+    lines = outcomes(plan, rows)
+    for kind, peak in peaks.items():
+        lines.append(Outcome(f"{kind}'s memory, all", plan["memory"][kind], peak, gib, "estimated"))
+        if kind in plan["measured_memory"]:
+            lines.append(Outcome(f"{kind}'s memory, probe", plan["measured_memory"][kind], peak, gib, "probe"))
+    start = sum(part["seconds"] for part in plan["seconds"]["start"].values())
+    return [*lines, Outcome("seconds: start", start, rows[0]["seconds"]["prepare"], lambda value: f"{value:.1f} s", "probe")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--run", type=Path, help="a run folder; without it, one that is removed again")
+    parser.add_argument("--tolerance", type=float, default=0.25)
+    parser.add_argument("--only-compare", action="store_true", help="with --run: it has been made already")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ttrl-check-plan-") as temporary:
+        run = arguments.run or Path(temporary, "run")
+        peaks: dict[str, float] = {}
+        if not arguments.only_compare:
+            recipe(run, "--plan")
+            with ProcessMemory() as memory:
+                recipe(run, "--iterations", str(arguments.iterations))
+            peaks = memory.peaks
+        lines = compare(run, peaks)
+    width = max(len(line.name) for line in lines)
+    print(f"{'':{width}} {'planned':>11} {'measured':>11}  planned / measured")
+    for line in lines:
+        ratio = line.planned / line.real if line.real else float("nan")
+        print(f"{line.name:{width}} {line.write(line.planned):>11} {line.write(line.real):>11}  {ratio:6.2f}")
+    judged = [line for line in lines if line.name in JUDGED and abs(line.planned / line.real - 1) > arguments.tolerance]
+    for line in judged:
+        print(f"more than {100 * arguments.tolerance:.0f}% off: {line.name}")
+    return 1 if judged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The order of a run's phases, and which of them run at the same time.
+
+Each policy, from the starting model on, has work that only it can do: it is validated, and it samples rollouts. Both go to the
+server together, as it serves one policy at a time; the server gets the next one when they are done.
+
+    policy i      = the checkpoint after iteration i
+    its work      validate(i)   rollouts(i + 1)                          off_policy_steps 0
+                  validate(i)   rollouts(i + 2); of policy 0 those of iterations 1 and 2      1
+    policy i + 1  needs rollouts(i + 1), then pack(i + 1) and train(i + 1)
+
+So with off_policy_steps 0 the trainer waits for the rollouts of the policy that it will change; with 1 it works while policy i
+samples for the iteration after it. Which policy samples what is decided by numbers alone and never by what is done first, so a
+run that is continued after any end (a phase is done when its marker is there) does what it would have done.
+
+The main thread prepares, packs, trains, and brings weights to the server. What the server is asked for runs in jobs, and so does
+what follows from a validation: the line of metrics, the report, the pruning of checkpoints.
+"""
+
+from typing import Any
+
+from ttrl.files import append_jsonl, write_json
+from ttrl.loop.console import clock
+from ttrl.loop.drift import check_drift
+from ttrl.loop.environment import describe_environment
+from ttrl.loop.findings import findings
+from ttrl.loop.jobs import Jobs
+from ttrl.loop.loggers import Loggers
+from ttrl.loop.phases import Phases
+from ttrl.loop.progress_line import has_reached, iteration_lines
+from ttrl.loop.pruning import prune
+from ttrl.loop.report import write_report
+
+
+class Iterations:
+    """What is left to do of a run."""
+
+    def __init__(self, phases: Phases, loggers: Loggers) -> None:
+        self._loggers = loggers
+        self._phases, self._config, self._folder, self._console = phases, phases.config, phases.folder, phases.console
+        self._rows: dict[int, dict[str, Any]] = {row["iteration"]: row for row in self._folder.metrics()}
+        self._jobs = Jobs(phases.look_after_trainer)  # one that dies while nothing is asked of it is noticed here
+        self._sampled: set[int] = set()
+        """Iterations whose rollouts are there."""
+        self._reached: int | None = None
+        """The iteration whose validation reached `stop_at`."""
+
+    def run(self) -> None:
+        """Does it. Raises what a phase raises; nothing runs any more then."""
+        numbers = range(self._config.iterations + 1)
+        last = next((n for n in numbers if n not in self._rows or self._ends_with(n)), None)
+        if last is None or last in self._rows:
+            self._say_reached(last)
+            self._console.line(f"{self._folder.path} is finished; more iterations, or another stop_at, would continue it")
+            return
+        if self._rows:
+            self._console.line(f"continuing {self._folder.path} after iteration {max(self._rows)}")
+        self._resumed = {n for n in numbers if n not in self._rows and self._phases.anything_done(n)}
+        self._finished_at = clock()
+        try:
+            self._jobs.begin("environment", self._write_environment)
+            self._jobs.begin("tokenizer", lambda: self._phases.tokenizer())
+            self._begin_to_start(last)
+            for number in numbers:
+                self._make_policy(number)
+                self._jobs.wait_for_all()  # they need the policy before it
+                if self._reached is not None:
+                    break
+                self._begin_work_of(number)
+            self._jobs.wait_for_all()
+            self._say_reached(self._reached)
+        finally:
+            self._jobs.close()
+
+    def _begin_to_start(self, number: int) -> None:
+        """Lets trainer and server start beside each other, and beside all that can be done meanwhile. `number` is the first
+        iteration that is not finished."""
+        folder, config = self._folder, self._config
+        numbers = range(max(1, number), config.iterations + 1)
+        to_train = next((n for n in numbers if folder.iteration(n).marker("train") is None), None)
+        if to_train is not None:
+            self._phases.start_trainer(to_train)
+        if number == 0 and folder.iteration(0).marker("prepare") is None:
+            return  # `prepare` starts the server, as one of the first things
+        if folder.iteration(number).marker("rollouts") is None and number > 0:
+            self._phases.server.start(folder.checkpoint(config.policy_of_rollouts(number)))
+        elif (number == 0 or folder.iteration(number).marker("train") is not None) and self._phases.has_to_validate(number):
+            self._phases.server.start(folder.checkpoint(number))
+
+    def _write_environment(self) -> None:
+        write_json(self._folder.path / "environment.json", describe_environment())
+
+    def _make_policy(self, number: int) -> None:
+        """The checkpoint after iteration `number` is there afterwards, unless `stop_at` was reached before."""
+        if number in self._rows:
+            return
+        if number == 0:
+            self._phases.prepare()
+            return
+        self._jobs.wait(lambda: self._reached is not None or number in self._sampled)
+        if self._reached is not None:
+            return self._jobs.close()
+        self._phases.pack(number)
+        # The trainer may begin while the policy before it is still being validated, unless that may turn out to be the last one,
+        # or the server is in its way.
+        if self._config.stop_at is not None or self._config.server_stops:
+            self._jobs.wait(lambda: number - 1 in self._rows)
+            if self._reached is not None:
+                return self._jobs.close()
+        self._phases.train(number)
+        check_drift(self._config, self._folder, number, self._console, self._phases.ask_server())
+
+    def _begin_work_of(self, number: int) -> None:
+        """Begins what the policy after iteration `number` has to do, and does not wait."""
+        rollouts = []
+        for later in self._config.rollouts_of_policy(number):
+            if later in self._rows or self._folder.iteration(later).marker("rollouts") is not None:
+                self._sampled.add(later)
+            elif later <= self._config.iterations:
+                rollouts.append(later)
+        finish = number not in self._rows
+        validate = finish and self._phases.has_to_validate(number)
+        if validate or rollouts:
+            self._phases.sync(number, "validate" if validate else "rollouts")
+        if finish:  # first, so that its requests are: it may end the run
+            self._jobs.begin(f"validation {number}", lambda: self._finish(number))
+        if rollouts:
+            self._jobs.begin(f"rollouts {rollouts[0]}", lambda: self._sample(rollouts))
+
+    def _sample(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._phases.rollouts(number)
+            self._sampled.add(number)
+            self._jobs.tell()
+
+    def _finish(self, number: int) -> None:
+        """Validates the policy after iteration `number`, and writes down what there is to say of that iteration."""
+        self._phases.validate(number)
+        row, now = self._phases.metrics_row(number), clock()
+        if number not in self._resumed:  # all of it was done by this process
+            row["seconds"]["total"] = now - self._finished_at
+            row["dead_seconds"] = row["seconds"]["total"] - self._phases.timeline.busy(self._finished_at, now)
+        self._finished_at = now
+        self._phases.timeline.forget_before(now)
+        append_jsonl(self._folder.path / "metrics.jsonl", row)
+        said = findings(list(self._rows.values()), self._config.to_dict())
+        self._rows[number] = row
+        for line in iteration_lines(row, self._config, findings(list(self._rows.values()), self._config.to_dict()), said):
+            self._console.line(line)
+        self._loggers.log(list(self._rows.values()))
+        if has_reached(row, self._config):
+            self._reached = number
+        self._jobs.tell()
+        write_report(self._folder.path, list(self._rows.values()))
+        prune(self._folder, list(self._rows.values()), self._config, number)
+
+    def _ends_with(self, number: int) -> bool:
+        return number in self._rows and has_reached(self._rows[number], self._config)
+
+    def _say_reached(self, number: int | None) -> None:
+        if number is not None:
+            config = self._config
+            self._console.line(
+                f"{config.validation_metric} reached {config.stop_at} in validation; done after iteration {number}"
+            )

@@ -1,0 +1,83 @@
+"""Phases that run beside each other, each in a thread of its own, begun, waited for and ended by one thread.
+
+Python tells the main thread alone of Ctrl-C, so that one waits here or trains, and ends what runs beside it. A job that samples
+is ended by its Cancellation; between two rounds of sampling nothing takes long.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from ttrl.loop.coroutines import Cancellation
+
+
+class Job:
+    """One thread's work. `done` once it has ended in any way."""
+
+    def __init__(self, name: str, work: Callable[[], None], changed: threading.Condition) -> None:
+        self.done, self.error = False, None  # type: tuple[bool, BaseException | None]
+        self._work, self._changed, self._cancellation = work, changed, Cancellation()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        self._cancellation.use()
+        error: BaseException | None = None
+        try:
+            self._work()
+        except asyncio.CancelledError:
+            pass  # as it was told
+        except BaseException as raised:  # noqa: BLE001 - raised again in the thread that waits
+            error = raised
+        with self._changed:
+            self.error, self.done = error, True
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """Ends it as soon as it can; does not wait."""
+        self._cancellation.cancel()
+
+
+class Jobs:
+    """All jobs of a run. `look` is called now and then by the thread that waits, and may raise to end the wait."""
+
+    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
+        self._look = look
+        self._changed = threading.Condition()
+        self._jobs: list[Job] = []
+
+    def begin(self, name: str, work: Callable[[], None]) -> Job:
+        """Runs `work` in a thread of that name."""
+        job = Job(name, work, self._changed)
+        self._jobs.append(job)
+        job.thread.start()
+        return job
+
+    def tell(self) -> None:
+        """Something that `wait` may wait for has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Returns once `until()` is true. Raises what any job raised, of several the one that was begun first."""
+        with self._changed:
+            while True:
+                for job in self._jobs:
+                    if job.error is not None:
+                        raise job.error
+                if until():
+                    break
+                self._look()
+                self._changed.wait(0.5)  # a signal that another thread got is seen when we wake
+            self._jobs = [job for job in self._jobs if not job.done]
+
+    def wait_for_all(self) -> None:
+        """Returns once no job runs. Raises as `wait`."""
+        self.wait(lambda: all(job.done for job in self._jobs))
+
+    def close(self) -> None:
+        """Ends all jobs and waits for them; what they raise is not raised here."""
+        for job in self._jobs:
+            job.cancel()
+        for job in self._jobs:
+            job.thread.join()
+        self._jobs = []

@@ -1,0 +1,158 @@
+"""A probe for a plan: the loop itself, with the server, trainer and tasks of a config, for a few iterations.
+
+It runs in a folder that is removed afterwards, with fewer tasks where a whole iteration would take long. Its lengths, its share
+of groups with a signal and its seconds go into the plan, scaled to whole iterations by the number of tasks. Phases of an
+iteration are therefore those that the loop really has, whatever they share.
+"""
+
+import dataclasses
+import itertools
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from ttrl.errors import UserError
+from ttrl.loop.config import TrainConfig
+from ttrl.loop.plan_lengths import Assumptions, completion_mean, run_lengths
+from ttrl.loop.plan_making import Plan, Probed, iteration_folders
+from ttrl.loop.plan_measured import Seconds, measured_in_run, signal_share
+from ttrl.loop.train import train
+from ttrl.tasks.task import Task
+
+PROBE_SECONDS = 90.0
+"""Roughly how long a probe samples and trains, after its server has started."""
+_ITERATIONS = 4  # of a probe; the first and the last one are not counted
+_FEWEST_TASKS = 4
+_LOOK_SECONDS = 0.1  # between looks at the memory of processes
+_MADE_UP_TASKS = 64
+
+
+def probe(made: Plan, config: TrainConfig, assumptions: Assumptions, tasks: list[Task], validation_tasks: list[Task]) -> Probed:
+    """Runs one. made: the rough plan, by which the probe is given its size. Raises UserError, and whatever a run raises."""
+    changes: dict[str, Any] = {}
+    if not tasks:
+        tasks, changes = _made_up_tasks(config, assumptions, made)
+    affordable = PROBE_SECONDS / _ITERATIONS / max(made.seconds.iteration, 1e-3)
+    count = min(config.tasks_per_iteration, max(_FEWEST_TASKS, round(affordable * config.tasks_per_iteration)))
+    share = count / config.tasks_per_iteration
+    held_out = validation_tasks[: max(1, round(share * len(validation_tasks)))]
+    with tempfile.TemporaryDirectory(prefix="ttrl-probe-") as folder, ProcessMemory() as memory:
+        changes |= {"run": str(Path(folder, "run")), "iterations": _ITERATIONS, "stop_at": None, "cache": []}
+        changes |= {"tasks_per_iteration": count, "tokens_per_iteration": None, "max_staleness": None}
+        changes |= {"dynamic_sampling": None, "max_extra_tasks": None, "loggers": [], "mirror": None}
+        rows = train(dataclasses.replace(config, **changes), tasks, held_out, quiet=True).metrics
+        signal = signal_share(rows)
+        found = run_lengths(iteration_folders(Path(folder, "run")), assumptions.signal_share or signal or None)
+    if found is None:
+        raise UserError("the probe sampled nothing, so there is nothing to plan from; `ttrl tasks try` shows what tasks do")
+    completions_from = "assumed" if "sampling" in changes else "probe"
+    lengths = dataclasses.replace(
+        found,
+        scale=found.scale / share,
+        prompts_from=made.prompts_from,
+        completions_from=completions_from,
+        signal_from="assumed" if assumptions.signal_share or not signal else "probe",
+    )
+    notes = []
+    if signal == 0:
+        notes = [
+            f"nothing would be trained: in none of the {len(found.groups)} groups of the probe did rewards differ; see what "
+            "`ttrl tasks try` says of replies and grades"
+        ]
+    held_out_scale = len(validation_tasks) / max(1, len(held_out))
+    seconds = _scaled(measured_in_run(rows, "probe"), rows, 1 / share, held_out_scale)
+    return Probed(lengths, seconds, dict(memory.peaks), notes)
+
+
+def _scaled(
+    seconds: Mapping[str, Seconds], rows: Sequence[Mapping[str, Any]], scale: float, held_out_scale: float
+) -> dict[str, Seconds]:
+    """Of whole iterations. What does not grow with the number of tasks stays: syncs, starts, saving."""
+    scaled, before = dict(seconds), _sum(seconds)
+    for name, factor in (("sample", scale), ("pack", scale), ("validate", held_out_scale)):
+        if name in scaled:
+            scaled[name] = Seconds(scaled[name].seconds * factor, "probe")
+    if "train" in scaled and scale > 1:
+        saving = _saving(rows)
+        scaled["train"] = Seconds(saving + max(0.0, scaled["train"].seconds - saving) * scale, "probe")
+    if "iteration" in scaled and before:
+        scaled["iteration"] = Seconds(scaled["iteration"].seconds * _sum(scaled) / before, "probe")
+    return scaled
+
+
+def _sum(seconds: Mapping[str, Seconds]) -> float:
+    """Of the phases, as if none overlapped."""
+    return sum(value.seconds for name, value in seconds.items() if not name.endswith(" start") and name != "iteration")
+
+
+def _saving(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of an iteration's training that do not grow with its tasks."""
+    found = [row["train"]["seconds_by_part"]["checkpoint"] for row in rows if "seconds_by_part" in row.get("train", {})]
+    return sum(found) / len(found) if found else 0.0
+
+
+def _made_up_tasks(config: TrainConfig, assumptions: Assumptions, made: Plan) -> tuple[list[Task], dict[str, Any]]:
+    """Tasks whose prompts have about the planned length, with rewards that differ within each group; and settings that make every
+    completion as long as is assumed on the average."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    draw = np.random.default_rng(config.seed)
+    length = max(1, round(made.work.prompt_mean))
+    words = [tokenizer.decode(draw.integers(0, len(tokenizer), length)) for _ in range(_MADE_UP_TASKS)]
+    tasks = [
+        Task([{"role": "user", "content": words[number % _MADE_UP_TASKS]}], _alternating(), id=f"probe/{number}")
+        for number in range(config.tasks_per_iteration)
+    ]
+    length = max(1, min(config.max_tokens, round(completion_mean(config, assumptions))))
+    return tasks, {"max_tokens": length, "sampling": {"extra_body": {"ignore_eos": True}}}
+
+
+def _alternating() -> Callable[[Any], float]:
+    """A grader for one task, whose samples therefore differ in reward whatever they say."""
+    count = itertools.count()
+    return lambda choice: float(next(count) % 2)
+
+
+class ProcessMemory:
+    """Watches the resident memory of what this process starts, in a thread: "trainer", "server", the highest sum of each."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, float] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="process memory", daemon=True)
+
+    def __enter__(self) -> "ProcessMemory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            sums: dict[str, float] = {}
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    kind = _kind([process.name(), *process.cmdline()])
+                    if kind is not None:
+                        sums[kind] = sums.get(kind, 0.0) + process.memory_info().rss
+                except psutil.Error:  # it has just ended
+                    continue
+            for kind, size in sums.items():
+                self.peaks[kind] = max(self.peaks.get(kind, 0.0), size)
+
+
+def _kind(command: Sequence[str]) -> str | None:
+    text = " ".join(command)
+    if "process_guard" in text:
+        return None
+    if "vllm" in text or "VLLM" in text:
+        return "server"
+    return "trainer" if "grpo_recipe" in text or "torchtune" in text else None

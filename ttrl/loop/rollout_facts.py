@@ -1,0 +1,76 @@
+"""What an iteration's rollouts say about learning: endings, failures, repetitions, lengths. Counted once, while packing."""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from ttrl.records import Sample, TaskResult
+
+
+def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
+    """Counts and shares over the groups of one iteration; shares are None where there is nothing to share.
+
+    truncated           share of the completed samples that the length limit ended
+    empty               share of the completed samples without any text or token
+    grader_failures     samples whose grader failed (of the failed ones)
+    repeated            share of the graded samples whose completion another sample of their group wrote before
+    repeated_groups     share of the groups (of two or more) whose samples are all the same completion
+    stuck_groups        the same, of groups whose reward is below the highest of the iteration: no sample finds a better one
+    commonest           share of the graded samples that wrote the commonest completion of the iteration
+    commonest_tasks     share of the tasks in which that was written at all
+    length_correlation  of reward and length, within groups (both less their group's mean): what advantages see. None where
+                        neither or only one of them varies
+    mean_length, max_length   tokens of the completed samples (characters where there are no tokens)
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    completed = [sample for sample in samples if sample.finish_reason is not None]
+    lengths = [_length(sample) for sample in completed]
+    compared = [[sample for sample in group.samples if sample.reward is not None] for group in groups]
+    compared = [group for group in compared if len(group) > 1]
+    keys = [[_key(sample) for sample in group] for group in compared]
+    graded = sum(map(len, keys))
+    distinct = sum(len(set(group)) for group in keys)
+    commonest, times = Counter(key for group in keys for key in group).most_common(1)[0] if graded else (None, 0)
+    highest = max((sample.reward or 0.0 for group in compared for sample in group), default=0.0)
+    same = [group for group, texts in zip(compared, keys, strict=True) if len(set(texts)) == 1]
+    stuck = sum(max(sample.reward or 0.0 for sample in group) < highest for group in same)
+    return {
+        "truncated": _share(sum(sample.finish_reason == "length" for sample in completed), len(completed)),
+        "empty": _share(sum(length == 0 for length in lengths), len(completed)),
+        "grader_failures": sum((sample.error or "").startswith("GraderError") for sample in samples),
+        "repeated": _share(graded - distinct, graded),
+        "repeated_groups": _share(len(same), len(keys)),
+        "stuck_groups": _share(stuck, len(keys)),
+        "commonest": _share(times, graded),
+        "commonest_tasks": _share(sum(commonest in group for group in keys), len(keys)),
+        "length_correlation": _within_groups(compared),
+        "mean_length": math.fsum(lengths) / len(lengths) if lengths else None,
+        "max_length": max(lengths, default=None),
+    }
+
+
+def _key(sample: Sample) -> Hashable:
+    return tuple(sample.token_ids) if sample.token_ids is not None else sample.text
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.token_ids) if sample.token_ids is not None else len(sample.text)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _within_groups(groups: Sequence[Sequence[Sample]]) -> float | None:
+    """Pearson's correlation of reward and length after each group's means were taken away."""
+    rewards, lengths = [], []
+    for group in groups:
+        values = [sample.reward or 0.0 for sample in group]
+        sizes = [float(_length(sample)) for sample in group]
+        rewards += [value - math.fsum(values) / len(values) for value in values]
+        lengths += [size - math.fsum(sizes) / len(sizes) for size in sizes]
+    spread = math.sqrt(math.fsum(r * r for r in rewards) * math.fsum(s * s for s in lengths))
+    if spread < 1e-12:
+        return None
+    return math.fsum(r * s for r, s in zip(rewards, lengths, strict=True)) / spread

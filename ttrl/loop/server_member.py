@@ -1,0 +1,240 @@
+"""One of a run's servers: how it is brought to a policy, and what happens when it is gone."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from ttrl.errors import ServerDiedError, ServerError, ServerStartError, UserError, WeightSyncError
+from ttrl.server.connection import Connection
+from ttrl.server.vllm import VLLMServer
+from ttrl.server.weights import SyncReport, sleep, sync_weights, verify_weights
+
+logger = logging.getLogger(__name__)
+
+
+class Member:
+    """A server, and which policy it was proven to have. Its methods are called with `lock` held.
+
+    compare: whether its weights are compared with the files after each sync.
+    remote_run: (run folder here, run folder on its host), where they differ.
+    """
+
+    def __init__(
+        self,
+        server: Connection,
+        *,
+        mode: Literal["reload", "restart", "sleep"],
+        compare: bool,
+        remote_run: tuple[Path, Path] | None = None,
+    ) -> None:
+        self.server, self._mode, self._compare, self._remote_run = server, mode, compare, remote_run
+        self.lock = threading.RLock()
+        self.proven: Path | None = None
+        """The checkpoint that it was proven to compute with; None: nobody may use it."""
+        self.version: str | None = None
+        """What that is called in requests."""
+        self.problem: ServerError | None = None
+        """Why it is not proven."""
+        self.may_restart = True
+        """It is started anew once, after it died; allowed again by the next policy."""
+        self._fresh = self._asleep = self._start_failed = False
+        self._starting: threading.Thread | None = None
+
+    @property
+    def ours(self) -> VLLMServer | None:
+        """The server as one that is started and stopped here; None where somebody else does."""
+        return self.server if isinstance(self.server, VLLMServer) else None
+
+    # Life
+
+    def start(self, base: Path) -> None:
+        """Begins to start it with the model in `base`, in the background. Nothing for servers that somebody else starts."""
+        server = self.ours
+        if server is None or self._starting is not None:
+            return
+        server.model_folder = base
+        self.proven, self.problem, self._fresh, self._asleep = None, None, True, False
+
+        def run() -> None:
+            try:
+                server.start()
+            except BaseException as error:  # noqa: BLE001 - told to the thread that waits for the server
+                self.problem = error if isinstance(error, ServerError) else ServerStartError(f"{type(error).__name__}: {error}")
+                self.problem.__cause__ = error
+
+        self._starting = threading.Thread(target=run, name="server start", daemon=True)
+        self._starting.start()
+
+    def wait_for_start(self) -> None:
+        """Returns when it has started; what went wrong is its `problem`."""
+        while self._starting is not None and self._starting.is_alive():
+            self._starting.join(0.2)  # short waits, so that Ctrl-C is heard
+        if self._starting is not None and self.problem is not None:
+            self._fresh, self._start_failed = False, True
+        self._starting = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is something to sync: it was started, or is somebody else's."""
+        return self.ours is None or self._fresh or self.ours.is_started
+
+    def stop(self) -> None:
+        """Ends it, also in the middle of its start. Servers of others go on; nobody uses them from here."""
+        self.proven, self._fresh, self._asleep, self._start_failed = None, False, False, False
+        server, starting = self.ours, self._starting
+        if server is None:
+            return
+        server.stop()
+        while starting is not None and starting.is_alive():
+            starting.join(0.1)
+            server.stop()  # its process may just have been made
+        self._starting = None
+
+    def rest(self) -> None:
+        """Gives the memory of its device to the trainer, as far as its mode says so."""
+        server = self.ours
+        if server is None or self._mode == "reload" or not self.is_up or self._asleep:
+            return
+        if self._mode == "restart":
+            self.stop()
+            return
+        self.proven = None
+        try:
+            self.wait_for_start()
+            sleep(server)
+            self._asleep, self._fresh = True, False
+        except ServerError as error:
+            logger.warning("%s does not sleep, it is stopped instead: %s", server.base_url, error)
+            self.stop()
+
+    # Weights
+
+    def bring(self, checkpoint: Path, version: str, base: Path) -> dict[str, Any] | None:
+        """Makes it compute with `checkpoint`, proves it and opens it to requests for `version`. Returns what the sync has to
+        say, None where it had these weights. One that died is started anew, once, from `base` where it serves adapters and from
+        the checkpoint elsewhere. Raises ServerError; it is not proven then."""
+        began = time.monotonic()
+        try:
+            if self.proven == checkpoint and not self._asleep and self._is_open_to(version):
+                return None
+            self.proven = None
+            facts = self._bring(checkpoint, base) | {"seconds": time.monotonic() - began}
+            self.server.open_to(version)
+        except ServerError as error:
+            self.problem, self._fresh = error, False
+            raise
+        self.proven, self.version, self.problem = checkpoint, version, None
+        return facts
+
+    def _is_open_to(self, version: str) -> bool:
+        try:
+            self.server.check()
+            return self.server.open_version() == version
+        except ServerDiedError as error:
+            if self.ours is None:
+                raise
+            logger.warning("%s", error)  # `_bring` starts it anew
+            return False
+
+    def _bring(self, checkpoint: Path, base: Path) -> dict[str, Any]:
+        server = self.server
+        if not self.is_up and not self._start_failed:
+            self.start(base)
+            self.wait_for_start()
+        if self._start_failed:  # said once; the next time it is tried again
+            self._start_failed = False
+            assert self.problem is not None
+            cause = self.problem.__cause__
+            raise cause if isinstance(cause, UserError) else self.problem
+        fresh, asleep, self._fresh, self._asleep = self._fresh, self._asleep, False, False
+        there = self._there(checkpoint)
+        in_place = "restart" if self._mode == "restart" and self.ours is not None else "reload"
+        try:
+            server.check()
+            if not (fresh and not server.serves_adapters):
+                return _facts(
+                    sync_weights(
+                        server,
+                        checkpoint,
+                        mode=in_place if not fresh else "reload",
+                        compare=self._compare,
+                        remote_folder=there,
+                        asleep=asleep,
+                    )
+                )
+            canary, comparison = verify_weights(server, checkpoint, compare=self._compare)
+        except ServerDiedError as error:
+            if self.ours is None or not self.may_restart:
+                raise
+            return self._start_anew(checkpoint, error)
+        server.policy_folder = checkpoint
+        report = SyncReport("reload", 0.0, canary.max_difference, canary.mean_difference, None, comparison)
+        return _facts(report) | {"mode": "start"}
+
+    def _start_anew(self, checkpoint: Path, died: ServerDiedError) -> dict[str, Any]:
+        self.may_restart = False
+        logger.warning("a server is gone and is started anew: %s", died)
+        reason = str(died).splitlines()[0]
+        try:
+            report = sync_weights(self.server, checkpoint, mode="restart", compare=self._compare)
+        except ServerDiedError as error:
+            raise WeightSyncError(f"the server died again after it was started anew: {error}") from died
+        return _facts(report) | {"fell_back": reason}
+
+    def _there(self, checkpoint: Path) -> Path | None:
+        """The checkpoint on the server's host."""
+        if self._remote_run is None:
+            return None
+        here, there = self._remote_run
+        return there / checkpoint.absolute().relative_to(here.absolute())
+
+    def serve_merged(self) -> None:
+        """From its next start on it is given merged weights, and no adapters."""
+        self.stop()
+        self.server.serves_adapters = False
+        self.problem = None
+
+    # While nobody asks for another policy
+
+    def look_after(self, checkpoint: Path, version: str, base: Path) -> None:
+        """Called again and again while it should serve: one that was lost is brought back to the policy before it serves."""
+        server = self.ours
+        if self.proven is not None:
+            lost = self._why_lost(version)
+            if lost is None:
+                return
+            self.proven, self.problem = None, ServerDiedError(lost)
+            logger.warning("%s is left out: %s", self.server.base_url, lost)
+        if server is not None and not self.may_restart:
+            return
+        try:
+            self.bring(checkpoint, version, base)
+        except ServerError as error:
+            self.may_restart = False
+            (logger.debug if server is None else logger.warning)("%s is still out: %s", self.server.base_url, error)
+        else:
+            logger.warning("%s is back, with the weights in %s", self.server.base_url, checkpoint)
+
+    def _why_lost(self, version: str) -> str | None:
+        if self.ours is not None:
+            return None if not self.ours.has_ended else f"its process ended; its log is {self.ours.log_path}"
+        try:
+            self.server.check()
+            has = self.server.open_version()
+        except ServerError as error:
+            return str(error)
+        return None if has == version else "it was started anew, or somebody else gave it other weights"
+
+
+def _facts(report: SyncReport) -> dict[str, Any]:
+    """As it stands in the markers and in metrics.jsonl."""
+    return {
+        "mode": report.mode,
+        "seconds": report.seconds,
+        "canary_max_difference": report.canary_max_difference,
+        "fell_back": report.fell_back,
+        "weights_compared": report.comparison.compared,
+        "weights_unchecked": report.comparison.unchecked,
+    }

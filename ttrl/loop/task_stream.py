@@ -1,0 +1,58 @@
+"""Which tasks an iteration samples: the next ones of a stream without end, which has each epoch in an order of its own."""
+
+import random
+from typing import Any
+
+from ttrl.loop.carried import carried_groups, oldest_version, ready_to_continue, task_key
+from ttrl.loop.config import TrainConfig
+from ttrl.loop.run_folder import RunFolder
+from ttrl.records import TaskResult
+from ttrl.tasks.task import Task
+
+
+class TaskStream:
+    """The stream of a run. Where an iteration begins in it follows from the markers of the ones before."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
+        self._config, self._folder, self._tasks = config, folder, tasks
+
+    def tasks_from(self, first: int, count: int) -> list[Task]:
+        """Some of the stream."""
+        total = len(self._tasks)
+        orders: dict[int, list[int]] = {}
+        chosen = []
+        for place in range(first, first + count):
+            epoch, position = divmod(place, total)
+            if epoch not in orders:
+                orders[epoch] = list(range(total))
+                random.Random(f"{self._config.seed}/{epoch}").shuffle(orders[epoch])
+            chosen.append(self._tasks[orders[epoch][position]])
+        return chosen
+
+    def taken_before(self, number: int) -> int:
+        """How many tasks of the stream earlier iterations took: equal parts, where their markers do not tell otherwise."""
+        marker = self._folder.iteration(number - 1).marker("rollouts") or {}
+        return marker.get("tasks_taken", (number - 1) * self._config.tasks_per_iteration)
+
+    def tasks_of(self, number: int) -> list[Task]:
+        """The tasks with which an iteration without a token budget begins."""
+        return self.tasks_from(self.taken_before(number), self._config.tasks_per_iteration)
+
+    def continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
+        """With a token budget: the groups to continue, all tasks of the iteration (theirs first), and facts for the marker.
+
+        New tasks follow in the stream on those that were taken so far; the markers say how many that are.
+        """
+        previous = self._folder.iteration(number - 1)
+        taken = self.taken_before(number)
+        known = {task_key(task.id, task.messages): task for task in self._tasks}
+        groups, limit = carried_groups(previous), self._config.max_staleness
+        carried = [
+            ready_to_continue(group, version)
+            for group in groups
+            if task_key(group.task_id, group.messages) in known  # the person may have allowed other tasks since
+            and (limit is None or version - oldest_version(group, version) <= limit)
+        ]
+        new = self.tasks_from(taken, max(0, self._config.tasks_per_iteration - len(carried)))
+        tasks = [known[task_key(group.task_id, group.messages)] for group in carried] + new
+        return carried, tasks, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}

@@ -1,0 +1,57 @@
+"""When the run sampled and when it trained: what is neither is dead time, however phases overlap."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ttrl.loop.console import clock
+
+_NO_TRAINING = ("checkpoint",)  # parts of a step's time in train.jsonl
+
+
+class Timeline:
+    """Spans of work of this process' run, in seconds of `clock`. Threads may add to it at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spans: list[tuple[str, float, float]] = []
+        self._open: dict[object, tuple[str, float]] = {}
+
+    @contextlib.contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """The block is work of this kind: "sample" or "train"."""
+        key, began = object(), clock()
+        with self._lock:
+            self._open[key] = kind, began
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[key]
+                self._spans.append((kind, began, clock()))
+
+    def add_training(self, began: float, ended: float, steps: Sequence[Mapping[str, Any]]) -> None:
+        """A train phase, from the lines of its train.jsonl: what is no part of a step (reading, writing checkpoints) is no
+        training. It is taken to lie before and after the steps in equal parts, which matters only where something overlaps."""
+        parts = [step.get("seconds_by_part") or {"step": step.get("seconds") or 0.0} for step in steps]
+        worked = sum(seconds for part in parts for name, seconds in part.items() if name not in _NO_TRAINING)
+        margin = max(0.0, ended - began - worked) / 2
+        with self._lock:
+            self._spans.append(("train", began + margin, ended - margin))
+
+    def busy(self, began: float, ended: float, kinds: tuple[str, ...] = ("sample", "train")) -> float:
+        """Seconds between two moments in which work of any of these kinds was done; work that goes on counts up to now."""
+        with self._lock:
+            spans = self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
+        total, reached = 0.0, began
+        for start, end in sorted((start, end) for kind, start, end in spans if kind in kinds):
+            start, end = max(start, reached), min(end, ended)
+            if end > start:
+                total, reached = total + end - start, end
+        return total
+
+    def forget_before(self, moment: float) -> None:
+        """Drops spans that ended by then."""
+        with self._lock:
+            self._spans = [span for span in self._spans if span[2] > moment]
