@@ -233,6 +233,15 @@ def test_ratios_of_the_policy_with_itself_are_one(trials):
     assert line["ess"] == pytest.approx(1, abs=1e-6)
 
 
+def test_what_dropout_does_is_no_difference_of_sampler_and_trainer(trials):
+    lora = {"lora_rank": 2, "lora_targets": ["w1"], "lora_dropout": 0.9, "lr": 3.0, "reference_model": None}
+    first = trials.train(trials.pack(), **lora) / "checkpoint"
+    packed = trials.pack()
+    packed.logprobs = trials.logprobs(first, packed)  # of the merged model, which samples
+    (line,) = lines(trials.train(packed, model=first, lora_base=trials.model, **lora))
+    assert line["sampler_trainer"]["max"] < 1e-4 < line["ratio_max"] - 1
+
+
 def test_the_learning_rate_grows_with_the_rows(trials):
     packed = trials.pack()
     scaled = trials.train(packed, lr=0.1, lr_rows=5)
@@ -304,6 +313,7 @@ def test_kl_begins_after_some_steps_of_the_run(trials):
     settings = {"kl_coefficient": 0.5, "kl_after_steps": 1}
     two = lines(trials.train(trials.pack(), updates_per_iteration=2, **settings))
     assert "kl_loss" not in two[0] and two[1]["kl_loss"] > 0
+    assert two[0]["sampler_trainer"]["tokens"] == two[0]["trained_tokens"] + two[1]["trained_tokens"]
     (one,) = lines(trials.train(trials.pack(), reference_model="nowhere", **settings))  # not needed yet, so not looked for
     assert "kl" not in one
 
@@ -415,7 +425,8 @@ def test_tokens_are_chosen_over_the_whole_step(trials):
     for out in lots:
         assert lines(out)[0]["chosen_fraction"] == pytest.approx(int(0.1 * packed.num_trained) / packed.num_trained)
     assert apart(*lots, trials.model) < 1e-4
-    two = lines(trials.train(packed, clip_high=1e9, updates_per_iteration=2, **settings))
+    two = lines(trials.train(packed, clip_high=1e9, updates_per_iteration=2, drift_rows="first_update", **settings))
+    assert two[0]["sampler_trainer"]["tokens"] == two[0]["trained_tokens"] < packed.num_trained
     for line in two:
         assert line["chosen_fraction"] == pytest.approx(int(0.1 * line["trained_tokens"]) / line["trained_tokens"])
 

@@ -5,6 +5,7 @@
 Processes × rows in a microbatch (1 accumulates row by row) × orders of packing × chunks of the head × activation checkpointing ×
 compilation × precision: for each ‖g - g₆₄‖/‖g₆₄‖ over all parameters, and the same of the change that one SGD step makes. g₆₄ is
 computed by transformers, in float64, one plain sequence after the other, from the formulas of the objective written out here.
+Beside bf16 stands what transformers comes to under autocast.
 Exit status 1 where an fp32 way differs by 1e-5 or more.
 """
 
@@ -194,7 +195,8 @@ def _sample(task: str, number: int, prompt: list[int], completion: list[int], ad
 def _distributions(model: torch.nn.Module, sample: TokenizedResult) -> tuple[Tensor, Tensor]:
     """Log-probabilities of all tokens [n, V], and of the chosen ones [n], where the completion's n tokens are predicted."""
     ids = torch.tensor([sample.token_ids])
-    logprobs = torch.log_softmax(model(ids).logits[0, sample.prompt_length - 1 : -1], -1)
+    logits = model(ids).logits[0, sample.prompt_length - 1 : -1]
+    logprobs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     return logprobs, logprobs.gather(1, ids[0, sample.prompt_length :, None])[:, 0]
 
 
@@ -246,6 +248,16 @@ def errors_of(way: Way, inputs: Inputs, here: Ranks) -> tuple[float, float]:
     )
 
 
+def error_of_transformers_in_bf16(inputs: Inputs) -> float:
+    """Of the gradient that transformers finds under autocast: what bf16 costs by itself."""
+    policy, frozen = (_check_parity().reference_model(inputs.folder / name, torch.float32) for name in ("model", "reference"))
+    config = inputs.config({})
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = sum(_loss(config, policy, frozen, sample) for sample in inputs.samples) / len(inputs.samples)
+    loss.backward()  # type: ignore[union-attr]
+    return distance({name: p.grad for name, p in policy.named_parameters() if p.grad is not None}, inputs.gradient)
+
+
 def in_process(rank: int, processes: int, meeting: str, chosen: list[Way], inputs: Inputs, found: Any) -> None:
     """One of several processes; the first puts the errors of each way into `found`."""
     torch.set_num_threads(1)
@@ -285,6 +297,9 @@ def main() -> int:
             for way in [way for way in chosen if way.processes == 1]:
                 began = time.perf_counter()
                 worst = max(worst, _print(objective, way, errors_of(way, inputs, Ranks(0, 1, torch.device("cpu"))), began))
+            if not all(way.exact for way in chosen):
+                error = error_of_transformers_in_bf16(inputs)
+                print(f"{objective:16} {1:9}  {'transformers in bf16':34} {error:8.1e}", flush=True)
             several = [way for way in chosen if way.processes == 2]
             began = time.perf_counter()
             for way, errors in zip(several, errors_in_processes(several, inputs, 2) if several else [], strict=True):

@@ -98,10 +98,13 @@ def make_folders(folder: str | os.PathLike[str]) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes renames inside `folder` durable."""
+    """Makes renames inside `folder` durable, as far as the file system knows such a thing."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL):  # of some network file systems, for every folder
+            raise
     finally:
         os.close(descriptor)
 
@@ -123,11 +126,12 @@ def _fsync_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike[str], size: int | None = None, *, durable: bool = True) -> Iterator[Path]:
     """Yields a temporary path to write to; renames it to `path` at the end of the block, or removes it when the block raises.
 
     size: bytes that will be written, where that is known; a disk without room for them is then found at once, and the error says
-    how many are needed. Raises StorageError for what the operating system refuses (disk full, no permission).
+    how many are needed. durable: False for what nobody needs after a power loss. Raises StorageError for what the operating
+    system refuses (disk full, no permission).
     """
     path = Path(path)
     _check_room(path, size)
@@ -138,11 +142,12 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterat
         os.close(descriptor)
         temporary = Path(name)
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        if durable:
+            _fsync_file(temporary)
         temporary.chmod(0o644)
         os.replace(temporary, path)
-        fsync_folder(path.parent)
+        if durable:
+            fsync_folder(path.parent)
     except (OSError, SafetensorError) as error:
         if (refused := _as_os_error(error)) is None:
             raise
@@ -204,10 +209,10 @@ def remove_folder(folder: str | os.PathLike[str]) -> None:
         raise StorageError(error.errno or 0, f"could not remove {folder}: {error.strerror or error}") from error
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file atomically."""
+def write_text(path: str | os.PathLike[str], text: str, *, durable: bool = True) -> None:
+    """Writes a text file atomically. durable: see `atomic_file`."""
     data = text.encode()
-    with atomic_file(path, len(data)) as temporary:
+    with atomic_file(path, len(data), durable=durable) as temporary:
         temporary.write_bytes(data)
 
 

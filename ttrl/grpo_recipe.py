@@ -54,7 +54,7 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
         value_head = None if values is None else values.head
 
         watch = Stopwatch(here.device)
-        steps = updates(packed, config.updates_per_iteration, (config.seed, config.iteration), here)
+        steps = updates(packed, config.updates_per_iteration, (config.seed, config.iteration), here, policy.decoder.config)
         objective = objective_from(config)
         progress = Progress(sum(-(-step.rows.num_rows // config.rows_per_microbatch) for step in steps), here)
         profiler, log = Profiler(config.output_dir, config.profile_steps, here), TrainLog(config, policy, here, watch)

@@ -65,7 +65,7 @@ def train(config: SFTConfig, here: Ranks) -> None:
                 with watch.part("data"):
                     packed = packed_tensors_from_tokenized_results(batch, seq_len=config.seq_len, pad_id=pad_id)
                     check_pack(packed, policy)
-                    (update,) = updates(packed, 1, (config.seed, number), here)
+                    (update,) = updates(packed, 1, (config.seed, number), here, policy.decoder.config)
                 stepper.begin()
                 sums, first_bad = accumulate_gradients(policy, update, config, here, watch)
                 with watch.part("optimizer"):

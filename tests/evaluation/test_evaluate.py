@@ -14,6 +14,7 @@ from ttrl import Task, cli, compare, evaluate
 from ttrl.errors import ConfigError, ServerError, UserError
 from ttrl.evaluation.families import FAMILIES, TaskSpec
 from ttrl.evaluation.intervals import wilson
+from ttrl.loop.evaluate import EvalConfig, _digest, checked_sets
 
 
 class _Counter(BaseHTTPRequestHandler):
@@ -57,7 +58,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("MY_KEY", "secret-key")
     _Counter.bodies.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Counter)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()
@@ -113,7 +114,7 @@ def test_an_evaluation_and_its_files(address: str, tmp_path: Path) -> None:
 
 def test_several_samples_and_pass_at_k(address: str) -> None:
     result = evaluate(address, {"x": [asked("tree"), asked("banana")]}, name="careless", samples_per_task=4, pbar=False)
-    assert result["x"].accuracy.mean == 0.5 and result["x"].accuracy.method == "Student t over tasks"
+    assert result["x"].accuracy.mean == 0.5 and result["x"].accuracy.method == "Wilson, tasks as clusters"
     assert sorted(result["x"].pass_at) == [1, 2, 4] and result["x"].pass_at[4].mean == 0.5
     assert _Counter.bodies[0]["temperature"] == 1.0
 
@@ -160,6 +161,19 @@ def test_comparisons_pair_what_was_asked_in_the_same_words(address: str, tmp_pat
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match="is no result of ttrl eval"):
         compare(paths[0], tmp_path / "other.json")
+    # The same family with its data elsewhere, a task without a grade, an evaluation that was interrupted.
+    first, second = (json.loads(path.read_text()) for path in paths)
+    first["sets"] = {"data/x=here": first["sets"]["x"]}
+    second["sets"] = {"x=there": {**second["sets"]["x"], "tasks": [dict(second["sets"]["x"]["tasks"][0], scores=[None])]}}
+    second["complete"] = False
+    for path, content in zip(paths, (first, second)):
+        path.write_text(json.dumps(content))
+    comparison = compare(*paths)
+    assert (comparison.sets[0].num_shared, comparison.sets[0].num_ungraded, comparison.left_out) == (0, 1, [])
+    assert comparison.incomplete == ["second"] and "1 tasks have no grade" in comparison.table()
+    assert comparison.models[1] == f"careless at {address}"
+    with pytest.raises(UserError, match="confidence is 95"):
+        compare(*paths, confidence=95)
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
@@ -198,6 +212,53 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         assert part in said, part
     with pytest.raises(ConfigError, match="no setting 'sample'"):
         evaluate("http://127.0.0.1:1/v1", "countdown", sample=3)
+
+
+def test_what_would_be_found_too_late_is_found_before_a_request(address: str, tmp_path: Path) -> None:
+    """Keys in addresses, results that could not be written, a cache that could not be used."""
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError) as caught:
+        evaluate(
+            address.replace("//", "//user:hunter2@") + "?key=hunter2",
+            "letter_counting",
+            n=1,
+            output=tmp_path / "notes.txt",
+            samples_file=tmp_path / "notes.txt",
+            cache=tmp_path,
+            dtype="float32",
+        )
+    said = "\n".join(caught.value.problems)
+    assert "hunter2" not in said and (tmp_path / "notes.txt").read_text() == "mine"
+    for part in ("has a name, a key", "is no result of an evaluation", "are both", "give weights_digest", "dtype is for servers"):
+        assert part in said, part
+    for file in (tmp_path, tmp_path / "notes.txt" / "result.json"):
+        with pytest.raises(ConfigError, match=r"a folder; give the name|cannot be made"):
+            evaluate(address, "letter_counting", n=1, output=file)
+    with pytest.raises(ConfigError, match="a cache cannot be at 'foo://x'"):
+        evaluate(address, "letter_counting", n=1, cache="foo://x")
+    with pytest.raises(ConfigError, match="http://localhost:8000/v1"):
+        evaluate("localhost:8000/v1", "letter_counting", n=1)
+    assert _Counter.bodies == []
+
+
+def test_an_option_is_for_every_set_of_its_family(address: str) -> None:
+    config = EvalConfig(
+        model=address, tasks="letter_counting@train,letter_counting", n=20, options={"letter_counting.max_length": 4}
+    )
+    words = [task.id.split("/")[1] for one in checked_sets(config) for task in one.tasks]
+    assert len(words) == 40 and max(map(len, words)) == 4
+
+
+def test_the_cache_knows_what_changes_answers() -> None:
+    """The length of the context cuts replies off, quantization changes them; on how many devices they are computed does not."""
+
+    def digest(**settings: object) -> str | None:
+        return _digest(EvalConfig(model="org/name", tasks="countdown", dtype="float32", **settings))
+
+    plain = digest()
+    assert digest(server_args={"tensor_parallel_size": 2}) == plain
+    others = [digest(max_model_len=256), digest(max_model_len=512), digest(server_args={"quantization": "fp8"})]
+    assert len({plain, *others}) == 4
 
 
 def test_servers_that_do_not_answer_or_serve_another_model(address: str) -> None:

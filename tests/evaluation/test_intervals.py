@@ -70,18 +70,37 @@ def test_samples_of_a_task_are_one_cluster() -> None:
     once = [[float(draw.random() < 0.6)] for _ in range(40)]
     often = [values * 16 for values in once]
     single, clustered = estimate_mean(once), estimate_mean(often)
-    assert clustered.mean == single.mean and clustered.method == "Student t over tasks"
+    assert clustered.mean == single.mean and clustered.method == "Wilson, tasks as clusters"
     assert clustered.high - clustered.low > 0.9 * (single.high - single.low)
 
 
-def test_partial_credit_against_the_formula() -> None:
-    estimate = estimate_mean([[0.5, 0.7], [0.2], [], [0.9]])
-    means = [0.6, 0.2, 0.9]
-    mean = sum(means) / 3
-    error = math.sqrt(sum((x - mean) ** 2 for x in means) / 2 / 3)
-    assert estimate.num_tasks == 3 and estimate.mean == pytest.approx(mean)
-    assert estimate.low == pytest.approx(max(0.0, mean - 4.302653 * error))
-    assert estimate.high == pytest.approx(min(1.0, mean + 4.302653 * error))
+@pytest.mark.parametrize("groups", [[[0.5, 0.7], [0.2], [], [0.9]], [[1.0] * 4] * 5 + [[1.0, 0.0, 1.0, 1.0]]])
+def test_several_samples_or_partial_credit_against_the_definition(groups: list[list[float]]) -> None:
+    """At each end, the mean is t standard deviations away, of which the variance at that end is told from the tasks' means."""
+    estimate = estimate_mean(groups)
+    means = [sum(values) / len(values) for values in groups if values]
+    count, mean = len(means), sum(means) / len(means)
+    # One more task is counted, of the largest variance that there is.
+    variance = (sum((x - mean) ** 2 for x in means) + mean * (1 - mean)) / count / count
+    assert estimate.num_tasks == count and estimate.mean == pytest.approx(mean)
+    for end in (estimate.low, estimate.high):
+        at_end = variance * end * (1 - end) / (mean * (1 - mean))
+        assert abs(mean - end) / math.sqrt(at_end) == pytest.approx(t_quantile(0.975, count - 1))
+    assert 0 < estimate.low < mean < estimate.high < 1
+
+
+def test_samples_never_count_for_more_than_independent_ones() -> None:
+    """Six tasks whose means happen to lie closer to each other than those of independent samples would."""
+    estimate = estimate_mean([[1.0, 0.0]] * 5 + [[1.0, 1.0, 0.0]])
+    effective, critical = 13, 2.570582
+    spread = critical**2 / effective
+    assert (estimate.low + estimate.high) / 2 == pytest.approx((19 / 36 + spread / 2) / (1 + spread), abs=1e-6)
+
+
+def test_rewards_beyond_0_and_1_are_students_t() -> None:
+    estimate = estimate_mean([[3.0, 5.0], [2.0], [1.0]])
+    error = math.sqrt(((4 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2 + (1 - 7 / 3) ** 2) / 2 / 3)
+    assert estimate.high - estimate.mean == pytest.approx(4.302653 * error)
 
 
 def test_an_interval_always_has_a_width() -> None:
@@ -122,13 +141,33 @@ def test_mcnemar_by_counting_every_outcome() -> None:
 
 def test_paired_t() -> None:
     """Ten differences; mean 0.13, standard deviation 0.1059, t = 3.88, p = 0.0037 with nine degrees of freedom."""
-    before = [[0.1 * k, 0.1 * k] for k in range(10)]
+    before = [[10.0 * k, 10.0 * k] for k in range(10)]
     gains = [0.1, 0.2, 0.0, 0.3, 0.1, 0.2, -0.05, 0.15, 0.2, 0.1]
     after = [[values[0] + gain] for values, gain in zip(before, gains)]
     difference = paired_difference(before, after)
-    assert difference.mean == pytest.approx(0.13) and difference.method == "paired t over tasks"
+    assert difference.mean == pytest.approx(0.13) and difference.method == "t over tasks, paired t test"
     deviation = math.sqrt(sum((gain - 0.13) ** 2 for gain in gains) / 9)
     assert difference.high - difference.mean == pytest.approx(2.262157 * deviation / math.sqrt(10))
     assert difference.p_value == pytest.approx(2 * (1 - t_cdf(0.13 / (deviation / math.sqrt(10)), 9)))
     assert 0.003 < difference.p_value < 0.005
     assert paired_difference([[0.5]], [[0.75]]) is None and paired_difference([[]], [[1.0]]) is None
+
+
+def test_differences_of_shares() -> None:
+    """Of equal means the interval has a width; where the tasks go together, it is narrower than of tasks that do not."""
+    alike = paired_difference([[1.0, 1.0]] * 5, [[1.0, 1.0]] * 5)
+    assert (alike.mean, alike.p_value, alike.method) == (0.0, 1.0, "Newcombe over tasks, sign test")
+    assert (alike.low, alike.high) == pytest.approx((wilson(5, 5)[0] - 1, 1 - wilson(5, 5)[0]))
+    first = [[0.1 * k, 0.1 * k] for k in range(10)]
+    second = [[0.1 * k + 0.05] for k in range(10)]
+    paired, turned = paired_difference(first, second), paired_difference(first, second[::-1])
+    assert paired.mean == pytest.approx(0.05) == turned.mean
+    one, other = estimate_mean(first), estimate_mean(second)
+    # Perfectly correlated: the ends are the differences of the ends. Perfectly opposed: both add up.
+    assert paired.low == pytest.approx(0.05 - abs((other.mean - other.low) - (one.high - one.mean)))
+    assert (turned.low, turned.high) == pytest.approx(
+        (
+            0.05 - (other.mean - other.low) - (one.high - one.mean),
+            0.05 + (other.high - other.mean) + (one.mean - one.low),
+        )
+    )

@@ -228,6 +228,7 @@ class World:
         row = {"global_step": number, "iteration": number, "lr": 1e-4, "loss": 0.5, "policy_loss": 0.5, "entropy": 1.0}
         row |= {"grad_norm": 1.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0} | self.step_facts.get(number, {})
         append_jsonl(output / "train.jsonl", row)
+        write_json(output / "trainer_logprobs.safetensors", {})
         return output / "checkpoint"
 
     def trainer(self) -> type:

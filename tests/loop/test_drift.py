@@ -52,6 +52,13 @@ def test_with_few_tokens_only_the_mean_is_judged():
     assert len(exceeded(few | {"tokens": ENOUGH_TOKENS}, limits_of(config()))) == 3
 
 
+def test_a_handful_of_tokens_with_one_outlier_is_no_drift_and_a_handful_that_is_all_wrong_is():
+    bf16 = limits_of(config(dtype="bf16"))
+    assert exceeded({"tokens": 5, "not_finite": 0, "mean": (4 * 0.02 + 1.0) / 5}, bf16) == []
+    assert exceeded({"tokens": 5, "not_finite": 0, "mean": 2.0}, bf16)
+    assert exceeded({"tokens": 5, "not_finite": 0, "mean": 0.01}, limits_of(config()))
+
+
 def test_numbers_that_are_not_finite_are_always_too_many():
     assert "3 tokens" in exceeded(GOOD | {"tokens": 3, "not_finite": 3}, limits_of(config()))[0]
 
@@ -69,8 +76,14 @@ def test_limits_follow_dtype_and_device_and_can_be_changed():
 
 def test_policy_lag_is_no_drift():
     drift = GOOD | BAD | {"by_version": {"2": GOOD | BAD, "3": GOOD}}
-    assert judged_figures(drift, 3) == GOOD  # the policy that training starts from
-    assert judged_figures(drift, 4) is None and judged_figures(GOOD, 3) is None and judged_figures(None, 3) is None
+    assert judged_figures(drift, 3, {}) == GOOD  # the policy that training starts from
+    assert [judged_figures(figures, 4, {}) for figures in (drift, GOOD, None)] == [None] * 3
+
+
+def test_a_base_in_four_bits_is_judged_from_its_first_checkpoint_on():
+    drift = {"by_version": {"0": BAD, "1": BAD}}
+    assert judged_figures(drift, 0, {"lora_base_dtype": "nf4"}) is None
+    assert judged_figures(drift, 1, {"lora_base_dtype": "nf4"}) == judged_figures(drift, 0, {}) == BAD
 
 
 # A run folder
@@ -162,6 +175,15 @@ def test_beyond_a_limit_the_run_ends_with_numbers_tokens_and_causes(run):
     # Again when the run is continued: the marker of the phase alone is no reason to go on.
     with pytest.raises(DriftError):
         check_drift(config(), run.folder, 2, run.console)
+
+
+def test_what_was_too_far_is_forgotten_under_wider_limits(run):
+    run.trained({"tokens": 50, "not_finite": 0, "mean": 0.5})
+    with pytest.raises(DriftError, match=r"delete \S*/iterations/0002 and iterations/0002/ in s3://bucket/run and start"):
+        check_drift(config(mirror="s3://bucket/run"), run.folder, 2, run.console)
+    assert (run.path / FILE_NAME).exists()
+    assert check_drift(config(drift_limits={"mean": 1.0}), run.folder, 2, run.console) is None
+    assert not (run.path / FILE_NAME).exists()
 
 
 def test_a_warning_says_the_same_and_goes_on(run):

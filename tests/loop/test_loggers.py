@@ -143,6 +143,12 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
     assert logger_problems("stdout") == [] == logger_problems("torchtune.training.metric_logging.DiskLogger")
 
 
+def test_a_key_is_in_no_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be made") as error:
+        made(tmp_path, {"_component_": "collections.OrderedDict", "api_key": "abc123", "log_dir": 3})
+    assert "abc123" not in str(error.value)
+
+
 def test_what_cannot_be_made_is_an_error_and_closes_the_others(tmp_path, recorder):
     with pytest.raises(ConfigError, match=r"(?s)no log_dict.*No module named 'no_such_module'.*unexpected keyword"):
         made(tmp_path, NAME, "ttrl.loop.loggers.NoLogger", "no_such_module.Logger", {"_component_": NAME, "colour": 1})

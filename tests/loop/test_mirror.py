@@ -24,9 +24,15 @@ def quick(monkeypatch):
     monkeypatch.setattr(mirror_module, "BEAT_SECONDS", 0.05)
 
 
+@pytest.fixture
+def address():
+    return f"memory://{uuid4().hex}"
+
+
 @pytest.fixture(params=["memory", "folder"])
-def address(request, tmp_path):
-    return f"memory://{uuid4().hex}" if request.param == "memory" else (tmp_path / "store").as_uri()
+def any_address(request, tmp_path, address):
+    """For what the kind of the store may matter to."""
+    return address if request.param == "memory" else (tmp_path / "store").as_uri()
 
 
 class Machine:
@@ -84,11 +90,12 @@ class Machine:
 NOT_MIRRORED = {"lock", "owner.json"}
 
 
-def test_the_mirror_is_the_run_folder(tmp_path, address):
-    here = Machine(tmp_path / "here", address)
+def test_the_mirror_is_the_run_folder(tmp_path, any_address):
+    here = Machine(tmp_path / "here", any_address)
     here.run(0, 6)
-    store = MirrorStore(address)
-    assert set(store.keys()) == here.files() - NOT_MIRRORED  # pruned there too; nobody owns it any more
+    store = MirrorStore(any_address)
+    assert store.keys().keys() - {"owner.json"} == here.files() - NOT_MIRRORED  # pruned there too
+    assert json.loads(store.read("owner.json"))["released"]  # nobody owns it any more
     for name in here.files() - NOT_MIRRORED:
         assert store.read(name) == (here.folder.path / name).read_bytes()
     kept = {int(key.split("/")[1]) for key in list(store.keys()) if "/checkpoint/" in key}
@@ -106,8 +113,8 @@ def test_a_marker_is_uploaded_after_what_it_stands_for(tmp_path, address, monkey
             assert not any(later.startswith(f"{folder}/{mine}") for later in order[position:])
 
 
-def test_a_fresh_machine_takes_what_it_needs_and_goes_on(tmp_path, address):
-    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+def test_a_fresh_machine_takes_what_it_needs_and_goes_on(tmp_path, any_address):
+    first, second = Machine(tmp_path / "first", any_address), Machine(tmp_path / "second", any_address)
     first.run(0, 6)
     with first:
         first.phase(7, "rollouts", "rollouts.jsonl")
@@ -129,7 +136,7 @@ def test_a_fresh_machine_takes_what_it_needs_and_goes_on(tmp_path, address):
         mirror.bring_checkpoint(2)
         best = "iterations/0002/checkpoint/weights"
         assert (second.folder.path / best).read_bytes() == (first.folder.path / best).read_bytes()
-    keys = MirrorStore(address).keys()
+    keys = MirrorStore(any_address).keys()
     assert {int(key.split("/")[1]) for key in keys if "/checkpoint/" in key} == {2, 5, 6, 7}  # what is not here is not lost there
     # And back: the first machine, which had no part in iteration 7, takes it and goes on.
     with first:
@@ -166,10 +173,48 @@ def test_killed_while_taking(tmp_path, address, monkeypatch):
     second.folder.iteration(3).verify("train")
 
 
-def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, address):
+def test_an_old_checkpoint_is_brought_as_a_whole_or_not_at_all(tmp_path, address, monkeypatch, caplog):
+    Machine(tmp_path / "first", address).run(0, 6)
+    second, original, fails = Machine(tmp_path / "second", address), MirrorStore.fetch, [True]
+
+    def fetch(self, key, *arguments):
+        if fails[0] and key.endswith("2/checkpoint/weights"):
+            raise OSError("no route to host")
+        original(self, key, *arguments)
+
+    checkpoint = tmp_path / "second/iterations/0002/checkpoint"
+    with second as mirror, monkeypatch.context() as patch:
+        patch.setattr(MirrorStore, "fetch", fetch)
+        mirror.bring_checkpoint(2)
+        assert "no route to host" in caplog.text and not checkpoint.exists()
+        fails[0] = False
+        mirror.bring_checkpoint(2)
+        assert sorted(path.name for path in checkpoint.rglob("*")) == ["config", "deep", "weights"]
+
+
+def test_metrics_that_were_copied_while_they_were_written(tmp_path, address):
     first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    first.run(0, 2)
+    whole = (tmp_path / "first/metrics.jsonl").read_bytes()
+    MirrorStore(address).write("metrics.jsonl", whole[:-9])
+    with second:
+        assert second.folder.metrics() == first.folder.metrics()[:-1]
+
+
+def test_keys_that_lie_in_the_run_folder_stay_there(tmp_path, address):
+    machine = Machine(tmp_path / "here", address)
+    with machine:
+        for name in ("server.key", ".env.json", "token"):
+            (tmp_path / "here" / name).write_text("sesame")
+        machine.iteration(0)
+    keys = list(MirrorStore(address).keys())
+    assert {key for key in keys if "/" not in key} == {"metrics.jsonl", "owner.json"}
+
+
+def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_address):
+    first, second = Machine(tmp_path / "first", any_address), Machine(tmp_path / "second", any_address)
     first.run(0, 5)
-    store = MirrorStore(address)
+    store = MirrorStore(any_address)
     store.remove(["iterations/0005/state/moments"])
     with second:
         folder = second.folder
@@ -189,7 +234,7 @@ def test_two_runs_in_one_place_are_refused(tmp_path, address):
     other.config.mirror = address
     with pytest.raises(RunFolderError, match=r"went different ways .*move the folder away"), other:
         pass
-    assert "owner.json" not in set(MirrorStore(address).keys())
+    assert json.loads(MirrorStore(address).read("owner.json"))["released"]
 
 
 def test_a_mirror_without_a_whole_policy(tmp_path, address):
@@ -208,8 +253,8 @@ def test_a_damaged_file_there_is_not_taken(tmp_path, address):
     assert not list(second.folder.path.glob("iterations/*/done/*"))
 
 
-def test_one_machine_at_a_time(tmp_path, address):
-    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+def test_one_machine_at_a_time(tmp_path, any_address):
+    first, second = Machine(tmp_path / "first", any_address), Machine(tmp_path / "second", any_address)
     with first:
         first.iteration(0)
         with pytest.raises(RunFolderError, match="in use by another process"), second:
@@ -269,6 +314,25 @@ def test_who_was_taken_over_uploads_nothing_more(tmp_path, address, caplog):
     assert "nothing more is uploaded" in caplog.text
 
 
+def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, address):
+    """The other one has let go of the run since."""
+    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    first.run(0, 0)
+    store = MirrorStore(address)
+    slept = Mirror(store, first.folder, first.config)
+    slept.take()
+    store.write("owner.json", json.dumps(describe_process() | ELSEWHERE | {"released": True}).encode())
+    with second:
+        second.iteration(1)
+    before = store.keys()
+    first.phase(1, "rollouts", "rollouts.jsonl")
+    slept._try_pass()
+    slept.release()
+    assert store.keys() == before
+    with pytest.raises(RunFolderError, match="taken over in the mirror"):
+        slept._marked()
+
+
 def test_a_store_that_fails_never_stops_the_run(tmp_path, address, monkeypatch, caplog):
     """It is said, and made up for as soon as it works again."""
     machine, failing, tried = Machine(tmp_path / "here", address), [True], threading.Event()
@@ -288,7 +352,7 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, monkeypatch, 
         assert "phases are not there yet (503 Slow Down)" in mirror.status()
         failing[0] = False
     assert mirror.status() is None
-    assert set(MirrorStore(address).keys()) == machine.files() - NOT_MIRRORED
+    assert MirrorStore(address).keys().keys() - {"owner.json"} == machine.files() - NOT_MIRRORED
     assert "the mirror is behind: 503 Slow Down" in caplog.text and "up to date again" in caplog.text
 
 
@@ -315,22 +379,22 @@ def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, monkeypatch
         pass
 
 
-def test_links_are_stored_as_what_they_point_to(tmp_path, address):
+def test_links_are_stored_as_what_they_point_to(tmp_path, any_address):
     (tmp_path / "model").write_text("weights")
-    machine = Machine(tmp_path / "here", address)
+    machine = Machine(tmp_path / "here", any_address)
     with machine:
         folder = machine.folder.iteration(0).path / "checkpoint"
         folder.mkdir(parents=True)
         (folder / "weights").symlink_to(tmp_path / "model")
         machine.folder.iteration(0).mark("prepare", ["checkpoint"], {})
-    assert MirrorStore(address).read("iterations/0000/checkpoint/weights") == b"weights"
+    assert MirrorStore(any_address).read("iterations/0000/checkpoint/weights") == b"weights"
 
 
-def test_large_files_are_moved_in_parts(tmp_path, address, monkeypatch):
+def test_large_files_are_moved_in_parts(tmp_path, any_address, monkeypatch):
     monkeypatch.setattr(mirror_store, "PART_BYTES", 1000)
     content = bytes(range(256)) * 20
     (tmp_path / "large").write_bytes(content)
-    store = MirrorStore(address)
+    store = MirrorStore(any_address)
     store.write("a/b", tmp_path / "large")
     store.fetch("a/b", store.keys()["a/b"], tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == content

@@ -41,6 +41,7 @@ def test_a_run_goes_there_and_comes_back(bucket, tmp_path, monkeypatch):
         "iterations/0001/checkpoint/weights",
         "iterations/0001/done/train.json",
         "iterations/0001/state/weights",
+        "owner.json",  # which says that it was released
     ]
     assert keys["iterations/0001/state/weights"] == 11 * 2**20
     with second.locked(), mirrored(config(second.path, bucket), second):

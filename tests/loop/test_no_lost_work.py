@@ -13,7 +13,9 @@ from ttrl.files import read_jsonl
 from ttrl.loop import train as train_module
 from ttrl.loop.config_changes import history
 from ttrl.loop.mirror_store import MirrorStore
+from ttrl.loop.run_folder import RunFolder
 
+LOGS = {"train.jsonl", "trainer_logprobs.safetensors"}
 RUN = {"iterations": 2, "tasks_per_iteration": 2}
 
 
@@ -123,6 +125,8 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
         monkeypatch.setattr(os, name, function)
     world.train(**RUN)
     assert len(markers) == 2 + 2 * 4
+    train = RunFolder(world.run).iteration(2).files("train")
+    assert train.keys() == {"checkpoint/config.json", "checkpoint/version.txt", "state/state.txt", *LOGS}
     assert problems == []
 
 
@@ -158,7 +162,7 @@ def test_a_run_that_cannot_fit_is_not_begun(world, monkeypatch):
 def test_the_run_goes_on_on_another_machine(world, monkeypatch):
     address = f"memory://{uuid4().hex}"
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "write_report", lambda _: (_ for _ in ()).throw(PowerCut))
+        patch.setattr(train_module, "leave_report", lambda _: (_ for _ in ()).throw(PowerCut))
         with pytest.raises(PowerCut):
             world.train(**RUN, mirror=address)
     world.run.rename(world.folder / "the other machine")
@@ -169,7 +173,7 @@ def test_the_run_goes_on_on_another_machine(world, monkeypatch):
     assert result.best_checkpoint.joinpath("version.txt").is_file()
     keys = set(MirrorStore(address).keys())
     assert "iterations/0003/done/validate.json" in keys and "report.html" in keys
-    assert "owner.json" not in keys
+    assert b'"released": true' in MirrorStore(address).read("owner.json")
 
 
 def test_a_changed_setting_is_taken_where_it_is_allowed(world):

@@ -1,14 +1,14 @@
 """Trainers on several machines: what torchrun is told, from where, and how a machine finds the run that it joins."""
 
-import json
+import shutil
 import socket
 import sys
-import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from ttrl.errors import RunFolderError, UserError
 from ttrl.loop import nodes
@@ -16,7 +16,7 @@ from ttrl.loop.config import TrainConfig
 
 
 def config(**settings) -> TrainConfig:
-    return TrainConfig(run="runs/x", model="m", iterations=1, **settings)
+    return TrainConfig(**{"run": "runs/x", "model": "m", "iterations": 1} | settings)
 
 
 SLURM = {"SLURM_JOB_ID": "4242", "SLURMD_NODENAME": "gpu-07", "SLURM_JOB_NUM_NODES": "2"}
@@ -59,11 +59,12 @@ def test_rows_are_dealt_to_all_processes():
 def test_what_torchrun_is_told():
     from torch.distributed.run import get_args_parser
 
-    arguments = nodes.torchrun_arguments(2, "127.0.0.1:29400", "a1b2", leads=True)
+    arguments = nodes.torchrun_arguments(2, "127.0.0.1:29400", "a1b2", leads=True, join_timeout=90)
     parsed = get_args_parser().parse_args([*arguments, "script.py"])
     assert (parsed.nnodes, parsed.rdzv_backend, parsed.rdzv_endpoint) == ("2", "c10d", "127.0.0.1:29400")
     assert (parsed.rdzv_id, parsed.local_addr, parsed.standalone) == ("a1b2", "127.0.0.1", False)
-    assert parsed.rdzv_conf == "is_host=true"
+    assert parsed.rdzv_conf == "is_host=true,join_timeout=90"
+    assert nodes.torchrun_arguments(2, "[::1]:29400", "a1b2", leads=False, join_timeout=90)[-1] == "::1"
 
 
 def test_the_network_is_that_of_the_meeting_point(monkeypatch):
@@ -71,42 +72,102 @@ def test_the_network_is_that_of_the_meeting_point(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen")  # by the user
     assert nodes.network_environment("127.0.0.1:29400") == {"GLOO_SOCKET_IFNAME": loopback}
+    assert nodes.is_loopback("127.0.0.1:29400") and nodes.is_loopback("localhost:1") and nodes.is_loopback("[::1]:1")
     with pytest.raises(UserError, match=r"nowhere\.invalid:1 cannot be reached from this machine"):
         nodes.local_address("nowhere.invalid:1")
 
 
-def test_a_machine_joins_each_start_of_the_trainer_once(tmp_path: Path, monkeypatch):
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """Where somebody listens, in the place of the leading node's torchrun."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def start_trainer(run: Path, name: str, endpoint: str, start: dict | None = None) -> Path:
+    """What the leading node leaves for the others."""
+    path = run / "trainer" / name
+    path.mkdir(parents=True)
+    (path / "start.yaml").write_text(yaml.safe_dump(start or {}))
+    nodes.write_meeting(path, config(nnodes=2, rdzv_endpoint=endpoint, join_timeout=90), 4)
+    return path
+
+
+def test_a_machine_joins_each_start_of_the_trainer_once(tmp_path: Path, monkeypatch, endpoint: str):
     """Real processes in the place of torchrun; the second one fails, which is for the leading node to say."""
-    code = "import os, sys; sys.exit(int(sys.argv[1] == 'fail'))"
     started = []
 
     def command(arguments):
         started.append(arguments)
-        return [sys.executable, "-c", code, "fail" if len(started) == 2 else "well"]
+        return [sys.executable, "-S", "-c", f"raise SystemExit({int(len(started) == 2)})"]
 
     monkeypatch.setattr(nodes, "tune_command", command)
+    monkeypatch.setattr(nodes, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(nodes, "_FINISHED_SECONDS", 0.0)
     said: list[str] = []
-    run, endpoint = tmp_path / "run", "127.0.0.1:29400"
-    both = config(nnodes=2, rdzv_endpoint=endpoint)
-    thread = threading.Thread(target=lambda: said.append(str(nodes.join(run, patience=2.0, say=said.append))))
-    thread.start()
-    for name in ("one", "two", "three"):
-        (run / "trainer" / name).mkdir(parents=True)
-        (run / "trainer" / name / "start.yaml").write_text("{}")
-        nodes.write_meeting(run / "trainer" / name, both, 4)
-        assert json.loads((run / "trainer" / name / "nodes.json").read_text()) == {
-            "nnodes": 2,
-            "nproc_per_node": 4,
-            "endpoint": endpoint,
-        }
-        while len(started) < len(list((run / "trainer").iterdir())) and thread.is_alive():
-            time.sleep(0.01)
-    thread.join()
-    assert [arguments[-1] for arguments in started] == [str(run / "trainer" / n / "start.yaml") for n in ("one", "two", "three")]
+    run = tmp_path / "run"
+    paths = [start_trainer(run, "one", endpoint)]
+    (run / "config.yaml").write_text(yaml.safe_dump(config(iterations=2).to_dict()))
+
+    def say(text: str) -> None:
+        """The leading node: starts the trainer again where it failed, and ends the run after its second iteration."""
+        said.append(text)
+        if text == "the trainer ended" and len(started) == 3:
+            (run / "metrics.jsonl").write_text('{"iteration": 2}\n')
+        elif text == "the trainer ended" or "part of the trainer failed" in text:
+            paths.append(start_trainer(run, ("two", "three")[len(started) - 1], endpoint))
+
+    assert nodes.join(run, say=say) == 3
+    assert [arguments[-1] for arguments in started] == [str(path / "start.yaml") for path in paths]
     assert [arguments[arguments.index("--rdzv-id") + 1] for arguments in started] == ["one", "two", "three"]
-    assert all(arguments[:3] == ["run", "--nproc_per_node", "4"] for arguments in started)
-    assert said[-1] == "3" and sum("this node's part of the trainer failed" in line for line in said) == 1
+    assert all(
+        arguments[:3] == ["run", "--nproc_per_node", "4"] and "is_host=false,join_timeout=90" in arguments
+        for arguments in started
+    )
+    assert (
+        said[-1] == f"{run} is finished; joined 3 in all"
+        and sum("this node's part of the trainer failed" in line for line in said) == 1
+    )
+    assert [nodes.arrived(path) for path in paths] == [1, 1, 1]  # the leading node knows who came
     assert any(path.name.startswith(f"trainer.{socket.gethostname()}.") for path in (run / "logs").iterdir())
+
+
+def test_a_trainer_that_does_not_answer_is_not_joined(tmp_path: Path, monkeypatch, endpoint: str):
+    """What a leading node that was killed has left; the next one takes its place."""
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        nobody = f"127.0.0.1:{gone.getsockname()[1]}"
+    old = start_trainer(tmp_path / "run", "old", nobody)
+    assert nodes.join(tmp_path / "run", patience=0.0, say=said.append) == 0
+    assert f"the trainer at {nobody} does not answer yet" in said[1] and nodes.arrived(old) == 0
+
+
+def test_a_part_of_a_trainer_that_is_over_is_stopped(tmp_path: Path, monkeypatch, endpoint: str):
+    """Such as one that came when the leading node had just started another: it would wait for a meeting without others."""
+    path = start_trainer(tmp_path / "run", "one", endpoint)
+    command = [sys.executable, "-S", "-c", f"import shutil, time; shutil.rmtree({str(path)!r}); time.sleep(1000)"]
+    monkeypatch.setattr(nodes, "tune_command", lambda arguments: command)
+    monkeypatch.setattr(nodes, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(nodes, "_GRACE_SECONDS", 0.0)
+    said: list[str] = []
+    assert nodes.join(tmp_path / "run", patience=0.0, say=said.append) == 1
+    assert "the leading node has ended this trainer; its part here is stopped" in said
+
+
+def test_a_machine_that_cannot_take_part(tmp_path: Path, endpoint: str):
+    path = start_trainer(tmp_path / "run", "one", endpoint, {"model": str(tmp_path / "hub")})
+    with pytest.raises(UserError, match=r"model .*/hub cannot be read on this machine; the model must lie on the file system"):
+        nodes.join(tmp_path / "run")
+    moved = (tmp_path / "run").rename(tmp_path / "mounted_elsewhere")
+    with pytest.raises(UserError, match=rf"the leading node has the run at {tmp_path}/run, which is not on this machine"):
+        nodes.join(moved)
+    assert nodes.arrived(moved / "trainer" / path.name) == 0
+
+
+def test_a_trainer_that_ends_at_that_moment_is_no_error(tmp_path: Path, monkeypatch, endpoint: str):
+    path = start_trainer(tmp_path / "run", "one", endpoint)
+    monkeypatch.setattr(nodes, "_silence", lambda endpoint: shutil.rmtree(path))
+    assert nodes.join(tmp_path / "run", patience=0.0) == 1
 
 
 def test_a_run_that_is_not_on_this_machine(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Which phases run at the same time, on fake parts (see conftest.py): what may overlap does, and what ends first is no matter."""
 
+import asyncio
 import random
 import shutil
 import threading
@@ -213,16 +214,17 @@ def die_at(patch, count):
     return made
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_killed_at_any_file_it_ends_as_it_would_have(world, tmp_path, monkeypatch, steps):
+def test_killed_at_any_file_it_ends_as_it_would_have(world, monkeypatch):
+    """On policy: see test_no_lost_work.py."""
+
     def train():
-        world.train(iterations=2, tasks_per_iteration=2, off_policy_steps=steps, stop_at=None)
+        world.train(iterations=2, tasks_per_iteration=2, off_policy_steps=1, stop_at=None)
 
     with monkeypatch.context() as patch:
         made = die_at(patch, 10**9)
         train()
     whole = everything(world)
-    for count in range(17 + 10 * steps, made[0], 41):
+    for count in range(27, made[0], 41):
         shutil.rmtree(world.run)
         with monkeypatch.context() as patch:
             die_at(patch, count)
@@ -251,6 +253,16 @@ def test_jobs_raise_what_failed_first_and_end_the_others():
     over.set()
     jobs.close()
     jobs.wait_for_all()
+
+
+def test_a_job_that_was_cancelled_by_nobody_has_failed():
+    def cancelled():
+        raise asyncio.CancelledError
+
+    jobs = Jobs()
+    jobs.begin("samples", cancelled)
+    with pytest.raises(RuntimeError, match="samples: cancelled"):
+        jobs.wait_for_all()
 
 
 def test_time_that_is_neither_sampling_nor_training(monkeypatch):

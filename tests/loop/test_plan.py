@@ -107,7 +107,14 @@ def test_large_iterations_are_planned_from_a_part(big, monkeypatch):
 
 
 def test_no_assumption_is_below_one():
-    for wrong in ({"prompt_tokens": 0}, {"completion_tokens": -1}, {"signal_share": 0}, {"signal_share": 1.5}):
+    endless = float("inf")
+    for wrong in (
+        {"prompt_tokens": 0},
+        {"prompt_tokens": endless},
+        {"completion_tokens": -1},
+        {"signal_share": 0},
+        {"signal_share": 2},
+    ):
         with pytest.raises(UserError, match=next(iter(wrong))):
             Assumptions(**wrong)
 
@@ -140,6 +147,15 @@ def test_adapters_train_less(big):
 def test_both_on_one_machine(big):
     reload, restart = (plan(config_of(big, weight_sync=sync)).memory for sync in ("reload", "restart"))
     assert reload.peak == reload.trainer + reload.server and restart.peak == max(restart.trainer, restart.server)
+    asleep = plan(config_of(big, weight_sync="sleep")).memory  # on a CPU that frees nothing
+    assert asleep.peak == reload.peak
+
+    def together(**settings):
+        return plan(config_of(big, device="cuda", **settings), gpu="H100").memory.together
+
+    assert not together(weight_sync="sleep") and not together(weight_sync="restart") and together(weight_sync="reload")
+    assert together(weight_sync="sleep", trainer_memory="keep") and not together(weight_sync="sleep", trainer="once")
+    assert together(weight_sync="restart", off_policy_steps=1)  # the server samples while the trainer works
     two = plan(config_of(big, nproc_per_node=2, servers=3)).memory  # all of them in the same memory
     assert two.trainer < reload.trainer and two.peak == pytest.approx(2 * two.trainer + 3 * two.server)
 
@@ -213,9 +229,10 @@ def test_what_does_not_fit_is_said_with_the_way_out(big):
     made = plan(config_of(big))
     assert warned("does not fit: trainer", made) and warned("lora_rank: 16 (adapters alone are trained) saves", made)
     assert warned("weight_sync: restart", made)
-    gpu = plan(config_of(big, device="cuda", trainer_memory="keep"), gpu="RTX4090")
+    gpu = plan(config_of(big, device="cuda"), gpu="RTX4090")  # the server keeps its share while the trainer works
     assert warned("gpu_memory_utilization", gpu)
-    small = plan(config_of(big, device="cuda", training={"lora_rank": 8, "lora_base_dtype": "nf4"}), gpu="B200")
+    adapters = {"lora_rank": 8, "lora_base_dtype": "nf4"}
+    small = plan(config_of(big, device="cuda", weight_sync="sleep", training=adapters), gpu="B200")
     assert not warned("does not fit", small)
 
 
@@ -263,10 +280,10 @@ def test_a_run_leaves_its_plan_and_its_report_compares(world):
     assert lines["samples of an iteration"].real == lines["samples of an iteration"].planned == 8
     assert lines["samples of an iteration"].is_near and lines["prompt tokens"].is_near
     assert lines["seconds: an iteration"].source == "rough"
-    html = plan_section(world.run)
+    html = plan_section(world.run, rows)
     assert "Plan and outcome" in html and "prompt tokens" in html
     (world.run / "plan.json").write_text('{"work": 3}')
-    assert plan_section(world.run) == ""
+    assert plan_section(world.run, rows) == ""
 
 
 def test_a_plan_that_is_there_is_left_and_one_that_cannot_be_made_ends_nothing(world, tmp_path, caplog):
@@ -339,6 +356,15 @@ def test_what_cannot_be_planned_is_said(big, tmp_path):
         read_model_config(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="leave out gpu"):
         plan(config_of(big), gpu="h100", probe=True)
+    with pytest.raises(UserError, match="price_per_hour is nan"):
+        plan(config_of(big), price_per_hour=float("nan"))
+    for argument, value in (("tensor_parallel_size", 0), ("max_num_seqs", "many"), ("kv_cache_memory_bytes", -1)):
+        with pytest.raises(UserError, match=f"server: {argument} is {value!r}"):
+            plan(config_of(big, server={argument: value}))
+    for name, value in (("num_attention_heads", 0), ("num_key_value_heads", "two"), ("vocab_size", -1)):
+        (tmp_path / "config.json").write_text(json.dumps(QWEN | {name: value}))
+        with pytest.raises(ModelFolderError, match=f"{name} is {value!r}"):
+            plan(config_of(tmp_path / "config.json"))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelFolderError, match="holds a list"):
         read_model_config(str(tmp_path))

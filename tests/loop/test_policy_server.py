@@ -216,6 +216,25 @@ def test_started_ahead_from_the_folder_that_the_checkpoint_links_to(make, syncs)
     assert syncs.events == [("verify", "B")] and len(FakeVLLM.made) == 1
 
 
+def test_started_ahead_with_another_policy(make, syncs, tmp_path):
+    """As where a run one step off policy is continued: the newest policy waits for its validation, an older one samples first."""
+    older, newest, link = (tmp_path / name for name in ("older", "newest", "link"))
+    for folder in (older, newest, link):
+        folder.mkdir()
+    for folder in (older, newest):
+        (folder / "model.safetensors").write_text("each has its own")
+    (link / "model.safetensors").symlink_to(newest / "model.safetensors")
+    server = make()
+    server.start(newest)
+    assert server.serve(older)["mode"] == "reload"
+    assert syncs.events == [("sync by reload", str(older))] and asked(server)[0].policy_folder == older
+    server.stop()
+    server.start(newest)
+    syncs.fail["http://server-1/v1"] = WeightSyncError("the canary differs")
+    assert server.serve(link)["mode"] == "reload"  # what did not come out well at a start is tried once more
+    assert syncs.events[1:] == [("verify", str(link)), ("sync by reload", str(link))]
+
+
 @pytest.mark.parametrize("error", [WeightSyncError("differs"), KeyboardInterrupt()])
 def test_after_a_failed_sync_no_server_is_believed(make, syncs, error):
     server = make()
@@ -401,6 +420,51 @@ def test_one_that_was_started_anew_by_its_host_is_synced_before_it_is_used(make,
     assert (one.version, one.policy_folder) == (version, A)
 
 
+def test_one_that_was_only_out_of_reach_is_not_synced_again(make, syncs, key, monkeypatch):
+    server = make(**JOINED)
+    monkeypatch.setattr(server, "_watch", lambda: None)
+    server.serve(A)
+    _, one, _ = [client for client, _ in asked(server)]
+    before, member = list(syncs.events), server._members[1]
+    for one.dead in (True, True, False):
+        member.look_after(A, one.version, A)
+        assert (one in server.running.servers) != one.dead
+    assert syncs.events == before  # requests that it was answering go on
+
+
+def test_one_that_knows_nothing_of_weights_is_never_asked(make, syncs, key, monkeypatch):
+    """A plain vLLM server with the key would answer with whatever it has, whatever the request is for."""
+
+    def open_version(server):
+        if server.base_url == "http://one:1":
+            raise ServerError("GET /ttrl/weights: the server answered 404")
+        return server.version
+
+    monkeypatch.setattr(FakeServer, "open_version", open_version)
+    server = make(**JOINED)
+    assert server.serve(A)["left_out"] == {"http://one:1": "GET /ttrl/weights: the server answered 404"}
+    assert [client.base_url for client, _ in asked(server)] == ["http://server-0/v1", "http://two:2/v1"]
+    assert ("sync by reload", "A") in syncs.events
+
+
+def test_stop_does_not_wait_for_a_server_of_somebody_else(make, syncs, key):
+    server = make(servers=0, **JOINED)
+    server.serve(A)
+    held, end = threading.Event(), threading.Event()
+
+    def hold(lock=server._members[0].lock):
+        with lock:
+            held.set()
+            end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    server.stop()
+    end.set()
+    thread.join()
+
+
 def test_none_is_left(make, syncs, key):
     server = make(servers=0, **JOINED)
     server.serve(A)
@@ -477,6 +541,11 @@ def test_keys_of_joined_servers(tmp_path, monkeypatch):
     assert config.joined_keys() == {"http://one:1": "first", "http://two:2/v1": "other"}
     assert "other" not in str(config.to_dict())
     assert "TTRL_SERVER_KEY" in config_of(**JOINED).server_problems()[0]
+    monkeypatch.setenv("TTRL_SERVER_KEY", " secret\r\n")
+    assert config_of(**JOINED).joined_keys() == {"http://one:1": "secret", "http://two:2/v1": "secret"}
+    monkeypatch.setenv("TTRL_SERVER_KEY", "two\nlines")
+    [problem] = config_of(**JOINED).server_problems()
+    assert "is no ASCII word" in problem and "two\n" not in problem
 
 
 @pytest.mark.parametrize(
@@ -485,8 +554,9 @@ def test_keys_of_joined_servers(tmp_path, monkeypatch):
         ({"servers": -1}, "servers is -1"),
         ({"servers": 0}, "nobody would sample"),
         ({"joined_servers": ["10.0.0.7:8000"]}, "is no address such as"),
+        ({"joined_servers": ["http://h:80x"]}, "is no address such as"),
         ({"joined_servers": ["http://user:secret@h:1"]}, "keys go into a file"),
-        ({"joined_servers": ["http://h:1", "http://h:1"]}, "names a server twice"),
+        ({"joined_servers": ["http://h:1", "http://h:1/v1"]}, "names a server twice"),
     ],
 )
 def test_settings_that_cannot_be_meant(settings, problem):

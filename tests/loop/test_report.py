@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from ttrl.data.packing import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
-from ttrl.errors import RunFolderError
+from ttrl.errors import RunFolderError, StorageError
 from ttrl.loop import charts, report_data, report_samples
-from ttrl.loop.report import write_report
+from ttrl.loop.report import leave_report, write_report
+from ttrl.loop.report_conversations import messages_html
 from ttrl.records import Sample, TaskResult, TokenizedResult
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "!doctype"}
@@ -237,6 +238,31 @@ def test_long_answers_are_folded_and_very_long_ones_cut(tmp_path: Path) -> None:
     assert len(html) < 150_000
 
 
+def test_of_endless_conversations_the_beginning_is_shown() -> None:
+    html = messages_html([{"role": "tool", "content": "<" * 15_000}] * 40)
+    assert html.count("&lt;") == 4 * (15_000 + 160) and "36 more messages in the run folder" in html
+
+
+def test_keys_and_passwords_are_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.9])
+    headers = {"Authorization": "Bearer hush-1", "X-Api-Key": "hush-2"}
+    server = {"hf_token": "hush-3", "max_tokens": "seen-1", "hf-token": True}
+    loggers = [{"name": "wandb", "api_key": "hush-4", "project": "seen-2"}]
+    config = {"sampling": {"extra_headers": headers}, "server": server, "loggers": loggers, "joined_key_file": "seen-3"}
+    (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert "hush" not in html and all(f"seen-{number}" in html for number in (1, 2, 3))
+
+
+def test_a_page_that_cannot_be_made_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_run(tmp_path / "run", [0.5, 0.9])
+    (folder / "metrics.jsonl").write_text('{"iteration": 1}\nnot json\n{"iteration": 2}\n')
+    assert leave_report(folder) == folder / "report.html" and "line 2" in caplog.text
+    (folder / "report.html").mkdir()
+    with pytest.raises(StorageError):
+        leave_report(folder, [])
+
+
 def test_conversations_are_shown_unselected_to_be_paged_through(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "run", [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]))
     # 8 of 24 samples at even distances, of the last iteration, one between, and the first.
@@ -362,18 +388,14 @@ def test_a_difference_beyond_the_limits_is_shown_with_tokens_and_causes(tmp_path
 
 
 def everything_missing(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The row without each key in turn, at both levels, and with null and nonsense in its place."""
+    """The row without each key in turn, with null and nonsense in its place, and with null in the place of each key inside."""
     rows = []
     for key, value in row.items():
         if key == "iteration":
             continue
         rows += [{name: kept for name, kept in row.items() if name != key}, row | {key: None}, row | {key: "?"}]
         if isinstance(value, dict):
-            for inner in value:
-                rows += [
-                    row | {key: {name: kept for name, kept in value.items() if name != inner}},
-                    row | {key: value | {inner: None}},
-                ]
+            rows += [row | {key: value | {inner: None}} for inner in value]  # read like one that is missing
     return rows
 
 

@@ -160,6 +160,21 @@ def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path, quick):
     assert owner_of(folder) == other  # its name is not taken away
 
 
+def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, quick, monkeypatch):
+    """The other one has taken its name away again."""
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 60)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # as on a file system whose locks do not reach other machines
+    folder, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    with folder.locked():
+        folder.iteration(1).mark("pack", [], {})
+        (folder.path / "owner.json").unlink()
+        folder.iteration(1).mark("pack", [], {})  # a name that is gone alone says nothing
+        with other.locked():
+            other.iteration(1).mark("train", [], {"trained": True})
+        with pytest.raises(RunFolderError, match=r"taken over by another process \(which has ended since\).*same command again"):
+            folder.iteration(2).mark("rollouts", [], {})
+
+
 def test_the_heartbeat(tmp_path, quick):
     folder = RunFolder(tmp_path / "run")
     with folder.locked():
@@ -175,8 +190,15 @@ def test_a_command_shows_no_secrets(monkeypatch):
     assert run_lock.describe_process()["command"] == "run.py --api-key *** --token=*** --lr 1"
 
 
-def test_a_damaged_owner_file_names_nobody(tmp_path):
+def test_a_damaged_owner_file_names_nobody(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     (tmp_path / "owner.json").write_text("{")
     with folder.locked():
         assert owner_of(folder)["pid"] == os.getpid()
+
+    def refused(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", refused)  # `lock` still names the one before, who is gone
+    with folder.locked():
+        folder.iteration(1).mark("pack", [], {})

@@ -1,10 +1,12 @@
 """A trainer that is killed is started again, a limited number of times; one that fails by itself ends the run."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from ttrl.errors import TrainerDiedError, TrainerError
+from ttrl.files import TEMPORARY_PREFIX
 from ttrl.loop import tune as tune_module
 
 
@@ -23,6 +25,7 @@ def dying(world, when: dict[int, list[str]]) -> list[str]:
             if how == "fails":
                 raise TrainerError("the trainer failed (exit code 1)")
             if how == "at work":
+                (Path(recipe_config["output_dir"]) / f"{TEMPORARY_PREFIX}x-checkpoint").mkdir()
 
                 def result():
                     raise TrainerDiedError("the trainer failed (killed by signal 9)")
@@ -43,6 +46,7 @@ def test_a_killed_trainer_is_started_again(world, monkeypatch, how):
     result = world.train(iterations=3)
     assert [row["iteration"] for row in result.metrics] == [0, 1, 2, 3]
     assert happened == ["1 well", f"2 {how}", f"2 {how}", "2 well", "3 well"]
+    assert not list(world.run.rglob(f"{TEMPORARY_PREFIX}*"))  # nor is the disk full of what they left half written
 
 
 @pytest.mark.parametrize(("deaths", "error"), [(["asked"] * 3, TrainerDiedError), (["fails"], TrainerError)])
@@ -60,16 +64,24 @@ def test_but_not_for_ever(world, monkeypatch, deaths, error):
 def test_one_that_dies_while_it_waits_ends_nothing(world, monkeypatch):
     from ttrl.loop import phases
 
-    checks = []
+    deaths = []
 
     class Idle(world.trainer()):
+        def start(self, recipe_config):
+            world.hold = lambda prompt: len(deaths) == 0
+
+        def train_async(self, number, recipe_config):
+            world.hold = lambda prompt: len(deaths) == number
+            return super().train_async(number, recipe_config)
+
         def check(self):
-            checks.append(1)
-            if len(checks) == 1:
+            if world.hold(""):
+                deaths.append(1)
                 raise TrainerDiedError("the trainer failed (killed by signal 9)")
 
     monkeypatch.setattr(phases, "Trainer", Idle)
-    assert world.train(iterations=2).metrics[-1]["iteration"] == 2 and checks
+    assert world.train(iterations=2, trainer_restarts=1).metrics[-1]["iteration"] == 2
+    assert len(deaths) == 3  # once in each iteration is not too often
 
 
 @pytest.mark.parametrize(
@@ -80,6 +92,7 @@ def test_one_that_dies_while_it_waits_ends_nothing(world, monkeypatch):
         (1, [], "  traceback : Signal 9 (SIGKILL) received by PID 4242", TrainerDiedError),  # torchrun, of one of its ranks
         (1, ["--nnodes", "2"], "RuntimeError: Connection closed by peer", TrainerDiedError),
         (1, ["--nnodes", "2"], "ttrl.errors.ConfigError: lr is -1", TrainerError),  # another start mends nothing
+        (1, ["--nnodes", "2"], "ttrl.grpo_recipe: DivergedError: 5 optimizer steps in a row were skipped", TrainerError),
     ],
 )
 def test_what_counts_as_killed(tmp_path, code, command, log, kind):

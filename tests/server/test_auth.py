@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 
 import pytest
 
@@ -104,6 +105,32 @@ def test_requests_for_weights_pass_from_when_it_is_opened_to_them_until_it_is_cl
     for _ in range(2):
         assert fence("DELETE", "/ttrl/weights") == (False, 200, {"weights": None})
     assert ask("v2") == (False, 503)
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_an_answer_during_which_it_was_closed_is_broken_off(reopened, monkeypatch, tmp_path):
+    (file := tmp_path / "weights").write_bytes(b"v1")
+    monkeypatch.setenv("TTRL_WEIGHTS_FILE", str(file))
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    sent = []
+
+    async def app(scope, receive, send):
+        await send("computed with v1")
+        file.unlink()
+        if reopened:
+            (tmp_path / "another").write_bytes(b"another inode")
+            file.write_bytes(b"v1")
+            os.utime(file, ns=(1, 1))
+        await send("perhaps not")
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"authorization", b"Bearer right"), (b"x-ttrl-weights", b"v1")]
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": headers}
+    with pytest.raises(RuntimeError, match="the weights were changed"):
+        asyncio.run(RequireKey(app)(scope, None, send))
+    assert sent == ["computed with v1"]
 
 
 def test_nobody_opens_it_without_the_key_or_without_a_name(fence):

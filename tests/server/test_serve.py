@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ttrl import cli
 from ttrl.errors import ServerDiedError, UserError
 from ttrl.server import serve as serve_module
+from ttrl.server.connection import JoinedServer
 from ttrl.server.serve import read_or_make_key, serve, vllm_arguments
 
 
@@ -86,3 +88,22 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1 and not server.is_started
     assert said[1] == f"serving at {url}; the key is in {tmp_path / 'key'}"
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"no HTTP\r\n\r\n"])
+def test_one_that_dies_in_the_middle_of_an_answer_is_gone(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer_twice():
+            for _ in range(2):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=answer_twice)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ServerDiedError, match="cannot be reached"):
+            JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20).request("GET", "/v1/models")
+        thread.join()

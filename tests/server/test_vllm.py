@@ -123,6 +123,13 @@ def test_port_in_use(fake_server, tmp_path):
     assert not (tmp_path / "server.log").exists()  # nothing was started
 
 
+@pytest.mark.parametrize("host", ["203.0.113.1", "2001:db8::1"])
+def test_an_address_of_another_machine(checkpoints, tmp_path, host):
+    server = VLLMServer(checkpoints[0], served_model_name="m", log_path=tmp_path / "log", host=host)
+    with pytest.raises(ServerStartError, match=rf"cannot serve at {host}:any port: .*is it an address of this machine"):
+        server.start()
+
+
 def test_a_free_port_that_is_lost_is_replaced_but_a_given_one_is_not(fake_server, checkpoints):
     with fake_server("lose-port") as server:
         assert server.port != int((checkpoints[0] / "lost").read_text())

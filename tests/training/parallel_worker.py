@@ -5,17 +5,18 @@ everything once and never computes, so its children can be forked from it and be
 OUTPUT_DIR/result.pt; a job that fails, says so in OUTPUT_DIR/error.txt.
 """
 
+import functools
 import json
 import multiprocessing
 import os
-import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing import PackedTensors
@@ -104,10 +105,12 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     return result
 
 
-def child(job: dict, rank: int, port: int) -> None:
+def child(job: dict, rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["processes"]))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if job["processes"] > 1:  # a port could be taken by others before it is used
+        where = {"init_method": f"file://{meeting}", "rank": rank, "world_size": job["processes"]}
+        distributed.init_process_group = functools.partial(distributed.init_process_group, **where)
     folder = Path(job["output_dir"])
     try:
         settings = {"model": job["model"], "output_dir": job["output_dir"], "device": "cpu", "num_threads": 1}
@@ -128,14 +131,13 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         began = time.monotonic()
         Path(job["output_dir"]).mkdir(parents=True, exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        children = [context.Process(target=child, args=(job, rank, port)) for rank in range(job["processes"])]
-        for one in children:
-            one.start()
-        for one in children:
-            one.join()
+        with tempfile.TemporaryDirectory() as folder:
+            meeting = str(Path(folder, "meeting"))
+            children = [context.Process(target=child, args=(job, rank, meeting)) for rank in range(job["processes"])]
+            for one in children:
+                one.start()
+            for one in children:
+                one.join()
         sys.stdout.write(f"{time.monotonic() - began:6.1f} s  {job['name']}\n")
 
 

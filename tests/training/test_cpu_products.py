@@ -45,6 +45,17 @@ def test_an_output_that_nothing_uses_and_frozen_weights():
     torch.testing.assert_close(first.bias.grad, torch.full((8,), 3.0))
 
 
+def test_the_input_of_frozen_weights_is_not_kept():
+    (layer,) = layers(8)
+    x, kept = torch.randn(3, 12, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
+        cpu_products.project(x, layer)
+        assert x.shape in kept
+        kept.clear()
+        cpu_products.project(x, layer.requires_grad_(False))
+        assert kept == [layer.weight.shape]
+
+
 def test_pairs_are_the_halves_of_each_head_in_another_order():
     rows = torch.arange(12.0)  # two heads of six
     pairs = cpu_products.as_pairs(rows, 6)

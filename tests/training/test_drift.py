@@ -70,6 +70,14 @@ def test_figures_equal_numpy_for_all_tokens_and_for_each_version(case):
     assert set(result["by_version"]) == {"5", "6"} and result["tolerance"] == 1e-4
 
 
+def test_one_token_does_not_decide_about_the_effective_sample_size_of_most(tmp_path):
+    sampler = torch.zeros(1, 2000)
+    trainer = torch.where(torch.arange(2000) == 7, 4.0, 1e-3 * torch.randn(2000, generator=torch.Generator().manual_seed(0)))
+    step = fake_step(torch.ones(1, 2000, dtype=torch.int64), torch.zeros(1, 2000, dtype=torch.int32), [0])
+    result = compare_tokens([step], trainer, sampler[0], (1, 2000), config(tmp_path), HERE)
+    assert result["ess"] < 0.5 and result["by_version"]["0"]["ess_of_most"] == result["ess_of_most"] > 0.9999
+
+
 def test_the_worst_tokens_are_found_in_their_places(case):
     places = (case.labels != -100).nonzero().tolist()
     planted = [places[k * 37] for k in range(5)]

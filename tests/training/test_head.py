@@ -181,6 +181,19 @@ def test_bf16_is_near_float64(fused, autocast):
         assert (ours.double() - theirs).norm() < 0.01 * theirs.norm()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_bf16_gradients_of_nearly_certain_tokens(fused):
+    """Their label's gradient is 1 - p, of which little is left where p is rounded to bf16 first."""
+    weight, labels = torch.eye(16, dtype=torch.bfloat16), torch.arange(64) % 16
+    noise = torch.rand(64, 16, generator=torch.Generator().manual_seed(1))
+    h = (8 * weight[labels] + noise).bfloat16().requires_grad_()
+    exact = h.detach().double().requires_grad_()
+    torch.log_softmax(exact, -1)[torch.arange(64), labels].sum().backward()
+    out = run_head(h, labels, weight, token_loss=(lambda logprobs, part: logprobs) if fused else None)
+    (out.loss if fused else out.logprobs_N.sum()).backward()
+    assert (h.grad.double() - exact.grad).norm() < 0.01 * exact.grad.norm()
+
+
 def test_large_logits_stay_finite():
     h = torch.tensor([[300.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)

@@ -12,10 +12,11 @@ from transformers import Qwen2Config
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import model_shape, training_flops
 from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.row_balance import deal
 from ttrl.data.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
 from ttrl.errors import DivergedError, PackError, TrainerMemoryError
 from ttrl.training.batches import Update, check_pack, updates
-from ttrl.training.counts import token_counts, work_counts
+from ttrl.training.counts import row_flops, token_counts, work_counts
 from ttrl.training.distributed import Ranks
 from ttrl.training.faults import Finite, Skipped, memory_advice, somewhere
 from ttrl.training.matmul_peak import largest_product, matmul_peak
@@ -181,6 +182,9 @@ def test_flops_are_those_of_the_cost_model_and_logical_tokens_those_of_unshared_
     assert counted["flops"] == training_flops(model_shape(hf_config.to_dict()), positions, packed.num_trained).total
     assert counted["logical_tokens"] == sum(len(sample.token_ids) - 1 for sample in samples)
     assert counted["logical_tokens"] > packed.num_tokens
+    assert 3 * sum(each := row_flops(packed, hf_config)) == counted["flops"] and len(each) == packed.num_rows
+    ranks = [updates(packed, 1, (0, 1), Ranks(rank, 2, torch.device("cpu")), hf_config)[0].numbers for rank in (0, 1)]
+    assert [[number for number in numbers if number >= 0] for numbers in ranks] == deal(each, 2)
     adapters = work_counts(packed, hf_config, config(lora_rank=2))
     assert counted["flops"] / 3 < adapters["flops"] < 0.8 * counted["flops"]  # no gradients of frozen matrices
 

@@ -1,6 +1,7 @@
 """The settings of `tune run ttrl/grpo_recipe`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ttrl.configs.base import at_least
 from ttrl.configs.objective import ObjectiveConfig
@@ -29,6 +30,15 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
     drift_tolerance: float | None = None
     """Nats that sampler and trainer may be apart at a token before it is counted as outside; None: by the dtype
     (`ttrl.training.drift`)."""
+    drift_rows: Literal["all", "first_update"] = "all"
+    """With several optimizer steps: whether sampler and trainer are compared on all rows, which takes a forward pass of its own,
+    or on those of the first step, which takes none. What is trained is the same. An off-policy correction, rewards of tokens and
+    dropout need that pass anyway."""
+
+    @property
+    def start_of_all_rows(self) -> bool:
+        """Whether several optimizer steps begin with a pass over the rows of all of them."""
+        return self.drift_rows == "all" or self.off_policy != "none" or self.lora_dropout > 0
 
     @property
     def has_reference(self) -> bool:

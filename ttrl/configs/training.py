@@ -90,9 +90,15 @@ class TrainingConfig(LoRAConfig):
     """With several processes: free a layer's gathered parameters after its forward pass and gather them again for its backward
     pass. False is faster and needs room for all parameters."""
 
+    collective_timeout: int = 600
+    """With several processes: seconds that one waits for the others, in any one exchange, before it fails. What was killed is
+    noticed at once; a machine that was cut off from the network only so. Must be longer than it takes to write the largest weight
+    to the shared folder, and to compile."""
+
     def problems(self) -> list[str]:
         """See Config.problems."""
         found = super().problems()
+        found += at_least(1, collective_timeout=self.collective_timeout)
         found += at_least(1, rows_per_microbatch=self.rows_per_microbatch, num_output_chunks=self.num_output_chunks)
         found += at_least(1, num_threads=self.num_threads, total_steps=self.total_steps)
         found += at_least(1, row_length_multiple=self.row_length_multiple, checkpoint_every=self.checkpoint_every)

@@ -55,18 +55,19 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """
     config = config.get("text_config") or config
 
-    def number(name: str) -> int:
-        if not isinstance(config.get(name), int):
-            raise ModelFolderError(f"config.json: {name} is {config.get(name)!r}; a whole number is needed to count FLOPs")
-        return int(config[name])
+    def number(name: str, default: int | None = None) -> int:
+        value = config.get(name) if default is None else config.get(name) or default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelFolderError(f"config.json: {name} is {value!r}; a whole number above 0 is needed to count FLOPs")
+        return value
 
     layers, width, heads = number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
     return ModelShape(
         layers=layers,
         width=width,
         heads=heads,
-        key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or width // heads,
+        key_value_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", width // heads),
         feed_forward_width=number("intermediate_size"),
         feed_forward_matrices=2 if config.get("model_type") in _UNGATED else 3,
         vocabulary=number("vocab_size"),

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from ttrl.errors import UserError
@@ -28,6 +29,8 @@ class SetComparison:
     """Tasks that both were asked in the same words."""
     num_others: int
     """Tasks of either that the other was not asked, or not in the same words."""
+    num_ungraded: int
+    """Tasks that both were asked, of which all samples of one failed."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Comparison:
     left_out: list[str]
     """Sets that only one of them has."""
     settings_that_differ: list[str]
+    incomplete: list[str]
+    """"first", "second": evaluations that ended before all of their sets were asked."""
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary that `json` can write as it is."""
@@ -55,13 +60,21 @@ class Comparison:
                 rows.append([*row, "", "", "", ""])
             else:
                 interval = f"{d.low:+.3f} to {d.high:+.3f}"
-                rows.append([*row, f"{d.mean:+.3f}", interval, f"{d.p_value:.2g}", f"{d.better}/{d.worse}"])
+                p_value = f"{d.p_value:.2g}" if d.p_value >= 1e-12 else "<1e-12"  # below, t's distribution is rounding alone
+                rows.append([*row, f"{d.mean:+.3f}", interval, p_value, f"{d.better}/{d.worse}"])
         lines = [f"first:  {self.models[0]}", f"second: {self.models[1]}", *aligned(rows)]
         lines += [
             f"{one.name}: {one.num_others} tasks were asked of one alone, or in other words, and are left out"
             for one in self.sets
             if one.num_others
         ]
+        lines += [
+            f"{one.name}: {one.num_ungraded} tasks have no grade in one of them, and are left out: the difference "
+            "says nothing of them"
+            for one in self.sets
+            if one.num_ungraded
+        ]
+        lines += [f"the evaluation of the {which} is not complete" for which in self.incomplete]
         if self.left_out:
             lines.append(f"in one of them alone: {', '.join(self.left_out)}")
         if self.settings_that_differ:
@@ -76,35 +89,69 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str], *, co
 
     Raises UserError for files that are none, share no set, or score a set by different names.
     """
+    if not 0.5 <= confidence <= 0.9999:
+        raise UserError(f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
     contents = [read_result(path) for path in (first, second)]
     one, other = (content["sets"] for content in contents)
-    shared = [name for name in one if name in other]
+    partners = {name: partner for name in one if (partner := _partner(name, one, other)) is not None}
+    shared = list(partners)
     if not shared:
         has = [", ".join(sets) or "no set" for sets in (one, other)]
         raise UserError(f"nothing to compare: {first} has {has[0]}, {second} has {has[1]}")
     for name in shared:
-        if one[name]["score"] != other[name]["score"]:
-            raise UserError(f"{name} is scored by {one[name]['score']!r} in {first}, by {other[name]['score']!r} in {second}")
-    settings = [content.get("settings", {}) for content in contents]
+        scores = one[name]["score"], other[partners[name]]["score"]
+        if scores[0] != scores[1]:
+            raise UserError(f"{name} is scored by {scores[0]!r} in {first}, by {scores[1]!r} in {second}")
+    settings = [_flat(content.get("settings", {})) for content in contents]
     keys = (settings[0].keys() | settings[1].keys()) - _OURS
     differing = sorted(key for key in keys if settings[0].get(key) != settings[1].get(key))
     return Comparison(
-        models=(str(contents[0]["model"]), str(contents[1]["model"])),
+        models=(_asked(contents[0]), _asked(contents[1])),
         confidence=confidence,
-        sets=[_compared(name, one[name], other[name], confidence) for name in shared],
-        left_out=sorted(one.keys() ^ other.keys()),
+        sets=[_compared(name, one[name], other[partners[name]], confidence) for name in shared],
+        left_out=sorted([*(one.keys() - partners.keys()), *(other.keys() - set(partners.values()))]),
         settings_that_differ=differing,
+        incomplete=[which for which, content in zip(("first", "second"), contents) if not content.get("complete", True)],
     )
 
 
-_OURS = frozenset({"model", "name", "cache", "concurrency", "prices", "weights_digest", "tasks"})
+_OURS = frozenset({"model", "name", "cache", "concurrency", "prices", "weights_digest", "tasks", "pass_at"})
 """Settings that change no answer, or that are told elsewhere."""
+
+
+def _asked(content: Mapping[str, Any]) -> str:
+    """The model, and of an address what it served."""
+    model, name = str(content["model"]), content.get("settings", {}).get("name")
+    return f"{name} at {model}" if name and model.startswith(("http://", "https://")) else model
+
+
+def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The other's set of the same name; else the one whose data, or whose file, lies in another place: gsm8k=here, gsm8k=there.
+    What is paired of two sets are equal tasks in any case."""
+    if name in other:
+        return name
+
+    def family(text: str) -> str:
+        return PurePath(text.partition("=")[0]).name
+
+    mine = [key for key in one if key not in other and family(key) == family(name)]
+    theirs = [key for key in other if key not in one and family(key) == family(name)]
+    return theirs[0] if len(mine) == len(theirs) == 1 else None
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that have names of their own are told by them: params.temperature."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _compared(name: str, one: Mapping[str, Any], other: Mapping[str, Any], confidence: float) -> SetComparison:
     first, second = _by_key(one["tasks"]), _by_key(other["tasks"])
     keys = [key for key in first if key in second]
     pairs = [(first[key], second[key]) for key in keys]
+    num_asked = len(pairs)
     pairs = [(a, b) for a, b in pairs if a and b]
     means = [_mean([pair[side] for pair in pairs]) for side in (0, 1)]
     return SetComparison(
@@ -115,6 +162,7 @@ def _compared(name: str, one: Mapping[str, Any], other: Mapping[str, Any], confi
         difference=paired_difference([a for a, _ in pairs], [b for _, b in pairs], confidence),
         num_shared=len(pairs),
         num_others=len(first.keys() | second.keys()) - len(keys),
+        num_ungraded=num_asked - len(pairs),
     )
 
 

@@ -5,11 +5,20 @@ samples, are what an evaluation has many of. Samples of one task resemble each o
 would be too narrow by up to √k (Miller 2024, "Adding error bars to evals", arXiv 2411.00640, section 2.2). Therefore:
 
 - one sample a task, right or wrong: Wilson's score interval (1927), which keeps its level near 0 and 1 and for few tasks;
-- anything else (k samples, or partial credit): the mean of the tasks' means, and Student's t with tasks − 1 degrees of freedom on
-  these means. It is exact for normal means and good for many tasks. A bootstrap over tasks has the same aim, is narrower than it
-  should be for few tasks (it lacks t's correction), and gives another answer each time.
-- where all tasks have the same mean, t would give an interval of no width. Of all variables within [0, 1] with mean p, the one
-  that is 0 or 1 varies most, so there Wilson's interval with one count a task is the careful answer.
+- k samples, or partial credit, within [0, 1]: the variance of the mean is told from the tasks' means (so that samples of a
+  task may resemble each other as they like), as if there were one task more, which varies as much as any could: few tasks do
+  not prove that none is different. It is that of n_eff = p (1 − p) / variance independent answers. Wilson's interval of p and
+  n_eff, with t's quantile for tasks − 1 degrees of freedom instead of the normal one, is the "modified Wilson" interval of
+  surveys (SAS, SURVEYFREQ; Korn & Graubard 1998, "Confidence intervals for proportions with small expected number of positive
+  counts estimated from survey data", adjust the exact interval so; the task more is ours). Student's t on the tasks' means is
+  symmetric: near 0 and 1, and for few tasks, it ends too soon on the far side. Simulated (4 to 100 tasks, 4 and 16 samples,
+  tasks' chances from beta distributions with means of 0.5 to 0.99 and correlations of 0.05 to 0.9), it covered the truth in 0.94
+  of the cases on the average and in 0.80 at worst, the interval here in 0.97 and 0.85; in the middle it is as wide. The worst
+  cases have rare tasks that always fail: who draws none of them cannot know.
+- where all tasks have the same mean, the variance seems to be 0. Of all variables within [0, 1] with mean p, the one that is 0 or
+  1 varies most, so there Wilson's interval with one count a task is the careful answer.
+- rewards beyond [0, 1]: Student's t on the tasks' means. A bootstrap over tasks has the same aim, is narrower than it should be
+  for few tasks (it lacks t's correction), and gives another answer each time.
 """
 
 import math
@@ -43,12 +52,32 @@ class Estimate:
 
 def wilson(right: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a share: `right` of `count`, both ends within [0, 1]."""
-    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
-    share, spread = right / count, z * z / count
+    return _score_interval(right / count, count, statistics.NormalDist().inv_cdf(0.5 + confidence / 2))
+
+
+def _score_interval(share: float, count: float, critical: float) -> tuple[float, float]:
+    """All shares from which `share` of `count` independent answers is no more than `critical` standard deviations away."""
+    spread = critical * critical / count
     middle = (share + spread / 2) / (1 + spread)
     half = math.sqrt(spread * share * (1 - share) + spread * spread / 4) / (1 + spread)
     # The ends at 0 and 1 are exact; rounding would make them -1e-17.
-    return (0.0 if right == 0 else max(0.0, middle - half)), (1.0 if right == count else min(1.0, middle + half))
+    return (0.0 if share == 0 else max(0.0, middle - half)), (1.0 if share == 1 else min(1.0, middle + half))
+
+
+def _interval_of_shares(groups: Sequence[Sequence[float]], confidence: float) -> tuple[float, float, str]:
+    """(low, high, method) of the mean over tasks of the means of values within [0, 1]; every group has some."""
+    means = [statistics.fmean(values) for values in groups]
+    count, mean = len(means), min(1.0, statistics.fmean(means))
+    if all(len(values) == 1 and values[0] in (0.0, 1.0) for values in groups):
+        return *wilson(sum(means), count, confidence), "Wilson"
+    between = statistics.variance(means) if count > 1 else 0.0
+    if between <= 1e-24:
+        return *wilson(mean * count, count, confidence), "Wilson, one count a task"
+    variance = ((count - 1) * between + mean * (1 - mean)) / count  # of one task; with one more that varies most
+    effective = count * mean * (1 - mean) / variance
+    if all(value in (0.0, 1.0) for values in groups for value in values):  # independent ones vary most evenly
+        effective = min(effective, sum(map(len, groups)))
+    return *_score_interval(mean, effective, t_quantile(0.5 + confidence / 2, count - 1)), "Wilson, tasks as clusters"
 
 
 def estimate_mean(by_task: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate:
@@ -62,20 +91,16 @@ def estimate_mean(by_task: Sequence[Sequence[float]], confidence: float = 0.95) 
     if not means:
         return Estimate(None, None, None, "no samples", 0)
     count, mean = len(means), statistics.fmean(means)
-    shares = all(0.0 <= value <= 1.0 for values in groups for value in values)
-    if all(len(values) == 1 and values[0] in (0.0, 1.0) for values in groups):
-        low, high = wilson(sum(means), count, confidence)
-        return Estimate(mean, low, high, "Wilson", count)
+    if _are_shares(groups):
+        return Estimate(mean, *_interval_of_shares(groups, confidence), count)
     if count > 1 and (deviation := statistics.stdev(means, xbar=mean)) > 1e-12:
         half = t_quantile(0.5 + confidence / 2, count - 1) * deviation / math.sqrt(count)
-        low, high = mean - half, mean + half
-        if shares:
-            low, high = max(0.0, low), min(1.0, high)
-        return Estimate(mean, low, high, "Student t over tasks", count)
-    if shares:
-        low, high = wilson(mean * count, count, confidence)
-        return Estimate(mean, low, high, "Wilson, one count a task", count)
+        return Estimate(mean, mean - half, mean + half, "Student t over tasks", count)
     return Estimate(mean, None, None, "one task, or all alike", count)
+
+
+def _are_shares(groups: Sequence[Sequence[float]]) -> bool:
+    return all(0.0 <= value <= 1.0 for values in groups for value in values)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -151,7 +176,12 @@ def paired_difference(
 
     Pairing removes what both find hard alike, so it tells smaller differences than two intervals side by side.
     One sample a task, right or wrong, in both: Newcombe's interval for paired shares (1998, method 10) and McNemar's exact test.
-    Else: Student's t on the tasks' differences. None where no task has a value in both, or a single one has partial credit.
+    Else, within [0, 1]: Newcombe's way to pair two intervals (MOVER, Zou & Donner 2008), with each model's interval of
+    `estimate_mean` and the correlation of the tasks' means, and the paired t test. Student's t on the differences is no interval
+    there: where few tasks differ it sees little or no variance (simulated for 5 to 100 tasks, means of 0.5 to 0.97, it covered
+    the truth in 0.88 of the cases and in 0.18 at worst, this one in 0.96 and 0.81). Interval and p value come from different
+    methods: they may disagree where it is close. Beyond [0, 1]: Student's t. None where no task has a value in both, or a single
+    one has partial credit.
     """
     pairs = [(list(a), list(b)) for a, b in zip(first, second, strict=True) if a and b]
     if not pairs:
@@ -166,12 +196,22 @@ def paired_difference(
     if count == 1:
         return None
     deviation = statistics.stdev(differences)
-    if deviation <= 1e-12:
-        return Difference(mean, mean, mean, mcnemar(worse, better), "all differences alike, sign test", count, better, worse)
+    alike = deviation <= 1e-12
     error = deviation / math.sqrt(count)
-    half = t_quantile(0.5 + confidence / 2, count - 1) * error
-    p_value = 2 * (1 - t_cdf(abs(mean) / error, count - 1))
-    return Difference(mean, mean - half, mean + half, max(0.0, p_value), "paired t over tasks", count, better, worse)
+    test = "sign test" if alike else "paired t test"
+    p_value = mcnemar(worse, better) if alike else max(0.0, 2 * (1 - t_cdf(abs(mean) / error, count - 1)))
+    firsts, seconds = zip(*pairs)
+    if _are_shares(firsts) and _are_shares(seconds):
+        means = [[statistics.fmean(values) for values in side] for side in (firsts, seconds)]
+        varies = all(statistics.stdev(side) > 1e-12 for side in means)
+        low, high = _paired_interval(
+            *(statistics.fmean(side) for side in means),
+            *(_interval_of_shares(side, confidence)[:2] for side in (firsts, seconds)),
+            statistics.correlation(*means) if varies else 0.0,
+        )
+        return Difference(mean, low, high, p_value, f"Newcombe over tasks, {test}", count, better, worse)
+    half = 0.0 if alike else t_quantile(0.5 + confidence / 2, count - 1) * error
+    return Difference(mean, mean - half, mean + half, p_value, f"t over tasks, {test}", count, better, worse)
 
 
 def mcnemar(one_only: int, other_only: int) -> float:
@@ -179,7 +219,10 @@ def mcnemar(one_only: int, other_only: int) -> float:
     total, fewer = one_only + other_only, min(one_only, other_only)
     if total == 0:
         return 1.0
-    tail = sum(math.comb(total, k) for k in range(fewer + 1))
+    ways = tail = 1
+    for k in range(fewer):  # ways: C(total, k + 1), each from the one before
+        ways = ways * (total - k) // (k + 1)
+        tail += ways
     return min(1.0, 2 * tail / 2**total)
 
 
@@ -199,7 +242,15 @@ def _newcombe(both: int, first_only: int, second_only: int, count: int, confiden
         elif determinant >= 0:
             determinant = 0
         correlation = determinant / math.sqrt(margins)
-    difference = p_2 - p_1
-    down = (p_2 - low_2) ** 2 - 2 * correlation * (p_2 - low_2) * (high_1 - p_1) + (high_1 - p_1) ** 2
-    up = (high_2 - p_2) ** 2 - 2 * correlation * (high_2 - p_2) * (p_1 - low_1) + (p_1 - low_1) ** 2
+    return _paired_interval(p_1, p_2, (low_1, high_1), (low_2, high_2), correlation)
+
+
+def _paired_interval(
+    mean_1: float, mean_2: float, interval_1: tuple[float, float], interval_2: tuple[float, float], correlation: float
+) -> tuple[float, float]:
+    """Of mean_2 − mean_1, from the interval of each and the correlation of the two."""
+    (low_1, high_1), (low_2, high_2) = interval_1, interval_2
+    difference = mean_2 - mean_1
+    down = (mean_2 - low_2) ** 2 - 2 * correlation * (mean_2 - low_2) * (high_1 - mean_1) + (high_1 - mean_1) ** 2
+    up = (high_2 - mean_2) ** 2 - 2 * correlation * (high_2 - mean_2) * (mean_1 - low_1) + (mean_1 - low_1) ** 2
     return max(-1.0, difference - math.sqrt(max(0.0, down))), min(1.0, difference + math.sqrt(max(0.0, up)))

@@ -39,6 +39,8 @@ def is_number(value: object) -> bool:
 
 def compact(value: float) -> str:
     """A number for people: 0.0312, 12.5, 8,300, 3.2e-05."""
+    if not math.isfinite(value):
+        return str(value)
     magnitude = abs(value)
     if magnitude == 0:
         return "0"

@@ -15,6 +15,7 @@ import yaml
 
 from ttrl.errors import RunFolderError
 from ttrl.files import append_jsonl, read_jsonl
+from ttrl.loop.without_secrets import without_secrets
 
 ALLOW_VARIABLE = "TTRL_ALLOW_CHANGES"
 HISTORY_FILE = "config_history.jsonl"
@@ -45,6 +46,8 @@ MAY_CHANGE = {
     "trainer_memory",
     "trainer_restarts",
     "rdzv_endpoint",
+    "join_timeout",
+    "training.collective_timeout",
     "loggers",
     "drift",
     "drift_limits",
@@ -82,7 +85,7 @@ def as_diff(changed: Mapping[str, tuple[Any, Any]]) -> str:
     """Two lines per setting, as in a patch."""
     lines = []
     for name, pair in changed.items():
-        lines += [f"  {sign} {name}: {_shown(value)}" for sign, value in zip("-+", pair, strict=True)]
+        lines += [f"  {sign} {name}: {_shown(without_secrets(value, name))}" for sign, value in zip("-+", pair, strict=True)]
     return "\n".join(lines)
 
 

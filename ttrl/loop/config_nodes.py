@@ -22,6 +22,9 @@ class NodesConfig(Config):
     and nobody else: torch.distributed asks for no key and encrypts nothing. None: within a SLURM job, this node's name there and
     a port made from the job's number."""
 
+    join_timeout: int = 600
+    """Seconds that the trainer waits for all nodes when it starts; then the run ends, and the same command continues it."""
+
     @property
     def processes(self) -> int:
         """Trainer processes on all nodes."""
@@ -41,6 +44,8 @@ class NodesConfig(Config):
         found = []
         if self.nnodes < 1:
             found.append(f"nnodes is {self.nnodes}; it must be at least 1")
+        if self.join_timeout < 1:
+            found.append(f"join_timeout is {self.join_timeout}; it must be at least 1")
         if self.nnodes <= 1:
             if self.rdzv_endpoint is not None:
                 found.append(f"rdzv_endpoint is {self.rdzv_endpoint!r}, but nnodes is {self.nnodes}: nobody would be met there")

@@ -44,11 +44,11 @@ class ServersConfig(Config):
             found.append("servers is 0 and joined_servers is empty; nobody would sample")
         for url in self.joined_servers:
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(url):
                 found.append(f"joined_servers: {url!r} is no address such as 'http://10.0.0.7:8000'")
             elif parts.username or parts.password or parts.query or parts.fragment:
                 found.append(f"joined_servers: the address of {parts.hostname} has more than host and port; keys go into a file")
-        if len(set(self.joined_servers)) < len(self.joined_servers):
+        if len({_plain(url) for url in self.joined_servers}) < len(self.joined_servers):
             found.append("joined_servers names a server twice")
         if self.joined_servers and not found:
             try:
@@ -59,7 +59,7 @@ class ServersConfig(Config):
 
     def joined_keys(self) -> dict[str, str]:
         """The key of each joined server. Raises ConfigError where one is not known."""
-        keys, common = {}, os.environ.get(SERVER_KEY_VARIABLE)
+        keys, common = {}, os.environ.get(SERVER_KEY_VARIABLE, "").strip()  # as files and secrets end in a line end
         where = f"the environment variable {SERVER_KEY_VARIABLE}"
         if self.joined_key_file is not None:
             where = self.joined_key_file
@@ -72,7 +72,17 @@ class ServersConfig(Config):
         found = {url: keys.get(_plain(url), common) for url in self.joined_servers}
         if missing := [url for url, key in found.items() if not key]:
             raise ConfigError("TrainConfig", [f"joined_servers: there is no key for {', '.join(missing)} in {where}"])
-        return {url: key for url, key in found.items() if key}
+        if wrong := [url for url, key in found.items() if not (key.isascii() and key.isprintable()) or " " in key]:
+            # Said here: whatever refuses such a header would repeat the key.
+            raise ConfigError("TrainConfig", [f"joined_servers: the key for {', '.join(wrong)} in {where} is no ASCII word"])
+        return found
+
+
+def _has_good_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _plain(url: str) -> str:

@@ -30,6 +30,11 @@ class Cancellation:
                 loop, task = self._running
                 loop.call_soon_threadsafe(task.cancel)
 
+    @property
+    def asked(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._asked
+
     def check(self) -> None:
         """Raises asyncio.CancelledError where `cancel` was called."""
         if self._asked:

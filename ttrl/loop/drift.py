@@ -1,9 +1,10 @@
 """Whether sampler and trainer are the same model: every iteration's difference of their log-probabilities, held to limits.
 
 The recipe measures it before its first step (`ttrl.training.drift`). Only tokens that the current policy sampled are judged:
-those of older policies differ because the policy has moved since, which is what importance ratios are for. Where a limit is
-exceeded, a check looks for the likely causes (`ttrl.loop.drift_causes`), everything is written to drift.json in the iteration's
-folder, and the run ends with DriftError, or warns and goes on (`TrainConfig.drift`).
+those of older policies differ because the policy has moved since, which is what importance ratios are for. (One step off
+policy, the first iteration alone has tokens to judge; later the weights are checked at each sync, and nothing else.) Where a
+limit is exceeded, a check looks for the likely causes (`ttrl.loop.drift_causes`), everything is written to drift.json in the
+iteration's folder, and the run ends with DriftError, or warns and goes on (`TrainConfig.drift`).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import DriftError, ServerError, TtrlError
 from ttrl.files import write_json
+from ttrl.loop.charts import is_number
 from ttrl.loop.config_watch import LIMIT_NAMES
 from ttrl.loop.console import Console
 from ttrl.loop.run_folder import RunFolder
@@ -23,6 +25,9 @@ FILE_NAME = "drift.json"
 ENOUGH_TOKENS = 1000
 """Below it a 99.9th percentile is the largest of all, and one token in a hundred weighs more than the limits allow: only the mean
 is judged."""
+FEWEST_TOKENS = 100
+"""A mean over fewer counts as if it were over so many, with no difference in those that are not there: single tokens that are a
+nat apart are nothing unusual in bfloat16, and with `tokens_per_iteration` the newest policy may have sampled a handful."""
 _WORDS = {
     "mean": "mean |difference of log-probabilities|",
     "p999": "99.9th percentile of it",
@@ -39,7 +44,8 @@ class Limits:
     """Nats; above it is too far, as with `p999`."""
     p999: float | None
     ess: float | None
-    """(Σw)²/Σw²/N of the weights w = π_trainer/π_sampler; below it is too far."""
+    """(Σw)²/Σw²/N of the weights w = π_trainer/π_sampler, without the thousandth of the tokens that are furthest apart; below it
+    is too far."""
     outside: float | None
     """Share of tokens further apart than the recipe's `drift_tolerance`."""
 
@@ -76,19 +82,28 @@ def exceeded(figures: Mapping[str, Any], limits: Limits) -> list[str]:
     found = []
     if figures.get("not_finite"):
         found.append(f"{figures['not_finite']} tokens for which one of the two has no finite log-probability")
-    names = LIMIT_NAMES if (figures.get("tokens") or 0) >= ENOUGH_TOKENS else ("mean",)
+    tokens = figures["tokens"] if is_number(figures.get("tokens")) else 0
+    names = LIMIT_NAMES if tokens >= ENOUGH_TOKENS else ("mean",)
     for name in names:
-        value, limit = figures.get(name), getattr(limits, name)
-        if value is None or limit is None:
+        value, limit = figures.get("ess_of_most" if name == "ess" and "ess_of_most" in figures else name), getattr(limits, name)
+        if not is_number(value) or limit is None:
+            continue
+        if name == "mean" and 0 < tokens < FEWEST_TOKENS and value * tokens / FEWEST_TOKENS <= limit:
             continue
         if value < limit if name == "ess" else value > limit:
             found.append(f"{_WORDS[name]} {value:.3g} (limit {limit:g})")
     return found
 
 
-def judged_figures(drift: dict[str, Any] | None, version: int) -> dict[str, Any] | None:
+def judged_figures(drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]) -> dict[str, Any] | None:
     """The figures of the tokens that the current policy `version` sampled; None where there are none to judge. Figures of older
-    run folders, which are not kept by version, are not judged."""
+    run folders, which are not kept by version, are not judged. training: the run's settings of the recipe.
+
+    A base in 4 bits is not judged while the server has the starting model, whose numbers nobody has rounded: from the first
+    checkpoint on, both have the same.
+    """
+    if version == 0 and training.get("lora_base_dtype") == "nf4":
+        return None
     by_version = (drift or {}).get("by_version")
     return by_version.get(str(version)) if isinstance(by_version, dict) else None
 
@@ -110,8 +125,10 @@ def check_drift(
     marker = folder.iteration(number).marker("train") or {}
     drift = next(iter(marker.get("steps") or [{}]), {}).get("sampler_trainer")
     version = folder.policy_version(number - 1)
-    figures = judged_figures(drift, version)
+    figures = judged_figures(drift, version, config.training)
+    path = folder.iteration(number).path / FILE_NAME
     if figures is None or not (beyond := exceeded(figures, limits_of(config))):
+        path.unlink(missing_ok=True)  # of an earlier start, with other limits: the report would go on showing it
         return None
     # Loads torch and the pack, which a run without drift need not pay for.
     from ttrl.loop.drift_causes import gather_evidence, likely_causes
@@ -132,7 +149,7 @@ def check_drift(
         "worst": [asdict(token) for token in tokens],
         "causes": [asdict(cause) for cause in causes],
     }
-    write_json(folder.iteration(number).path / FILE_NAME, report)
+    write_json(path, report)
     lines = [
         f"iteration {number}: sampler and trainer do not compute the same: {'; '.join(beyond)}; over {figures['tokens']:,} "
         f"tokens that policy {version} sampled",
@@ -142,8 +159,9 @@ def check_drift(
         *(cause.line() for cause in causes),
     ]
     if config.drift == "stop":
+        copy = f" and iterations/{number:04d}/ in {config.mirror}" if config.mirror else ""  # it would be taken from there again
         lines += [
-            f"What iteration {number} trained is of no use. Remove the cause, delete {folder.iteration(number).path} and start "
+            f"What iteration {number} trained is of no use. Remove the cause, delete {path.parent}{copy} and start "
             'the same command again. If this difference is to be expected here: drift="warn", or higher drift_limits; both may '
             "be changed for a run that goes on",
         ]

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,19 +21,25 @@ from typing import Any
 
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
-from ttrl.evaluation.results import EvalResult, SetResult
+from ttrl.evaluation.results import EvalResult, SetResult, read_result
 from ttrl.files import atomic_file
 from ttrl.loop.coroutines import run_async
 from ttrl.loop.own_task import load_tasks
-from ttrl.loop.serving import KEY_VARIABLE, Served, default_dtype, is_address, serving
+from ttrl.loop.serving import KEY_VARIABLE, Served, address_problem, default_dtype, is_address, serving
+from ttrl.rollouts.cache import Cache
 from ttrl.rollouts.chat_completions import request_kwargs
 from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.results import TaskResults
 from ttrl.rollouts.task_results import get_task_results
+from ttrl.rollouts.transport import is_local
 from ttrl.server.model_folder import check_model_folder, weights_digest
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/|$)")
+_SAME_ANSWERS = frozenset({"tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "gpu-memory-utilization"})
+"""Arguments of vLLM about where it computes, not what."""
 
 
 @dataclass(kw_only=True)
@@ -105,23 +112,35 @@ class EvalConfig:
             found.append(f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, and that is {self.samples_per_task}")
         if self.temperature is not None and not _is_within(self.temperature, 0.0, 10.0):
             found.append(f"temperature is {self.temperature!r}; give a number from 0 to 10")
-        if self.samples_per_task != 1 and self.temperature == 0:
+        if self.samples_per_task != 1 and 0 in (self.temperature, self.params.get("temperature")):
             found.append(f"temperature 0 with {self.samples_per_task} samples a task: they would all be the same")
         if not _is_within(self.confidence, 0.5, 0.9999):
             found.append(f"confidence is {self.confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
         if self.prices is not None:
             found += _said(lambda: Prices.of(self.prices))
         found += _said(lambda: request_kwargs(self.sampling_params()))
+        if self.cache is not None:
+            found += _said(self._check_cache)
         if isinstance(self.model, str) and is_address(self.model):
+            found += filter(None, [address_problem(self.model)])
             given = {"dtype": self.dtype, "max_model_len": self.max_model_len, "server_args": self.server_args or None}
             found += [
-                f"{name} is for servers that are started here; {self.model} runs already"
+                f"{name} is for servers that are started here; that of an address runs already"
                 for name, value in given.items()
                 if value is not None
             ]
         elif self.name is not None:
             found.append(f"name is {self.name!r}, which is for addresses; a server that is started here needs none")
         return found
+
+    def _check_cache(self) -> None:
+        """Before a server starts. Raises UserError."""
+        Cache.of(self.cache)
+        if is_address(self.model) and is_local(self.model) and self.weights_digest is None:
+            raise UserError(
+                "cache: a server on this machine may serve other weights tomorrow, whose answers must not be taken for today's; "
+                "give weights_digest (--weights-digest), a name that changes with the weights"
+            )
 
     def sampling_params(self) -> dict[str, Any]:
         """What is sent with each request."""
@@ -138,6 +157,8 @@ class EvalConfig:
     def settings(self) -> dict[str, Any]:
         """For the JSON: what the answers depend on, and no key."""
         told = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in _NOT_TOLD}
+        if (cache := Cache.of(self.cache)) is not None:
+            told["cache"] = cache.describe()
         told["params"] = self.sampling_params()
         told["tasks"] = self.tasks if isinstance(self.tasks, str) else list(self.tasks)
         return dict(json.loads(json.dumps(told, default=str)))
@@ -224,7 +245,9 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
         try:
             check_model_folder(config.model)
         except ModelFolderError as error:
-            problems.append(str(error))
+            hint = f"; the address of a server begins with http://: http://{config.model}"
+            problems.append(f"{error}{hint if _HOST_AND_PORT.match(config.model) else ''}")
+    problems += _file_problems(config)
     sets: list[NamedTasks] = []
     wrong_n = config.n is not None and (type(config.n) is not int or config.n < 1)
     n = 1 if wrong_n else config.n  # the rest of the tasks' settings is checked all the same
@@ -233,6 +256,8 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
         problems += [f"option {name!r} is of a family, and tasks were given" for name in config.options]
     else:
         asked = config.tasks.split(",") if isinstance(config.tasks, str) else list(config.tasks)
+        if config.pbar:  # puzzles take a while to be made, data to be loaded
+            logger.info("preparing the tasks: %s", ", ".join(asked))
         sets, found = _named(list(filter(None, (one.strip() for one in asked))), config, n)
         problems += found
     if not problems and not any(one.tasks for one in sets):
@@ -253,6 +278,7 @@ def _named(asked: Sequence[str], config: EvalConfig, n: int | None) -> tuple[lis
     """(sets, problems) of families and files."""
     sets, problems = [], []
     options = dict(config.options)
+    used: set[str] = set()
     for text in asked:
         try:
             if text.partition("=")[0].endswith(".py") or ".py:" in text:
@@ -260,13 +286,14 @@ def _named(asked: Sequence[str], config: EvalConfig, n: int | None) -> tuple[lis
                 continue
             spec = TaskSpec.parse(text)
             for key in [key for key in options if key.partition(".")[0].replace("-", "_") == spec.family]:
-                spec = spec.with_option(key.partition(".")[2], options.pop(key))
+                used.add(key)
+                spec = spec.with_option(key.partition(".")[2], options[key])
             sets.append(NamedTasks(str(spec), FAMILIES[spec.family].score, spec.tasks(n, config.seed)))
         except UserError as error:
             message = str(error)
             problems.append(message if message.startswith(text) else f"{text}: {message}")
     names = ", ".join(asked)
-    problems += [f"option {key!r} is of no family that is asked for ({names}); give FAMILY.NAME" for key in options]
+    problems += [f"option {key!r} is of no family that is asked for ({names}); give FAMILY.NAME" for key in options.keys() - used]
     return sets, problems
 
 
@@ -289,7 +316,11 @@ def _digest(config: EvalConfig) -> str | None:
     """Names the weights, for the cache; None for servers elsewhere, which the cache knows by their address."""
     if config.weights_digest is not None or is_address(config.model):
         return config.weights_digest
-    return f"{weights_digest(config.model)}/{config.dtype or default_dtype()}"
+    digest = f"{weights_digest(config.model)}/{config.dtype or default_dtype()}"
+    # The context's length cuts replies off; of vLLM's arguments some change what it computes, such as quantization.
+    server = {"max_model_len": config.max_model_len, **{name.replace("_", "-"): v for name, v in config.server_args.items()}}
+    given = {name: value for name, value in server.items() if value is not None and name not in _SAME_ANSWERS}
+    return f"{digest}/{json.dumps(given, sort_keys=True, default=str)}" if given else digest
 
 
 async def _sampled(
@@ -325,6 +356,29 @@ def _samples(path: str | os.PathLike[str] | None) -> Any:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(Path(path)) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=True) + "\n" for row in rows)
+
+
+def _file_problems(config: EvalConfig) -> list[str]:
+    """What would keep the results from being written, found before they are sampled. Makes the files' folders."""
+    found = []
+    for name, path in (("output", config.output), ("samples_file", config.samples_file)):
+        if path is None:
+            continue
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            found.append(f"{name} is {path}: its folder cannot be made: {error}")
+            continue
+        if path.is_dir():
+            found.append(f"{name} is {path}, a folder; give the name of a file")
+        elif not os.access(path.parent, os.W_OK | os.X_OK):
+            found.append(f"{name} is {path}; nothing may be written into {path.parent}")
+        elif name == "output" and path.exists() and path.stat().st_size and _said(lambda path=path: read_result(path)):
+            found.append(f"output is {path}, which is there and is no result of an evaluation; give another name, or remove it")
+    if config.output is not None and config.samples_file is not None and Path(config.output) == Path(config.samples_file):
+        found.append(f"output and samples_file are both {config.output}; give two names")
+    return found
 
 
 def _is_within(value: Any, low: float, high: float) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ttrl.loop.charts import compact
-from ttrl.loop.drift import exceeded, limits
+from ttrl.loop.drift import exceeded, judged_figures, limits
 from ttrl.loop.finding import RECENT, Finding, History, trend
 from ttrl.loop.findings_sampling import recently
 from ttrl.loop.report_data import number, percent
@@ -197,7 +197,8 @@ def drift(h: History) -> Finding | None:
         # Rows of older versions of ttrl know no versions; with stale tokens among them they say nothing about drift.
         figures = compared if "staleness" not in row else None
         if isinstance(compared.get("by_version"), dict):
-            figures = compared["by_version"].get(str(_policy_before(h, row)))
+            training = h.config.get("training")
+            figures = judged_figures(compared, _policy_before(h, row), training if isinstance(training, dict) else {})
         if isinstance(figures, dict) and (beyond := exceeded(figures, held_to)):
             here = row["iteration"]
             return Finding(
@@ -213,7 +214,7 @@ def drift(h: History) -> Finding | None:
 
 def off_policy(h: History) -> Finding | None:
     share = h.now("sampler_trainer.ess")
-    if share is None or share >= 0.5:
+    if share is None or share >= 0.5 or drift(h) is not None:  # then what is far apart is no matter of older policies
         return None
     return Finding(
         "off_policy",

@@ -28,7 +28,7 @@ from ttrl.loop.loggers import Loggers
 from ttrl.loop.phases import Phases
 from ttrl.loop.progress_line import has_reached, iteration_lines
 from ttrl.loop.pruning import prune
-from ttrl.loop.report import write_report
+from ttrl.loop.report import leave_report
 
 
 class Iterations:
@@ -150,7 +150,7 @@ class Iterations:
         if has_reached(row, self._config):
             self._reached = number
         self._jobs.tell()
-        write_report(self._folder.path, list(self._rows.values()))
+        leave_report(self._folder.path, list(self._rows.values()))
         prune(self._folder, list(self._rows.values()), self._config, number)
 
     def _ends_with(self, number: int) -> bool:

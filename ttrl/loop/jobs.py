@@ -24,8 +24,10 @@ class Job:
         error: BaseException | None = None
         try:
             self._work()
-        except asyncio.CancelledError:
-            pass  # as it was told
+        except asyncio.CancelledError as raised:
+            if not self._cancellation.asked:  # by something inside of it: whoever waits for what it makes must not wait for ever
+                error = RuntimeError(f"{self.thread.name}: cancelled, and nobody had asked for it")
+                error.__cause__ = raised
         except BaseException as raised:  # noqa: BLE001 - raised again in the thread that waits
             error = raised
         with self._changed:

@@ -5,6 +5,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from ttrl.loop.without_secrets import without_secrets
+
 NEEDS = {"stdout": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Our own loggers, and the package that each needs beside ttrl's requirements."""
 TORCHTUNE = "torchtune.training.metric_logging."
@@ -29,7 +31,7 @@ def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
         if "_component_" in entry and "name" in entry:  # an argument of the component, such as W&B's name of the run
             arguments["name"], names = entry["name"], [entry["_component_"]]
         if len(names) != 1 or not isinstance(names[0], str):
-            raise ValueError(f"loggers: {entry!r} names no logger; give it a name, or a _component_")
+            raise ValueError(f"loggers: {without_secrets(entry)!r} names no logger; give it a name, or a _component_")
         name = names[0]
     else:
         raise ValueError(f"loggers: {entry!r} is neither a name nor a mapping with a name")

@@ -19,6 +19,7 @@ from ttrl.errors import ConfigError
 from ttrl.files import write_json
 from ttrl.loop.console import Console
 from ttrl.loop.logger_names import normalised
+from ttrl.loop.without_secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +110,9 @@ def make_loggers(entries: Sequence[Any], folder: Path, console: Console, config:
         except (ValueError, ConfigError) as error:
             problems.append(str(error))
         except Exception as error:  # noqa: BLE001 - the constructor of any class
-            problems.append(f"loggers: {entry!r} cannot be made: {type(error).__name__}: {error}")
+            problems.append(f"loggers: {without_secrets(entry)!r} cannot be made: {type(error).__name__}: {error}")
     if problems:
-        for _, one in made:
-            one.close()
+        Loggers(made, folder / "logs" / STATE_FILE).close()
         raise ConfigError("TrainConfig", problems)
     return Loggers(made, folder / "logs" / STATE_FILE)
 
@@ -185,7 +185,7 @@ class _WandB:
         given = {"project": "ttrl", "name": folder.name, "dir": str(folder / "logs"), "id": run_id, "resume": "allow"}
         # Its console capture would take over standard output, which is the person's.
         settings = wandb.Settings(console="off", silent=True)
-        self._run = wandb.init(**{**given, "config": dict(config), "settings": settings, **arguments})
+        self._run = wandb.init(**{**given, "config": without_secrets(config), "settings": settings, **arguments})
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         self._run.log(dict(payload), step=step)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ConfigError, RunFolderError, StorageError
-from ttrl.files import TEMPORARY_PREFIX
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.mirror_resume import fetch_folder, take_from
 from ttrl.loop.mirror_store import MirrorStore, patiently, pause_before
@@ -37,8 +36,11 @@ LAST_WAIT_SECONDS = 600.0
 """How long a run that is finished waits for its mirror, at most."""
 OWNER_KEY = "owner.json"
 _OF_PHASES = {"rollouts.jsonl", "unfinished.jsonl", "packed.safetensors", "train.jsonl", "validation.jsonl"}
+_OF_PHASES |= {"trainer_logprobs.safetensors"}
 _NOT_MIRRORED = {"lock", OWNER_KEY, "rollouts.partial.jsonl"} | _OF_PHASES
 _PRUNED = ("checkpoint", "state")
+MIRRORED_SUFFIXES = {".yaml", ".json", ".jsonl", ".html", ".log"}
+"""Of files that no marker names."""
 
 
 class Mirror:
@@ -52,7 +54,7 @@ class Mirror:
         """Keys that are known to be there."""
         self._uploaded: dict[str, Any] = {}
         """What of each file was uploaded by this process: the digest that its marker gives, or size and time of change."""
-        self._wake, self._ended = threading.Event(), threading.Event()
+        self._wake, self._ended, self._released = threading.Event(), threading.Event(), threading.Event()
         self._problem: str | None = None
         self._behind: set[str] = set()
 
@@ -77,11 +79,13 @@ class Mirror:
             self._folder.on_mark = before
             self._ended.set()
             self._wake.set()
-            for thread in threads:
-                thread.join()
+            follows, beats = threads
             try:
+                follows.join()
                 self._last_passes(LAST_WAIT_SECONDS if finished else 0.0)
-            finally:
+            finally:  # others see it alive until then
+                self._released.set()
+                beats.join()
                 self.release()
 
     def status(self) -> str | None:
@@ -127,40 +131,38 @@ class Mirror:
         return False
 
     def _read_owner(self) -> dict[str, Any] | None:
-        data = patiently(lambda: self._store.read(OWNER_KEY))
-        try:
-            owner = None if data is None else json.loads(data)
-        except ValueError:
-            return None
-        return owner if isinstance(owner, dict) else None
+        """None where nobody goes on with the run."""
+        owner = _as_owner(patiently(lambda: self._store.read(OWNER_KEY)))
+        return None if owner is None or owner.get("released") else owner
 
-    def _write_owner(self, beat: int) -> None:
-        self._store.write(OWNER_KEY, json.dumps(self._owner | {"beat": beat}).encode())
+    def _write_owner(self, beat: int, **more: Any) -> None:
+        self._store.write(OWNER_KEY, json.dumps(self._owner | {"beat": beat} | more).encode())
 
     def _beat(self) -> None:
         beat = 0
-        while not self._ended.wait(BEAT_SECONDS):
+        while not self._released.wait(BEAT_SECONDS):
             beat += 1
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):
                 self._check_owner()
                 if self._lost:
                     return
                 self._write_owner(beat)
 
     def _check_owner(self) -> None:
-        data = self._store.read(OWNER_KEY)
-        if data is not None and json.loads(data).get("token") != self._owner["token"]:
-            other = in_words(json.loads(data))
+        owner = _as_owner(self._store.read(OWNER_KEY))
+        if owner is not None and owner.get("token") != self._owner["token"]:
+            other = in_words(owner)
             self._problem, self._lost = f"another process has taken over in the mirror {self._store.shown} ({other})", True
             logger.error("%s; nothing more is uploaded", self._problem)
 
     def release(self) -> None:
-        """Says in the store that this process no longer goes on with the run. Never raises."""
+        """Says in the store that this process no longer goes on with the run. Its name stays there: a machine that slept all the
+        while learns from it that another one has gone on. Never raises."""
         if not self._lost:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):
                 self._check_owner()
                 if not self._lost:
-                    self._store.remove([OWNER_KEY])
+                    self._write_owner(0, released=True)
 
     # Uploading
 
@@ -193,7 +195,7 @@ class Mirror:
             return True
         try:
             self._pass()
-        except (OSError, ValueError, RunFolderError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RunFolderError) as error:  # a damaged marker is one of these
             if self._problem is None:
                 logger.warning("the mirror is behind: %s; the run goes on, and so do new tries", error)
             self._problem = str(error)
@@ -205,6 +207,9 @@ class Mirror:
 
     def _pass(self) -> None:
         """Makes the copy what the run folder is now. Raises OSError."""
+        self._check_owner()
+        if self._lost:
+            return
         if not self._remote:
             self._remote = set(self._store.keys())
         # Before the markers are looked at: what metrics.jsonl says of an iteration is then backed by the markers that follow.
@@ -255,11 +260,12 @@ class Mirror:
 
     @staticmethod
     def _unmarked_files(folder: Path) -> list[Path]:
-        """Files right in `folder` that no phase's marker will name: configs, metrics, logs."""
+        """Files right in `folder` that no phase's marker will name: configs, metrics, the trainer's log; nothing else that lies
+        there, such as keys."""
         return sorted(
             path
             for path in folder.iterdir()
-            if path.is_file() and path.name not in _NOT_MIRRORED and not path.name.startswith(TEMPORARY_PREFIX)
+            if path.is_file() and path.name not in _NOT_MIRRORED and path.suffix in MIRRORED_SUFFIXES and path.name[0] != "."
         )
 
     @staticmethod
@@ -272,6 +278,14 @@ class Mirror:
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self._folder.path).as_posix()
+
+
+def _as_owner(data: bytes | None) -> dict[str, Any] | None:
+    try:
+        owner = None if data is None else json.loads(data)
+    except ValueError:
+        return None
+    return owner if isinstance(owner, dict) else None
 
 
 def with_local_run(config: TrainConfig) -> TrainConfig:

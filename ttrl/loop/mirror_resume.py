@@ -11,6 +11,7 @@ Everything else stays in the mirror alone. Where the newest policy's checkpoint 
 it could be uploaded, or the run ended in between), the run goes on from the newest that is.
 """
 
+import contextlib
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import RunFolderError
-from ttrl.files import digest, make_folders, write_text
+from ttrl.files import atomic_folder, digest, make_folders, write_text
 from ttrl.loop.mirror_store import MirrorStore, patiently
 from ttrl.loop.run_folder import RunFolder
 
@@ -78,25 +79,28 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
         logger.warning("%s: the last %d phases there are not whole and are done again", store.shown, len(dropped))
         store.remove([marker.key for marker in dropped])
     for key, sha in _wanted(markers, sizes).items():
-        _fetch(store, folder, key, sizes[key], sha)
+        _fetch(store, folder.path / key, key, sizes[key], sha)
     for key in sizes:
         if "/" not in key and key not in _NOT_TAKEN and Path(key).suffix in _TAKEN_SUFFIXES:
-            _fetch(store, folder, key, sizes[key], None)
+            _fetch(store, folder.path / key, key, sizes[key], None)
     _take_metrics(store, folder, markers)
     for marker in sorted(missing, key=lambda one: one.content["finished"]):
         write_text(folder.path / marker.key, marker.text)
 
 
 def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) -> None:
-    """Takes one more folder of an iteration, such as an old checkpoint. Raises OSError where it is not there as a whole."""
+    """Takes one more folder of an iteration, such as an old checkpoint, as a whole. Raises OSError where it is not all there,
+    RunFolderError."""
     iteration = folder.iteration(number)
     files = {k: sha for phase in ("prepare", "train") for k, sha in iteration.files(phase).items() if k.startswith(f"{name}/")}
     sizes = patiently(store.keys)
-    for file, sha in files.items():
-        key = _key(iteration.path / file, folder)
-        if key not in sizes:
-            raise OSError(f"{store.shown} has no {key}")
-        _fetch(store, folder, key, sizes[key], sha)
+    keys = {file: _key(iteration.path / file, folder) for file in files}
+    missing = [key for key in keys.values() if key not in sizes]
+    if missing or not files:
+        raise OSError(f"{store.shown} has no {missing[0] if missing else _key(iteration.path / name, folder)}")
+    with atomic_folder(iteration.path / name, sum(sizes[key] for key in keys.values())) as temporary:
+        for file, sha in files.items():
+            _fetch(store, temporary / file.removeprefix(f"{name}/"), keys[file], sizes[keys[file]], sha)
 
 
 def _key(path: Path, folder: RunFolder) -> str:
@@ -170,18 +174,21 @@ def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
 
 
 def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) -> None:
-    """The lines of the iterations whose policy is there; the rest is put together from the markers."""
+    """The lines of the iterations whose policy is there; the rest is put together from the markers, and so is what was copied
+    while it was being written."""
     data = patiently(lambda: store.read("metrics.jsonl"))
     newest = max(marker.iteration for marker in markers if marker.phase in ("prepare", "train"))
-    lines = [line for line in (data or b"").decode().splitlines() if line.strip()]
-    kept = [line for line in lines if json.loads(line)["iteration"] <= newest]
+    kept = []
+    for line in (data or b"").split(b"\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["iteration"] <= newest:
+                kept.append(line.decode())
     if kept:
         write_text(folder.path / "metrics.jsonl", "\n".join(kept) + "\n")
 
 
-def _fetch(store: MirrorStore, folder: RunFolder, key: str, size: int, sha: str | None) -> None:
+def _fetch(store: MirrorStore, target: Path, key: str, size: int, sha: str | None) -> None:
     """Takes one file, unless it is here already. Raises RunFolderError where it is not what its marker says."""
-    target = folder.path / key
     if sha is not None and target.is_file() and digest(target) == sha:
         return
     make_folders(target.parent)

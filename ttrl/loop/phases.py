@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ServerError, TrainerDiedError
-from ttrl.files import atomic_folder, read_jsonl, write_jsonl
+from ttrl.files import atomic_folder, read_jsonl, remove_leftovers, write_jsonl
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, is_open
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.console import Console, clock
@@ -61,8 +61,8 @@ class Phases:
         self.tasks, self.validation_tasks = tasks, validation_tasks
         self.server, self.console = server, console
         self.trainer = Trainer(config, folder, console)
-        self._deaths: list[int | None] = []
-        """Of the trainer, in the iteration of the last one; None: while it waited."""
+        self._deaths = 0
+        """Of the trainer, since it last finished an iteration."""
         self.stream = TaskStream(config, folder, tasks)
         self.timeline = Timeline()
         self._sampler = Sampler(config, server, console, self.timeline)
@@ -259,12 +259,15 @@ class Phases:
 
     def _begin(self, number: int) -> Training:
         while True:
+            folder = self.folder.iteration(number).path
             with contextlib.suppress(FileNotFoundError):
-                (self.folder.iteration(number).path / "train.jsonl").unlink()
+                (folder / "train.jsonl").unlink()
+            with contextlib.suppress(OSError):  # half a checkpoint is as large as a whole one, and of no use
+                remove_leftovers(folder)
             try:
                 return self.trainer.train_async(number, self.recipe_config(number))
             except TrainerDiedError as error:
-                self._count_death(error, number)
+                self._count_death(error)
 
     def _finish_training(self, number: int, training: Training, began: float) -> None:
         iteration = self.folder.iteration(number)
@@ -273,12 +276,13 @@ class Phases:
                 training.result()
                 break
             except TrainerDiedError as error:
-                self._count_death(error, number)
+                self._count_death(error)
                 training = self._begin(number)
+        self._deaths = 0
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
         self.timeline.add_training(began, clock(), steps)
         facts = {"seconds": clock() - began, "trained": True, "steps": steps}
-        iteration.mark("train", ["checkpoint", "state", "train.jsonl"], facts)
+        iteration.mark("train", ["checkpoint", "state", "train.jsonl", "trainer_logprobs.safetensors"], facts)
 
     def look_after_trainer(self) -> None:
         """Notices a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises
@@ -286,12 +290,13 @@ class Phases:
         try:
             self.trainer.check()
         except TrainerDiedError as error:
-            self._count_death(error, None)
+            self._count_death(error)
 
-    def _count_death(self, error: TrainerDiedError, number: int | None) -> None:
-        """Of iteration `number`, None: between two. Raises the error where it was one too many."""
-        self._deaths = [*(one for one in self._deaths if one == number), number]
-        if len(self._deaths) > self.config.trainer_restarts:
+    def _count_death(self, error: TrainerDiedError) -> None:
+        """One that died while it waited counts for the iteration that it waited for. Raises the error where it was one too
+        many."""
+        self._deaths += 1
+        if self._deaths > self.config.trainer_restarts:
             raise error
         logger.warning("%s", error)
         self.console.line(f"note: {str(error).splitlines()[0][:200]}; starting it again (see logs/)")

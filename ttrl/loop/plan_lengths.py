@@ -41,6 +41,8 @@ class Assumptions:
         for name, value in (("prompt_tokens", self.prompt_tokens), ("completion_tokens", self.completion_tokens)):
             if value is not None and not value >= 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
+            if value is not None and value > _MOST_TOKENS:
+                raise UserError(f"{name} is {value:g}; it must be at most {_MOST_TOKENS:,}")
         if self.signal_share is not None and not 0 < self.signal_share <= 1:
             raise UserError(f"signal_share is {self.signal_share}; it must be above 0 and at most 1")
 

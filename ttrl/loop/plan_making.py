@@ -16,7 +16,7 @@ from typing import Any
 from ttrl.costs.parameters import DecoderParameters, decoder_parameters
 from ttrl.costs.storage import iteration_bytes
 from ttrl.costs.training_settings import Settings
-from ttrl.errors import ModelFolderError, TtrlError
+from ttrl.errors import ModelFolderError, UserError
 from ttrl.files import free_bytes, write_json
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.plan_lengths import Assumptions, Lengths, assumed_lengths, run_lengths, task_lengths
@@ -121,6 +121,8 @@ def make_plan(
     Raises ConfigError, ModelFolderError, UserError.
     """
     config = config.check("TrainConfig")
+    if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
+        raise UserError(f"price_per_hour is {price_per_hour}; it must be a number, 0 or more")
     model = read_model_config(config.model)
     decoder, assumptions = decoder_parameters(model), assumptions or Assumptions()
     machine = gpu_named(gpu) if gpu is not None else None
@@ -180,7 +182,7 @@ def write_plan(
     try:
         made = make_plan(dataclasses.replace(config, model=str(model)), tasks, validation_tasks, tokenizer=tokenizer)
         made.save(folder)
-    except (TtrlError, ArithmeticError, ValueError, LookupError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - among them what a tokenizer raises, and memory that is not there
         logger.warning("no plan of this run: %s: %s", type(error).__name__, error)
 
 

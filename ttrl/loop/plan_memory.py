@@ -1,21 +1,19 @@
 """Memory of trainer and server, how many sequences the server computes at the same time, and whether it all fits."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import psutil
 
 from ttrl.configs import GRPOConfig
 from ttrl.costs.memory import IMPORTS, training_memory
 from ttrl.costs.savings import savings
 from ttrl.costs.storage import server_memory, token_cache_bytes
 from ttrl.costs.training_settings import Workload
-from ttrl.errors import ModelFolderError
+from ttrl.errors import ModelFolderError, UserError
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.plan_machine import Machine
 from ttrl.loop.plan_work import Work
+from ttrl.server.vllm import cpu_cache_bytes
 
 _GIB = 2**30
 _HEAP_GAPS = 0.2  # of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured
@@ -24,6 +22,7 @@ _GPU_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 _GPU_SEQUENCES = {True: 1024, False: 256}  # vLLM's default of max_num_seqs: with 70 GB and more, with less
 _CPU_SEQUENCES = 128  # the same on CPU
 _GPU_STEP_TOKENS, _CPU_STEP_TOKENS = 8192, 2048  # vLLM's default of max_num_batched_tokens
+_SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,10 @@ def memory_of(
         parts["heap's gaps"] = _HEAP_GAPS * sum(parts.values())
         parts["program"] = IMPORTS
     tokens, server_parts = _server(model, config, machine) if with_server else (0, {})
-    # Both on one device: either the server stops while the trainer works, or they take turns in being there.
-    apart = config.weight_sync == "restart" or (machine.cuda and config.resolved_trainer_memory("cuda") == "free")
+    # Each gives way while the other works; on a CPU, sleep frees nothing.
+    server_goes = config.server_stops and (config.weight_sync == "restart" or machine.cuda)
+    trainer_stays = machine.cuda and config.trainer == "resident" and config.resolved_trainer_memory("cuda") == "keep"
+    apart = server_goes and not trainer_stays
     length = max(1.0, work.prompt_mean + work.completion_mean)
     return PlannedMemory(
         trainer=sum(parts.values()),
@@ -114,33 +115,39 @@ def _argument(config: TrainConfig, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
+def _number(config: TrainConfig, name: str, default: float) -> float:
+    """An argument that vLLM takes as a number, or as one with a suffix: 4k is 4000, 4K is 4096. Raises UserError."""
+    value = _argument(config, name, default)
+    digits, factor = (value[:-1], _SUFFIXES[value[-1]]) if str(value)[-1:] in _SUFFIXES else (value, 1)
+    try:
+        number = float(digits) * factor
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UserError(f"server: {name} is {value!r}; it must be a number above 0")
+    return number
+
+
 def _most_sequences(config: TrainConfig, machine: Machine) -> int:
     default = _GPU_SEQUENCES[machine.memory >= 70 * _GIB] if machine.cuda else _CPU_SEQUENCES
-    return int(_argument(config, "max_num_seqs", default))
+    return int(_number(config, "max_num_seqs", default))
 
 
 def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> tuple[int, dict[str, float]]:
     """Tokens that its cache has room for, and what it holds, by part."""
-    parallel = int(_argument(config, "tensor_parallel_size", 1))
-    step_tokens = int(_argument(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if machine.cuda else _CPU_STEP_TOKENS))
+    parallel = max(1, int(_number(config, "tensor_parallel_size", 1)))
+    step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if machine.cuda else _CPU_STEP_TOKENS))
     dtype = config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if machine.cuda else "fp32"
     parts = server_memory(model, 0, dtype=dtype, tensor_parallel=parallel, step_tokens=step_tokens)
     each = server_memory(model, 1, dtype=dtype, tensor_parallel=parallel)["cache"]
     assert each >= token_cache_bytes(model, dtype) / parallel
-    given = _argument(config, "kv_cache_memory_bytes", None)
     if machine.cuda:
-        allowed = machine.memory * float(_argument(config, "gpu_memory_utilization", _GPU_SHARE))
-        room = float(given) if given is not None else allowed - parts["weights"] - parts["activations"]
+        allowed = machine.memory * _number(config, "gpu_memory_utilization", _GPU_SHARE)
+        room = allowed - parts["weights"] - parts["activations"]
     else:
         parts["program"] = _SERVER_IMPORTS
-        room = float(given) if given is not None else _cpu_cache_space()
+        room = cpu_cache_bytes()
+    if _argument(config, "kv_cache_memory_bytes", None) is not None:
+        room = _number(config, "kv_cache_memory_bytes", room)
     room = max(0.0, room)
     return int(room / each), {**parts, "cache": room}  # it takes all of it at its start, and writes to it
-
-
-def _cpu_cache_space() -> float:
-    """As `ttrl.server.vllm` sets it, unless the environment does."""
-    if given := os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        return float(given) * _GIB
-    free = psutil.virtual_memory().available // _GIB
-    return float(max(1, min(4, free // 8))) * _GIB

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import TtrlError
-from ttrl.files import read_jsonl
 from ttrl.loop.plan_measured import PLAN_FILE, measured_in_run, signal_share
 from ttrl.loop.plan_text import duration, gib, si
 from ttrl.loop.report_html import section, text_html
@@ -46,13 +45,13 @@ class Outcome:
         return self.ratio is None or abs(self.ratio - 1) <= NEAR
 
 
-def plan_section(run_folder: Path) -> str:
-    """Planned and measured, line by line; empty where the run has no plan or no finished iteration. Never raises for what lies
-    in the folder."""
+def plan_section(run_folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Planned and measured, line by line; empty where the run has no plan or no finished iteration. rows: of metrics.jsonl. Never
+    raises for what lies in the folder."""
     try:
         plan = json.loads((run_folder / PLAN_FILE).read_text(encoding="utf-8"))
-        lines = outcomes(plan, read_jsonl(run_folder / "metrics.jsonl"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, TtrlError):
+        lines = outcomes(plan, rows)
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, TtrlError):
         return ""  # of another version, or damaged
     if not lines:
         return ""

@@ -49,10 +49,11 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
         ways = [f"{name} saves {gib(saved)}" for name, saved in list(memory.savings.items())[:4]]
         if memory.together and machine.cuda:
             ways.insert(0, 'server: {"gpu_memory_utilization": ...} gives the server less')
-        if memory.together and config.weight_sync == "reload":
+        if memory.together and config.weight_sync != "restart" and not config.off_policy_steps:
             ways.append("weight_sync: restart stops the server while the trainer works")
         found.append(f"does not fit: {who} need more than the {gib(memory.available)} {where}; " + "; ".join(ways))
-    elif memory.peak > _NEARLY_FULL * memory.available:
+    # A server by itself takes as much of a GPU as it is told to, which is no estimate.
+    elif (memory.peak if memory.together else memory.trainer * memory.beside[0]) > _NEARLY_FULL * memory.available:
         found.append(f"nearly full: {gib(memory.peak)} of the {gib(memory.available)} {where}; the estimate is good to about 10%")
     if memory.server_parts and memory.server_parts.get("weights", 0.0) > memory.available:
         found.append("the server cannot even hold the weights; use more GPUs (server: tensor_parallel_size)")

@@ -152,7 +152,8 @@ def flops_of(
     }
     training = pass_flops(decoder, settings, len(positions), pairs, packed.num_trained).total
     forward = forward_flops(shape, len(positions), pairs, packed.num_trained).total
-    own = recipe.updates_per_iteration > 1 or recipe.rewards_tokens
+    several = recipe.updates_per_iteration > 1 and recipe.start_of_all_rows
+    own = several or recipe.rewards_tokens or recipe.lora_dropout > 0
     held_out = work.validation_samples * (
         decode_flops(shape, prompt_mean, round(work.completion_mean)).total + prefill_flops(shape, prompt_mean).total
     )

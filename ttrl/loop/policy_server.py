@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,13 @@ class RunningServers:
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[Any]:
         """The OpenAI client of the server, or a list of the clients of all: also of those that are out, which take part when they
-        are back with these weights. Their requests are for these weights."""
+        are back with these weights. Their requests are for these weights, so none goes to a server that may not know what that
+        means."""
         async with contextlib.AsyncExitStack() as stack:
-            headers = {FENCE_HEADER: self._version}
-            clients = [await stack.enter_async_context(member.server.client(default_headers=headers)) for member in self._members]
+            headers, clients = {FENCE_HEADER: self._version}, []
+            for member in self._members:
+                if member.is_fenced:
+                    clients.append(await stack.enter_async_context(member.server.client(default_headers=headers)))
             yield clients if len(clients) > 1 else clients[0]
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
@@ -145,7 +148,8 @@ class PolicyServer:
         self._adapters = can_serve_adapters(config)
         self._watching: threading.Thread | None = None
         self._over = threading.Event()
-        self._serving = threading.Event()
+        self._serving: tuple[Path, str] | None = None
+        """The checkpoint and version of requests, while they are served: one value, so that no thread mixes two of them."""
 
     def start(self, model_folder: Path) -> None:
         """Begins to start the servers in the background: it takes half a minute, in which the caller can do something else."""
@@ -165,7 +169,7 @@ class PolicyServer:
         """
         if not self._members:
             self.start(checkpoint)
-        self._serving.clear()
+        self._serving = None
         if checkpoint != self._folder or self._version is None:
             self._version = secrets.token_hex(16)
             self._folder = None
@@ -184,40 +188,42 @@ class PolicyServer:
         if len(errors) == len(results):
             raise errors[0]
         self._folder = checkpoint
-        self._serving.set()
+        assert self._version is not None
+        self._serving = checkpoint, self._version
         self._watch()
         return self._facts(results)
 
     def rest(self) -> None:
         """Before the trainer works on a device that it shares with them: servers stop, sleep or stay, as `weight_sync` says."""
-        self._serving.clear()
+        self._serving = None
         self._for_each(Member.rest)
 
     @property
     def running(self) -> RunningServers:
         """The servers. Raises ServerError where none has the policy that was asked for last."""
-        if self._folder is None or self._version is None or not self._serving.is_set():
+        if (serving := self._serving) is None:
             raise ServerError("no server runs; serve() starts one")
-        return RunningServers(self._members, self._version)
+        return RunningServers(self._members, serving[1])
 
     def stop(self) -> None:
         """Ends the servers, also those that are just starting. Harmless when there are none."""
-        self._serving.clear()
+        self._serving = None
         self._over.set()
         members, self._members, self._folder, self._version = self._members, [], None, None
         for member in members:  # first of all: whatever waits for one of them ends, too
             if member.ours is not None:
                 member.ours.stop()
         for member in members:
-            while not member.lock.acquire(timeout=0.2):
-                if member.ours is not None:
-                    member.ours.stop()
+            # A request to somebody else's server may take half an hour; nothing here needs its end.
+            while not (has_lock := member.lock.acquire(timeout=0.2)) and member.ours is not None:
+                member.ours.stop()
             try:
                 member.stop()
             finally:
-                member.lock.release()
+                if has_lock:
+                    member.lock.release()
         if self._watching is not None:
-            self._watching.join(30.0)
+            self._watching.join(5.0)
             self._watching = None
 
     # Inside
@@ -282,14 +288,18 @@ class PolicyServer:
 
         if len(self._members) <= 1:
             return [one(member) for member in self._members]
-        with ThreadPoolExecutor(len(self._members)) as pool:
+        done: dict[Member, Future[Any]] = {member: Future() for member in self._members}
+
+        def settle(member: Member) -> None:
             try:
-                return list(pool.map(one, self._members))
-            except BaseException:  # Ctrl-C: what the threads wait for ends with the servers
-                for member in self._members:
-                    if member.ours is not None:
-                        member.ours.stop()
-                raise
+                done[member].set_result(one(member))
+            except BaseException as error:  # noqa: BLE001 - raised below
+                done[member].set_exception(error)
+
+        # Threads of their own: Ctrl-C and the end of the program do not wait for them, as they would for those of a pool.
+        for member in done:
+            threading.Thread(target=settle, args=(member,), name="server sync", daemon=True).start()
+        return [future.result() for future in done.values()]
 
     def _facts(self, results: list[Any]) -> dict[str, Any] | None:
         left_out = {}
@@ -323,14 +333,11 @@ class PolicyServer:
         while not over.wait(_LOOK_SECONDS):
             others_too = time.monotonic() - looked_at_others >= _LOOK_AT_OTHERS_SECONDS
             for member in list(self._members):
-                folder, version = self._folder, self._version
-                if not self._serving.is_set() or folder is None or version is None:
-                    break
                 if (member.ours is None and not others_too) or not member.lock.acquire(blocking=False):
                     continue
-                try:
-                    if self._serving.is_set() and not over.is_set():
-                        member.look_after(folder, version, self._base(folder))
+                try:  # what is to be served is read with the lock held: whoever changes it waits for the lock before it syncs
+                    if (serving := self._serving) is not None and not over.is_set():
+                        member.look_after(*serving, self._base(serving[0]))
                 except Exception:  # the thread must not end; the loop will find what is wrong
                     logger.exception("looking after %s failed", member.server.base_url)
                 finally:

@@ -1,7 +1,9 @@
 """What the scripts in recipes/ share: their options, a warm start of a tiny model, a try-out, what they say at the end.
 
-A recipe is a script: tasks, config, `train()`. `--check` makes its tasks and checks its config, without a model. `--tiny` runs it
-for an iteration with a tiny random model on the few shortest tasks: it learns nothing, but every part of the recipe has run.
+A recipe is a script that reads from top to bottom: config, tasks, and `run_recipe`, which is `train(config, tasks=…,
+validation_tasks=…)` and a line about what came of it, unless one of its options says otherwise. `--check` makes its tasks and
+checks its config, without a model. `--tiny` runs it for an iteration with a tiny random model on the few shortest tasks: it
+learns nothing, but every part of the recipe has run.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from ttrl.errors import ConfigError, UserError
 from ttrl.files import write_jsonl
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.plan import plan
+from ttrl.loop.plan_config import with_settings
 from ttrl.loop.train import train
 from ttrl.loop.tune import tune
 from ttrl.tasks.task import Task
@@ -26,8 +29,8 @@ _TINY_TASKS, _TINY_TOKENS = 2, 8
 def script_arguments(
     description: str | None, *, run: str, iterations: int, model: str | None = None, data: str | None = None
 ) -> argparse.Namespace:
-    """The command line of a recipe: run folder, seed, iterations; with `model`, also a model; with `data`, also data ("" for data
-    that has no default).
+    """The command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model; with `data`,
+    also data ("" for data that has no default).
 
     `run` of what it returns is absolute; where the recipe has a model, it has `tiny`.
     """
@@ -47,6 +50,8 @@ def script_arguments(
         parser.add_argument(
             "--data", default=data or None, required=not data, help=f"a file, a folder, or a data set's name on the hub{shown}"
         )
+    others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
     parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
     parser.add_argument("--plan", action="store_true", help="say what the run will take, by a short run; see docs/plan.md")
     arguments = parser.parse_args()
@@ -96,6 +101,8 @@ def run_recipe(
     """
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(config, tasks, validation_tasks, make=not arguments.check)
+    if settings := getattr(arguments, "set", ()):
+        config = with_settings(config, settings)
     if arguments.check:
         if problems := config.problems():
             raise ConfigError("TrainConfig", problems)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrl.errors import TtrlError
+from ttrl.errors import StorageError, TtrlError
 from ttrl.files import write_text
 from ttrl.loop import report_charts as charts
 from ttrl.loop import report_words as words
@@ -25,6 +25,7 @@ from ttrl.loop.report_findings import drift_section, findings_section
 from ttrl.loop.report_html import section, text_html
 from ttrl.loop.report_samples import spread
 from ttrl.loop.report_tokens import token_text_of
+from ttrl.loop.without_secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
             charts.learning(run),
             conversations(run),
             charts.time(run),
-            plan_section(run.folder),
+            plan_section(run.folder, run.rows),
             charts.sampling(run),
             charts.training(run),
             _packed_row(run),
@@ -70,6 +71,20 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
     path = run.folder / FILE_NAME
     write_text(path, html)
     return path
+
+
+def leave_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> Path:
+    """`write_report` for a run under way, which no page may end: what goes wrong is logged. Returns its path.
+
+    Raises StorageError alone: there is no room for the run's own files either.
+    """
+    try:
+        return write_report(run_folder, rows)
+    except StorageError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it shows whatever a model wrote, out of files that anybody may have touched
+        logger.warning("report.html could not be written: %s: %s", type(error).__name__, error)
+        return Path(run_folder) / FILE_NAME
 
 
 def _head(run: RunData) -> str:
@@ -142,6 +157,6 @@ def _settings(run: RunData) -> str:
         ("Environment (environment.json)", run.environment),
     ):
         if values:
-            text = json.dumps(values, indent=2, ensure_ascii=False, default=str)
+            text = json.dumps(without_secrets(values), indent=2, ensure_ascii=False, default=str)
             parts.append(f"<details><summary>{title}</summary><pre>{text_html(text)}</pre></details>")
     return f"<section>{''.join(parts)}</section>" if parts else ""

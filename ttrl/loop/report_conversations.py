@@ -18,6 +18,8 @@ from ttrl.records import Sample
 
 HELD_OUT, TRAINING = 6, 8
 """Pages: of held-out tasks, and of training samples of each iteration that is shown (the first, the middle and the last)."""
+MOST_TEXT = 60_000
+"""Characters of the messages of one sample; a conversation of a hundred turns with tools would be megabytes on each page."""
 
 
 def _content(message: dict[str, Any]) -> str:
@@ -26,21 +28,32 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def messages_html(messages: Iterable[Any], kind: str = "prompt") -> str:
-    """Chat messages, each with its role."""
-    return "".join(
-        f'<div class="role">{text_html(message.get("role", "?"))}</div>{folded(_content(message), kind)}'
-        for message in messages
-        if isinstance(message, dict)
-    )
+    """Chat messages, each with its role; what is beyond MOST_TEXT is counted."""
+    return _shown([(message, kind) for message in messages])
+
+
+def _shown(messages: Sequence[tuple[Any, str]]) -> str:
+    """messages: with the class of each."""
+    parts, length = [], 0
+    known = [(message, kind) for message, kind in messages if isinstance(message, dict)]
+    for number, (message, kind) in enumerate(known):
+        if length >= MOST_TEXT:
+            parts.append(f"<p class=facts>… {len(known) - number:,} more messages in the run folder</p>")
+            break
+        content = _content(message)
+        length += len(content)
+        parts.append(f'<div class="role">{text_html(message.get("role", "?"))}</div>{folded(content, kind)}')
+    return "".join(parts)
 
 
 def _turns(sample: Sample) -> str:
     """What was said up to the last reply, without the task's messages."""
     turns = sample.turns or []
-    return "".join(
-        messages_html(turn.messages) + (messages_html([turn.reply], "answer") if number < len(turns) - 1 else "")
-        for number, turn in enumerate(turns)
-    )
+    messages = []
+    for number, turn in enumerate(turns):
+        messages += [(message, "prompt") for message in turn.messages]
+        messages += [(turn.reply, "answer")] if number < len(turns) - 1 else []
+    return _shown(messages)
 
 
 def answer_html(sample: Sample, label: str, tokens: str = "") -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,11 @@ class IterationFolder:
 
         Raises RunFolderError where another process has taken the run over, StorageError.
         """
-        digests = {}
-        for name in files:
-            top = self.path / name
-            for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-                if path.is_file():
-                    digests[str(path.relative_to(self.path))] = digest(path)
+        tops = [self.path / name for name in files]
+        paths = [path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]) if path.is_file()]
+        names = [str(path.relative_to(self.path)) for path in paths]
+        with ThreadPoolExecutor(4) as threads:  # checkpoint and state side by side: nothing else runs meanwhile
+            digests = dict(zip(names, threads.map(digest, paths), strict=True))
         self._check_lock()
         write_json(self._path(phase), {"phase": phase, "finished": time.time(), "facts": facts, "files": digests})
         self._marked()
@@ -156,10 +156,13 @@ class RunFolder:
         write_json(path, tasks)
 
     def clean(self) -> None:
-        """Removes what a killed process left half written; not in replays, which others may work on."""
+        """Removes what a killed process left half written or of no use; not in replays, which others may work on."""
         for place in self.path.iterdir():
             if place.name.startswith(TEMPORARY_PREFIX) or (place.is_dir() and place.name != "replays"):
                 remove_leftovers(place)
+        for partial in self.path.glob("iterations/*/rollouts.partial.jsonl"):
+            if (partial.parent / "done" / "rollouts.json").exists():  # killed between the marker and its removal
+                partial.unlink()
 
     def policy_version(self, number: int) -> int:
         """The iteration whose checkpoint is the policy after iteration `number`: itself, or an earlier one where nothing was

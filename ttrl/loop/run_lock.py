@@ -1,7 +1,8 @@
 """One process per run folder: a lock with an owner, on this machine and on a shared file system.
 
 Two things say that a folder is taken. `lock` is locked with flock: the kernel frees it when its process dies, however it dies, so
-on one machine nothing more is needed. `owner.json` names the process (host, pid, user, since when, command), and its time of
+on one machine nothing more is needed. It holds the token of the process that took it last, and stays, so that one that slept
+through another's whole work learns of it. `owner.json` names the process (host, pid, user, since when, command), and its time of
 change moves every few seconds as long as the process lives: the heartbeat, for file systems whose flock does not reach other
 machines, or that have none.
 
@@ -117,9 +118,11 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._owner_path = folder / "owner.json"
+        self._owner_path, self._lock_path = folder / "owner.json", folder / "lock"
         self._owner: dict[str, Any] | None = None
         self._lost: dict[str, Any] | None = None
+        self._signed = False
+        """Whether our token is in `lock`."""
 
     @contextlib.contextmanager
     def held(self, *, take_over: bool = False) -> Iterator[None]:
@@ -129,7 +132,7 @@ class RunLock:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = open(self._folder / "lock", "a+")  # noqa: SIM115 - closed below
+            file = os.fdopen(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
         except OSError as error:
             raise RunFolderError(f"{self._folder} cannot be a run folder: {error.strerror}; choose another one") from error
         with file:
@@ -138,7 +141,11 @@ class RunLock:
                 judge_owner(owner, self._folder, self._heartbeat_moves, locks=locks, take_over=take_over)
             self._owner, self._lost = describe_process(), None
             write_json(self._owner_path, self._owner)
-            os.utime(file.fileno())
+            self._signed = False
+            with contextlib.suppress(OSError):  # it comes on top of owner.json; tokens are equally long
+                os.pwrite(file.fileno(), self._owner["token"].encode(), 0)
+                self._signed = True
+                os.fsync(file.fileno())  # so that NFS shows it to others
             ended = threading.Event()
             beating = threading.Thread(target=self._beat, args=(ended,), name="run lock", daemon=True)
             beating.start()
@@ -155,10 +162,10 @@ class RunLock:
     def check(self) -> None:
         """Raises RunFolderError where another process has taken the folder over. Harmless where it was never locked."""
         if self._owner is not None and not self._is_ours():
-            other = self._lost or {}
+            other = in_words(self._lost) if self._lost else "which has ended since"
             raise RunFolderError(
-                f"{self._folder} was taken over by another process ({in_words(other)}); this one stops here, and what it had "
-                "begun is not marked as finished"
+                f"{self._folder} was taken over by another process ({other}); this one stops here, and what it had begun is not "
+                "marked as finished. Start the same command again to go on from where that one ended"
             )
 
     def _flock(self, file: IO[str]) -> bool:
@@ -209,9 +216,13 @@ class RunLock:
                 os.utime(self._owner_path)
 
     def _is_ours(self) -> bool:
-        """Whether owner.json still names us. One that is gone or cannot be read names nobody else."""
-        owner = self._read_owner()
-        if owner and self._owner is not None and owner.get("token") != self._owner["token"]:
-            self._lost = owner
-            return False
-        return True
+        """Whether owner.json still names us, and nobody took the lock since. What is gone or cannot be read names nobody else."""
+        if self._owner is None:
+            return True
+        ours, owner, last = self._owner["token"], self._read_owner(), ""
+        with contextlib.suppress(OSError, ValueError):
+            last = self._lock_path.read_text(encoding="utf-8")
+        if (owner is None or owner.get("token") == ours) and (last in ("", ours) or not self._signed):
+            return True
+        self._lost = self._lost or owner or {}  # {}: it has ended already
+        return False

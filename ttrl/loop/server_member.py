@@ -37,6 +37,8 @@ class Member:
         """What that is called in requests."""
         self.problem: ServerError | None = None
         """Why it is not proven."""
+        self.is_fenced = isinstance(server, VLLMServer)
+        """Whether it is known to refuse requests for other weights than it has; what somebody else started may be any server."""
         self.may_restart = True
         """It is started anew once, after it died; allowed again by the next policy."""
         self._fresh = self._asleep = self._start_failed = False
@@ -153,23 +155,30 @@ class Member:
         in_place = "restart" if self._mode == "restart" and self.ours is not None else "reload"
         try:
             server.check()
-            if not (fresh and not server.serves_adapters):
-                return _facts(
-                    sync_weights(
-                        server,
-                        checkpoint,
-                        mode=in_place if not fresh else "reload",
-                        compare=self._compare,
-                        remote_folder=there,
-                        asleep=asleep,
-                    )
-                )
-            canary, comparison = verify_weights(server, checkpoint, compare=self._compare)
+            if not self.is_fenced:
+                server.open_version()  # a server without our middleware does not know this path
+                self.is_fenced = True
+            if fresh and not server.serves_adapters and (facts := self._started_with(checkpoint)) is not None:
+                return facts
+            mode = in_place if not fresh else "reload"
+            return _facts(sync_weights(server, checkpoint, mode=mode, compare=self._compare, remote_folder=there, asleep=asleep))
         except ServerDiedError as error:
             if self.ours is None or not self.may_restart:
                 raise
             return self._start_anew(checkpoint, error)
-        server.policy_folder = checkpoint
+
+    def _started_with(self, checkpoint: Path) -> dict[str, Any] | None:
+        """What the proof has to say where it was started with these weights, under whatever path; None where it was not."""
+        assert self.ours is not None
+        started = Path(self.ours.model_folder)
+        if not all(_is_same(file, started / file.name) for file in checkpoint.glob("*.safetensors")):
+            return None  # in half precision, the canary alone would not tell one step of training from none
+        try:
+            canary, comparison = verify_weights(self.server, checkpoint, compare=self._compare)
+        except WeightSyncError as error:
+            logger.warning("%s did not load the weights as it should at its start: %s", self.server.base_url, error)
+            return None
+        self.server.policy_folder = checkpoint
         report = SyncReport("reload", 0.0, canary.max_difference, canary.mean_difference, None, comparison)
         return _facts(report) | {"mode": "start"}
 
@@ -201,14 +210,24 @@ class Member:
     def look_after(self, checkpoint: Path, version: str, base: Path) -> None:
         """Called again and again while it should serve: one that was lost is brought back to the policy before it serves."""
         server = self.ours
-        if self.proven is not None:
-            lost = self._why_lost(version)
-            if lost is None:
+        if server is None:
+            try:
+                self.server.check()
+                has = self.server.open_version()
+            except ServerError as error:  # perhaps only slow for a while: whatever it is computing, let it go on
+                return self._lose(str(error))
+            if has == version:
+                if self.proven is None:  # it was only out of reach: a start or a sync would have closed it
+                    self.proven, self.version, self.problem = checkpoint, version, None
+                    logger.warning("%s is back", self.server.base_url)
                 return
-            self.proven, self.problem = None, ServerDiedError(lost)
-            logger.warning("%s is left out: %s", self.server.base_url, lost)
-        if server is not None and not self.may_restart:
-            return
+            self._lose("it was started anew, or somebody else gave it other weights")
+        else:
+            if self.proven is not None and not server.has_ended:
+                return
+            self._lose(f"its process ended; its log is {server.log_path}")
+            if not self.may_restart:
+                return
         try:
             self.bring(checkpoint, version, base)
         except ServerError as error:
@@ -217,15 +236,17 @@ class Member:
         else:
             logger.warning("%s is back, with the weights in %s", self.server.base_url, checkpoint)
 
-    def _why_lost(self, version: str) -> str | None:
-        if self.ours is not None:
-            return None if not self.ours.has_ended else f"its process ended; its log is {self.ours.log_path}"
-        try:
-            self.server.check()
-            has = self.server.open_version()
-        except ServerError as error:
-            return str(error)
-        return None if has == version else "it was started anew, or somebody else gave it other weights"
+    def _lose(self, why: str) -> None:
+        if self.proven is not None:
+            self.proven, self.problem = None, ServerDiedError(why)
+            logger.warning("%s is left out: %s", self.server.base_url, why)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _facts(report: SyncReport) -> dict[str, Any]:

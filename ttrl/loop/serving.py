@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 
-from ttrl.errors import ServerError
+from ttrl.errors import ServerError, UserError
 from ttrl.server.vllm import VLLMServer, is_cpu_build
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -32,6 +33,22 @@ class Served:
 def is_address(model: str) -> bool:
     """True for the address of a server, False for a folder or a hub name."""
     return model.startswith(("http://", "https://"))
+
+
+def address_problem(model: str) -> str | None:
+    """What is wrong with an address. A key in it would stand in every message and file that names the server."""
+    try:
+        parts = urlsplit(model)
+    except ValueError as error:
+        return f"the address of the server is none: {error}; give one such as http://127.0.0.1:8000/v1"
+    if not parts.hostname:
+        return "the address names no server; give one such as http://127.0.0.1:8000/v1"
+    if parts.username or parts.password or parts.query or parts.fragment:
+        return (
+            f"the address of {parts.hostname} has a name, a key, a query or a fragment in it; give scheme, host, port and path "
+            "alone, and the key in an environment variable"
+        )
+    return None
 
 
 def default_dtype() -> str:
@@ -56,9 +73,12 @@ def serving(
     name: under which an address serves the model; None: the first that it lists.
     dtype: None: `default_dtype`.
     log_path: of the server that is started here; None: a file that is gone with it.
-    Raises ServerError: nothing answers there, or it serves no model of that name; and what VLLMServer raises.
+    Raises UserError for an address with a key in it; ServerError: nothing answers there, or it serves no model of that name; and
+    what VLLMServer raises.
     """
     if is_address(model):
+        if problem := address_problem(model):
+            raise UserError(problem)
         # Servers at home want no key, but the client wants one.
         at = {"base_url": model, "api_key": os.environ.get(key_variable) or "none"}
         served = _served_model(at, name, key_variable)

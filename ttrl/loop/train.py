@@ -4,6 +4,7 @@ Every phase ends with a marker in the run folder (`ttrl.loop.run_folder`), so th
 one, whatever ended the process before. The phases themselves: `ttrl.loop.phases`; their order: `ttrl.loop.iterations`.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from ttrl.loop.phases import Phases
 from ttrl.loop.policy_server import PolicyServer, make_server
 from ttrl.loop.progress_line import best_iteration
 from ttrl.loop.pruning import prune
-from ttrl.loop.report import write_report
+from ttrl.loop.report import leave_report
 from ttrl.loop.run_folder import RunFolder
 from ttrl.loop.run_lock import TAKE_OVER_VARIABLE
 from ttrl.processes import reap_leftovers
@@ -83,17 +84,17 @@ def train(
         if (note := check_disk(config, model, folder, len(task_lists["validation_tasks"]))) is not None:
             console.line(f"note: {note}")
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
-        server = PolicyServer(config, folder.path / "logs", console)
-        phases = Phases(config, folder, model, *task_lists.values(), server, console)
-        try:
-            Iterations(phases, loggers).run()
-        except DriftError:
-            write_report(folder.path)  # it shows the tokens and causes
-            raise
-        finally:
-            loggers.close()
-            phases.trainer.stop()
-            server.stop()
+        with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises
+            ends.callback(loggers.close)
+            server = PolicyServer(config, folder.path / "logs", console)
+            ends.callback(server.stop)
+            phases = Phases(config, folder, model, *task_lists.values(), server, console)
+            ends.callback(phases.trainer.stop)
+            try:
+                Iterations(phases, loggers).run()
+            except DriftError:
+                leave_report(folder.path)  # it shows the tokens and causes
+                raise
         rows = folder.metrics()
         best = best_iteration(rows, config) if task_lists["validation_tasks"] else None
         newest = folder.policy_version(rows[-1]["iteration"])
@@ -106,7 +107,7 @@ def train(
             checkpoint=folder.checkpoint(newest),
             best_checkpoint=folder.checkpoint(best),
             metrics=rows,
-            report=write_report(folder.path),
+            report=leave_report(folder.path),
         )
 
 

@@ -6,6 +6,7 @@ logs/trainer.log while it waits, and to the iteration's own train.log while it t
 message that the one-shot form ends with.
 """
 
+import contextlib
 import secrets
 import shutil
 import tempfile
@@ -14,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrl.errors import TrainerError, TtrlError
+from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.console import Console
-from ttrl.loop.nodes import network_environment, torchrun_arguments, write_meeting
+from ttrl.loop.nodes import arrived, is_loopback, network_environment, torchrun_arguments, write_meeting
 from ttrl.loop.run_folder import RunFolder
 from ttrl.loop.tune import TrainerProcess, checkpoint_of, recipe_arguments, tune_command, write_recipe_config
 from ttrl.request_folder import FolderWatch, RequestFolder
@@ -100,9 +101,16 @@ class Trainer:
         if self._config.nnodes > 1:
             endpoint = self._config.endpoint()
             assert endpoint is not None  # checked with the config
-            torchrun = [*torchrun_arguments(self._config.nnodes, endpoint, path.name, leads=True), *torchrun]
+            nnodes, timeout = self._config.nnodes, self._config.join_timeout
+            torchrun = [*torchrun_arguments(nnodes, endpoint, path.name, leads=True, join_timeout=timeout), *torchrun]
             variables = network_environment(endpoint)
             write_meeting(path, self._config, self._config.nproc_per_node)
+            self._console.line(
+                f"the trainer waits at {endpoint} for {nnodes - 1} more of {nnodes} machines, {timeout} s at most; on each of "
+                f"them: ttrl join {self._folder.path}"
+            )
+            if is_loopback(endpoint):
+                self._console.line(f"note: {endpoint} is this machine's loopback; name an address that the others can reach")
         log = self._folder.path / "logs" / "trainer.log"
         self._process = self._started(path / "start.yaml", log, path / "progress", torchrun, variables)
 
@@ -114,7 +122,7 @@ class Trainer:
         if self._process is None:
             return
         try:
-            ended = self._process.ended()
+            ended = self._has_ended(self._process)
         except TtrlError:
             self._forget()
             raise
@@ -151,7 +159,8 @@ class Trainer:
         process, requests = self._process, self._requests
         self._forget()
         if requests is not None and requests.path.is_dir():
-            requests.put(requests.stop, "")  # for processes on other hosts, which no signal reaches
+            with contextlib.suppress(OSError):  # on a full disk they end when the folder is gone
+                requests.put(requests.stop, "")  # for processes on other hosts, which no signal reaches
         if process is not None:
             process.stop()
         if requests is not None:
@@ -203,7 +212,7 @@ class Trainer:
         def answered() -> bool:
             if answer.exists():
                 return True
-            if process.ended() and not answer.exists():
+            if self._has_ended(process) and not answer.exists():
                 raise TrainerError(f"the resident trainer ended by itself in the middle of an iteration; see {log}")
             return False
 
@@ -212,6 +221,20 @@ class Trainer:
             self._training = None
 
         return Training(process, output, self._failing_as_over(answered, self._forget), over, watch.wait, **bar)
+
+    def _has_ended(self, process: TrainerProcess) -> bool:
+        """As `TrainerProcess.ended`, and says it where the other machines did not come: another start would not mend that."""
+        try:
+            return process.ended()
+        except TrainerDiedError as error:
+            if self._config.nnodes == 1 or self._requests is None or "RendezvousTimeoutError" not in str(error):
+                raise
+            raise TrainerError(
+                f"of {self._config.nnodes} machines only {1 + arrived(self._requests.path)} were there within "
+                f"{self._config.join_timeout} s (join_timeout); run `ttrl join {self._folder.path}` on the others, and start "
+                f"the same command again. Each machine must reach the first one at {self._config.endpoint()}, and the others at "
+                "any port"
+            ) from error
 
     def _failing_as_over(self, is_done: Callable[[], bool], over: Callable[[], None]) -> Callable[[], bool]:
         def judged() -> bool:

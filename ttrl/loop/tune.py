@@ -21,7 +21,9 @@ GRPO_RECIPE = "ttrl/grpo_recipe"
 SFT_RECIPE = "ttrl/sft_recipe"
 _PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 _POLL_SECONDS = 0.02
-_ERRORS = ("ConfigError", "ModelFolderError", "PackError", "RunFolderError", "StorageError", "TokenizationError")
+_ERRORS = ("ConfigError", "DivergedError", "ModelFolderError", "PackError", "RunFolderError", "StorageError")
+_ERRORS += ("TokenizationError", "TrainerMemoryError")
+"""What a trainer says before it ends of its own accord, which another start would not change."""
 
 
 def tune(
@@ -64,7 +66,7 @@ def write_recipe_config(config: Mapping[str, Any], path: str | os.PathLike[str])
         text = yaml.safe_dump(dict(config), sort_keys=False)
     except yaml.YAMLError as error:
         raise ConfigError(str(path), [f"{error.args[-1]!r} cannot be written to it; use plain values"]) from error
-    write_text(path, text)
+    write_text(path, text, durable=False)  # made anew for each process that reads it
     return text
 
 
@@ -120,9 +122,9 @@ class TrainerProcess:
         self, command: Sequence[str], log_path: Path, progress: Path, variables: Mapping[str, str] | None = None
     ) -> None:
         # Threads that wait by spinning make training many times slower wherever another program wants a core (measured: 14).
-        environment = (
-            {"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ) | {_PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
-        )
+        # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; lengths of rows are ever new ones.
+        defaults = {"OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+        environment = defaults | dict(os.environ) | {_PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
         self.progress = progress
         self._task_log: tuple[Path, int, int] | None = None
         self._child = ChildProcess(command, log_path, env=environment)

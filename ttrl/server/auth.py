@@ -7,8 +7,9 @@ any local user, and /metrics, /tokenize and /invocations are open as well. vLLM 
 The fence. A client that was told that a server has certain weights says so in each request (header X-TTRL-Weights). A server
 answers such requests while it is open to those weights: from when a sync was proven until the next one begins, or until it is
 started anew. So a server that died in the middle of the rollouts and came back with other weights answers 503, which the clients
-take for a server that is down, until it was synced. Requests without the header pass. The state is a file, since vLLM may have
-several API servers; it is removed before each start.
+take for a server that is down, until it was synced. An answer during which it was closed is not sent, or is broken off: a part
+of it may come from other weights. Requests without the header pass. The state is a file, since vLLM may have several API servers;
+it is removed before each start.
 """
 
 import contextlib
@@ -57,12 +58,29 @@ class RequireKey:
         wanted = next((value for name, value in scope["headers"] if name.lower() == _FENCE_HEADER), None)
         if scope.get("path") == FENCE_PATH and scope["type"] == "http":
             return await self._set_fence(scope["method"], wanted, send)
-        if wanted is not None and wanted != (has := self._open_to()):
+        if wanted is None:
+            return await self._app(scope, receive, send)
+        opened = self._opened()
+        if wanted != (has := self._open_to()):
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1013, "reason": "other weights"})
             message = f"this server has other weights ({_text(has)}) than the request is for ({_text(wanted)}); sync it first"
             return await _answer(send, 503, {"error": {"message": message, "type": "other_weights", "code": 503}})
-        await self._app(scope, receive, send)
+
+        async def send_while_open(message: MutableMapping[str, Any]) -> None:
+            if self._opened() != opened:
+                raise RuntimeError("the weights were changed while this request ran; its answer is not sent")
+            await send(message)
+
+        await self._app(scope, receive, send_while_open)
+
+    def _opened(self) -> tuple[int, int] | None:
+        """Changes whenever the fence does; costs less than to read it, as is done for each part of a stream."""
+        try:
+            found = os.stat(self._fence or os.devnull)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def _open_to(self) -> bytes | None:
         try:

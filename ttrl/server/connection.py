@@ -3,6 +3,7 @@
 `ttrl.server.vllm.VLLMServer` starts one here; `JoinedServer` is one that somebody else started (`ttrl serve`, on another host).
 """
 
+import http.client
 import json
 import os
 import re
@@ -164,6 +165,8 @@ class Connection:
                 return error.code, error.read().decode(errors="replace")
         except urllib.error.URLError as error:
             raise error.reason if isinstance(error.reason, OSError) else error from None
+        except http.client.HTTPException as error:  # it died in the middle of an answer, or what answers there is no HTTP
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 class JoinedServer(Connection):

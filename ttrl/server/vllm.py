@@ -50,6 +50,7 @@ _PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-p
 _PORT_ATTEMPTS = 3
 _STOP_SECONDS = 5.0  # half a second suffices, but vLLM waits without end for clients whose requests still run
 _GIB = 2**30
+CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
 
 
@@ -272,8 +273,7 @@ class VLLMServer(Connection):
         given = {**os.environ, **self.env}
         if is_cpu_build():
             if self.extra_args.get("kv-cache-memory-bytes") is None:  # the variable would win over it
-                free = psutil.virtual_memory().available // _GIB
-                defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, min(4, free // 8)))
+                defaults[CPU_CACHE_VARIABLE] = f"{cpu_cache_bytes() / _GIB:g}"
             own_binding = given.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
             if not own_binding and all(self.extra_args.get(name) in (None, 1) for name in _PARALLEL_ARGUMENTS):
                 defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(max(1, _usable_cores() - 1))}
@@ -288,18 +288,17 @@ class VLLMServer(Connection):
 
     def _choose_port(self) -> int:
         """The given port, the one from before, or a free one. Raises ServerStartError when the given one is in use."""
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+        ports = [self.port or 0] if self._port_is_given or not self.port else [self.port, 0]
+        for port in ports:
             try:
-                probe.bind((self.host, self.port or 0))
+                with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+                    probe.bind((self.host, port))
+                    return probe.getsockname()[1]
             except OSError as error:
-                if self._port_is_given:
-                    message = (
-                        f"cannot serve at {self.host}:{self.port}: {error.strerror}; give another port, or none to get a free one"
-                    )
-                    raise ServerStartError(message) from error
-                probe.bind((self.host, 0))
-            return probe.getsockname()[1]
+                why = error
+        way_out = "give another port, or none to get a free one" if self._port_is_given else "is it an address of this machine?"
+        raise ServerStartError(f"cannot serve at {self.host}:{self.port or 'any port'}: {why.strerror}; {way_out}") from why
 
     def _wait_until_healthy(self, child: ChildProcess, deadline: float) -> None:
         state = "it never answered"
@@ -358,6 +357,14 @@ def is_cpu_build() -> bool:
             continue
         return package == "vllm-cpu" or "+cpu" in version
     return False
+
+
+def cpu_cache_bytes() -> float:
+    """Of a server's KV cache on a CPU, unless its arguments say otherwise: as the environment says, or what the free memory now
+    allows, 1 to 4 GiB."""
+    if given := os.environ.get(CPU_CACHE_VARIABLE):
+        return float(given) * _GIB
+    return float(max(1, min(4, psutil.virtual_memory().available // _GIB // 8))) * _GIB
 
 
 def cores_for_servers(servers: int) -> int:

@@ -110,6 +110,14 @@ def select(
     return [row for _, row in chosen[:n]]
 
 
+def puzzle_seeds(split: str, n: int | None, seed: int) -> list[str]:
+    """Seeds of `n` puzzles that are made: for "train" by the seed; else always the same ones. Raises TaskError."""
+    if type(n) is not int or n < 1:
+        raise TaskError(f"n is {n!r}; ask for at least one puzzle")
+    name = f"train {seed}" if split == "train" else "validation"
+    return [f"{name} {number}" for number in range(n)]
+
+
 def split_name(split: str, known: Sequence[str], what: str) -> str:
     """The split, or a TaskError that lists those there are."""
     if split not in known:

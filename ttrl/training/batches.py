@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from ttrl.configs import TrainingConfig
 from ttrl.data.aggregation import normaliser
@@ -15,6 +16,7 @@ from ttrl.data.row_balance import balance
 from ttrl.data.row_work import row_work
 from ttrl.data.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
 from ttrl.errors import PackError
+from ttrl.training.counts import row_flops
 from ttrl.training.distributed import Ranks
 from ttrl.training.logprobs import IGNORE
 from ttrl.training.policy import Policy
@@ -72,18 +74,23 @@ def derived_generator(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
 
-def updates(packed: PackedTensors, count: int, seed: tuple[int, int], ranks: Ranks) -> list[Update]:
+def updates(
+    packed: PackedTensors, count: int, seed: tuple[int, int], ranks: Ranks, model: PretrainedConfig | None = None
+) -> list[Update]:
     """Splits the rows into `count` optimizer steps, or one per row where there are fewer rows; no row is left out.
 
     With more than one step the rows are shuffled first, by `seed` = (seed, iteration) and nothing else: which rows a step has
     does not depend on the ranks. The rows of a step are dealt out so that no rank waits for another (`balance`), and brought to
-    a multiple of the ranks with zero-weight rows.
+    a multiple of the ranks with zero-weight rows. model: whose FLOPs tell how much work a row is; None: a model of a thousand
+    dimensions without a head.
     """
     order = torch.nonzero((packed.labels != IGNORE).any(dim=1)).squeeze(1)  # rows of padding alone teach nothing
     count = min(count, len(order))
     if count > 1:
         order = order[torch.randperm(len(order), generator=derived_generator(*seed))]
-    cost = row_work(packed.group_ids, packed.parent_ids) if ranks.world_size > 1 else []
+    cost: list[float] = []
+    if ranks.world_size > 1:
+        cost = row_work(packed.group_ids, packed.parent_ids) if model is None else row_flops(packed, model)
     result = []
     for chosen in order.tensor_split(count):
         if ranks.world_size > 1:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from ttrl.configs import TrainingConfig
 from ttrl.costs.adapter_flops import pass_flops
+from ttrl.costs.flops import forward_flops
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.costs.training_settings import Settings
 from ttrl.data.packing import PackedTensors
@@ -36,3 +37,18 @@ def work_counts(rows: PackedTensors, config: PretrainedConfig, training: Trainin
     lengths.scatter_reduce_(0, rows.sample_ids[owned], rows.input_pos[owned] + 1, "amax")
     flops = pass_flops(decoder, settings, len(positions), pairs, rows.num_trained)
     return {"flops": float(flops.total), "logical_tokens": float(lengths.sum())}
+
+
+def row_flops(rows: PackedTensors, config: PretrainedConfig) -> list[float]:
+    """Of a forward pass over each row: layers, attention within each layer's window, and the head at trained positions."""
+    shape = decoder_parameters(config.to_dict()).shape
+    used = rows.group_ids >= 0
+    keys = torch.where(used, rows.input_pos + 1, 0)  # that each position sees, itself included
+    pairs = {
+        window: (keys if window is None else keys.clamp(max=window)).sum(dim=1).tolist() for window in shape.layers_by_window
+    }
+    counts = zip(used.sum(dim=1).tolist(), (rows.labels != IGNORE).sum(dim=1).tolist(), strict=True)
+    return [
+        float(forward_flops(shape, tokens, {window: pairs[window][row] for window in pairs}, trained).total)
+        for row, (tokens, trained) in enumerate(counts)
+    ]

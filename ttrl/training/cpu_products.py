@@ -106,8 +106,9 @@ class _Projections(torch.autograd.Function):
             used = _ordered(weight, head_dim)
             assert used is not None
             out.append(product(rows, used, _ordered(bias, head_dim)).view(*x.shape[:-1], len(used)))
-        ctx.save_for_backward(x, *weights)
-        ctx.heads = heads
+        trained = any(ctx.needs_input_grad[2::2])  # beside adapters weights may be frozen: their input need not be kept
+        ctx.save_for_backward(x if trained else None, *weights)
+        ctx.shape, ctx.heads = x.shape, heads
         ctx.set_materialize_grads(False)
         return tuple(out)
 
@@ -117,7 +118,7 @@ class _Projections(torch.autograd.Function):
         """∂x = Σ ∂y·W, ∂W = ∂yᵀ·x, ∂b = Σ_rows ∂y."""
         assert PRODUCT is not None
         x, *weights = ctx.saved_tensors
-        rows, needed = _rows(x), ctx.needs_input_grad
+        rows, needed = None if x is None else _rows(x), ctx.needs_input_grad
         grad_x, found = None, list[Tensor | None]()
         for number, (grad, weight, head_dim) in enumerate(zip(grads, weights, ctx.heads, strict=True)):
             if grad is None:
@@ -127,7 +128,7 @@ class _Projections(torch.autograd.Function):
             if needed[0]:
                 used = _ordered(weight, head_dim).T  # type: ignore[union-attr]
                 grad_x = product(grad, used) if grad_x is None else PRODUCT.binary(grad, grad_x, used, None, "add")
-            of_weight = torch.mm(grad.T, rows) if needed[2 + 2 * number] else None
+            of_weight = torch.mm(grad.T, rows) if needed[2 + 2 * number] else None  # type: ignore[arg-type]
             of_bias = grad.sum(0) if needed[3 + 2 * number] else None
             found += [g if g is None or not head_dim else as_halves(g, head_dim) for g in (of_weight, of_bias)]
-        return None if grad_x is None else grad_x.view(x.shape), None, *found
+        return None if grad_x is None else grad_x.view(ctx.shape), None, *found

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ConfigError, TtrlError
@@ -150,16 +152,23 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
         return
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo" if config.cpu_offload else "nccl"
     alone: dict[str, Any] = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
-    distributed.init_process_group(backend, device_id=device if device.type == "cuda" else None, **alone)
+    timeout = timedelta(seconds=config.collective_timeout)
+    distributed.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **alone)
     try:
-        yield grid(device, config.tensor_parallel)
+        yield grid(device, config.tensor_parallel, timeout)
     finally:
         distributed.destroy_process_group()
 
 
-def grid(device: torch.device, tensor_ranks: int) -> Ranks:
-    """This process in the data × tensor grid over the whole process group. Neighbours share layers: they are on one machine."""
+def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = None) -> Ranks:
+    """This process in the data × tensor grid over the whole process group. Neighbours share layers: they are on one machine.
+
+    timeout: of what they exchange.
+    """
     world_size = distributed.get_world_size()
     mesh = init_device_mesh(device.type, (world_size // tensor_ranks, tensor_ranks), mesh_dim_names=(DATA, TENSOR))
+    if timeout is not None:  # a group that is made for a part of the grid has PyTorch's own, of gloo 30 minutes
+        for name in (DATA, TENSOR):
+            _set_pg_timeout(timeout, mesh.get_group(name))
     data_rank, tensor_rank = mesh.get_local_rank(DATA), mesh.get_local_rank(TENSOR)
     return Ranks(data_rank, world_size // tensor_ranks, device, mesh, tensor_rank, tensor_ranks)

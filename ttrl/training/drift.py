@@ -44,6 +44,8 @@ def compare_tokens(
     Returns what `sampler_against_trainer` does, and
         not_finite          tokens for which either side has no finite number; they are left out of all else
         tolerance, outside  nats, and the share of tokens that are further apart
+        ess_of_most         effective sample size without the thousandth of the tokens that are furthest apart: a single one with
+                            a weight of e³ halves that of a thousand tokens
         by_version          the same figures by the weights version that sampled the tokens
         by_position         mean |difference| of the first, second, third and last quarter of all positions in the samples: what
                             grows with the position comes from positions (RoPE), not from weights
@@ -69,7 +71,7 @@ def compare_tokens(
         chosen = known & (versions == version)
         alone = int(chosen.sum()) == int(known.sum())
         figures = dict(result) if alone else _figures(logprobs, sampled, chosen, chosen & finite, tolerance)
-        kept = ("tokens", "not_finite", "mean", "p999", "max", "ess", "outside")
+        kept = ("tokens", "not_finite", "mean", "p999", "max", "ess", "ess_of_most", "outside")
         result["by_version"][str(version)] = {name: figures[name] for name in kept if name in figures}
         candidates = chosen.nonzero().squeeze(1)
         furthest = candidates[gap[candidates].topk(min(WORST, len(candidates))).indices].tolist()
@@ -95,8 +97,10 @@ def _figures(logprobs: Tensor, sampled: Tensor, known: Tensor, finite: Tensor, t
     figures["unknown"] = int((~known).sum()) if len(known) == len(logprobs) else 0
     figures["not_finite"] = int(known.sum() - finite.sum())
     if figures["tokens"]:
-        gap = (logprobs[finite].double() - sampled[finite].double()).abs()
-        figures |= {"tolerance": tolerance, "outside": float((gap > tolerance).double().mean())}
+        difference = logprobs[finite].double() - sampled[finite].double()
+        nearest = difference.abs().argsort()[: len(difference) - len(difference) // 1000]
+        figures["ess_of_most"] = sampler_against_trainer(difference[nearest], torch.zeros(len(nearest)))["ess"]
+        figures |= {"tolerance": tolerance, "outside": float((difference.abs() > tolerance).double().mean())}
     return figures
 
 

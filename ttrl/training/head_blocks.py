@@ -167,12 +167,14 @@ class Chunk:
                     known.divergence[rows] = _row_dots(p, log_ratio)
             if gradients is not None:
                 factor = gradients.factor(rows, known, logp, log_ratio)
-                torch.mul(p, factor.mul_(slope) if isinstance(slope, float) else factor * slope, out=self.raw[rows])
-        if gradients is not None:
-            here, columns = self.weights.mine(self.labels)
-            z = known.logprobs[here] + known.log_normaliser[here]
-            ours = gradients.logprobs[here] * self.weights.slope(z)
-            self.raw.index_put_((here, columns), ours.to(self.raw.dtype), accumulate=True)
+                # The label's own part is added before bf16 rounds: what is left of 1 - p where p is near 1 would be lost.
+                into = self.raw[rows] if self.raw.dtype == p.dtype else p
+                torch.mul(p, factor.mul_(slope) if isinstance(slope, float) else factor * slope, out=into)
+                here, columns = self.weights.mine(self.labels[rows])
+                of_label = (known.logprobs[rows] + normaliser.squeeze(1))[here]  # z
+                into.index_put_((here, columns), gradients.logprobs[rows][here] * self.weights.slope(of_label), accumulate=True)
+                if into is p:
+                    self.raw[rows] = p
         if entropies:
             self.weights.shards.sum(known.entropy)
             if known.divergence is not None:

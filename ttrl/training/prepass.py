@@ -67,21 +67,24 @@ class Prepass:
     def run(self) -> None:
         """Everything but the choice of tokens. A collective."""
         rewards = any(objective.needs_token_rewards for objective in self._objectives)
-        if len(self._steps) > 1 or rewards:
+        if rewards or (len(self._steps) > 1 and self._config.start_of_all_rows):
             for step in self._steps:
                 step.signals |= self._own_signals(step)
-            pairs = [
-                torch.stack([step.signals["start_logprobs"][trained], step.rows.logprobs[trained]])
-                for step in self._steps
-                for trained in [step.rows.labels != IGNORE]
-            ]
-            both = torch.cat(pairs, dim=1)
-            gathered = self._here.gather(both[0]), self._here.gather(both[1])
-            shape = (self._packed.num_rows, self._packed.seq_len)
-            self.drift = compare_tokens(self._steps, *gathered, shape, self._config, self._here)
+            self.drift = self._compared([step.signals["start_logprobs"] for step in self._steps])
+        elif self._config.lora_dropout:  # the pass with a gradient computes another model than the one that sampled
+            self.drift = self._compared([self._own_signals(step, values=False)["start_logprobs"] for step in self._steps])
         self._add_reference()
         if rewards:
             self._add_token_rewards()
+
+    def _compared(self, start_logprobs: list[Tensor]) -> dict[str, Any]:
+        """start_logprobs: [R, T] of each step. A collective."""
+        trained = [step.rows.labels != IGNORE for step in self._steps]
+        mine = torch.cat([values[chosen] for values, chosen in zip(start_logprobs, trained, strict=True)])
+        sampled = torch.cat([step.rows.logprobs[chosen] for step, chosen in zip(self._steps, trained, strict=True)])
+        gathered = self._here.gather(mine), self._here.gather(sampled)
+        shape = (self._packed.num_rows, self._packed.seq_len)
+        return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
 
     def choose(self, number: int) -> None:
         """The tokens that the objective acts on in step `number`, for objectives that choose them. A collective."""
@@ -207,7 +210,7 @@ def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTens
     of. A collective."""
     policy = load_policy(config, here)
     check_pack(packed, policy)
-    (step,) = updates(packed, 1, (config.seed, 0), here)
+    (step,) = updates(packed, 1, (config.seed, 0), here, policy.decoder.config)
     mine = (step.numbers, row_signals(policy, step, config, here.device)["start_logprobs"])
     metadata = packed.metadata | reference_facts(config)
     return dataclasses.replace(packed, reference_logprobs=_whole([mine], packed, here), metadata=metadata)

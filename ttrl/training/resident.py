@@ -6,6 +6,7 @@ with: memory may hold half a step by then.
 """
 
 import contextlib
+import ctypes
 import itertools
 import logging
 import os
@@ -57,6 +58,13 @@ def _serve(folder: RequestFolder, start: GRPOConfig, train: Callable[[GRPOConfig
         here.barrier()
         if here.is_first:
             folder.put_answer(number, {"seconds": time.perf_counter() - began})
+        _give_back_memory()
+
+
+def _give_back_memory() -> None:
+    """What C's allocator keeps for itself, in pieces between others, is the server's while we wait: measured, a third."""
+    with contextlib.suppress(OSError, AttributeError):  # of glibc alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _parsed(raw: Any) -> GRPOConfig:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ttrl.data.masks import subtree_ends
 
@@ -180,7 +181,8 @@ class _SplitAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         new = torch.empty_like if ctx.plan.complete else torch.zeros_like
         grads = [new(x) for x in (q, k, v)]

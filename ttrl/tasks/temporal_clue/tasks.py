@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.datasets import Row, RowError, load_rows, puzzle_seeds, select, split_name, text_field
 from ttrl.tasks.task import Task
 from ttrl.tasks.temporal_clue.generator import SIZES, PuzzleSize, Scope, make_puzzle
 from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
@@ -61,10 +61,8 @@ def get_temporal_clue_tasks(
         puzzles = load_puzzles(path, splits=names)
         puzzles = select(puzzles, lambda puzzle: puzzle.prompt, split, n, seed, "temporal-clue", held_out=in_one_file)
     else:
-        if type(n) is not int or n < 1:
-            raise TaskError(f"n is {n!r}; ask for at least one puzzle")
-        name = f"train {seed}" if split == "train" else "validation"
-        puzzles = [_parse(make_puzzle(f"{name} {number}", size, scope, held_out=split == "validation")) for number in range(n)]
+        held_out = split == "validation"
+        puzzles = [_parse(make_puzzle(one, size, scope, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]
     return [
         Task(messages=[{"role": "user", "content": puzzle.prompt}], grader=TemporalClueGrader(puzzle.solution, power))
         for puzzle in puzzles

@@ -5,7 +5,7 @@ import os
 from typing import Any, Literal, NamedTuple
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.datasets import Row, RowError, load_rows, puzzle_seeds, select, split_name, text_field
 from ttrl.tasks.task import Task
 from ttrl.tasks.zebra_grid.generator import make_puzzle
 from ttrl.tasks.zebra_grid.grading import ZebraGridGrader
@@ -58,12 +58,8 @@ def get_zebra_grid_tasks(
         puzzles = load_puzzles(path, splits=names, config=config)
         puzzles = select(puzzles, lambda puzzle: puzzle.text, split, n, seed, "zebra-grid", held_out=not in_folder)
     else:
-        if type(n) is not int or n < 1:
-            raise TaskError(f"n is {n!r}; ask for at least one puzzle")
-        name = f"train {seed}" if split == "train" else "validation"
-        puzzles = [
-            _parse(make_puzzle(f"{name} {number}", houses, attributes, held_out=split == "validation")) for number in range(n)
-        ]
+        held_out = split == "validation"
+        puzzles = [_parse(make_puzzle(one, houses, attributes, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]
     return [
         Task(messages=[{"role": "user", "content": prompt(puzzle)}], grader=ZebraGridGrader(puzzle.header, puzzle.rows))
         for puzzle in puzzles
