@@ -148,7 +148,9 @@ def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch)
     world.requests.clear()
     world.train(**RUN)
     assert [event for event in world.events if event.startswith("train")] == ["train 2"]
-    assert {version for version, _ in world.requests} == {2}  # only the validation of what was trained now
+    # Only validations: of what was trained now, and of the policy before where the end came in the middle of it.
+    assert {prompt.split()[0] for _, prompt in world.requests} == {"held-out"}
+    assert 2 in {version for version, _ in world.requests}
 
 
 def test_a_run_that_cannot_fit_is_not_begun(world, monkeypatch):

@@ -35,7 +35,7 @@ def test_drift_ends_the_run_before_the_next_rollouts_and_every_time_it_is_contin
         with pytest.raises(DriftError, match=r"(?s)iteration 2: .*0\.3 \(limit 0\.0002\).*drift=\"warn\""):
             world.train(iterations=3)
     assert world.count()["train 2"] == 1 and world.count()["train 3"] == 0
-    assert [row["iteration"] for row in world.rows()] == [0, 1]
+    assert {row["iteration"] for row in world.rows()} <= {0, 1}  # 1 is validated beside the training of 2
     assert "Sampler and trainer disagree" in (world.run / "report.html").read_text()
     # The way out that the message names: the cause is gone, the iteration is made again.
     world.step_facts = {}
