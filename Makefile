@@ -25,7 +25,7 @@ quickstart: install
 
 # Real servers on a busy machine: what failed once is tried once more, and the summary counts it ("rerun"). Nothing else is.
 test: test-quick
-	$(RUN) -m pytest -n 2 --dist loadfile -m e2e --reruns 1
+	$(RUN) -m pytest -n 2 --dist loadfile -m e2e --reruns 1 -r fER
 
 test-quick: install $(S3_SERVER)
 	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e"
