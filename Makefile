@@ -9,7 +9,7 @@ S3_SERVER := $(VENV)/s3/bin/moto_server
 .PHONY: help install quickstart test test-quick bench lint clean
 
 help:
-	@echo "make quickstart   train a small model by reinforcement learning, from nothing (about 10 minutes on 2 cores)"
+	@echo "make quickstart   train a small model by reinforcement learning, from nothing (about 5 minutes on 2 cores)"
 	@echo "make test         every test that this machine can run"
 	@echo "make test-quick   the tests without servers and trainers"
 	@echo "make bench        the benchmarks in tools/"
