@@ -19,6 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchtune.training import OffloadActivations
 
 from ttrl.configs import TrainingConfig
+from ttrl.training import native_attention  # noqa: F401  # defines an operation
 from ttrl.training.cpu_products import PRODUCT
 
 _aten = torch.ops.aten
@@ -30,6 +31,7 @@ PRODUCTS = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.ttrl.tree_attention.default,
     torch.ops.higher_order.flex_attention,
     *([] if PRODUCT is None else [PRODUCT.default]),
 ]

@@ -5,7 +5,8 @@ earlier tokens of its own group and of its group's ancestors (`ttrl.data.masks`)
 once per microbatch, in an `AttentionPlan`; then the device and the kind of scores decide which way computes:
 
     CUDA                            FlexAttention with a block mask built straight from the ids; never run on a GPU yet
-    CPU                             split and merge (`ttrl.training.split_attention`): no mask at all
+    CPU                             split and merge (`ttrl.training.split_attention`): no mask at all; by our own kernel where it
+                                    can be compiled (`ttrl.training.native_attention`)
     CPU, soft cap or sliding window the exact fallback: a dense mask, quadratic in T
 
 A window that is longer than every sample changes nothing, and does not count as one.

@@ -9,7 +9,8 @@ causally within itself, and all tokens from behind the run up to its end see eve
 each computed by the flash kernel of PyTorch's CPU backend (fp32, bf16, float64; grouped queries without repeated keys) and merged
 by log-sum-exp, as in FlashAttention-2 (arXiv 2307.08691) and Hydragen (arXiv 2402.05099). The backward kernel rebuilds
 probabilities from scores and log-sum-exp; given the *merged* output and log-sum-exp, each part yields its share of the exact
-gradient. Memory: a few times the size of the queries.
+gradient. Memory: a few times the size of the queries. Where it can be compiled, a kernel of our own does the same faster
+(`ttrl.training.native_attention`).
 
 Rows are laid end to end, since a tree never spans rows. Runs of equal length that follow one another (siblings) go through one
 call; short runs of other lengths are gathered into padded batches: causal attention needs no mask for padding at the end.
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ttrl.data.masks import subtree_ends
+from ttrl.training import native_attention
 
 _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -99,6 +101,8 @@ class SplitPlan:
     """(queries, keys)"""
     complete: bool
     """Every position is in a causal part: nothing is padding."""
+    parts: Tensor
+    """int64 [P, 4]: the same, as `ttrl.training.native_attention` takes it."""
 
 
 def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
@@ -116,7 +120,9 @@ def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
     rectangles = [
         (Span(stop, end - stop), Span(start, stop - start)) for (start, stop), end in zip(runs, ends, strict=True) if end > stop
     ]
-    return SplitPlan(tuple(_batched(runs)), tuple(rectangles), bool(real_S.all()))
+    parts = [(*run, *run) for run in runs] + [(q.start, q.stop, k.start, k.stop) for q, k in rectangles]
+    listed = torch.tensor(parts, dtype=torch.int64).view(-1, 4)
+    return SplitPlan(tuple(_batched(runs)), tuple(rectangles), bool(real_S.all()), listed)
 
 
 def _batched(runs: list[tuple[int, int]]) -> Iterator[Span | Gathered]:
@@ -201,10 +207,31 @@ class _SplitAttention(torch.autograd.Function):
         return *grads, None, None
 
 
+class _NativeAttention(torch.autograd.Function):
+    """The same by our own kernel, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: SplitPlan, scale: float) -> Tensor:
+        out, lse = native_attention.forward(q.float(), k.float(), v.float(), plan.parts, scale)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        wide = (x.float() for x in (grad_out.contiguous(), *ctx.saved_tensors))
+        grads = native_attention.backward(*wide, ctx.plan.parts, ctx.scale)
+        dq, dk, dv = (x.to(grad_out.dtype) for x in grads)
+        return dq, dk, dv, None, None
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # loops over parts that differ from batch to batch
 def split_attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, plan: SplitPlan, scale: float) -> Tensor:
     """Softmax attention [B, H, T, E] over packed rows on the CPU; zero at padding. All inputs have one dtype."""
     B, _, T, _ = q_BHTE.shape
-    flat = (x.transpose(1, 2).contiguous().flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
-    out: Tensor = _SplitAttention.apply(*flat, plan, scale)  # type: ignore[no-untyped-call]
+    flat = [x.transpose(1, 2).contiguous().flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE)]
+    way = _NativeAttention if native_attention.serves(*flat) else _SplitAttention
+    out: Tensor = way.apply(*flat, plan, scale)  # type: ignore[no-untyped-call]
     return out.unflatten(0, (B, T)).transpose(1, 2)
