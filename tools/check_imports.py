@@ -54,7 +54,8 @@ HOUSE = {
     "rollouts": _room("tasks records process_guard", "openai obstore tqdm aiohttp httpx msgspec cloudpickle numpy"),
     "server": _room("records", "openai psutil httpx"),
     # Loaded by vLLM into its own processes, and by nothing else.
-    "vllm_worker": _room("", "torch vllm"),
+    "vllm_worker": _room("vllm_shared_prompts", "torch vllm"),
+    "vllm_shared_prompts": _room("", "torch vllm numpy"),
     "data": _room("records", "torch transformers tokenizers safetensors numpy jinja2 matplotlib"),
     "costs": _room("records"),
     "training": _room(

@@ -1,4 +1,5 @@
 """What runs inside vLLM's workers: new weights in place, and a comparison of what a worker holds with a checkpoint's files.
+Either switches on that prompts are computed once for all their samples (`ttrl.vllm_shared_prompts`).
 
 vLLM mixes `WeightSync` into its worker class (`--worker-extension-cls ttrl.vllm_worker.WeightSync`); its methods are called over
 /collective_rpc, by `ttrl.server.weights`. Written for vLLM 0.32's way to reload (`vllm.model_executor.model_loader.reload`).
@@ -50,6 +51,7 @@ class WeightSync:
 
     def ttrl_load_weights(self, folder: str) -> None:
         """Loads the checkpoint in `folder` in place of what is there. Raises what vLLM raises."""
+        _share_prompts(self)
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
             for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
@@ -63,6 +65,7 @@ class WeightSync:
         "compared": elements held to the files, "exact": whether packed copies were compared bit for bit too;
         "unchecked": elements of parameters that cannot be compared; "failed": why nothing could be compared, or None}
         """
+        _share_prompts(self)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
             try:
                 return _compare(self, folder) | {"failed": None}
@@ -70,6 +73,16 @@ class WeightSync:
                 logger.exception("weights cannot be compared")
                 why = f"{type(error).__name__}: {error}"
                 return {"problems": [], "tensors": {}, "compared": 0, "unchecked": 0, "exact": False, "failed": why}
+
+
+def _share_prompts(worker: Any) -> None:
+    if worker.model_runner.device.type == "cpu":
+        try:
+            from ttrl.vllm_shared_prompts import share_prompts
+        except ImportError as error:  # another vLLM: it goes its own way
+            logger.warning("prompts of several samples are computed for each: %s", error)
+        else:
+            share_prompts(worker)
 
 
 def _compare(worker: Any, folder: str) -> dict[str, Any]:

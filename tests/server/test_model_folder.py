@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from ttrl.errors import ModelFolderError
-from ttrl.server.model_folder import check_model_folder, weights_digest
+from ttrl.server.model_folder import check_model_folder, cpu_batch, weights_digest
 
 
 @pytest.fixture
@@ -100,3 +100,14 @@ def test_the_digest_changes_with_everything_that_is_computed_with(model, tmp_pat
         (copy / name).write_bytes(data)
     assert weights_digest(copy) == first
     assert weights_digest("org/name") == "hub:org/name"
+
+
+def test_small_models_take_larger_steps_on_a_cpu(tmp_path):
+    large = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
+    assert cpu_batch({"vocab_size": 262, "hidden_size": 128}) == large == cpu_batch({"vocab_size": 32768, "hidden_size": 1024})
+    for other in ({"vocab_size": 32769, "hidden_size": 64}, {"vocab_size": 262, "hidden_size": 1025}, {"text_config": {}}, {}):
+        assert cpu_batch(other) == {}
+    (tmp_path / "config.json").write_text('{"vocab_size": 262, "hidden_size": 128}')
+    assert cpu_batch(tmp_path) == large and cpu_batch("org/name") == {}
+    (tmp_path / "config.json").write_text("[")
+    assert cpu_batch(tmp_path) == {}

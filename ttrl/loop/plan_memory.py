@@ -13,6 +13,7 @@ from ttrl.errors import ModelFolderError, UserError
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.plan_machine import Machine
 from ttrl.loop.plan_work import Work
+from ttrl.server.model_folder import cpu_batch
 from ttrl.server.vllm import cpu_cache_bytes
 
 _GIB = 2**30
@@ -92,7 +93,7 @@ def memory_of(
         server=sum(server_parts.values()),
         server_parts=server_parts,
         cache_tokens=tokens,
-        sequences=min(int(tokens / length), _most_sequences(config, machine), max(1, work.samples)),
+        sequences=min(int(tokens / length), _most_sequences(model, config, machine), max(1, work.samples)),
         beside=(1, min(1, config.servers)) if machine.cuda else (config.nproc_per_node, config.servers),
         together=with_server and not apart,
         available=machine.memory,
@@ -128,15 +129,17 @@ def _number(config: TrainConfig, name: str, default: float) -> float:
     return number
 
 
-def _most_sequences(config: TrainConfig, machine: Machine) -> int:
-    default = _GPU_SEQUENCES[machine.memory >= 70 * _GIB] if machine.cuda else _CPU_SEQUENCES
+def _most_sequences(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> int:
+    on_cpu = cpu_batch(model).get("max-num-seqs", _CPU_SEQUENCES)
+    default = _GPU_SEQUENCES[machine.memory >= 70 * _GIB] if machine.cuda else on_cpu
     return int(_number(config, "max_num_seqs", default))
 
 
 def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> tuple[int, dict[str, float]]:
     """Tokens that its cache has room for, and what it holds, by part."""
     parallel = max(1, int(_number(config, "tensor_parallel_size", 1)))
-    step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if machine.cuda else _CPU_STEP_TOKENS))
+    on_cpu = cpu_batch(model).get("max-num-batched-tokens", _CPU_STEP_TOKENS)
+    step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if machine.cuda else on_cpu))
     dtype = config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if machine.cuda else "fp32"
     parts = server_memory(model, 0, dtype=dtype, tensor_parallel=parallel, step_tokens=step_tokens)
     each = server_memory(model, 1, dtype=dtype, tensor_parallel=parallel)["cache"]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,26 @@ CANARY_FILE = "canary.json"
 ADAPTER_FOLDER = "adapter"
 """What a checkpoint was merged from (`ttrl.training.adapters`)."""
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+_SMALL_LOGITS = 64 * 2**20  # bytes, in float32, for each of the sequences of a step
+_SMALL_BATCH = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
+
+
+def cpu_batch(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, int]:
+    """Arguments for a server on a CPU, from a model's folder or config.json: small models take larger steps than vLLM's (128
+    sequences, 2048 tokens), as a step costs milliseconds whatever is in it. Empty for others, whose logits would take gigabytes,
+    and where there is no config.json."""
+    config: Any = model
+    if not isinstance(model, Mapping):
+        try:
+            config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # on the hub, or damaged, which others say
+            return {}
+    vocabulary, width = (config.get(name) if isinstance(config, Mapping) else None for name in ("vocab_size", "hidden_size"))
+    if not isinstance(vocabulary, int) or not isinstance(width, int) or width > 1024:
+        return {}
+    return dict(_SMALL_BATCH) if 4 * vocabulary * _SMALL_BATCH["max-num-seqs"] <= _SMALL_LOGITS else {}
 
 
 def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = True) -> Path | None:

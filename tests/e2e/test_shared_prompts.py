@@ -1,0 +1,77 @@
+"""Prompts that are computed once for all their samples: the samples and their logprobs are those of vLLM's own way."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ttrl.server.vllm import VLLMServer
+from ttrl.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+SHORT = [f"sort {word}" for word in ("cab", "zebra", "kayak", "quartz")]
+LONG = [f"{number} " + "sort these letters please " * 7 for number in range(3)]  # more than a block of 128 tokens
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    model = make_tiny_model(folder / "model", seed=3, layers=2, width=64, heads=2)
+    here = str(Path(__file__).parent)
+    with VLLMServer(
+        model,
+        served_model_name="m",
+        log_path=folder / "server.log",
+        dtype="float32",
+        extra_args={"worker_extension_cls": "sharing_worker.Sharing"},
+        env={"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))},
+    ) as server:
+        yield server
+
+
+def ask(server, **arguments):
+    [found] = server.request("POST", "/collective_rpc", {"method": "shared_tokens", "kwargs": arguments})["results"]
+    return found
+
+
+def sample(server, n=8):
+    """[(token ids, logprobs)] of n seeded samples of every prompt, all asked for at the same time, and of their prompts."""
+
+    def one(prompt):
+        body = {"model": "m", "messages": [{"role": "user", "content": prompt}], "n": n, "max_tokens": 6, "temperature": 1.0}
+        body |= {"seed": 5, "logprobs": True, "return_token_ids": True, "ignore_eos": True, "prompt_logprobs": 0}
+        answer = server.request("POST", "/v1/chat/completions", body)
+        prompts = [value["logprob"] for entry in answer["prompt_logprobs"] for value in (entry or {}).values()]
+        choices = [(c["token_ids"], [t["logprob"] for t in c["logprobs"]["content"]]) for c in answer["choices"]]
+        return [*choices, (answer["prompt_token_ids"], prompts)]
+
+    server.request("POST", "/reset_prefix_cache")
+    with ThreadPoolExecutor(8) as pool:
+        return [choice for choices in pool.map(one, SHORT + LONG) for choice in choices]
+
+
+def assert_same(found, expected):
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    for (_, logprobs), (_, own) in zip(found, expected, strict=True):
+        assert logprobs == pytest.approx(own, abs=2e-5)
+
+
+def test_samples_and_logprobs_are_those_of_vllms_own_way(server):
+    own = sample(server)
+    assert ask(server) == {"saved": None, "active": False}
+    assert len({tuple(ids) for ids, _ in own}) > 20
+    assert ask(server, share=True) == {"saved": 0, "active": True}
+    for _ in range(3):
+        assert_same(sample(server), own)
+    # Of a prompt of 11 tokens and 8 samples, 77 tokens need not be computed; not all arrive in one step.
+    assert ask(server)["active"] and ask(server)["saved"] > 300
+
+    # A wrong sharing is found at the first step, which vLLM's own result is taken from.
+    assert ask(server, damage=True)["active"]
+    assert_same(sample(server), own)
+    assert not ask(server)["active"]
+    saved = ask(server)["saved"]
+    assert_same(sample(server), own)
+    assert ask(server)["saved"] == saved

@@ -1,0 +1,159 @@
+"""Computes a prompt once where several sequences of a step begin with it: for vLLM's workers on CPUs.
+
+vLLM shares a prompt by its prefix cache alone, in whole blocks of 128 tokens (32 at the least, on CPUs). The 16 samples of a
+short prompt, and the last tokens of a long one, are therefore computed 16 times. Here a step's tokens that have the same tokens
+before them, in this step and in the same cached blocks, go through the layers once; each attention layer is given all of them, so
+that vLLM's own kernels write every sequence's cache and read it. What comes out has all tokens again.
+
+Switched on by `share_prompts`, which says why not where a model or a vLLM is not what this was written for (vLLM 0.32); the first
+step that shares is computed vLLM's own way as well, and a difference switches this off for good.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import CompilationMode
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+LEAST_SAVED = 32
+"""Tokens of a step; for fewer it is not worth the gathering."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
+"""Of the first step's hidden states, relative to the largest: products of fewer rows may be summed in another order."""
+
+
+def share_prompts(worker: Any) -> None:
+    """Puts `SharedPrompts` into vLLM's worker, or logs why not; nothing where that was done before."""
+    if getattr(worker, "ttrl_shares_prompts", None) is None:
+        try:
+            why_not = _why_not(worker)
+        except (AttributeError, KeyError, TypeError) as error:  # another vLLM
+            why_not = f"{type(error).__name__}: {error}"
+        worker.ttrl_shares_prompts = why_not is None
+        if why_not is None:
+            SharedPrompts(worker.model_runner, worker.vllm_config.compilation_config.static_forward_context)
+        logger.info("prompts of several samples are computed %s", "once" if why_not is None else f"for each: {why_not}")
+
+
+def _why_not(worker: Any) -> str | None:
+    config, runner = worker.vllm_config, worker.model_runner
+    layers = config.compilation_config.static_forward_context
+    if runner.device.type != "cpu" or not hasattr(runner, "_model_forward"):
+        return "not a model runner for CPUs that this was written for"
+    if config.compilation_config.mode != CompilationMode.NONE:
+        return "the model is compiled"
+    if config.lora_config is not None or config.speculative_config is not None or config.parallel_config.world_size != 1:
+        return "adapters, speculative decoding, or several workers"
+    if runner.uses_mrope or config.model_config.dtype not in TOLERANCES:
+        return f"positions of several dimensions, or {config.model_config.dtype}"
+    if not layers or any(type(layer) is not Attention or layer.attn_type != AttentionType.DECODER for layer in layers.values()):
+        return "layers that mix tokens otherwise than the attention of decoders"
+    if len(runner.kv_cache_config.kv_cache_groups) != 1:
+        return "several kinds of cache"
+    return None
+
+
+class SharedPrompts:
+    """The way of a step through one model runner.
+
+    active: until a difference is found.
+    saved: tokens that were not computed.
+    """
+
+    def __init__(self, runner: Any, layers: dict[str, Attention]) -> None:
+        self._forward, self._name = runner._model_forward, next(iter(layers))
+        self._block_size: int = layers[self._name].kv_cache.shape[2]
+        self._rows: Tensor | None = None  # while a step shares: for each of its tokens, which row stands for it
+        self._first: Tensor | None = None  # for each row, the first token that it stands for
+        self.active, self.saved, self._is_proven = True, 0, False
+        for layer in layers.values():
+            layer.forward = _Expanded(self, layer.forward)
+        runner._model_forward = self
+
+    def __call__(self, input_ids: Any = None, positions: Any = None, **others: Any) -> Any:
+        """As `GPUModelRunner._model_forward`."""
+        result = None
+        if self.active and input_ids is not None and all(other is None for other in others.values()):
+            if not self._is_proven:
+                return self._proven(input_ids, positions, others)
+            result = self._shared(input_ids, positions, others)
+        return self._forward(input_ids=input_ids, positions=positions, **others) if result is None else result
+
+    def _shared(self, input_ids: Tensor, positions: Tensor, others: dict[str, None]) -> Tensor | None:
+        if (plan := self._plan(input_ids)) is None:
+            return None
+        rows, first = self._rows, self._first = plan
+        try:
+            hidden = self._forward(input_ids=input_ids[first], positions=positions[first], **others)
+        finally:
+            self._rows = self._first = None
+        self.saved += len(rows) - len(first)
+        return hidden[rows]
+
+    def _proven(self, input_ids: Tensor, positions: Tensor, others: dict[str, None]) -> Any:
+        """vLLM's own result; of the first step that shares, what was shared is held to it."""
+        shared, why_not = None, ""
+        try:
+            shared = self._shared(input_ids, positions, others)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # another vLLM
+            why_not = f"{type(error).__name__}: {error}"
+        own = self._forward(input_ids=input_ids, positions=positions, **others)
+        if shared is not None:
+            difference, limit = float((shared - own).abs().max()), TOLERANCES[own.dtype] * float(own.abs().max())
+            self._is_proven = difference <= limit
+            why_not = "" if self._is_proven else f"hidden states differ by {difference:g}, more than {limit:g}"
+        if why_not:
+            self.active = False
+            logger.error("prompts of several samples are no longer computed once: %s", why_not)
+        return own
+
+    def _plan(self, input_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(the row of each token, the first token of each row), None where there is little to share."""
+        metadata = (get_forward_context().attn_metadata or {}).get(self._name)
+        if not isinstance(metadata, CPUAttentionMetadata) or metadata.num_actual_tokens != len(input_ids):
+            return None
+        starts = metadata.query_start_loc.numpy()
+        if len(input_ids) - (len(starts) - 1) < LEAST_SAVED:  # one new token each
+            return None
+        ids, lengths = input_ids.numpy(), np.diff(starts)
+        before = metadata.seq_lens.numpy()[: len(lengths)] - lengths
+        blocks = -(-before // self._block_size)
+        table = metadata.block_table.numpy()
+        known: dict[tuple[bytes, int, bytes], int] = {}
+        rows, first, taken = np.empty(len(ids), dtype=np.int64), [], 0
+        for request, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=False)):
+            end = start + length
+            key = (ids[start:end].tobytes(), int(before[request]), table[request, : blocks[request]].tobytes())
+            row = known.setdefault(key, taken)
+            if row == taken:
+                first.append(np.arange(start, end))
+                taken += length
+            rows[start:end] = np.arange(row, row + length)
+        if len(ids) - taken < LEAST_SAVED:
+            return None
+        return torch.from_numpy(rows), torch.from_numpy(np.concatenate(first))
+
+
+class _Expanded:
+    """An attention layer's `forward`, which is given every token of the step, and returns those that stand for others."""
+
+    def __init__(self, shared: SharedPrompts, forward: Any) -> None:
+        self._shared, self._forward = shared, forward
+
+    def __call__(self, query: Tensor, key: Tensor | None, value: Tensor | None, *others: Any, **named: Any) -> Tensor:
+        rows, first = self._shared._rows, self._shared._first
+        if rows is None:
+            return self._forward(query, key, value, *others, **named)
+        if others or named:
+            raise RuntimeError(
+                f"attention with {len(others)} and {sorted(named)} more arguments: share no prompts for this model"
+            )
+        key, value = (None if part is None else part[rows] for part in (key, value))
+        return self._forward(query[rows], key, value)[first]
