@@ -75,7 +75,9 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
                 with watch.part("optimizer"):
                     taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
             row = {"global_step": stepper.global_step, "iteration": config.iteration} | step_metrics(result, step) | taken
-            log.line(row | ({"sampler_trainer": drift} if number == 0 else {}), result.sums["flops"])
+            if number == 0:
+                row["sampler_trainer"] = drift if prepass.own_weights is None else drift | {"own_weights": prepass.own_weights}
+            log.line(row, result.sums["flops"])
         profiler.close()
 
         with watch.part("checkpoint"):

@@ -15,7 +15,16 @@ from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import DriftError, ServerError
 from ttrl.files import write_jsonl
 from ttrl.loop.config_watch import LIMIT_NAMES
-from ttrl.loop.drift import DEFAULT_LIMITS, ENOUGH_TOKENS, FILE_NAME, check_drift, exceeded, judged_figures, limits_of
+from ttrl.loop.drift import (
+    DEFAULT_LIMITS,
+    ENOUGH_TOKENS,
+    FILE_NAME,
+    Judged,
+    check_drift,
+    exceeded,
+    judged_figures,
+    limits_of,
+)
 from ttrl.loop.drift_causes import Evidence, likely_causes
 from ttrl.loop.drift_tokens import WorstToken, worst_tokens
 from ttrl.loop.run_folder import RunFolder
@@ -76,14 +85,20 @@ def test_limits_follow_dtype_and_device_and_can_be_changed():
 
 def test_policy_lag_is_no_drift():
     drift = GOOD | BAD | {"by_version": {"2": GOOD | BAD, "3": GOOD}}
-    assert judged_figures(drift, 3, {}) == GOOD  # the policy that training starts from
+    assert judged_figures(drift, 3, {}) == Judged(3, GOOD, drift)  # the policy that training starts from
     assert [judged_figures(figures, 4, {}) for figures in (drift, GOOD, None)] == [None] * 3
+    own = BAD | {"version": 2, "tokens": 50}
+    assert judged_figures(drift | {"own_weights": own}, 4, {}) == Judged(2, own, own)  # … or the one that sampled, as it was
+    assert judged_figures(drift | {"own_weights": own}, 3, {}).version == 3
+    assert judged_figures(drift | {"own_weights": own | {"tokens": 0}}, 4, {}) is None
 
 
 def test_a_base_in_four_bits_is_judged_from_its_first_checkpoint_on():
     drift = {"by_version": {"0": BAD, "1": BAD}}
     assert judged_figures(drift, 0, {"lora_base_dtype": "nf4"}) is None
-    assert judged_figures(drift, 1, {"lora_base_dtype": "nf4"}) == judged_figures(drift, 0, {}) == BAD
+    assert judged_figures(drift, 1, {"lora_base_dtype": "nf4"}).figures == judged_figures(drift, 0, {}).figures == BAD
+    old = {"own_weights": BAD | {"version": 0, "tokens": 50}}
+    assert judged_figures(old, 1, {"lora_base_dtype": "nf4"}) is None and judged_figures(old, 1, {}).version == 0
 
 
 # A run folder
@@ -177,10 +192,34 @@ def test_beyond_a_limit_the_run_ends_with_numbers_tokens_and_causes(run):
         check_drift(config(), run.folder, 2, run.console)
 
 
+def test_an_older_policy_is_judged_by_what_its_own_weights_compute(run):
+    """Iteration 3 starts from policy 2, and policy 1 sampled its tokens, as those of `run`."""
+    path = run.folder.iteration(3).path
+    path.mkdir()
+    for file in ("rollouts.jsonl", "packed.safetensors", "grpo.yaml"):
+        (path / file).write_bytes((run.path / file).read_bytes())
+    run.trained(GOOD)
+    run.folder.iteration(2).mark("validate", [], {"sync": {"mode": "reload", "canary_max_difference": 0.5}})  # of policy 2
+    run.folder.iteration(1).mark("validate", [], {"sync": {"mode": "reload", "canary_max_difference": 2e-6}})
+
+    def trained(own):
+        drift = GOOD | BAD | {"by_version": {"1": GOOD | BAD}, "worst": [], "own_weights": own | {"version": 1, "rows": 4}}
+        run.folder.iteration(3).mark("train", [], {"trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]})
+
+    trained(GOOD)
+    assert check_drift(config(off_policy_steps=1), run.folder, 3, run.console) is None
+    trained(GOOD | BAD | {"worst": [worst_of(run.packed, "b", 1, 2)]})
+    with pytest.raises(DriftError, match="4,000 tokens that policy 1 sampled") as caught:
+        check_drift(config(off_policy_steps=1), run.folder, 3, run.console)
+    message = str(caught.value)
+    assert "task 'b', sample 1, token 2" in message and "ruled out   stale or wrong weights: after reload" in message
+    assert "worst" not in json.loads((path / FILE_NAME).read_text())["figures"]
+
+
 def test_what_was_too_far_is_forgotten_under_wider_limits(run):
     run.trained({"tokens": 50, "not_finite": 0, "mean": 0.5})
-    with pytest.raises(DriftError, match=r"delete \S*/iterations/0002 and iterations/0002/ in s3://bucket/run and start"):
-        check_drift(config(mirror="s3://bucket/run"), run.folder, 2, run.console)
+    with pytest.raises(DriftError, match=r"TTRL_REDO=2 in front of it, or as train\(\.\.\., redo=2\)"):
+        check_drift(config(), run.folder, 2, run.console)
     assert (run.path / FILE_NAME).exists()
     assert check_drift(config(drift_limits={"mean": 1.0}), run.folder, 2, run.console) is None
     assert not (run.path / FILE_NAME).exists()

@@ -68,7 +68,7 @@ def test_nothing_more_is_sampled_where_there_is_enough(world):
 def test_without_it_no_marker_speaks_of_it(world):
     world.train(iterations=1)
     assert "extra_tasks" not in world.rows()[1]
-    assert "tasks_taken" not in RunFolder(world.run).iteration(1).marker("rollouts")
+    assert "extra_tasks" not in RunFolder(world.run).iteration(1).marker("rollouts")
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5])

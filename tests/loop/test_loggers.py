@@ -82,6 +82,14 @@ def test_each_row_is_logged_once_also_by_a_run_that_is_continued(tmp_path, recor
     assert json.loads((tmp_path / "logs" / "loggers.json").read_text()) == {"seen": {NAME: 2}}
 
 
+def test_a_row_that_is_made_again_is_logged_again(tmp_path, recorder):
+    made(tmp_path, NAME).log(ROWS)
+    second = made(tmp_path, NAME)  # iterations 1 and 2 were thrown away
+    second.log(ROWS[:2])
+    second.log(ROWS)
+    assert [step for step, _ in recorder.seen] == [0, 1, 2, 1, 2]
+
+
 def test_a_logger_that_is_added_later_gets_the_rows_from_the_start(tmp_path, recorder, capsys):
     made(tmp_path, "stdout").log(ROWS[:2])
     both = made(tmp_path, "stdout", {"_component_": NAME, "tag": "t"})

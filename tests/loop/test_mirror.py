@@ -1,6 +1,7 @@
 """A run folder's copy in an object store: what is uploaded in which order, what another machine takes, what is refused."""
 
 import json
+import socket
 import threading
 from uuid import uuid4
 
@@ -100,6 +101,28 @@ def test_the_mirror_is_the_run_folder(tmp_path, any_address):
         assert store.read(name) == (here.folder.path / name).read_bytes()
     kept = {int(key.split("/")[1]) for key in list(store.keys()) if "/checkpoint/" in key}
     assert kept == {2, 4, 5, 6}  # the best one and the newest three
+
+
+def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address, monkeypatch):
+    """Of a machine that vanished they are all that is left; the one that goes on leaves them alone, and takes none."""
+    monkeypatch.setattr(mirror_module, "LOG_BYTES", 8)
+    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    logs = first.folder.path / "logs"
+    logs.mkdir(parents=True)
+    (logs / "server.log").write_text("started, and then it died")
+    (logs / "loggers.json").write_text("{}")
+    (logs / "gone.log").symlink_to("nowhere")
+    first.run(0, 2)
+    store, name = MirrorStore(address), f"logs/{socket.gethostname()}/server.log"
+    assert store.read(name) == b" it died" and [key for key in store.keys() if key.startswith("logs/")] == [name]  # noqa: SIM118
+    monkeypatch.setattr(mirror_module, "describe_process", lambda: describe_process() | {"host": "other"})
+    with second:
+        second.iteration(3)
+        assert not (second.folder.path / "logs").exists()
+        (second.folder.path / "logs").mkdir()
+        (second.folder.path / "logs/server.log").write_text("fine")
+        second.iteration(4)
+    assert store.read(name) == b" it died" and store.read("logs/other/server.log") == b"fine"
 
 
 def test_a_marker_is_uploaded_after_what_it_stands_for(tmp_path, address, monkeypatch):

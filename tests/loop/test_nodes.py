@@ -99,7 +99,9 @@ def test_a_machine_joins_each_start_of_the_trainer_once(tmp_path: Path, monkeypa
 
     def command(arguments):
         started.append(arguments)
-        return [sys.executable, "-S", "-c", f"raise SystemExit({int(len(started) == 2)})"]
+        # The first rank may be here: the leading node's bar is told how far it is all the same.
+        told = "import os; open(os.environ['TTRL_PROGRESS_FILE'], 'w').write('3 4')"
+        return [sys.executable, "-S", "-c", f"{told}; raise SystemExit({int(len(started) == 2)})"]
 
     monkeypatch.setattr(nodes, "tune_command", command)
     monkeypatch.setattr(nodes, "_LOOK_SECONDS", 0.01)
@@ -129,6 +131,7 @@ def test_a_machine_joins_each_start_of_the_trainer_once(tmp_path: Path, monkeypa
         and sum("this node's part of the trainer failed" in line for line in said) == 1
     )
     assert [nodes.arrived(path) for path in paths] == [1, 1, 1]  # the leading node knows who came
+    assert [(path / "progress").read_text() for path in paths] == ["3 4"] * 3
     assert any(path.name.startswith(f"trainer.{socket.gethostname()}.") for path in (run / "logs").iterdir())
 
 

@@ -153,6 +153,9 @@ def test_while_the_trainer_works_the_server_samples_the_next_rollouts(world):
     folder = world.run / "iterations"
     assert [config["model"] for config in world.recipes] == [str(folder / f"{n:04d}/checkpoint") for n in range(4)]
     assert {config["off_policy"] for config in world.recipes} == {"token"}
+    # … and is told which policy sampled, to be compared with that one.
+    told = [(config["sampler_model"], config["sampler_version"]) for config in world.recipes]
+    assert told == [(None, None)] + [(str(folder / f"{n:04d}/checkpoint"), n) for n in range(3)]
     assert [event for event in world.events if event.startswith("serve")] == [f"serve {n}" for n in range(5)]
 
 

@@ -10,8 +10,10 @@ from ttrl.errors import (
 )
 from ttrl.files import read_jsonl
 from ttrl.loop import phases
+from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
 from ttrl.loop.run_folder import RunFolder
+from ttrl.loop.task_stream import TaskStream
 
 
 class BoomError(Exception):
@@ -31,6 +33,19 @@ def test_a_finished_run_does_nothing_and_starts_no_server(world):
     assert again.checkpoint == first.checkpoint
     assert files == {path: path.stat().st_mtime_ns for path in (world.run / "iterations").rglob("*")}
     assert environment == (world.run / "environment.json").stat().st_mtime_ns  # still that of the run
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_another_number_of_tasks_goes_on_where_the_stream_of_tasks_was(world, steps):
+    def asked(iterations):
+        return [[row["task_id"] for row in read_jsonl(world.run / f"iterations/{n:04d}/rollouts.jsonl")[::4]] for n in iterations]
+
+    run = {"off_policy_steps": steps, "iterations": 2}
+    world.train(world.tasks(24), **run)
+    more = world.config(**run | {"iterations": 4, "tasks_per_iteration": 5})
+    train_module.train(more, world.tasks(24), world.tasks(2, "held-out"), allow_changes=["tasks_per_iteration"])
+    stream = [task.id for task in TaskStream(more, RunFolder(world.run), world.tasks(24)).tasks_from(0, 14)]
+    assert asked(range(1, 5)) == [stream[:2], stream[2:4], stream[4:9], stream[9:]]
 
 
 def test_more_iterations_continue_a_finished_run(world):

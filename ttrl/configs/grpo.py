@@ -34,6 +34,13 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
     """With several optimizer steps: whether sampler and trainer are compared on all rows, which takes a forward pass of its own,
     or on those of the first step, which takes none. What is trained is the same. An off-policy correction, rewards of tokens and
     dropout need that pass anyway."""
+    sampler_model: str | None = None
+    """The folder of the policy that sampled the rollouts, where that is another one than `model`. Differences under `model` come
+    from training then, so some rows are compared under the sampler's own weights as well, which are swapped in for it."""
+    sampler_version: int | None = None
+    """The weights version of `sampler_model` in the pack: only its tokens are compared so."""
+    sampler_rows: int = 4
+    """On how many rows of the first optimizer step: those with the most such tokens, as many on each rank; 0: none."""
 
     @property
     def start_of_all_rows(self) -> bool:
@@ -59,8 +66,16 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
         """See Config.problems."""
         found = super().problems()
         found += at_least(1, iteration=self.iteration, updates_per_iteration=self.updates_per_iteration, lr_rows=self.lr_rows)
+        found += at_least(0, sampler_rows=self.sampler_rows)
+        if (self.sampler_model is None) != (self.sampler_version is None):
+            found.append("sampler_model and sampler_version go together: the folder of a policy and its version in the pack")
         if self.temperature <= 0:
             found.append(f"temperature is {self.temperature}; it must be above 0")
+        if self.objective == "kl_cov" and self.off_policy != "none" and self.updates_per_iteration == 1:
+            found.append(
+                f"objective 'kl_cov' with off_policy {self.off_policy!r} and updates_per_iteration 1; its penalty does nothing, "
+                "as it holds the policy to that which the one update starts from: take 2 or more updates"
+            )
         if self.drift_tolerance is not None and self.drift_tolerance <= 0:
             found.append(f"drift_tolerance is {self.drift_tolerance}; it must be above 0")
         return found

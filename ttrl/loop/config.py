@@ -30,6 +30,8 @@ _SET_BY_THE_LOOP = (
     "dtype",
     "num_threads",
     "reference_model",
+    "sampler_model",
+    "sampler_version",
     "temperature",
     "lora_base",
     "lora_merge",

@@ -48,6 +48,7 @@ MAY_CHANGE = {
     "rdzv_endpoint",
     "join_timeout",
     "training.collective_timeout",
+    "training.sampler_rows",
     "loggers",
     "drift",
     "drift_limits",

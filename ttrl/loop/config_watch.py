@@ -19,7 +19,7 @@ class WatchingConfig(Config):
     worst tokens and the likely causes, or says so and goes on."""
     drift_limits: dict[str, Any] = field(default_factory=dict)
     """Instead of the limits by dtype and device (ttrl/loop/drift.py): {"mean": nats, "p999": nats, "ess": share, "outside":
-    share}; null for no limit. Only tokens that the current policy sampled are held to them."""
+    share}; null for no limit. Held to them are tokens that were compared under the weights that sampled them, and no others."""
     loggers: list[Any] = field(default_factory=list)
     """Where each iteration's metrics go beside metrics.jsonl: "stdout", "tensorboard", "wandb", or a mapping with arguments, such
     as {"name": "wandb", "project": "sorting", "mode": "offline"} or, with torchtune's names for its own loggers,

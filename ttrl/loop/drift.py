@@ -1,15 +1,15 @@
 """Whether sampler and trainer are the same model: every iteration's difference of their log-probabilities, held to limits.
 
-The recipe measures it before its first step (`ttrl.training.drift`). Only tokens that the current policy sampled are judged:
-those of older policies differ because the policy has moved since, which is what importance ratios are for. (One step off
-policy, the first iteration alone has tokens to judge; later the weights are checked at each sync, and nothing else.) Where a
-limit is exceeded, a check looks for the likely causes (`ttrl.loop.drift_causes`), everything is written to drift.json in the
+The recipe measures it before its first step (`ttrl.training.drift`). Only tokens of the policy that training starts from are
+judged: those of older policies differ because the policy has moved since, which is what importance ratios are for. Where there
+are none of it (one step off policy), those of the policy that sampled are, under its own weights, in some rows. Where a limit is
+exceeded, a check looks for the likely causes (`ttrl.loop.drift_causes`), everything is written to drift.json in the
 iteration's folder, and the run ends with DriftError, or warns and goes on (`TrainConfig.drift`).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrl.errors import DriftError, ServerError, TtrlError
 from ttrl.files import write_json
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ttrl.loop.config import TrainConfig
 
 FILE_NAME = "drift.json"
+REDO_VARIABLE = "TTRL_REDO"
+"""See `ttrl.loop.redo`."""
 ENOUGH_TOKENS = 1000
 """Below it a 99.9th percentile is the largest of all, and one token in a hundred weighs more than the limits allow: only the mean
 is judged."""
@@ -95,17 +97,33 @@ def exceeded(figures: Mapping[str, Any], limits: Limits) -> list[str]:
     return found
 
 
-def judged_figures(drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The figures of the tokens that the current policy `version` sampled; None where there are none to judge. Figures of older
-    run folders, which are not kept by version, are not judged. training: the run's settings of the recipe.
+class Judged(NamedTuple):
+    """What is held to the limits."""
+
+    version: int
+    """Of the policy that sampled the tokens, and under whose weights they were compared."""
+    figures: dict[str, Any]
+    source: dict[str, Any]
+    """What holds "worst" and "by_position" of these tokens."""
+
+
+def judged_figures(drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]) -> Judged | None:
+    """The figures of the tokens that policy `version` sampled, from which training starts; where there are none, those that were
+    compared under the weights of an older policy that sampled them; None where there are neither. Figures of older run folders,
+    which are not kept by version, are not judged. training: the run's settings of the recipe.
 
     A base in 4 bits is not judged while the server has the starting model, whose numbers nobody has rounded: from the first
     checkpoint on, both have the same.
     """
-    if version == 0 and training.get("lora_base_dtype") == "nf4":
+    drift = drift or {}
+    by_version, own, judged = drift.get("by_version"), drift.get("own_weights"), None
+    if isinstance(by_version, dict) and str(version) in by_version:
+        judged = Judged(version, by_version[str(version)], drift)
+    elif isinstance(own, dict) and own.get("tokens"):
+        judged = Judged(own["version"], own, own)
+    if judged is None or (judged.version == 0 and training.get("lora_base_dtype") == "nf4"):
         return None
-    by_version = (drift or {}).get("by_version")
-    return by_version.get(str(version)) if isinstance(by_version, dict) else None
+    return judged
 
 
 def check_drift(
@@ -124,28 +142,28 @@ def check_drift(
     """
     marker = folder.iteration(number).marker("train") or {}
     drift = next(iter(marker.get("steps") or [{}]), {}).get("sampler_trainer")
-    version = folder.policy_version(number - 1)
-    figures = judged_figures(drift, version, config.training)
+    judged = judged_figures(drift, folder.policy_version(number - 1), config.training)
     path = folder.iteration(number).path / FILE_NAME
-    if figures is None or not (beyond := exceeded(figures, limits_of(config))):
+    if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
         path.unlink(missing_ok=True)  # of an earlier start, with other limits: the report would go on showing it
         return None
+    version, figures, source = judged
     # Loads torch and the pack, which a run without drift need not pay for.
     from ttrl.loop.drift_causes import gather_evidence, likely_causes
     from ttrl.loop.drift_tokens import describe, worst_tokens
 
     try:
-        tokens = worst_tokens(folder, number, drift, version)
+        tokens = worst_tokens(folder, number, source, version)
     except (TtrlError, OSError, ValueError, KeyError, IndexError) as error:
         tokens, unread = [], f"  (they cannot be shown: {type(error).__name__}: {error})"
     else:
         unread = ""
-    causes = likely_causes(gather_evidence(config, folder, number, drift, version, tokens, _server_info(ask_server)))
+    causes = likely_causes(gather_evidence(config, folder, number, source, version, tokens, _server_info(ask_server)))
     report = {
         "iteration": number,
         "version": version,
         "exceeded": beyond,
-        "figures": figures,
+        "figures": {name: value for name, value in figures.items() if name != "worst"},
         "worst": [asdict(token) for token in tokens],
         "causes": [asdict(cause) for cause in causes],
     }
@@ -159,11 +177,11 @@ def check_drift(
         *(cause.line() for cause in causes),
     ]
     if config.drift == "stop":
-        copy = f" and iterations/{number:04d}/ in {config.mirror}" if config.mirror else ""  # it would be taken from there again
         lines += [
-            f"What iteration {number} trained is of no use. Remove the cause, delete {path.parent}{copy} and start "
-            'the same command again. If this difference is to be expected here: drift="warn", or higher drift_limits; both may '
-            "be changed for a run that goes on",
+            f"What iteration {number} sampled and trained is of no use. Remove the cause, and start the same command again with "
+            f"{REDO_VARIABLE}={number} in front of it, or as train(..., redo={number}): that throws away {path.parent} and all "
+            'after it, and does them again. If this difference is to be expected here: drift="warn", or higher drift_limits; '
+            "both may be changed for a run that goes on",
         ]
         raise DriftError("\n".join(lines))
     for line in lines:

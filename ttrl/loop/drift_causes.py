@@ -95,10 +95,12 @@ def gather_evidence(
     server: Mapping[str, Any] | None,
 ) -> Evidence:
     """Reads what is there; never raises for what is not."""
-    model, iteration = folder.checkpoint(number - 1), folder.iteration(number)
+    model, iteration = folder.checkpoint(version), folder.iteration(number)
     shape = _read(model / "config.json")
-    markers = [folder.iteration(version).marker(phase) for phase in ("prepare", "validate")]
-    markers += [folder.iteration(number - 1).marker("validate"), iteration.marker("rollouts")]
+    # The policy was brought to the server for one of these; an iteration that trained nothing has that of the one before.
+    markers = [folder.iteration(version).marker("prepare")]
+    markers += [folder.iteration(n).marker("validate") for n in range(version, number) if folder.policy_version(n) == version]
+    markers += [iteration.marker("rollouts")]
     syncs = [marker["sync"] for marker in markers if marker and isinstance(marker.get("sync"), dict)]
     return Evidence(
         config=config,

@@ -198,7 +198,8 @@ def drift(h: History) -> Finding | None:
         figures = compared if "staleness" not in row else None
         if isinstance(compared.get("by_version"), dict):
             training = h.config.get("training")
-            figures = judged_figures(compared, _policy_before(h, row), training if isinstance(training, dict) else {})
+            judged = judged_figures(compared, _policy_before(h, row), training if isinstance(training, dict) else {})
+            figures = None if judged is None else judged.figures
         if isinstance(figures, dict) and (beyond := exceeded(figures, held_to)):
             here = row["iteration"]
             return Finding(

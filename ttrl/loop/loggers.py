@@ -66,7 +66,10 @@ class Loggers:
         """Gives each logger those rows of a run that it has not seen yet, in order. Call it after each iteration with all rows.
         Never raises."""
         before = dict(self._seen)
+        newest = max((row["iteration"] for row in rows), default=0)
         for name, one in self._named:
+            if self._seen.get(name, -1) > newest:  # iterations were thrown away, and this one is done again
+                self._seen[name] = newest - 1
             for row in sorted(rows, key=lambda row: row["iteration"]):
                 if row["iteration"] <= self._seen.get(name, -1):
                     continue

@@ -62,6 +62,8 @@ def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     compared = steps[0].get("sampler_trainer")
     if isinstance(compared, dict):  # the tokens themselves stay in train.jsonl
         compared = {name: value for name, value in compared.items() if name != "worst"}
+        if isinstance(own := compared.get("own_weights"), dict):
+            compared["own_weights"] = {name: value for name, value in own.items() if name != "worst"}
     return {"train": train, "sampler_trainer": compared}
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from ttrl.loop.config import TrainConfig
 from ttrl.loop.mirror_resume import fetch_folder, take_from
 from ttrl.loop.mirror_store import MirrorStore, patiently, pause_before
 from ttrl.loop.pruning import kept_of
+from ttrl.loop.redo import throw_away
 from ttrl.loop.run_folder import RunFolder
 from ttrl.loop.run_lock import describe_process, in_words, judge_owner
 from ttrl.rollouts.cache_stores import redact
@@ -41,6 +43,8 @@ _NOT_MIRRORED = {"lock", OWNER_KEY, "rollouts.partial.jsonl"} | _OF_PHASES
 _PRUNED = ("checkpoint", "state")
 MIRRORED_SUFFIXES = {".yaml", ".json", ".jsonl", ".html", ".log"}
 """Of files that no marker names."""
+LOG_BYTES = 2**20
+"""What of a log in logs/ is copied: its end."""
 
 
 class Mirror:
@@ -223,7 +227,8 @@ class Mirror:
             self._upload_phase(marker)
             self._behind.discard(key)
         for path, data in others.items():
-            self._upload(path, data, hashlib.sha256(data).hexdigest())
+            self._upload(self._key(path), data, hashlib.sha256(data).hexdigest())
+        self._upload_logs()
         if kept is not None:
             unwanted = [key for key in self._remote if self._is_pruned(key, newest, kept.checkpoints, kept.states)]
             if unwanted:
@@ -244,15 +249,27 @@ class Mirror:
         for name, sha in json.loads(marker.read_text(encoding="utf-8"))["files"].items():
             # One that is gone was pruned in this moment: it is not wanted there either.
             with contextlib.suppress(FileNotFoundError):
-                self._upload(iteration / name, iteration / name, sha)
+                self._upload(self._key(iteration / name), iteration / name, sha)
         for path in self._unmarked_files(iteration):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
-                self._upload(path, path, (status.st_size, status.st_mtime_ns))
-        self._upload(marker, marker, "marker")
+                self._upload(self._key(path), path, (status.st_size, status.st_mtime_ns))
+        self._upload(self._key(marker), marker, "marker")
 
-    def _upload(self, path: Path, content: Path | bytes, identity: object) -> None:
-        key = self._key(path)
+    def _upload_logs(self) -> None:
+        """The ends of the logs of servers and trainer, as they are now, below this machine's name: of one that vanishes they are
+        all that is left. Nothing goes on from them, so they need no marker."""
+        for path in sorted(self._folder.path.glob("logs/*.log")):
+            try:
+                with open(path, "rb") as file:
+                    status = os.fstat(file.fileno())
+                    file.seek(max(0, status.st_size - LOG_BYTES))
+                    end = file.read(LOG_BYTES)
+            except OSError:
+                continue
+            self._upload(f"logs/{self._owner['host']}/{path.name}", end, (status.st_size, status.st_mtime_ns))
+
+    def _upload(self, key: str, content: Path | bytes, identity: object) -> None:
         if self._uploaded.get(key) != identity:
             self._store.write(key, content)
             self._uploaded[key] = identity
@@ -304,14 +321,19 @@ def with_local_run(config: TrainConfig) -> TrainConfig:
 
 
 @contextlib.contextmanager
-def mirrored(config: TrainConfig, folder: RunFolder, *, take_over: bool = False) -> Iterator[Mirror | None]:
+def mirrored(
+    config: TrainConfig, folder: RunFolder, *, take_over: bool = False, redo: int | None = None
+) -> Iterator[Mirror | None]:
     """The mirror of a run whose folder this process holds: takes from it what is missing here, then follows the folder until the
-    end of the block. None where the run has none.
+    end of the block. None where the run has none. redo: the iteration from which on both are to be thrown away before that
+    (`ttrl.loop.redo`).
 
     Raises UserError for an address that cannot be one, RunFolderError where the mirror is of another run or somebody else goes on
     with this one, StorageError where it cannot be read at the start: what is in it can then not be told.
     """
     if config.mirror is None:
+        if redo is not None:
+            throw_away(folder, config, redo)
         yield None
         return
     store = MirrorStore(config.mirror)
@@ -319,6 +341,8 @@ def mirrored(config: TrainConfig, folder: RunFolder, *, take_over: bool = False)
     try:
         mirror.take(take_over=take_over)
         try:
+            if redo is not None:
+                throw_away(folder, config, redo, store)
             take_from(store, folder)
         except BaseException:
             mirror.release()

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MEETING_FILE = "nodes.json"
 """In the folder of one start of the trainer, beside its start.yaml: what the other nodes' torchrun must be told."""
+PROGRESS_FILE = "progress"
+"""Beside it: how far the trainer's first rank is, on whatever machine that runs."""
 ARRIVED = "arrived-"
 """Beside it, one such file from each node that starts its part: so that the leading one can say who is missing."""
 _ENDED = "the leading node has ended this trainer"
@@ -222,18 +223,17 @@ def _take_part(folder: Path, path: Path, meeting: dict[str, Any], say: Callable[
     )
     log = folder / "logs" / f"trainer.{socket.gethostname()}.{os.getpid()}.log"
     say(f"joining the trainer at {endpoint}; log: {log}")
-    with tempfile.TemporaryDirectory(prefix="ttrl-") as temporary:
-        process = TrainerProcess(tune_command(arguments), log, Path(temporary, "progress"), network_environment(endpoint))
-        with process:
-            try:
-                ended = _wait(process, path)
-            except (TrainerError, StorageError) as error:
-                if (path / MEETING_FILE).exists():
-                    say(f"this node's part of the trainer failed; waiting for the next one: {error}")
-                else:  # torchrun calls it a failure when it is left by the leading one
-                    say(_ENDED)
-            else:
-                say("the trainer ended" if ended else f"{_ENDED}; its part here is stopped")
+    # torchrun may make any machine's process the first rank, which says how far it is: to the bar of the leading one.
+    with TrainerProcess(tune_command(arguments), log, path / PROGRESS_FILE, network_environment(endpoint)) as process:
+        try:
+            ended = _wait(process, path)
+        except (TrainerError, StorageError) as error:
+            if (path / MEETING_FILE).exists():
+                say(f"this node's part of the trainer failed; waiting for the next one: {error}")
+            else:  # torchrun calls it a failure when it is left by the leading one
+                say(_ENDED)
+        else:
+            say("the trainer ended" if ended else f"{_ENDED}; its part here is stopped")
 
 
 def _wait(process: TrainerProcess, path: Path) -> bool:

@@ -141,8 +141,9 @@ class Phases:
             return
         sampled_by = self.config.policy_of_rollouts(number)
         version = self.folder.policy_version(sampled_by)
-        budget, carried, more = self.config.tokens_per_iteration, [], {}
+        budget, carried = self.config.tokens_per_iteration, []
         tasks = self.stream.tasks_of(number)
+        more: dict[str, Any] = {"tasks_taken": self.stream.taken_before(number) + len(tasks)}
         if budget is not None:
             carried, tasks, more = self.stream.continued(number, version)
         synced = self._serve(sampled_by, "rollouts")
@@ -157,7 +158,7 @@ class Phases:
 
         results = self._sampler.sample(tasks, n, temperature, version, what, partial, budget, carried, prepare=prepare)
         if self.config.dynamic_sampling is not None:
-            first, taken = len(tasks), more.get("tasks_taken", self.stream.taken_before(number) + len(tasks))
+            first, taken = len(tasks), more["tasks_taken"]
             while count := further_tasks(
                 results, self.config, len(tasks) - first, results.stats.new_completion_tokens, self.tokenizer
             ):
@@ -305,11 +306,14 @@ class Phases:
         """What the recipe is given in an iteration."""
         config, iteration = self.config, self.folder.iteration(number)
         state, settings = self.folder.state(number - 1), config.recipe_config({})
+        sampler = self.folder.sampler(config.policy_of_rollouts(number), number)
         values = {
             "model": str(self.folder.checkpoint(number - 1)),
             "packed": str(iteration.path / "packed.safetensors"),
             "state": str(state) if state else None,
             "output_dir": str(iteration.path),
+            "sampler_model": None if sampler is None else str(self.folder.checkpoint(sampler)),
+            "sampler_version": sampler,
             "iteration": number,
             "device": config.device,
             "dtype": config.dtype,

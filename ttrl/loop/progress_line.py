@@ -102,4 +102,5 @@ _DETAILS = (
     ("rollouts.repeated", "repeated", True),
     ("rollouts.length_correlation", "reward~length", False),
     ("sampler_trainer.p999", "|Δ logprob|", False),
+    ("sampler_trainer.own_weights.p999", "under the sampler's weights", False),
 )

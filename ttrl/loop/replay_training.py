@@ -37,6 +37,10 @@ class ReplayFolder(RunFolder):
         # The folder of iteration 0 is links, which are removed in time like any checkpoint.
         return self.original.checkpoint(number) if self.original.policy_version(number) else self.start
 
+    def sampler(self, sampled_by: int, number: int) -> int | None:
+        """None: the rollouts are of the original's policies, and nothing here is judged by them."""
+        return None
+
     def can_start_from(self, number: int) -> bool:
         """True where the original run still has checkpoint and state of its policy after iteration `number`."""
         state = self.original.state(number)

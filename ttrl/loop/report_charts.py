@@ -178,6 +178,9 @@ def training(run: RunData) -> str:
         Series("mean", run.column("sampler_trainer.mean")),
         Series("99.9th percentile", run.column("sampler_trainer.p999"), 2),
     ]
+    own = Series("99.9th percentile under the sampler's own weights", run.column("sampler_trainer.own_weights.p999"), 3)
+    if any(value is not None for value in own.values):
+        apart.append(own)
     clipped = [
         Series("from above", run.column("train.clip_fraction_high"), 1),
         Series("from below", run.column("train.clip_fraction_low"), 2),

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ttrl.errors import RunFolderError
-from ttrl.files import TEMPORARY_PREFIX, digest, read_jsonl, remove_folder, remove_leftovers, write_json, write_text
+from ttrl.files import TEMPORARY_PREFIX, digest, read_jsonl, remove_folder, remove_leftovers, write_json, write_jsonl, write_text
 from ttrl.loop.config_changes import changes, check_changes, remember_changes
 from ttrl.loop.run_lock import RunLock
 
@@ -175,6 +175,14 @@ class RunFolder:
         """The model folder of the policy after iteration `number`."""
         return self.iteration(self.policy_version(number)).path / "checkpoint"
 
+    def sampler(self, sampled_by: int, number: int) -> int | None:
+        """The weights version that sampled iteration `number`'s rollouts, by the policy after iteration `sampled_by`, where that
+        is an older one than the one that training starts from, and still there; else None."""
+        version = self.policy_version(sampled_by)
+        if version == self.policy_version(number - 1) or not (self.checkpoint(version) / "config.json").is_file():
+            return None
+        return version
+
     def state(self, number: int) -> Path | None:
         """The optimizer state after iteration `number`; None before the first update."""
         version = self.policy_version(number)
@@ -209,6 +217,18 @@ class RunFolder:
                     remove_folder(folder / name)
                     removed.append(number)
         return sorted(set(removed))
+
+    def throw_away(self, first: int) -> list[int]:
+        """Removes the iterations from `first` on, the newest first, after their lines in metrics.jsonl; returns their numbers.
+        Raises StorageError."""
+        rows = self.metrics()
+        if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
+            write_jsonl(self.path / "metrics.jsonl", kept)
+        paths = [path for path in (self.path / "iterations").glob("[0-9]*") if path.name.isdigit() and int(path.name) >= first]
+        for path in sorted(paths, key=lambda path: -int(path.name)):
+            remove_folder(path)
+        self._trained = {}
+        return [int(path.name) for path in paths]
 
     def prune(self, newest: int, keep: int, best: int | None) -> list[int]:
         """Keeps checkpoints and states of the `keep` newest policies alone, and the best checkpoint. Returns and raises as

@@ -30,7 +30,8 @@ class TaskStream:
         return chosen
 
     def taken_before(self, number: int) -> int:
-        """How many tasks of the stream earlier iterations took: equal parts, where their markers do not tell otherwise."""
+        """How many tasks of the stream earlier iterations took, by the marker of the last of them: `tasks_per_iteration` may have
+        been another one then. Equal parts, where it does not tell."""
         marker = self._folder.iteration(number - 1).marker("rollouts") or {}
         return marker.get("tasks_taken", (number - 1) * self._config.tasks_per_iteration)
 

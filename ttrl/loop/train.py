@@ -27,6 +27,7 @@ from ttrl.loop.phases import Phases
 from ttrl.loop.policy_server import PolicyServer, make_server
 from ttrl.loop.progress_line import best_iteration
 from ttrl.loop.pruning import prune
+from ttrl.loop.redo import redo_asked
 from ttrl.loop.report import leave_report
 from ttrl.loop.run_folder import RunFolder
 from ttrl.loop.run_lock import TAKE_OVER_VARIABLE
@@ -58,12 +59,14 @@ def train(
     quiet: bool = False,
     allow_changes: Sequence[str] = (),
     take_over: bool = False,
+    redo: int | None = None,
 ) -> RunResult:
     """Trains `config.model` on `tasks` by reinforcement learning; the same call on the same run folder continues it.
 
     allow_changes: names of settings, such as "training.lr", that may differ from those that the run was begun with; or "all".
-    take_over: continues the run although its owner, which gives no sign of life, is on another machine. (From a shell:
-    TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1.)
+    take_over: continues the run although its owner, which gives no sign of life, is on another machine.
+    redo: throws away this iteration, with which a run ended with DriftError, and all after it, and does them again.
+    (From a shell: TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1, TTRL_REDO=5.)
 
     Raises ConfigError and TaskError for what is wrong with the arguments, before anything expensive starts; ModelFolderError,
     RunFolderError, ServerError, TrainerError, DriftError and StorageError later. Whatever was finished stays, and nothing is left
@@ -75,7 +78,8 @@ def train(
     folder, console = RunFolder(config.run), Console(quiet=quiet)
     model = local_model(config.model)
     take_over = take_over or os.environ.get(TAKE_OVER_VARIABLE, "") not in ("", "0")
-    with folder.locked(take_over=take_over), mirrored(config, folder, take_over=take_over) as mirror:
+    redo = redo_asked(redo)
+    with folder.locked(take_over=take_over), mirrored(config, folder, take_over=take_over, redo=redo) as mirror:
         reap_leftovers(folder.path)
         folder.clean()
         for note in folder.remember_config(config.to_dict(), config.defaults(), allowed_names(allow_changes)):

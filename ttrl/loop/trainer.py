@@ -18,7 +18,7 @@ from typing import Any
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.console import Console
-from ttrl.loop.nodes import arrived, is_loopback, network_environment, torchrun_arguments, write_meeting
+from ttrl.loop.nodes import PROGRESS_FILE, arrived, is_loopback, network_environment, torchrun_arguments, write_meeting
 from ttrl.loop.run_folder import RunFolder
 from ttrl.loop.tune import TrainerProcess, checkpoint_of, recipe_arguments, tune_command, write_recipe_config
 from ttrl.request_folder import FolderWatch, RequestFolder
@@ -112,7 +112,7 @@ class Trainer:
             if is_loopback(endpoint):
                 self._console.line(f"note: {endpoint} is this machine's loopback; name an address that the others can reach")
         log = self._folder.path / "logs" / "trainer.log"
-        self._process = self._started(path / "start.yaml", log, path / "progress", torchrun, variables)
+        self._process = self._started(path / "start.yaml", log, path / PROGRESS_FILE, torchrun, variables)
 
     def check(self) -> None:
         """Raises TrainerError, ending with the last lines of its log, where the resident process died, at work or while nobody

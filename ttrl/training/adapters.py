@@ -329,6 +329,24 @@ def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
             yield
         return
     assert config.reference_model is not None, "the config's own check asks for it"
-    policy.load_folder(config.reference_model)
+    with as_policy_of(policy, config, config.reference_model):
+        yield
+
+
+@contextlib.contextmanager
+def as_policy_of(policy: Policy, config: GRPOConfig, folder: str) -> Iterator[None]:
+    """Inside, the policy computes what another folder of the same model does: its weights, or its adapter, are swapped in, and
+    those of `config.model` again afterwards. A collective when sharded. Raises ModelFolderError."""
+    if config.lora_rank is None:
+        policy.load_folder(folder)
+        yield
+        policy.load_folder(config.model)
+        return
+    theirs, own, base = Path(folder, ADAPTER_FOLDER), Path(config.model, ADAPTER_FOLDER), base_folder(config)
+    if not theirs.is_dir() or not own.is_dir():  # the base: before the first update there is no adapter
+        with without_adapters(policy) if not theirs.is_dir() else contextlib.nullcontext():
+            yield
+        return
+    _load(theirs, policy, base)
     yield
-    policy.load_folder(config.model)
+    _load(own, policy, base)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,6 +29,7 @@ from ttrl.training.policy import Policy
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 MAX_SHARD_BYTES = 5 * 10**9
+_HASHING_THREADS = 4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 CheckpointDtype = Literal["fp32", "bf16"]
@@ -114,25 +116,32 @@ def _write_weights(folder: Path | None, entries: list[Entry], max_bytes: int) ->
     """
     shards = _shards(entries, max_bytes)
     weight_map: dict[str, str] = {}
-    digests: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for entry in shard:
-            tensor = entry.gather()
+    digests: dict[str, Future[str]] = {}
+    # Digests are made beside gathering and writing: SHA-256 is slower than most disks.
+    with ThreadPoolExecutor(_HASHING_THREADS) as hashing:
+        for number, shard in enumerate(shards, 1):
+            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for entry in shard:
+                tensor = entry.gather()
+                if folder is not None:
+                    # A tied head is the embeddings' own memory; a file holds each tensor by itself.
+                    shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
+                    tensors[entry.name] = tensor.clone() if shared else tensor.contiguous()
+                    digests[entry.name] = hashing.submit(_digest, tensors[entry.name])
+                weight_map[entry.name] = file
             if folder is not None:
-                # A tied head is the embeddings' own memory; a file holds each tensor by itself.
-                shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
-                tensors[entry.name] = tensor.clone() if shared else tensor.contiguous()
-                digests[entry.name] = hashlib.sha256(tensors[entry.name].reshape(-1).view(torch.uint8).numpy()).hexdigest()
-            weight_map[entry.name] = file
-        if folder is not None:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+                save_file(tensors, folder / file, metadata={"format": "pt"})
+                wait(digests.values())  # what they are of takes the room of the next shard
     if folder is not None and len(shards) > 1:
         metadata = {"total_size": sum(entry.size for entry in entries)}
         index = json_text({"metadata": metadata, "weight_map": weight_map})
         (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-    return digests
+    return {name: digest.result() for name, digest in digests.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def save_checkpoint(

@@ -3,6 +3,7 @@
 In exact arithmetic there is no difference for tokens of the policy that training starts from. What there is comes from rounding
 (and is small), or from something that is wrong: other weights, another distribution, another model. Tokens of older policies
 differ because the policy has moved: that is policy lag, and no sign of anything wrong, so figures are kept by weights version.
+Where an older policy sampled all tokens, some rows are compared under its own weights as well (`Prepass`).
 
 Also written: `trainer_logprobs.safetensors` beside train.jsonl, the trainer's numbers in the places of the pack, for the report.
 
@@ -34,12 +35,19 @@ TF32 in a GPU's attention kernels up to 1e-3; in bfloat16 logits of size 10 to 2
 
 
 def compare_tokens(
-    steps: Sequence[Update], logprobs: Tensor, sampled: Tensor, packed_shape: tuple[int, int], config: GRPOConfig, here: Ranks
+    steps: Sequence[Update],
+    logprobs: Tensor,
+    sampled: Tensor,
+    packed_shape: tuple[int, int],
+    config: GRPOConfig,
+    here: Ranks,
+    *,
+    write: bool = True,
 ) -> dict[str, Any]:
     """What train.jsonl says of the tokens of `steps`, this rank's parts of all the optimizer steps that were compared.
 
     logprobs, sampled: [N] of all ranks in their order (`Ranks.gather`), of the trained tokens of these rows in row-major order.
-    A collective; the first rank writes LOGPROBS_FILE into `config.output_dir`.
+    A collective; with `write` the first rank writes LOGPROBS_FILE into `config.output_dir`.
 
     Returns what `sampler_against_trainer` does, and
         not_finite          tokens for which either side has no finite number; they are left out of all else
@@ -57,7 +65,7 @@ def compare_tokens(
     logprobs, sampled = logprobs.detach().float().cpu(), sampled.detach().float().cpu()
     assert len(places) == len(logprobs) == len(sampled)
     tolerance = config.drift_tolerance if config.drift_tolerance is not None else TOLERANCES[config.dtype]
-    if here.is_first:
+    if write and here.is_first:
         _save(Path(config.output_dir), places, logprobs, packed_shape)
     known = ~torch.isnan(sampled)
     finite = known & torch.isfinite(sampled) & torch.isfinite(logprobs)

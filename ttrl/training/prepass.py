@@ -1,5 +1,6 @@
 """What is found out before the first optimizer step of an iteration, in passes without gradient.
 
+- the sampler's log-probabilities again, under its own weights, for some rows of a pack that an older policy sampled;
 - the policy's log-probabilities at the start, where later steps see changed weights or advantages are made from them;
 - the reference model's log-probabilities, by swapping its weights in, unless the pack holds them already; its hidden states and
   its head, where KL is taken over the whole vocabulary;
@@ -25,7 +26,7 @@ from torch import Tensor, distributed
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing import PackedTensors
 from ttrl.errors import TtrlError
-from ttrl.training.adapters import as_reference
+from ttrl.training.adapters import as_policy_of, as_reference
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.covariance import token_keys
 from ttrl.training.distributed import Ranks, ranks
@@ -63,9 +64,13 @@ class Prepass:
         """The reference model's output projection [V, D] and its bias, where KL is taken over the whole vocabulary."""
         self.drift: dict[str, Any] | None = None
         """`compare_tokens` over the whole iteration, where a pass was made for it."""
+        self.own_weights: dict[str, Any] | None = None
+        """The same of some rows' tokens that `config.sampler_version` sampled, under its own weights; where it is given."""
 
     def run(self) -> None:
         """Everything but the choice of tokens. A collective."""
+        if self._config.sampler_model is not None and self._config.sampler_rows:
+            self.own_weights = self._compared_under(self._config.sampler_model)
         rewards = any(objective.needs_token_rewards for objective in self._objectives)
         if rewards or (len(self._steps) > 1 and self._config.start_of_all_rows):
             for step in self._steps:
@@ -85,6 +90,24 @@ class Prepass:
         gathered = self._here.gather(mine), self._here.gather(sampled)
         shape = (self._packed.num_rows, self._packed.seq_len)
         return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
+
+    def _compared_under(self, folder: str) -> dict[str, Any]:
+        """What `compare_tokens` says of the tokens of the policy in `folder`, in rows of the first step; and its version, and how
+        many rows. A collective."""
+        config, here, step = self._config, self._here, self._steps[0]
+        trained = step.rows.labels != IGNORE
+        judged = trained & (step.rows.weights_version == config.sampler_version)
+        count = min(-(-config.sampler_rows // here.world_size), step.rows.num_rows)  # the same on all ranks
+        chosen = sorted(judged.sum(dim=1).topk(count).indices.tolist())
+        part = dataclasses.replace(step, rows=step.rows.rows(chosen), numbers=[step.numbers[row] for row in chosen], signals={})
+        with as_policy_of(self._policy, config, folder):
+            logprobs = row_signals(self._policy, part, config, here.device)["start_logprobs"]
+        sampled = torch.where(judged, step.rows.logprobs, torch.nan)[chosen]  # tokens of others count as unknown
+        gathered = here.gather(logprobs[trained[chosen]]), here.gather(sampled[trained[chosen]])
+        figures = compare_tokens([part], *gathered, (self._packed.num_rows, self._packed.seq_len), config, here, write=False)
+        figures = {name: value for name, value in figures.items() if name not in ("by_version", "unknown")}
+        rows = int(here.sum(judged[chosen].any(dim=1).sum().to(here.device)))
+        return {"version": config.sampler_version, "rows": rows} | figures
 
     def choose(self, number: int) -> None:
         """The tokens that the objective acts on in step `number`, for objectives that choose them. A collective."""

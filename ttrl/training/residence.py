@@ -32,7 +32,7 @@ from ttrl.training.weights import fill_parameters
 logger = logging.getLogger("ttrl.training")
 
 # What differs from iteration to iteration without another model, optimizer or schedule.
-_OF_ONE_ITERATION = ("model", "state", "packed", "output_dir", "iteration", "follow")
+_OF_ONE_ITERATION = ("model", "state", "packed", "output_dir", "iteration", "follow", "sampler_model", "sampler_version")
 
 
 class Trained(NamedTuple):
