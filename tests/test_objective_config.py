@@ -2,6 +2,7 @@
 
 import pytest
 
+from ttrl.configs import GRPOConfig
 from ttrl.configs.objective import ObjectiveConfig
 from ttrl.errors import ConfigError
 
@@ -96,3 +97,11 @@ def test_a_setting_that_does_nothing_is_told(setting, without, use):
         ObjectiveConfig.parse(setting | without, "here")
     (found,) = caught.value.problems
     assert found.startswith(f"{name} is ") and "which does nothing with" in found
+
+
+def test_a_penalty_that_can_do_nothing():
+    values = {"model": "m", "packed": "p", "output_dir": "o", "objective": "kl_cov", "off_policy": "token"}
+    with pytest.raises(ConfigError, match="'kl_cov' with off_policy 'token' and updates_per_iteration 1"):
+        GRPOConfig.parse(values, "test")
+    GRPOConfig.parse(values | {"updates_per_iteration": 2}, "test")
+    GRPOConfig.parse(values | {"off_policy": "none"}, "test")  # the sampler may be older: the recipe warns

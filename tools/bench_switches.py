@@ -9,7 +9,10 @@ with one thread; of its two steps the first warms up and compiles, the second is
     step MB    the highest memory during the step, less what was held before it (gradients included, they are made in the step)
     held MB    parameters and optimizer state of one process
     ‖Δg‖/‖g‖   the difference of the gradient to the plain one's, over all parameters; not to be seen where the optimizer works in
-               the backward pass, where the weights after the step are compared instead
+               the backward pass, where the weights after the step are compared instead; those of adapters to LoRA's own
+
+"plain" is AdamW, fused, and a head that takes the gradient of its logits in the forward pass, as for losses of single tokens;
+where the loss asks for more (entropy, KL over the vocabulary, whole samples), the head is recomputed in the backward pass.
 
 With --device cuda, those are added that need it: activation offloading, CPU offload, the optimizer on the CPU. Never run on
 a GPU.
@@ -24,6 +27,7 @@ import random
 import socket
 import tempfile
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +45,19 @@ from ttrl.training.loading import load_policy
 from ttrl.training.logprobs import IGNORE
 from ttrl.training.optim import begin_step, clip_and_step, make_optimizer
 from ttrl.training.optimizer_state import state_tensors
+from ttrl.training.policy import HeadOptions
 from ttrl.training.sharding import full_tensor, local_part
 
 CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
+LORA: dict[str, Any] = {"lora_rank": 8}
+RECOMPUTED, NOT_FUSED = "(recomputed)", "(not fused)"  # ways of this tool, no settings of the recipes
 SWITCHES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "plain again": (1, {}),
+    "head recomputed in backward": (1, {RECOMPUTED: True}),
+    "num_output_chunks 1": (1, {"num_output_chunks": 1}),
+    "… recomputed in backward": (1, {"num_output_chunks": 1, RECOMPUTED: True}),
+    "AdamW not fused": (1, {NOT_FUSED: True}),
     "dtype bf16": (1, {"dtype": "bf16"}),
     "rows_per_microbatch 1": (1, {"rows_per_microbatch": 1}),
     "activation_checkpointing": (1, CHECKPOINTING),
@@ -58,9 +69,18 @@ SWITCHES: dict[str, tuple[int, dict[str, Any]]] = {
     "optimizer_in_backward": (1, {"optimizer_in_backward": True}),
     "optimizer adamw_8bit": (1, {"optimizer": "adamw_8bit"}),
     "optimizer sgd": (1, {"optimizer": "sgd"}),
+    "LoRA": (1, LORA),
+    "LoRA, checkpointing": (1, {**LORA, **CHECKPOINTING}),
+    "DoRA": (1, {**LORA, "lora_kind": "dora"}),
+    "QLoRA": (1, {**LORA, "lora_base_dtype": "nf4"}),
     "FSDP, 2 processes": (2, {}),
     "… reshard_after_forward off": (2, {"reshard_after_forward": False}),
+    "… optimizer_in_backward": (2, {"optimizer_in_backward": True}),
+    "… checkpointing": (2, CHECKPOINTING),
+    "… compile": (2, {"compile": True, "row_length_multiple": 128}),
+    "… LoRA": (2, LORA),
     "tensor_parallel 2": (2, {"tensor_parallel": 2}),
+    "… and checkpointing": (2, {"tensor_parallel": 2, **CHECKPOINTING}),
 }
 ON_CUDA: dict[str, tuple[int, dict[str, Any]]] = {
     "activation_offloading": (1, {"activation_offloading": True}),
@@ -111,9 +131,20 @@ def memory(device: torch.device, peak: bool) -> float:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:" if peak else "VmRSS:")))
 
 
-def measure(config: TrainingConfig, here: Ranks, packed: PackedTensors) -> dict[str, Any]:
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes of this process's part."""
+    local = local_part(tensor)
+    if type(local) in (torch.Tensor, torch.nn.Parameter):
+        return local.nbytes
+    return sum(size_of(getattr(local, name)) for name in local.__tensor_flatten__()[0])  # in 4 bits
+
+
+def measure(config: TrainingConfig, ways: Container[str], here: Ranks, packed: PackedTensors) -> dict[str, Any]:
     policy = load_policy(config, here)
     optimizer = make_optimizer(policy, config)
+    if NOT_FUSED in ways:
+        for group in optimizer.param_groups:
+            group["fused"] = False
     (step,) = updates(packed, 1, (0, 1), here)
     found: dict[str, Any] = {}
     clock = time.perf_counter if here.device.type == "cuda" else time.process_time
@@ -124,8 +155,12 @@ def measure(config: TrainingConfig, here: Ranks, packed: PackedTensors) -> dict[
         begin_step(optimizer, config, number)
         for batch in step.microbatches(config, here.device):
             trained = batch["labels"] != IGNORE
-            loss = policy(*policy_inputs(batch)).logprobs * batch["advantages"][trained] * batch["weights"][trained]
-            step.backward(-loss)
+            factors = -batch["advantages"][trained] * batch["weights"][trained]
+            if RECOMPUTED in ways:
+                step.backward(policy(*policy_inputs(batch)).logprobs * factors)
+            else:
+                head = HeadOptions(token_loss=lambda logprobs, at, factors=factors: logprobs * factors[at])
+                step.backward(policy(*policy_inputs(batch), head).loss)
         spent = clock() - began
         if number == 0:
             settle(policy.parameters())
@@ -138,9 +173,9 @@ def measure(config: TrainingConfig, here: Ranks, packed: PackedTensors) -> dict[
         found["first" if number == 0 else "seconds"] = spent + clock() - began
         found["peak"] = memory(here.device, True) - before
         if number == 0:
-            found["weights"] = {name: weight.cpu() for name, weight in policy.full_weights().items()}
+            found["weights"] = {name: weight.clone() for name, weight in policy.full_weights().items()}
     tensors = [*policy.parameters(), *(tensor for _, tensor in state_tensors(policy, optimizer))]
-    found["held"] = sum(local_part(tensor).numel() * 4 for tensor in tensors)
+    found["held"] = sum(map(size_of, tensors))
     if config.optimizer == "adamw_8bit":  # what is saved is fp32; held are bytes, and a scale for every 256 of them
         found["held"] = sum(p.numel() * (4 + 2 * (1 + 4 / 256)) for p in policy.parameters())
     return found
@@ -151,9 +186,10 @@ def child(settings: dict[str, Any], folder: Path, rank: int, processes: int, por
     if processes > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ways = {name for name in (RECOMPUTED, NOT_FUSED) if settings.pop(name, False)}
     config = TrainingConfig.parse(settings, "benchmark")
     with ranks(config) as here:
-        found = measure(config, here, PackedTensors.load(folder / "packed.safetensors"))
+        found = measure(config, ways, here, PackedTensors.load(folder / "packed.safetensors"))
         if here.is_first:
             torch.save(found, result)
 
@@ -203,17 +239,23 @@ def main() -> None:
         common = {"model": str(folder / "model"), "output_dir": str(folder), "device": args.device, "num_threads": 1}
         common |= {"rows_per_microbatch": 10**6, "max_grad_norm": None, "lr": 1e-4}
         plain: dict[str, Any] = {}
+        adapters: dict[str, Any] = {}
         for name, (processes, settings) in chosen.items():
             found = run({**common, **settings}, processes, folder)
             if found is None:
                 print(f"{name:30} failed")
                 continue
             plain = plain or found
+            if "lora_rank" in settings:
+                adapters = adapters or found
+            like = adapters if "lora_rank" in settings else plain
             what = "gradient" if found["gradient"] else "weights"
+            comparable = found[what].keys() == like[what].keys()  # DoRA has parameters of its own
+            difference = f"{distance(found[what], like[what]):10.1e}" if comparable else f"{'–':>10}"
             print(
                 f"{name:30} {found['first']:8.2f} {found['seconds']:7.2f} {found['seconds'] / plain['seconds']:6.2f} "
                 f"{found['peak'] / 1e6:8.0f} {found['peak'] / plain['peak']:6.2f} {found['held'] / 1e6:8.1f} "
-                f"{distance(found[what], plain[what]):10.1e}",
+                f"{difference}",
                 flush=True,
             )
 

@@ -2,15 +2,16 @@
 
     python tools/check_invariance.py [--only WORD] [--skip WORD] [--objective NAME]
 
-Processes × rows in a microbatch (1 accumulates row by row) × orders of packing × chunks of the head × activation checkpointing ×
-compilation × precision: for each ‖g - g₆₄‖/‖g₆₄‖ over all parameters, and the same of the change that one SGD step makes. g₆₄ is
-computed by transformers, in float64, one plain sequence after the other, from the formulas of the objective written out here.
-Beside bf16 stands what transformers comes to under autocast.
+Processes × rows in a microbatch (fewer than all accumulate) × orders of packing × {checkpointing, compilation, both}; then other
+switches by themselves, tensor parallelism and bf16 among them. For each ‖g - g₆₄‖/‖g₆₄‖ over all parameters, and the same of the
+change that one SGD step makes. g₆₄ is computed by transformers, in float64, one plain sequence after the other, from the formulas
+of the objective written out here. Beside bf16 stands what transformers comes to under autocast.
 Exit status 1 where an fp32 way differs by 1e-5 or more.
 """
 
 import argparse
 import importlib.util
+import itertools
 import math
 import random
 import sys
@@ -84,26 +85,34 @@ class Way:
         return self.settings.get("dtype") != "bf16"
 
 
+LAYERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "checkpointing": {"activation_checkpointing": True},
+    "compile": {"compile": True, "row_length_multiple": SEQ_LEN},
+    "compile, checkpointing": {"compile": True, "row_length_multiple": SEQ_LEN, "activation_checkpointing": True},
+}
+"""How layers are computed. Compiled ones see rows of one length: each other one would be compiled anew."""
+
+
 def ways() -> Iterator[Way]:
-    """All of them."""
+    """All of them: every number of processes with every microbatch, order and computation of the layers, and single switches."""
     for processes in (1, 2):
-        for rows in (1, 2, 8):
-            for order in (0, 1, 2):
-                yield Way(f"{rows} rows, order {order}", {"rows_per_microbatch": rows}, order, processes)
+        for layers, settings in LAYERS.items():
+            for rows, order in itertools.product((1, 2, 8, 100), (0, 1, 2)):  # 100: all at once, nothing is accumulated
+                name = ", ".join([f"{rows if rows < 100 else 'all'} rows, order {order}", *filter(None, [layers])])
+                yield Way(name, {"rows_per_microbatch": rows, **settings}, order, processes)
         switches: dict[str, dict[str, Any]] = {
-            "all rows at once, 1 chunk": {"rows_per_microbatch": 100, "num_output_chunks": 1},
+            "1 chunk": {"num_output_chunks": 1},
             "7 chunks": {"num_output_chunks": 7},
             "rows of multiples of 64": {"row_length_multiple": 64},
-            "checkpointing": {"activation_checkpointing": True},
             "checkpointing every other layer": {"activation_checkpointing": True, "checkpoint_every": 2},
             "checkpointing, products kept": {"activation_checkpointing": True, "checkpoint_keeps": "products"},
-            "compile": {"compile": True, "row_length_multiple": SEQ_LEN},
-            "compile, checkpointing": {"compile": True, "row_length_multiple": SEQ_LEN, "activation_checkpointing": True},
             "bf16": {"dtype": "bf16"},
         }
         if processes > 1:
             switches["parameters stay gathered"] = {"reshard_after_forward": False}
-            switches["tensor parallel"] = {"tensor_parallel": 2}
+            switches["tensor parallel"] = {"tensor_parallel": 2}  # which excludes compilation
+            switches["tensor parallel, checkpointing"] = {"tensor_parallel": 2, "activation_checkpointing": True}
         for name, settings in switches.items():
             yield Way(name, settings, 0, processes)
 
@@ -261,6 +270,7 @@ def error_of_transformers_in_bf16(inputs: Inputs) -> float:
 def in_process(rank: int, processes: int, meeting: str, chosen: list[Way], inputs: Inputs, found: Any) -> None:
     """One of several processes; the first puts the errors of each way into `found`."""
     torch.set_num_threads(1)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=processes)
     for number, way in enumerate(chosen):
         errors = errors_of(way, inputs, grid(torch.device("cpu"), way.settings.get("tensor_parallel", 1)))
@@ -287,10 +297,11 @@ def main() -> int:
     parser.add_argument("--objective", choices=list(OBJECTIVES), help="all unless given")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else layers are quietly no longer compiled
     disable_progress_bar()
     chosen = [way for way in ways() if arguments.only in way.name and not (arguments.skip and arguments.skip in way.name)]
     worst = 0.0
-    print("objective        processes  way                                gradient  SGD step   seconds")
+    print("objective        processes  way                                     gradient  SGD step   seconds")
     with tempfile.TemporaryDirectory() as folder:
         for objective in [arguments.objective] if arguments.objective else OBJECTIVES:
             inputs = make_inputs(Path(folder), objective)
@@ -299,7 +310,7 @@ def main() -> int:
                 worst = max(worst, _print(objective, way, errors_of(way, inputs, Ranks(0, 1, torch.device("cpu"))), began))
             if not all(way.exact for way in chosen):
                 error = error_of_transformers_in_bf16(inputs)
-                print(f"{objective:16} {1:9}  {'transformers in bf16':34} {error:8.1e}", flush=True)
+                print(f"{objective:16} {1:9}  {'transformers in bf16':39} {error:8.1e}", flush=True)
             several = [way for way in chosen if way.processes == 2]
             began = time.perf_counter()
             for way, errors in zip(several, errors_in_processes(several, inputs, 2) if several else [], strict=True):
@@ -310,7 +321,7 @@ def main() -> int:
 
 def _print(objective: str, way: Way, errors: tuple[float, float], began: float) -> float:
     seconds = "" if way.processes > 1 else f"{time.perf_counter() - began:8.1f}"
-    print(f"{objective:16} {way.processes:9}  {way.name:34} {errors[0]:8.1e}  {errors[1]:8.1e}  {seconds}", flush=True)
+    print(f"{objective:16} {way.processes:9}  {way.name:39} {errors[0]:8.1e}  {errors[1]:8.1e}  {seconds}", flush=True)
     return max(errors) if way.exact else 0.0
 
 

@@ -83,7 +83,7 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     first = load_state(job["state"], policy, optimizer) if job.get("state") else 0
     (step,) = updates(PackedTensors.load(job["packed"]), 1, (0, 1), here)
     if job.get("reference"):
-        before = policy.full_weights()
+        before = {name: weight.clone() for name, weight in policy.full_weights().items()}
         policy.load_folder(job["reference"])
         result["reference_logprobs"] = all_logprobs(policy, step, config, here)
         policy.load_folder(config.model)

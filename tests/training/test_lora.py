@@ -16,6 +16,7 @@ from ttrl.training.batches import updates
 from ttrl.training.distributed import Ranks
 from ttrl.training.loading import load_policy
 from ttrl.training.lora import AdaptedLinear, adapted, plain, without_adapters
+from ttrl.training.sharding import gathered_precision
 
 
 def _beside(name):
@@ -271,6 +272,13 @@ def test_a_base_in_four_bits(family, model_folder, packed):
     assert distance(gradients(policy), gradients(rounded)) < 1e-5
     lower = step_gradients(folder, packed, lora_base_dtype="nf4", dtype="bf16", activation_checkpointing=True)
     assert distance(lower, gradients(policy)) < 0.15
+
+
+def test_magnitudes_are_never_gathered_in_bf16():
+    cuda = torch.device("cuda")
+    assert gathered_precision(config_of(dtype="bf16"), cuda).param_dtype is torch.bfloat16
+    assert gathered_precision(config_of(dtype="bf16", lora_kind="dora"), cuda).param_dtype is None
+    assert gathered_precision(config_of(dtype="bf16"), torch.device("cpu")).param_dtype is None
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ def test_the_first_bad_loss_is_named_by_microbatch_row_and_sample(packed):
     sample = packed.samples[int(packed.sample_ids[3, position])]
     assert int(finite.count()) == 2
     assert finite.described(packed, numbers, 2) == (
-        f"2 losses are not finite; the first is in microbatch 1, row 13, position {position}, of task {sample.task_id!r}, "
-        f"sample {sample.sample}"
+        f"the first is in microbatch 1, row 13, position {position}, of task {sample.task_id!r}, sample {sample.sample}"
     )
 
 
@@ -145,6 +144,9 @@ def test_what_a_setting_would_save(tmp_path):
     adapted = dataclasses.replace(used, lora_rank=8)
     assert not [name for name in savings(adapted, 4096) if name.startswith("lora_rank")]
     assert "optimizer: adamw_8bit" in savings(used, 512, cuda=True).keys() - saved.keys()
+    in_four_bits = dataclasses.replace(adapted, lora_base_dtype="nf4")  # which excludes what several processes need
+    assert not {"cpu_offload: true", "2 processes with different rows"} & savings(in_four_bits, 512, cuda=True).keys()
+    assert "cpu_offload: true" in savings(adapted, 512, cuda=True)
     assert "rows of 4096 positions" in advice(used, 4096) and "rows_per_microbatch: 2 would save about" in advice(used, 4096)
     assert "shorter rows" in advice(config(model=str(tmp_path / "nowhere")), 10)
 

@@ -135,6 +135,20 @@ def test_checkpointing_recomputes_what_it_should(model_folder, packed):
     assert products[0] == products[1] < products[2]
 
 
+def test_compilation_sees_into_layers(model_folder, packed, monkeypatch):
+    """Without a backend that compiles C++ (tests/e2e/test_compiled.py): all that the compiler leaves out is attention on CPUs."""
+    plain = gradients_with(model_folder("qwen3"), packed, row_length_multiple=40)
+    compile_with = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_with(module, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = gradients_with(model_folder("qwen3"), packed, row_length_multiple=40, compile=True)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()
+    assert len(breaks) == 1 and "split_attend" in next(iter(breaks))
+    assert distance(compiled, plain) < 1e-5
+
+
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-biased"])
 def test_sharding_over_one_process_changes_nothing(family, model_folder, packed):
     """The code of tensor parallelism and FSDP on a mesh of one; more processes: tests/e2e/test_parallel.py."""
@@ -204,7 +218,7 @@ def test_a_step_whose_norm_is_not_finite_is_not_taken(model_folder, packed):
     config = settings_of(model_folder(), lr=0.5)
     policy = load_policy(config, ALONE)
     optimizer = make_optimizer(policy, config)
-    before = policy.full_weights()
+    before = {name: weight.clone() for name, weight in policy.full_weights().items()}
     for parameter in policy.parameters():
         parameter.grad = torch.full_like(parameter, math.inf)
     assert clip_and_step(policy, optimizer, config, 0) == math.inf
@@ -285,6 +299,7 @@ def test_weights_that_do_not_fit_are_named(change, text, model_folder, tmp_path)
             {"checkpoint_keeps": "products", "activation_checkpointing": True, "compile": True},
             ["checkpoint_keeps cannot see into compiled layers"],
         ),
+        ({"compile": True, "tensor_parallel": 2}, ["compile with tensor_parallel; PyTorch's compiler loses"]),
         (
             {"tensor_parallel": 0, "row_length_multiple": 0, "checkpoint_every": 0, "activation_checkpointing": True},
             ["row_length_multiple is 0", "checkpoint_every is 0", "tensor_parallel is 0"],

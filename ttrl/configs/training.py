@@ -79,7 +79,8 @@ class TrainingConfig(LoRAConfig):
     activation_offloading: bool = False
     """Keep in the CPU's memory what layers computed, until the backward pass asks for it. CUDA only."""
     compile: bool = False
-    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays when many steps share few row lengths."""
+    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays when many steps share few row lengths. Not with
+    tensor_parallel."""
 
     tensor_parallel: int = 1
     """Processes that share each layer: heads, feed-forward columns and vocabulary rows are dealt out to them, and they train on
@@ -144,6 +145,11 @@ class TrainingConfig(LoRAConfig):
                     found.append(f"{name} is {getattr(self, name)!r}, which does nothing without activation_checkpointing")
         if self.compile and self.checkpoint_keeps != "nothing":
             found.append("checkpoint_keeps cannot see into compiled layers; set it to 'nothing', or switch compile off")
+        if self.compile and self.tensor_parallel > 1:
+            found.append(
+                "compile with tensor_parallel; PyTorch's compiler loses how gradients of such layers are spread over processes: "
+                "switch compile off, or set tensor_parallel to 1 (layers that are sharded by FSDP2 can be compiled)"
+            )
         return found
 
     def _without_cuda(self) -> list[str]:

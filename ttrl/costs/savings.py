@@ -28,12 +28,16 @@ def savings(
     # The head's own chunk where that is smaller; else four times as many chunks.
     changes["num_output_chunks"] = None if chunk > HEAD_CHUNK[device] else 4 * -(-positions // int(chunk))
     changes["rows_per_microbatch"] = max(1, chosen.rows_per_microbatch // 2)
+    four_bits = chosen.lora_base_dtype == "nf4"
     if device == "cuda":
-        changes |= {"cpu_offload": True, "activation_offloading": True, "optimizer": "adamw_8bit"}
+        changes["activation_offloading"] = True
+        if not chosen.optimizer_on_cpu:  # it excludes both
+            changes |= {"optimizer": "adamw_8bit"} | ({} if four_bits else {"cpu_offload": True})
     now = peak()
     found = {f"{name}: {value}": now - peak(**{name: value}) for name, value in changes.items()}
     if chosen.lora_rank is None and chosen.tensor_parallel == 1:
         found[f"lora_rank: {LORA_RANK} (adapters alone are trained)"] = now - peak(lora_rank=LORA_RANK)
-    found[f"{2 * ranks} processes with different rows"] = now - peak(2 * ranks)
+    if not (four_bits or chosen.optimizer_on_cpu):  # both are for one process
+        found[f"{2 * ranks} processes with different rows"] = now - peak(2 * ranks)
     worth = {name.replace("True", "true").replace("None", "null"): saved for name, saved in found.items() if saved > 0}
     return dict(sorted(worth.items(), key=lambda pair: -pair[1]))

@@ -41,10 +41,10 @@ def serve(x: Tensor, *layers: nn.Module) -> bool:
 
 def fast(*tensors: Tensor) -> bool:
     """Whether oneDNN may take products of these tensors."""
-    known = _X86 and PRODUCT is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    if not (known and plain_on_cpu(*tensors) and all(x.dtype is torch.float32 for x in tensors)):
+    if not (plain_on_cpu(*tensors) and all(x.dtype is torch.float32 for x in tensors)):  # first: what follows breaks graphs
         return False
-    return not torch.is_autocast_enabled("cpu")
+    known = _X86 and PRODUCT is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return known and not torch.is_autocast_enabled("cpu")
 
 
 def _hooked(layer: nn.Module) -> bool:

@@ -52,9 +52,8 @@ class Finite:
                 row, position = (part.labels != IGNORE).nonzero()[int(self._first[microbatch])].tolist()
                 sample = part.samples[int(part.sample_ids[row, position])]
                 return (
-                    f"{sum(counts)} losses are not finite; the first is in microbatch {microbatch}, row "
-                    f"{row_numbers[microbatch * size + row]}, position {position}, of task {sample.task_id!r}, sample "
-                    f"{sample.sample}"
+                    f"the first is in microbatch {microbatch}, row {row_numbers[microbatch * size + row]}, position {position}, "
+                    f"of task {sample.task_id!r}, sample {sample.sample}"
                 )
         return None
 

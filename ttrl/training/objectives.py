@@ -16,6 +16,7 @@ N: trained positions.
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from ttrl.training import losses
 from ttrl.training.covariance import choose_by_covariance
 from ttrl.training.divergences import ESTIMATORS
 from ttrl.training.off_policy import importance_weights
+
+logger = logging.getLogger("ttrl.training")
 
 
 @dataclass(frozen=True)
@@ -221,4 +224,9 @@ class Objective:
 
 def objective_from(config: ObjectiveConfig) -> Objective:
     """The objective that a config (GRPOConfig has these fields) asks for, at the run's first optimizer step."""
+    if config.objective == "kl_cov" and getattr(config, "updates_per_iteration", 2) == 1:  # refused where it is certain
+        logger.warning(
+            "objective 'kl_cov' with updates_per_iteration 1: unless the sampler's weights are older than the trainer's, its "
+            "penalty sees nothing but the rounding between the two; take 2 or more updates, or objective 'clip_cov'"
+        )
     return Objective(config)

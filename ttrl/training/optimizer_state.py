@@ -163,7 +163,9 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
     except RunFolderError:
         raise
     except _DAMAGE as error:
-        raise RunFolderError(f"{folder}: the optimizer state cannot be read: {error}") from error
+        raise RunFolderError(
+            f"{folder}: the optimizer state cannot be read: {error}; copy it again, or leave state out to start afresh"
+        ) from error
     return global_step
 
 

@@ -124,16 +124,20 @@ def apply_tensor_parallel(decoder: Any, mesh: DeviceMesh) -> None:
         decoder.output = TiedHead(tied, mesh)
 
 
-def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ranks) -> None:
-    """Shards each layer, and what is left in the root, over the data ranks (FSDP2).
+def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPrecisionPolicy:
+    """On CUDA with bf16, parameters are gathered in bf16 and gradients reduced in fp32; else both stay fp32, and autocast
+    converts as without FSDP. So do DoRA's: a magnitude, or the length of a row, that is rounded to bf16 (0.4%) would hide what
+    it learns, and a checkpoint is merged from those that are not rounded."""
+    mixed = config.dtype == "bf16" and device.type == "cuda" and config.lora_kind != "dora"
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
-    On CUDA with bf16, gathered parameters are bf16 and gradients are reduced in fp32; on CPU autocast converts, as without FSDP.
-    """
+
+def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ranks) -> None:
+    """Shards each layer, and what is left in the root, over the data ranks (FSDP2)."""
     assert here.mesh is not None
-    mixed = config.dtype == "bf16" and here.device.type == "cuda"
     settings: dict[str, Any] = {
         "mesh": here.mesh[DATA],
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy(),
+        "mp_policy": gathered_precision(config, here.device),
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
     }
     for layer in layers:

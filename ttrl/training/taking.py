@@ -79,7 +79,8 @@ class Stepper:
         facts: dict[str, Any] = {"lr": learning_rate(self._config, self.global_step) * lr_scale}
         why = None
         if not_finite:
-            why = somewhere(first_bad, self._here)
+            count = "1 loss is" if not_finite == 1 else f"{not_finite:.0f} losses are"
+            why = f"{count} not finite; {somewhere(first_bad, self._here)}"
             facts["grad_norm"] = math.nan
             self._forget()
         else:

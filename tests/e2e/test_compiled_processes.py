@@ -1,0 +1,81 @@
+"""What compiles C++, in two processes: the update is that of one process."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ttrl.data.packing import packed_tensors_from_tokenized_results
+
+TRAINING_TESTS = Path(__file__).parents[1] / "training"
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+_spec = importlib.util.spec_from_file_location("training_conftest", TRAINING_TESTS / "conftest.py")
+helpers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(helpers)
+
+EIGHT_BIT = {"optimizer": "adamw_8bit"}
+IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": None}
+COMPILED = {"compile": True, "row_length_multiple": 40}
+JOBS = {
+    "plain": (1, {}),
+    "compiled fsdp, recomputed": (2, {**COMPILED, "activation_checkpointing": True}),
+    "compiled fsdp, in backward": (2, {**COMPILED, **IN_BACKWARD}),
+    "8 bits": (1, EIGHT_BIT),
+    "8 bits fsdp": (2, EIGHT_BIT),
+    "8 bits tp": (2, {**EIGHT_BIT, "tensor_parallel": 2}),
+    "8 bits fsdp, in backward": (2, {**EIGHT_BIT, **IN_BACKWARD}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """name → what its first process left."""
+    root = tmp_path_factory.mktemp("compiled")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=128, num_key_value_heads=2, **shape)).save_pretrained(root / "model")
+    packed = packed_tensors_from_tokenized_results(helpers.random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0)
+    packed.save(root / "packed.safetensors")
+    common = {"lr": 1e-3, "max_grad_norm": 1e9, "rows_per_microbatch": 100}
+    files = {"model": str(root / "model"), "packed": str(root / "packed.safetensors")}
+    todo = [
+        {"name": name, "processes": n, "output_dir": str(root / name), "settings": {**common, **more}, "steps": 2, **files}
+        for name, (n, more) in JOBS.items()
+    ]
+    (root / "jobs.json").write_text(json.dumps(todo))
+    command = [sys.executable, str(TRAINING_TESTS / "parallel_worker.py"), str(root / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=880)
+    failures = {name: error.read_text()[-3000:] for name in JOBS if (error := root / name / "error.txt").exists()}
+    assert done.returncode == 0 and not failures, f"{failures} {done.stderr[-3000:]}"
+    return {name: torch.load(root / name / "result.pt") for name in JOBS}
+
+
+def distance(one, other):
+    """‖one - other‖ / ‖other‖ over all tensors of a name."""
+    assert one.keys() == other.keys()
+    square = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
+    return math.sqrt(square / sum(float(value.double().square().sum()) for value in other.values()))
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in ("plain", "8 bits")])
+def test_two_processes_take_the_steps_of_one(name, results):
+    alone, found = results["8 bits" if "8 bits" in name else "plain"], results[name]
+    assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert ("in backward" in name) == (not found["gradients"])
+    if found["gradients"]:
+        assert distance(found["gradients"], alone["gradients"]) < 1e-5
+    if (
+        "8 bits" in name
+    ):  # parts of matrices have other blocks of 256 numbers that share a scale: other rounding, but no more of it
+        rounding = distance(alone["weights"], results["plain"]["weights"])
+        assert 1e-5 < rounding < 1e-3
+        assert distance(found["weights"], results["plain"]["weights"]) < 1.5 * rounding
+    else:
+        assert distance(found["weights"], alone["weights"]) < 1e-5
