@@ -1,8 +1,10 @@
 """The scripts in recipes/: their options, tasks and settings. What they do with a model is tried by hand (--tiny) and in e2e/."""
 
+import asyncio
 import json
 import runpy
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,39 @@ def test_tasks_and_settings(
             return  # two of them are enough
         run(name, monkeypatch, *arguments, "--tiny")
         assert capsys.readouterr().out.startswith("2 tasks")
+
+
+@pytest.mark.parametrize("name", ["multiple_choice", "spelling"])
+def test_a_try_out_trains_and_says_what_came_of_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a random model's rewards, all 0, nothing is trained: here every reply has another one. Held-out tasks keep theirs."""
+    seen = []
+
+    def train(config, *, tasks, validation_tasks):
+        seen.extend((config, tasks, validation_tasks))
+        metrics = {config.validation_metric: 0.25} if config.validation_metric != "reward" else {"answered": 1.0}
+        rows = [{"iteration": number, "validation_reward": 0.25, "validation": metrics} for number in range(2)]
+        return types.SimpleNamespace(metrics=[*rows, {"iteration": 2}], report="report.html", checkpoint="checkpoint")
+
+    monkeypatch.setattr("ttrl.loop.recipe_script.train", train)
+    monkeypatch.setattr("ttrl.loop.recipe_script.make_tiny_model", lambda folder, **settings: folder)
+    arguments = ["--tiny", "--run", str(tmp_path / "run")]
+    if name in DATA:
+        DATA[name](tmp_path)
+        arguments += ["--data", str(tmp_path)]
+    run(name, monkeypatch, *arguments)
+    assert ": 0.250 before, 0.250 after 2 iterations" in capsys.readouterr().out
+
+    def choice(content: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(message=types.SimpleNamespace(content=content))
+
+    config, tasks, validation_tasks = seen
+    assert config.model == str(tmp_path / "run" / "tiny_model") and len(tasks) == len(validation_tasks) == 2
+    grades = [asyncio.run(tasks[0].grader(choice(text))) for text in ("x", "y", "y", "\ud800")]
+    rewards = [grade.reward for grade in grades]
+    assert len(set(rewards)) == 3 and rewards[1] == rewards[2] and all(0 <= reward < 1 for reward in rewards)
+    assert validation_tasks[0].grader(choice(validation_tasks[0].grader.reference()))[0] == 1.0
 
 
 def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,31 @@ def hub(monkeypatch):
 
     fake = types.SimpleNamespace(load_dataset=load_dataset, get_dataset_split_names=lambda name, config: ["train", "test"])
     monkeypatch.setitem(sys.modules, "datasets", fake)
+    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    asked = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *address: asked.append(address))
+    return asked
+
+
+def test_no_way_to_the_hub(hub, monkeypatch):
+    """Its own client would try again and again for half a minute; a cache (offline) or a proxy does without the address."""
+    load_rows("a/b", parse, splits=("train",), config="main")
+    assert hub == [("huggingface.co", 443)]
+
+    def unknown(*address):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    with pytest.raises(TaskError, match=r"a/b \(main\): no way to the Hugging Face hub: hub\.local: Name .* HF_HUB_OFFLINE=1"):
+        monkeypatch.setenv("HF_ENDPOINT", "https://hub.local/mirror")
+        load_rows("a/b", parse, splits=("train",), config="main")
+    with monkeypatch.context() as offline:
+        offline.setenv("HF_HUB_OFFLINE", "1")
+        assert load_rows("a/b", parse, splits=("train",), config="main") == PARSED
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy:3128"})
+    assert load_rows("a/b", parse, splits=("train",), config="main") == PARSED
 
 
 def test_the_hub(hub):

@@ -5,14 +5,11 @@ import types
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ttrl.errors import TaskError
 from ttrl.tasks.letter_counting import (
     LetterCountingGrader,
     get_letter_counting_tasks,
-    last_number,
     letter_counting_examples,
     spelled_count,
 )
@@ -53,16 +50,35 @@ def question(messages):
         (None, False),
         ("\n\n", False),
         ("³", False),  # str.isdigit says yes
-        ("３", False),  # full-width
-        ("٣", False),  # Arabic-Indic
+        ("３", True),  # full-width
+        ("٣", True),  # Arabic-Indic
+        ("1/3", False),
+        ("6/2", True),
+        (".3", False),
+        ("3½", False),
+        ("1.2.3", False),
+        ("3.00000000000000001", False),  # a float could not tell
+        ("2 or 3", False),
+        ("3 to 4", False),
+        ("1, 2, 3", True),
+        ("r1, r2, r3", True),
+        ("2-3", False),
+        ("2–3", False),
+        ("Found: 2\n- 3", True),
+        ("str1awber2r3y: 3", True),
+        ("10-7=3", True),
+        ("- 3", True),
+        ("3³", False),
+        ("3\n\nThey are the letters 3, 8 and 9.", False),
         ("Ⅲ", False),
         ("r r r", False),
         ("9" * 100_000, False),
         ("3 " + "x" * 1_000_000, True),
-        ("." * 100_000 + "3", True),
-        ("-" * 100_000 + "3", False),
-        ("1." * 100_000 + "3", True),
-        ("0" * 299 + "3", True),
+        ("." * 100_000 + "3", False),
+        ("1." * 100_000 + "3", False),
+        ("-" * 100_000 + " 3", True),
+        ("1 " * 100_000 + "3", True),
+        ("0" * 299 + "3", False),
     ],
 )
 def test_grader(content, right):
@@ -74,27 +90,6 @@ def test_grader(content, right):
 )
 def test_partial_credit(content, reward):
     assert LetterCountingGrader(3, partial_credit=0.4)(reply(content))[0] == pytest.approx(reward)
-
-
-@given(st.text("0123456789.- a\n", max_size=30))
-def test_property_last_number_is_what_a_scan_from_the_left_finds(text):
-    expected, i = None, 0
-    while i < len(text):  # by hand, letter by letter
-        sign = 1
-        if text[i] == "-" and text[i + 1 : i + 2].isdigit():
-            sign, i = -1, i + 1
-        if not text[i].isdigit():
-            i += 1
-            continue
-        j = i
-        while j < len(text) and text[j].isdigit():
-            j += 1
-        if text[j : j + 1] == "." and text[j + 1 : j + 2].isdigit():
-            j += 1
-            while j < len(text) and text[j].isdigit():
-                j += 1
-        expected, i = sign * float(text[i:j]), j
-    assert last_number(text) == expected
 
 
 def test_tasks_ask_every_count_equally_often():

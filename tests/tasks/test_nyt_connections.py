@@ -1,5 +1,6 @@
 """NYT Connections: four last lines, strictly and liberally; the forms in which puzzles are shared."""
 
+import csv
 import json
 
 import pytest
@@ -91,6 +92,8 @@ FORMS = {
     "lists": {"id": 7, "groups": [list(group) for group in GROUPS]},
     "themes": {"id": 7, "groups": {f"theme {i}": list(group) for i, group in enumerate(GROUPS)}},
     "json in csv": {"id": "7", "groups": json.dumps(GROUPS)},
+    "lists in csv": {"id": "7", "groups": str([list(group) for group in GROUPS])},
+    "by the game's first address": {"id": 7, "groups": {f"X{i}": {"level": i, "members": list(g)} for i, g in enumerate(GROUPS)}},
     "cards": {
         "id": 7,
         "categories": [{"title": "X", "cards": [{"content": w, "position": 1} for w in group]} for group in GROUPS],
@@ -105,21 +108,67 @@ def test_forms(form):
     assert (puzzle.id, puzzle.groups) == ("7", GROUPS)
 
 
-def test_a_row_for_each_word():
-    rows = [
-        {"Game ID": str(game), "Word": word + "!" * game, "Group Name": f"{i}", "Starting Row": "1"}
-        for game in (1, 2)
+def word_rows(count):
+    return [
+        {"Game ID": str(game), "Puzzle Date": "2023-06-12", "Word": word + "!" * game, "Group Name": "X", "Group Level": str(i)}
+        | {"Starting Row": "1"}
+        for game in range(1, count + 1)
         for i, group in enumerate(GROUPS)
         for word in group
     ]
-    one, two = read_puzzles(rows, "x")
-    assert one.groups[0] == ("HAIL!", "RAIN!", "SLEET!", "SNOW!") and two.groups[3][3] == "RACE CAR!!"
+
+
+def test_a_row_for_each_word(caplog):
+    rows = word_rows(3)
+    one, two, _ = read_puzzles(rows, "x")  # groups of one name and two levels are two
+    assert one.groups[0] == ("HAIL!", "RAIN!", "SLEET!", "SNOW!") and two.groups[3][3] == "RACE CAR!!" and not caplog.text
     del rows[3]
-    with pytest.raises(TaskError, match=r"x, game 1: groups .*must be 4 groups of 4"):
-        read_puzzles(rows, "x")
+    rows[20]["Word"] = None  # as pandas reads the word NA
+    (three,) = read_puzzles(rows, "x")
+    assert three.id == "3" and "x: 2 of 3 games are left out, as words are missing: ['1', '2']" in caplog.text
+    with pytest.raises(TaskError, match="x: words are missing in all of its 1 games"):
+        read_puzzles(rows[:15], "x")
     rows[1].pop("Word")
     with pytest.raises(TaskError, match="x, row 2: none of the fields Word, word"):
         read_puzzles(rows, "x")
+
+
+def group_rows(*levels):
+    return [{"level": n, "level_id": "🟡", "category": f"X{n}", "words": list(GROUPS[n - 1])} for n in levels]
+
+
+def test_a_row_for_each_group(caplog):
+    one, two = read_puzzles(group_rows(1, 2, 3, 4, 1, 2, 3, 4), "x")
+    assert one.groups == two.groups == GROUPS and (one.id, two.id) == ("from row 1", "from row 5") and not caplog.text
+    (two,) = read_puzzles(group_rows(2, 3, 4, 1, 2, 3, 4), "x")
+    assert two.id == "from row 4" and "1 of 2 games are left out" in caplog.text
+    with pytest.raises(TaskError, match="x, row 1: none of the fields level"):
+        read_puzzles([{"category": "X", "words": ["a"] * 4}], "x")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "json", "jsonl"])
+@pytest.mark.parametrize("form", ["members", "cards", "row for each word", "row for each group"])
+def test_files(tmp_path, kind, form):
+    """Miniatures of what is shared, in every kind of file: each holds the same puzzle, which is in one of the splits."""
+    rows = {"row for each word": word_rows(1), "row for each group": group_rows(1, 2, 3, 4)}.get(form) or [FORMS[form]]
+    path = tmp_path / f"puzzles.{kind}"
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist(rows), path)
+    elif kind == "csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows({k: str(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows)  # as pandas does
+    else:
+        path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
+    tasks = []
+    for split in ("train", "validation", "test"):
+        tasks += get_nyt_connections_tasks(split, path=path)
+    (task,) = tasks
+    assert [[word.strip("!") for word in group] for group in task.grader.groups] == [list(group) for group in GROUPS]
 
 
 def test_commas_in_words(reply):
@@ -134,7 +183,7 @@ def test_commas_in_words(reply):
     [
         ({"a": 1}, "none of the fields answers, groups"),
         ({"groups": 3}, "not iterable"),
-        ({"groups": "x"}, "Expecting value"),
+        ({"groups": "x"}, "neither JSON nor Python's lists"),
         ({"groups": [["a"] * 4] * 4}, "no word twice"),
         ({"groups": GROUPS[:3]}, "must be 4 groups"),
         ({"groups": ["abcd", "efgh", "ijkl", "mnop"]}, "a group is 'abcd'"),

@@ -19,7 +19,7 @@ def solutions(formula, assumptions=()):
             yield bits
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(clauses, clauses, st.lists(literals, max_size=4), st.lists(literals, max_size=4), st.integers(0, 63))
 def test_answers_are_those_of_trying_all_assignments(first, later, assumptions, others, likely):
     solver = Solver()
@@ -29,12 +29,15 @@ def test_answers_are_those_of_trying_all_assignments(first, later, assumptions, 
         for clause in part:
             solver.add(clause)
         formula += part
-        for assumed in (assumptions, (), others, assumptions):
+        for assumed in (assumptions, (), others, assumptions[:-1] + others, assumptions):
             answer = solver.solve(assumed)
             assert answer is (next(solutions(formula, assumed), None) is not None)
             if answer:
                 bits = [solver.value(variable) for variable in variables]
                 assert tuple(bits) in set(solutions(formula, assumed))
+            else:
+                assert [x for x in dict.fromkeys(assumed) if x in solver.core] == solver.core
+                assert next(solutions(formula, solver.core), None) is None
 
 
 def pigeons(solver, count, holes):
@@ -45,6 +48,19 @@ def pigeons(solver, count, holes):
     for hole in range(holes):
         for one, other in combinations(range(count), 2):
             solver.add([-inside[one][hole], -inside[other][hole]])
+
+
+def test_the_core_leaves_out_what_is_not_to_blame():
+    solver = Solver()
+    a, b, c, d = (solver.new_variable() for _ in range(4))
+    solver.add([-a, b])
+    solver.add([-b, -c])
+    assert solver.solve([d, a, -d, c]) is False and solver.core == [d, -d]
+    assert solver.solve([d, a, c]) is False and solver.core == [a, c]
+    solver.add([a])
+    assert solver.solve([d, c]) is False and solver.core == [c]
+    solver.add([c])
+    assert solver.solve([d]) is False and solver.core == []
 
 
 def test_a_proof_that_needs_learning_and_restarts():

@@ -33,6 +33,7 @@ _UNIT_EXPONENT = re.compile(
     r"(?<![A-Za-z])((?:[mcdk]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|met(?:er|re)s?|units?)\}?) ?\^\{?[23]\b\}?"
 )
 _ALTERNATIVES = ("or", "oder", "ou", "または", "或")
+_RANGES = ("-", "–", "—", "~", "to", "bis")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,60})\}\{([^{}]{1,60})\}")
 
 
@@ -130,7 +131,8 @@ def last_number(text: str) -> Fraction | None:
     """The last number of a text, exactly; None without one, or when it cannot be read for certain.
 
     Read are signs, decimals, thousands separators (comma, apostrophe, underscore, space), fractions (3/4, LaTeX's too), exponents
-    (1e3), digits of any script, whatever units stand around (also m^2). "1,5", "1.2.3", "10^3", "2½" and "2 or 3" cannot be read.
+    (1e3), digits of any script, whatever units stand around (also m^2). "1,5", "1.2.3", "10^3", "2½", "2 or 3" and "2-3" cannot
+    be read.
     """
     text = ascii_digits(text)
     text = _FRACTION.sub(r" \1/\2 ", text).replace("{,}", ",").replace("\\,", "").replace("\\!", "")
@@ -143,8 +145,10 @@ def last_number(text: str) -> Fraction | None:
         return None
     if before is not None and _is_exponent(text, before, last):
         return _scale(_value(text, before), text[before.end() : last.end()])
-    if before is not None and _between(text, before, last) in _ALTERNATIVES:
-        return None
+    if before is not None:
+        between = _between(text, before, last)
+        if between in _ALTERNATIVES or (between in _RANGES and "\n" not in text[before.end() : last.start()]):
+            return None
     value = _value(text, last)
     if value is not None and before is not None and _rstrip_digits(text, last.start()).endswith("/"):
         between = text[before.end() : last.start()]

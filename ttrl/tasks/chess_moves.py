@@ -92,7 +92,7 @@ class ChessGrader:
 
 def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
     """The legal move that a text is, in coordinates or algebraic notation; None for anything else, and for several moves."""
-    text = text.translate(_FIGURES).strip(" \t\r\n*_`\"'.,;:()[]$!?")
+    text = text.translate(_FIGURES).replace("\\", "").strip(" \t\r\n*_`\"'.,;:()[]$!?")
     if len(text) > _LONGEST:
         return None
     parts = [part for part in text.split() if not part.rstrip(".").isdigit()]  # 1. e4
@@ -117,11 +117,12 @@ def _answer(text: str, style: Style) -> str:
         words = text[start + 2 : start + 2 + _LONGEST].split() if start >= 0 else []
         return words[0] if words else ""
     places = [place for place in (find_tagged(text), find_boxed(text)) if place is not None]
-    start = ascii_lower(text).rfind("best move:")
-    if start >= 0:
-        start += len("best move:")
-        end = text.find("\n", start)
-        places.append((start, len(text) if end < 0 else end))
+    for mark in ("best move:", "best move is"):
+        start = ascii_lower(text).rfind(mark)
+        if start >= 0:
+            start += len(mark)
+            end = text.find("\n", start)
+            places.append((start, len(text) if end < 0 else end))
     if places:
         start, end = max(places)
         return text[start:end]

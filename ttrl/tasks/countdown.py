@@ -68,7 +68,9 @@ def read_expression(text: str) -> str:
         part = text[max(text.rfind("\n") + 1, len(text) - 2 * LONGEST) :]
     part = part.replace("\\times", "*").replace("\\cdot", "*").replace("\\div", "/").replace("\\left", "").replace("\\right", "")
     part = part.replace("\\(", "").replace("\\)", "").replace("\\[", "").replace("\\]", "")
-    return ascii_digits(part).translate(_OPERATORS).strip(" \t\r\n`$.")
+    part = ascii_digits(part).translate(_OPERATORS).strip(" \t\r\n`$.")
+    bold = next((mark for mark in ("**", "__") if part.startswith(mark) and part.endswith(mark)), "")
+    return part.removeprefix(bold).removesuffix(bold)
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int], Fraction | None] | None:

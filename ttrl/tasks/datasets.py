@@ -11,9 +11,12 @@ import importlib
 import json
 import os
 import re
+import socket
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from ttrl.errors import TaskError
 from ttrl.tasks.words import in_validation
@@ -242,6 +245,7 @@ def _package(name: str, what: str) -> Any:
 def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str, Iterator[tuple[str, Any]]]:
     datasets = _package("datasets", f"{name}: data sets of the Hugging Face hub")
     where = f"{name} ({config})" if config else name
+    _check_hub(where)
     try:
         there = list(datasets.get_dataset_split_names(name, config))
         split = next((split for split in splits if split in there), None)
@@ -257,6 +261,21 @@ def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str
             "download it elsewhere and give the path of its file"
         ) from error
     return where, ((f"{where}, {split}, row {number}", dict(row)) for number, row in enumerate(rows, 1))
+
+
+def _check_hub(where: str) -> None:
+    """Says at once that there is no way to the hub, whose client would try again for half a minute. Raises TaskError."""
+    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE")
+    if offline or urllib.request.getproxies():  # the cache is used; a proxy finds the address itself
+        return
+    host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or ""
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError as error:
+        raise TaskError(
+            f"{where}: no way to the Hugging Face hub: {host}: {error}. Without a network, download it elsewhere and give the "
+            "path of its file; what was loaded before is found again with HF_HUB_OFFLINE=1 in the environment"
+        ) from None
 
 
 def _short(value: object) -> str:

@@ -7,15 +7,13 @@ Words are generated (see words.py) and held out by a hash of the word: no word o
 import bisect
 import functools
 import itertools
-import math
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.answers import after_thinking, last_number, reply_text
 from ttrl.tasks.task import Task
 from ttrl.tasks.words import get_words, in_validation
 
@@ -26,14 +24,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MOST = 3
 """The largest count that is asked for."""
 
-# ASCII digits alone: \d also matches digits of other scripts. No part can match what its neighbour matches: linear time.
-_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
-
 
 @dataclass(frozen=True)
 class LetterCountingGrader:
     """1.0 if the last number of the reply, after any thinking, is the count, else `partial_credit` / (1 + distance), and 0
-    without a number."""
+    without a number that can be read for certain: "2 or 3", "1.2.3" and "3½" are none."""
 
     expected: int
     partial_credit: float = 0.0
@@ -43,23 +38,12 @@ class LetterCountingGrader:
         answer = last_number(after_thinking(reply_text(choice)))
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
-        reward = 0.0 if answer is None else self.partial_credit / (1.0 + abs(answer - self.expected))
+        reward = 0.0 if answer is None else self.partial_credit / float(1 + abs(answer - self.expected))
         return reward, {"exact": 0.0}
 
     def reference(self) -> str:
         """A reply that earns 1.0."""
         return str(self.expected)
-
-
-def last_number(text: str) -> float | None:
-    """The last number in a text, written in digits: 3 in "There are 3.", 3.5 in "3.5"; None without one."""
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    if last is None:
-        return None
-    digits = last.group()
-    return float(digits) if len(digits) <= 300 else math.inf  # as good as infinite, and float() of long texts is slow
 
 
 def get_letter_counting_tasks(

@@ -34,11 +34,14 @@ _FULL_WIDTH = (
     {0xFF21 + i: 65 + i for i in range(26)} | {0xFF41 + i: 97 + i for i in range(26)} | str.maketrans("（）：．。", "():..")
 )
 _OPENING = " \t\r\n*_`~\"'“‘([{<$:=-–—>#\\"
-# Another option behind the letter: "B or C", "B, or maybe C", "B, C", "B/C", "B C"; of "(A) text" only the letter counts.
+# Another option behind the letter: "B or C", "B, or maybe C", "B (or C)", "B, C", "B/C", "B C"; with nothing behind it also
+# "B-C", "(B)(C)", "B: C", which could begin an option's text. Of "(A) text" only the letter counts.
 _ANOTHER = re.compile(
-    r"[\s)\].*`\"']{0,4}(?:[,;]?\s{0,3}(?:or|and|oder|und|ou|et)\b(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
-    r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|\s{1,4}([A-J])(?:\s{1,4}[A-J])*[\s).]{0,4}$"
+    r"[\s)(\].*`\"']{0,4}(?:[,;]?\s{0,3}(?i:or|and|oder|und|ou|et)\b(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
+    r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|[\s()\[\].:~=\\–—-]{1,4}([A-J])(?:[\s()\[\].:~=\\–—-]{1,4}[A-J])*[\s).\]]{0,4}$"
 )
+# The same behind an option's text: "B. London or C. Rome"; what follows must be the other option's text.
+_ANOTHER_LATER = re.compile(r"(?:\b(?i:or|and|oder|und|ou|et)|[,;/&|])\s{0,3}[(\[*]{0,2}([A-J])[.):\]]")
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,11 @@ def read_choice(text: str, choices: Sequence[str]) -> int | None:
     text = _without_list(text.strip(), choices).strip()
     first, last = text[: _end(text, 0)], text[text.rfind("\n") + 1 :]
     found = _option(first, choices)
-    return found if found is not None or first == last else _option(last, choices)
+    if first == last:
+        return found
+    if found is None:
+        return _option(last, choices)
+    return None if len(_plain(last)) == 1 and _option(last, choices) not in (None, found) else found
 
 
 def _without_list(text: str, choices: Sequence[str]) -> str:
@@ -154,7 +161,18 @@ def _option(text: str, choices: Sequence[str]) -> int | None:
         return None  # "A magnet", "I think"
     other = _ANOTHER.match(rest)
     second = (other[1] or other[2]) if other is not None else letter.upper()
-    return None if second != letter.upper() and second in LETTERS[: len(choices)] else place
+    if second != letter.upper() and second in LETTERS[: len(choices)]:
+        return None
+    return None if any(_is_another(match, rest, choices, place) for match in _ANOTHER_LATER.finditer(rest)) else place
+
+
+def _is_another(match: "re.Match[str]", rest: str, choices: Sequence[str], place: int) -> bool:
+    """Whether a letter behind an answer is another option with its text."""
+    other = LETTERS.index(match[1])
+    if other == place or other >= len(choices):
+        return False
+    option = _plain(choices[other])[:40]
+    return bool(option) and _plain(rest[match.end() : match.end() + 60]).startswith(option)
 
 
 def _plain(text: str) -> str:

@@ -3,10 +3,12 @@
 The puzzles belong to the New York Times, so ttrl ships none; the loader reads the files that are commonly shared.
 """
 
+import ast
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
 GROUPS = SIZE = 4
+
+_log = logging.getLogger(__name__)
 
 _PROMPT = (
     "Here are 16 words:\n\n{words}\n\nThey form 4 groups of 4; the words of a group have something in common, and each word "
@@ -120,8 +124,9 @@ def get_nyt_connections_tasks(
     The data has no splits of its own: by a hash of their words, one puzzle in ten is for validation, and one in ten for test.
     path: a file, a folder with a file train.(jsonl, json, csv, parquet), or an id on the Hugging Face hub. Rows have their four
         groups as "answers", "groups" or "categories": a list of lists of words, or of objects with "members", "words" or the
-        game's own "cards", or one object of {theme: words}. Or there is a row for each word, with "Game ID" (or "id") and
-    "Group Name". liberal: see `ConnectionsGrader`.
+        game's own "cards", or one object of {theme: words}. Or there is a row for each word, with "Game ID" (or "id"), "Word" and
+        "Group Name"; or a row for each group, with "level" (from the lowest on, game after game), "category" and "words".
+    liberal: see `ConnectionsGrader`.
 
     Raises TaskError.
     """
@@ -160,20 +165,47 @@ def write_prompt(puzzle: Puzzle) -> str:
 
 
 def read_puzzles(rows: Sequence[Row], where: str) -> list[Puzzle]:
-    """Puzzles of any of the forms that `get_nyt_connections_tasks` names. Raises TaskError, naming the row."""
-    if "Group Name" not in rows[0] and "group_name" not in rows[0]:
+    """Puzzles of any of the forms that `get_nyt_connections_tasks` names. Raises TaskError, naming the row.
+
+    Of files with a row for each word or group, which were put together by programs, games with parts missing are left out, and a
+    warning says so.
+    """
+    if not {"Group Name", "group_name", "category"} & rows[0].keys():
         return [
             _puzzle(str(row.get("id", row.get("date", number))), row, f"{where}, row {number}")
             for number, row in enumerate(rows, 1)
         ]
-    games: dict[str, dict[str, list[str]]] = {}
+    games: dict[str, dict[tuple[str, str], list[Any]]] = {}
+    level, game = 0, ""
     for number, row in enumerate(rows, 1):
         try:
-            game, word = (str(_any(row, *names)) for names in (("Game ID", "game_id", "id"), ("Word", "word")))
-            games.setdefault(game, {}).setdefault(str(_any(row, "Group Name", "group_name")), []).append(word)
-        except RowError as error:
+            if "category" in row:  # a row for each group, easiest first, without the game's number
+                level, before = int(_any(row, "level")), level
+                game = game if level > before and game else f"from row {number}"
+                games.setdefault(game, {})["", str(_any(row, "category"))] = list(_parsed(_any(row, "words")))
+                continue
+            name, group = str(_any(row, "Game ID", "game_id", "id")), str(_any(row, "Group Name", "group_name"))
+            if not {"Word", "word"} & row.keys():
+                raise RowError("none of the fields Word, word")
+            word = row.get("Word", row.get("word"))
+        except (RowError, ValueError, TypeError) as error:
             raise TaskError(f"{where}, row {number}: {error}") from None
-    return [_puzzle(game, {"groups": groups}, f"{where}, game {game}") for game, groups in games.items()]
+        games.setdefault(name, {}).setdefault((str(row.get("Group Level", "")), group), []).append(word)
+    whole = {name: groups for name, groups in games.items() if _is_whole(groups.values())}
+    if len(whole) < len(games):
+        missing = [name for name in games if name not in whole]
+        _log.warning(
+            "%s: %d of %d games are left out, as words are missing: %s", where, len(missing), len(games), _short(missing)
+        )
+    if not whole:
+        raise TaskError(f"{where}: words are missing in all of its {len(games)} games")
+    return [_puzzle(name, {"groups": list(groups.values())}, f"{where}, game {name}") for name, groups in whole.items()]
+
+
+def _is_whole(groups: Collection[list[Any]]) -> bool:
+    return [len(group) for group in groups] == [SIZE] * GROUPS and all(
+        word is not None and word != "" for x in groups for word in x
+    )
 
 
 def _any(row: Row, *names: str) -> Any:
@@ -185,15 +217,27 @@ def _any(row: Row, *names: str) -> Any:
 
 def _puzzle(name: str, row: Row, place: str) -> Puzzle:
     try:
-        value = _any(row, "answers", "groups", "categories", "solution")
-        if isinstance(value, str):
-            value = json.loads(value)
+        value = _parsed(_any(row, "answers", "groups", "categories", "solution"))
         groups = tuple(_words(group) for group in (value.values() if isinstance(value, dict) else value))
     except (RowError, ValueError, TypeError) as error:
         raise TaskError(f"{place}: {error}") from None
     if [len(group) for group in groups] != [SIZE] * GROUPS or len({word.casefold() for group in groups for word in group}) != 16:
         raise TaskError(f"{place}: groups {_short(groups)}; there must be {GROUPS} groups of {SIZE} words, no word twice")
     return Puzzle(name, groups)
+
+
+def _parsed(text: Any) -> Any:
+    """Lists in a column of csv: JSON, or as Python prints them. What is no text stays as it is. Raises ValueError."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"groups {_short(text)} are neither JSON nor Python's lists") from None
 
 
 def _words(group: Any) -> tuple[str, ...]:

@@ -35,7 +35,11 @@ class Solver:
         self._last = 0
         self._next_choice = 0
         self._contradiction = False
+        self._assumed: list[int] = []
         self.conflicts = 0
+        self.core: list[int] = []
+        """After `solve` has said False: assumptions, in the order given, that cannot be true together. Often far fewer than all,
+        but not always as few as possible; none where the clauses alone contradict each other."""
 
     def new_variable(self, likely: bool = False) -> int:
         """A new variable. likely: the value that the search tries first."""
@@ -83,12 +87,21 @@ class Solver:
     def solve(self, assumptions: Sequence[int] = (), conflict_limit: int | None = None) -> bool | None:
         """Whether all clauses and all assumptions can be true together; None: not known after conflict_limit conflicts.
 
-        After True, `value` tells a solution.
+        After True, `value` tells a solution; after False, `core` some assumptions that are to blame. Calls that begin with the
+        same assumptions, with no clause added between, are faster.
         """
-        self._back_to(0)
+        self.core = []
         if self._contradiction:
             return False
         assumed = [2 * x if x > 0 else -2 * x + 1 for x in assumptions]
+        # What follows from the first assumptions, a level of the trail for each, stands where they are those of the last call.
+        same = 0
+        for one, other in zip(assumed, self._assumed):
+            if one != other:
+                break
+            same += 1
+        self._back_to(same)
+        self._assumed = assumed
         left = conflict_limit if conflict_limit is not None else -1
         for length in _restarts():
             answer, spent = self._search(assumed, length if left < 0 else min(length, left))
@@ -129,6 +142,7 @@ class Solver:
             while len(level_starts) < len(assumed):
                 wanted = assumed[len(level_starts)]
                 if values[wanted] < 0:
+                    self.core = self._blame(wanted)
                     return False, conflicts
                 if values[wanted] == 0:
                     literal = wanted
@@ -270,6 +284,19 @@ class Solver:
         second = max(range(1, len(learned)), key=lambda index: levels[learned[index] >> 1])
         learned[1], learned[second] = learned[second], learned[1]
         return learned, levels[learned[1] >> 1]
+
+    def _blame(self, false: int) -> list[int]:
+        """The assumptions that made this one false, and itself last. All choices so far are assumptions."""
+        reasons, levels = self._reasons, self._levels
+        seen, found = {false >> 1}, [false]
+        for literal in reversed(self._trail[self._level_starts[0] :] if self._level_starts else ()):
+            if literal >> 1 in seen:
+                reason = reasons[literal >> 1]
+                if reason is None:
+                    found.append(literal)
+                else:
+                    seen.update(x >> 1 for x in reason if levels[x >> 1] > 0)
+        return [x >> 1 if not x & 1 else -(x >> 1) for x in reversed(found)]
 
     def _follows(self, literal: int, seen: set[int]) -> bool:
         reason = self._reasons[literal >> 1]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
 LONGEST = 64
-_SEPARATORS = "-–—‐‑,.;:/|_*`\"'“”"
+_SEPARATORS = "-–—‐‑,.;:/|_*`\"'“”!+→[](){}"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Scope = Literal["answers", "night"]
 _BATCH = 40  # clues that are drawn before it is asked whether they settle the answers
 _MOST_CLUES = 1200
 _REPEATED = 80  # clues drawn again in one batch, after which a small scene has no more to say
-_FACTS_FIRST = 0.05
+_FACTS_FIRST = 0.1
 _CONFLICTS = 800
 """Of all searches for other answers together. Where they are used up, another puzzle is tried: few of any size need that."""
 
@@ -136,36 +136,29 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
                 clue.add(rules, switch)
             if settled(switches):
                 break
-        left = list(range(_shortest(switches, settled)))
-        needed: list[int] = []
-        # Facts that stand by themselves are left out a little earlier: what remains makes one think of several at once.
-        order = {number: rng.random() + _FACTS_FIRST * clues[number].reach for number in left}
-        for number in sorted(left, key=order.__getitem__):
-            left.remove(number)
-            if settled([switches[other] for other in left]):
-                solver.add([-switches[number]])
+        # Facts that stand by themselves are left out a little earlier: what remains makes one think of several at once. Of each
+        # proof that all is settled, only the clues that it used are kept, and it looks at those to be left out last.
+        order = {switch: rng.random() + _FACTS_FIRST * clue.reach for switch, clue in zip(switches, clues)}
+        left, needed, new = sorted(switches, key=order.__getitem__, reverse=True), [], []
+        while left:
+            last = left.pop()
+            if settled(left + new):
+                core = set(solver.core)
+                left = [switch for switch in left if switch in core]
+                for switch in new:  # not earlier: a new clause makes the solver begin anew
+                    solver.add([switch])
+                new = []
             else:
-                solver.add([switches[number]])
-                needed.append(number)
-        return Draft(scene, tuple(clues[number] for number in shuffled(rng, needed)), tuple(questions), foundational)
+                needed.append(last)
+                new.append(last)
+        by_switch = dict(zip(switches, clues))
+        return Draft(scene, tuple(by_switch[switch] for switch in shuffled(rng, needed)), tuple(questions), foundational)
     except _UnknownError:
         return None
 
 
 class _UnknownError(Exception):
     """The search for another answer took too long."""
-
-
-def _shortest(switches: list[int], settled: Any) -> int:
-    """How many of the first clues settle the answers, when all do."""
-    low, high = 0, len(switches)
-    while low < high:
-        middle = (low + high) // 2
-        if settled(switches[:middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return high
 
 
 def _ask(rng: random.Random, rules: Rules) -> tuple[list[Question], int, list[Clue]]:
