@@ -68,10 +68,27 @@ def test_samples_and_logprobs_are_those_of_vllms_own_way(server):
     # Of a prompt of 11 tokens and 8 samples, 77 tokens need not be computed; not all arrive in one step.
     assert ask(server)["active"] and ask(server)["saved"] > 300
 
-    # A wrong sharing is found at the first step, which vLLM's own result is taken from.
-    assert ask(server, damage=True)["active"]
+    log = server.log_path.read_text(errors="replace")
+    assert "prompts of several samples are computed once" in log and server.api_key not in log  # its end goes into mirrors
+
+    # New weights in place leave it as it is.
+    folder = str(server.model_folder)
+    server.request("POST", "/collective_rpc", {"method": "ttrl_load_weights", "kwargs": {"folder": folder}})
     assert_same(sample(server), own)
-    assert not ask(server)["active"]
+    saved = ask(server)["saved"]
+    assert_same(sample(server), own)
+    assert ask(server) == {"saved": ask(server)["saved"], "active": True} and ask(server)["saved"] > saved
+
+    # A wrong sharing is found at the first step, or at a later one that is a power of two, which vLLM's own result is taken from.
+    for good_steps in (0, 7):
+        assert ask(server, damage=good_steps)["active"]
+        assert_same(sample(server), own)
+        assert not ask(server)["active"]
     saved = ask(server)["saved"]
     assert_same(sample(server), own)
     assert ask(server)["saved"] == saved
+
+    # An error in the middle of a later step: all of it is computed again.
+    assert ask(server, fail=True)["active"]
+    assert_same(sample(server), own)
+    assert ask(server) == {"saved": saved, "active": False}

@@ -12,7 +12,7 @@ from ttrl.errors import ConfigError
 from ttrl.loop import loggers as loggers_module
 from ttrl.loop.console import Console
 from ttrl.loop.logger_names import logger_problems, normalised
-from ttrl.loop.loggers import Loggers, flattened, make_loggers
+from ttrl.loop.loggers import Loggers, flattened, forget_rows, make_loggers
 
 ROWS = [
     {"iteration": 0, "validation_reward": 0.5, "seconds": {"validate": 1.5, "total": 2}},
@@ -84,10 +84,14 @@ def test_each_row_is_logged_once_also_by_a_run_that_is_continued(tmp_path, recor
 
 def test_a_row_that_is_made_again_is_logged_again(tmp_path, recorder):
     made(tmp_path, NAME).log(ROWS)
-    second = made(tmp_path, NAME)  # iterations 1 and 2 were thrown away
-    second.log(ROWS[:2])
-    second.log(ROWS)
-    assert [step for step, _ in recorder.seen] == [0, 1, 2, 1, 2]
+    for first in (2, 1):
+        forget_rows(tmp_path, first)
+        again = made(tmp_path, NAME)
+        again.log(ROWS[: first + 1])
+        again.log(ROWS)
+    assert [step for step, _ in recorder.seen] == [0, 1, 2, 2, 1, 2]
+    forget_rows(tmp_path / "other", 1)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_logger_that_is_added_later_gets_the_rows_from_the_start(tmp_path, recorder, capsys):

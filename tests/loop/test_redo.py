@@ -95,7 +95,7 @@ def test_killed_while_throwing_away(world, undisturbed, monkeypatch):
     assert content(world) == undisturbed(0)
 
 
-def test_the_mirror_is_thrown_away_too(world, undisturbed):
+def test_the_mirror_is_thrown_away_too(world, undisturbed, monkeypatch):
     address = f"memory://{uuid4().hex}"
     world.step_facts = {2: DRIFTED}
     with pytest.raises(DriftError):
@@ -103,7 +103,16 @@ def test_the_mirror_is_thrown_away_too(world, undisturbed):
     store = MirrorStore(address)
     assert "iterations/0002/done/train.json" in store.keys()  # noqa: SIM118
     world.step_facts = {}
+    removed, remove = [], MirrorStore.remove
+
+    def remembered(store, keys):
+        removed.append(list(keys))
+        remove(store, removed[-1])
+
+    monkeypatch.setattr(MirrorStore, "remove", remembered)
     train(world, redo=2, mirror=address)
+    # Cut off anywhere, what is left is the beginning of the run.
+    assert removed[0] == [f"iterations/0002/done/{phase}.json" for phase in ("train", "pack", "rollouts")]
     for key in store.keys():  # noqa: SIM118
         if key.startswith("iterations/"):
             assert store.read(key) == (world.run / key).read_bytes()
@@ -118,8 +127,10 @@ def test_what_cannot_be_done_again_is_kept(world, monkeypatch):
     with pytest.raises(RunFolderError, match=r"iteration 2 cannot be done again: .*0001/state is no longer there"):
         train(world, redo=2)
     assert RunFolder(world.run).iteration(2).marker("train") is not None
-    with pytest.raises(UserError, match="redo is 0"):
-        train(world, redo=0)
-    monkeypatch.setenv("TTRL_REDO", "all")
-    with pytest.raises(UserError, match="TTRL_REDO is 'all'"):
-        train(world)
+    for wrong in (0, -1, "2", True, 2.0):
+        with pytest.raises(UserError, match=f"redo is {wrong!r}"):
+            train(world, redo=wrong)
+    for wrong in ("all", "-1", "1.5", "0x2", "2 3"):
+        monkeypatch.setenv("TTRL_REDO", wrong)
+        with pytest.raises(UserError, match=f"TTRL_REDO is '{wrong}'"):
+            train(world)

@@ -105,6 +105,8 @@ def test_the_digest_changes_with_everything_that_is_computed_with(model, tmp_pat
 def test_small_models_take_larger_steps_on_a_cpu(tmp_path):
     large = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
     assert cpu_batch({"vocab_size": 262, "hidden_size": 128}) == large == cpu_batch({"vocab_size": 32768, "hidden_size": 1024})
+    for name in ("max_num_seqs", "max-num-batched-tokens", "enable_chunked_prefill"):  # vLLM refuses 512 sequences of 256 tokens
+        assert cpu_batch({"vocab_size": 262, "hidden_size": 128}, {"seed": 1, name: None}) == {}
     for other in ({"vocab_size": 32769, "hidden_size": 64}, {"vocab_size": 262, "hidden_size": 1025}, {"text_config": {}}, {}):
         assert cpu_batch(other) == {}
     (tmp_path / "config.json").write_text('{"vocab_size": 262, "hidden_size": 128}')

@@ -191,6 +191,20 @@ def test_the_command(checkpoints, tmp_path):
         VLLMServer("m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"})
 
 
+def test_a_small_model_s_command_on_a_cpu(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"vocab_size": 262, "hidden_size": 128}')
+
+    def line(**arguments):
+        return " ".join(VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", **arguments)._command())
+
+    large, own = "--max-num-seqs 512 --max-num-batched-tokens 8192", {"max_num_batched_tokens": 256}
+    for cpu in (True, False):
+        monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda cpu=cpu: cpu)
+        assert (large in line()) == cpu == ("--enforce-eager" in line())
+        # vLLM would end with an error where a step has fewer tokens than sequences.
+        assert "--max-num-batched-tokens 256" in line(extra_args=own) and "--max-num-seqs" not in line(extra_args=own)
+
+
 OWNER = """
 import importlib.util, pathlib, sys, time
 spec = importlib.util.spec_from_file_location("fake", sys.argv[1]); fake = importlib.util.module_from_spec(spec)

@@ -23,6 +23,7 @@ from ttrl.training.matmul_peak import largest_product, matmul_peak
 from ttrl.training.memory_switches import advice, savings
 from ttrl.training.metrics import Range, effective_sample_size
 from ttrl.training.profiling import Profiler
+from ttrl.training.progress import PROGRESS_VARIABLE, Progress
 from ttrl.training.stopwatch import Stopwatch, memory_peaks
 
 HERE = Ranks(0, 1, torch.device("cpu"))
@@ -329,3 +330,12 @@ def test_a_pack_of_another_tokenizer_is_refused(packed, model_folder, load_polic
     (tmp_path / "tokenizer.json").write_text('{"other": 1}')
     with pytest.raises(PackError, match="the pack was made with another tokenizer than that of"):
         check_pack(packed, policy, tmp_path)
+
+
+def test_a_training_goes_on_where_its_progress_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setenv(PROGRESS_VARIABLE, str(tmp_path / "gone" / "progress"))
+    progress = Progress(2, HERE)
+    progress.advance()
+    (tmp_path / "gone").mkdir()
+    progress.advance()
+    assert (tmp_path / "gone" / "progress").read_text() == "2 2\n"

@@ -56,20 +56,13 @@ class Loggers:
     def __init__(self, named: Sequence[tuple[str, MetricLogger]], state: Path) -> None:
         self._named, self._path = list(named), state
         self._failed: set[str] = set()
-        try:
-            seen = json.loads(state.read_text(encoding="utf-8"))["seen"]
-            self._seen = {str(name): int(last) for name, last in seen.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self._seen = {}
+        self._seen = _read_seen(state)
 
     def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Gives each logger those rows of a run that it has not seen yet, in order. Call it after each iteration with all rows.
         Never raises."""
         before = dict(self._seen)
-        newest = max((row["iteration"] for row in rows), default=0)
         for name, one in self._named:
-            if self._seen.get(name, -1) > newest:  # iterations were thrown away, and this one is done again
-                self._seen[name] = newest - 1
             for row in sorted(rows, key=lambda row: row["iteration"]):
                 if row["iteration"] <= self._seen.get(name, -1):
                     continue
@@ -96,6 +89,21 @@ class Loggers:
             return False
         self._failed.discard(name)
         return True
+
+
+def forget_rows(folder: Path, first: int) -> None:
+    """The rows of a run folder's iterations from `first` on are logged again: these are done again. Raises StorageError."""
+    state = folder / "logs" / STATE_FILE
+    if seen := _read_seen(state):
+        write_json(state, {"seen": {name: min(last, first - 1) for name, last in seen.items()}})
+
+
+def _read_seen(state: Path) -> dict[str, int]:
+    """The last iteration that each logger was given."""
+    try:
+        return {str(name): int(last) for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def make_loggers(entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]) -> Loggers:

@@ -130,7 +130,7 @@ def _number(config: TrainConfig, name: str, default: float) -> float:
 
 
 def _most_sequences(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> int:
-    on_cpu = cpu_batch(model).get("max-num-seqs", _CPU_SEQUENCES)
+    on_cpu = cpu_batch(model, config.server).get("max-num-seqs", _CPU_SEQUENCES)
     default = _GPU_SEQUENCES[machine.memory >= 70 * _GIB] if machine.cuda else on_cpu
     return int(_number(config, "max_num_seqs", default))
 
@@ -138,7 +138,7 @@ def _most_sequences(model: Mapping[str, Any], config: TrainConfig, machine: Mach
 def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> tuple[int, dict[str, float]]:
     """Tokens that its cache has room for, and what it holds, by part."""
     parallel = max(1, int(_number(config, "tensor_parallel_size", 1)))
-    on_cpu = cpu_batch(model).get("max-num-batched-tokens", _CPU_STEP_TOKENS)
+    on_cpu = cpu_batch(model, config.server).get("max-num-batched-tokens", _CPU_STEP_TOKENS)
     step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if machine.cuda else on_cpu))
     dtype = config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if machine.cuda else "fp32"
     parts = server_memory(model, 0, dtype=dtype, tensor_parallel=parallel, step_tokens=step_tokens)

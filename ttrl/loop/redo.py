@@ -12,6 +12,8 @@ import os
 from ttrl.errors import RunFolderError, UserError
 from ttrl.loop.config import TrainConfig
 from ttrl.loop.drift import FILE_NAME, REDO_VARIABLE
+from ttrl.loop.loggers import forget_rows
+from ttrl.loop.metrics_row import PHASES
 from ttrl.loop.mirror_store import MirrorStore, patiently
 from ttrl.loop.run_folder import RunFolder
 
@@ -25,8 +27,8 @@ def redo_asked(given: int | None) -> int | None:
         if not word.isdecimal():
             raise UserError(f"{REDO_VARIABLE} is {word!r}; it must be the number of an iteration, as DriftError names it")
         given = int(word)
-    if given is not None and given < 1:
-        raise UserError(f"redo is {given}; the first iteration that can be done again is 1")
+    if given is not None and (type(given) is not int or given < 1):
+        raise UserError(f"redo is {given!r}; the first iteration that can be done again is 1, and it must be a whole number")
     return given
 
 
@@ -51,10 +53,17 @@ def throw_away(folder: RunFolder, config: TrainConfig, first: int, store: Mirror
     if store is not None:
         keys = [key for key in patiently(store.keys) if _iteration_of(key) >= first]
         markers = [key for key in keys if "/done/" in key]  # first: what has no marker is not there for whoever looks
-        patiently(lambda: store.remove(sorted(markers, reverse=True)))
+        patiently(lambda: store.remove(sorted(markers, key=_order_of, reverse=True)))  # a later one never without those before
         patiently(lambda: store.remove(sorted(set(keys) - set(markers))))
+    forget_rows(folder.path, first)
     removed = folder.throw_away(first)
     logger.warning("%s: iterations %s were thrown away, to be done again", folder.path, ", ".join(map(str, sorted(removed))))
+
+
+def _order_of(key: str) -> tuple[int, int]:
+    """Of a marker, in an iteration and in the run."""
+    phase = key.rpartition("/")[2].removesuffix(".json")
+    return _iteration_of(key), PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
 def _iteration_of(key: str) -> int:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,13 @@ _SMALL_LOGITS = 64 * 2**20  # bytes, in float32, for each of the sequences of a 
 _SMALL_BATCH = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
 
 
-def cpu_batch(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, int]:
+def cpu_batch(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, int]:
     """Arguments for a server on a CPU, from a model's folder or config.json: small models take larger steps than vLLM's (128
     sequences, 2048 tokens), as a step costs milliseconds whatever is in it. Empty for others, whose logits would take gigabytes,
-    and where there is no config.json."""
+    where there is no config.json, and where the arguments `given` name one of these: vLLM refuses steps of fewer tokens than
+    sequences, or, without chunked prefill, than the longest sequence."""
+    if not {"max-num-seqs", "max-num-batched-tokens", "enable-chunked-prefill"}.isdisjoint(n.replace("_", "-") for n in given):
+        return {}
     config: Any = model
     if not isinstance(model, Mapping):
         try:

@@ -258,7 +258,7 @@ class VLLMServer(Connection):
             arguments["max-model-len"] = self.max_model_len
         if is_cpu_build():
             arguments["enforce-eager"] = True
-            arguments |= cpu_batch(self.model_folder)
+            arguments |= cpu_batch(self.model_folder, self.extra_args)
         if self.serves_adapters:
             arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)

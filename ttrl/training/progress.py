@@ -1,5 +1,6 @@
 """Tells the process that started a recipe how far it is: "done total" in a small file, whose path it put into the environment."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -26,5 +27,6 @@ class Progress:
 
     def _write(self) -> None:
         if self._path is not None:
-            self._path.write_text(f"{self._done} {self._total}\n")
+            with contextlib.suppress(OSError):  # the folder may be on another machine: no reason to stop
+                self._path.write_text(f"{self._done} {self._total}\n")
             self._written = time.monotonic()
