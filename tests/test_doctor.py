@@ -177,7 +177,7 @@ def test_this_machine_for_real() -> None:
     """What runs these tests can run ttrl, and one screen is one screen."""
     findings = doctor.examine(Path.cwd())
     assert [finding for finding in findings if finding.mark == "bad"] == []
-    subjects = ["Python", "versions", "torch", "torchtune", "vLLM", "cores", "memory", "disk", "port", "compiler"]
+    subjects = ["Python", "versions", "torch", "torchtune", "vLLM", "cores", "memory", "disk", "port", "compiler", "attention"]
     assert list(dict.fromkeys(finding.subject for finding in findings)) == subjects
     assert len(doctor.render(findings).splitlines()) <= 24
 

