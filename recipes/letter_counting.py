@@ -10,10 +10,9 @@ reply and nothing else, the GRPO recipe trains. Interrupt it whenever you like: 
 
 The warm start is long because copying is what the model learns late: after 200 steps (seed 2) most of what was wrong, and half
 of what was right, was miscopied, and GRPO, which is told nothing of that, came from 0.67 to 0.78; after 300 (seed 1, constant
-learning rate) from 0.71 to 0.85 and back to 0.78. After 600 steps (seed 1; the second half with a fresh optimizer) the share
-of 256 held-out words that were counted right rose from 0.805 (95% interval 0.75 to 0.85) to 0.863 in five iterations and on to
-0.906 (0.86 to 0.94) in 25: 31 words were learnt and 5 lost (McNemar's p 1e-5), of them 16 and 5 after the fifth. None of these
-words was among the held-out ones of seed 1's first run. It is one run: seeds differ.
+learning rate) from 0.71 to 0.85 and back to 0.78. With these settings, seeds 3, 4 and 5: the reward of the samples rose from
+0.78, 0.77 and 0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five), and of 256 held-out words
+that were looked at for no setting 0.844, 0.859 and 0.863 were right before and 0.879, 0.918 and 0.898 after.
 """
 
 from ttrl import TrainConfig

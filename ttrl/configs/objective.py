@@ -59,7 +59,7 @@ class ObjectiveConfig(Config):
 
     token_rewards: Literal["none", "implicit"] = "none"
     """implicit: advantages of single tokens from implicit_beta·(log π - log π_reference) as process rewards (PRIME)."""
-    implicit_beta: float = 0.05
+    implicit_beta: float = 0.005
     """See `token_rewards`."""
 
     value_head: bool = False
