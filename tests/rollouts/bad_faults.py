@@ -35,6 +35,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "length_short": ("retried", "plain"),   # content-length ends in the middle of the body
     "truncated_json": ("retried", "plain"),
     "early_end": ("retried", "stream"),     # the stream ends as if all were well, before its choices do
+    "abort": ("retried", "both"),           # one choice is broken off, as by a server that is ended
     # something else comes
     "http_408": ("retried", "both"), "http_429": ("retried", "both"), "http_429_date": ("retried", "both"),
     "http_500": ("retried", "both"), "http_502_html": ("retried", "both"), "http_503": ("retried", "both"),
@@ -42,7 +43,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "malformed_chunk": ("retried", "stream"), "error_chunk": ("retried", "stream"),
     "http_400": ("final", "both"), "http_404": ("final", "both"), "http_422": ("final", "both"),
     # parts are missing: of one choice of the answer
-    "missing_logprobs": ("final", "both"), "missing_ids": ("final", "both"), "abort": ("final", "both"),
+    "missing_logprobs": ("final", "both"), "missing_ids": ("final", "both"),
     # unusual, and right
     "missing_usage": ("harmless", "both"), "missing_done": ("harmless", "stream"), "two_dones": ("harmless", "stream"),
     "fewer_choices": ("harmless", "both"), "shuffled": ("harmless", "both"), "wrong_index": ("harmless", "both"),

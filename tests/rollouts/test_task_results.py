@@ -223,6 +223,7 @@ def test_broken_answers_are_failed_samples(kit, change, words):
     assert results[0].samples[0].reward is None
     assert results[1].rewards == [1.0]
     retried = words in (
+        "finish_reason 'abort'",
         "has no choices",
         "returned 0 choices, 1 were asked for",
     )  # an answer that cannot be read may come out better the next time

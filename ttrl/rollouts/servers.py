@@ -4,7 +4,8 @@
         answers = await servers.send(attempt, size=Size(prompt=2000, n=16, max_tokens=512), max_retries=4)
 
 Requests wait in one queue, first come, first served; a request that is tried again keeps its place. A server that does not answer
-is taken out and probed until it is back; its requests move to the others, or wait, and neither counts as a retry.
+is taken out and probed until it is back; its requests move to the others, or wait, and neither counts as a retry. Completions
+that a server broke off, as vLLM does with all of them when it is ended, count as not answered.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import itertools
 import logging
 import math
 import random
+import re
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -43,6 +45,8 @@ _AFFINITY_SLACK = 0.1
 """A server keeps the requests of one affinity while it is fuller than the emptiest by no more than this share of its room."""
 _AFFINITIES = 100_000
 _START_SECONDS = 2.0
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+"""In the JSON of a choice; within a string its quotation marks would have backslashes before them."""
 
 Attempt: TypeAlias = "Callable[[Transport], Awaitable[list[Answer | None]]]"
 
@@ -190,7 +194,7 @@ class Servers:
     async def _run(self, attempt: Attempt, lease: Lease) -> tuple[list[Answer | None], RequestError | None]:
         try:
             async with lease.scope:
-                return await attempt(lease.server.transport), None
+                return _without_aborted(await attempt(lease.server.transport), lease.server.base_url), None
         except RequestError as error:
             return [], error
         except TimeoutError:
@@ -322,6 +326,16 @@ class Servers:
         said = "; ".join(f"{server.last_fault or server.base_url}" for server in self._servers)
         who = "the server has" if len(self._servers) == 1 else f"none of the {len(self._servers)} servers has"
         return RequestError(f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}", "connection")
+
+
+def _without_aborted(answers: list[Answer | None], base_url: str) -> list[Answer | None]:
+    """None for the completions that the server broke off: they are asked for again, as those that it left out are. Raises
+    RequestError where there are no others."""
+    kept = [None if answer is not None and _ABORTED.search(answer.choice) else answer for answer in answers]
+    if any(answers) and not any(kept):
+        why = "the server ended the completion with finish_reason 'abort', as it does when it is ended or paused"
+        raise RequestError(f"{base_url}: {why}", "connection")
+    return kept
 
 
 def _shortened(error: RequestError) -> RequestError:
