@@ -18,7 +18,8 @@ one thread on a CPU they are the process's CPU seconds, which other processes di
 floor is the exact FLOPs of the shared prompts (ttrl/costs/flops.py) at the fastest such product in the same dtype: by torch.mm,
 and on the CPU in fp32 also by oneDNN, which the recipe's projections use (ttrl/training/cpu_products.py) and torch.mm does not.
 Useful tokens are trained ones. The first round of "ours" warms up and does not count; the padded and the dense way, which take
-far longer, run in the last `--slow-rounds` rounds alone. Everything on two cores: about six minutes.
+far longer, run in the last `--slow-rounds` rounds alone. The small model takes about three minutes, the large
+one about ten.
 """
 
 import argparse
