@@ -9,7 +9,7 @@ settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.arc_agi import get_arc_agi_tasks
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ not the best earns 0.05, or its points where they are known. The settings are fo
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.chess_moves import get_chess_tasks
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ long. The settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.countdown import get_countdown_tasks
 
 if __name__ == "__main__":

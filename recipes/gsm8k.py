@@ -10,7 +10,7 @@ they have not been run.
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.gsm8k import get_gsm8k_tasks
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import functools
 import random
 
 from ttrl import Task, TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments, supervised_start
+from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
 
 STEPS, BATCH = 80, 32
 NUMBERS, TRIES = range(1, 7), 3

@@ -16,7 +16,7 @@ that were looked at for no setting 0.844, 0.859 and 0.863 were right before and 
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments, supervised_start
+from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
 from ttrl.tasks.letter_counting import get_letter_counting_tasks, letter_counting_examples
 
 STEPS, BATCH = 600, 64

@@ -8,7 +8,7 @@ MMLU and ARC are for evaluation mostly (`ttrl eval`); this trains on the train s
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.multiple_choice import get_arc_tasks
 
 if __name__ == "__main__":

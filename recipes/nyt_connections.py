@@ -8,7 +8,7 @@ Reward: the share of groups that are exactly right. The settings are for one GPU
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ recipe trains, on words of 3 to 8 letters. Interrupt it whenever you like: the s
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments, supervised_start
+from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 
 STEPS, BATCH = 160, 64

@@ -11,7 +11,7 @@ Reward: the share of right answers. Settings for eight GPUs with 80 GB (--nproc-
 """
 
 from ttrl import TrainConfig
-from ttrl.loop.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 
 if __name__ == "__main__":

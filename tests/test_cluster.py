@@ -12,8 +12,8 @@ import yaml
 
 from ttrl import TrainConfig
 from ttrl.cli import make_parser
-from ttrl.loop.plan_config import with_settings
-from ttrl.loop.recipe_script import script_arguments
+from ttrl.cli.recipe_script import script_arguments
+from ttrl.cli.settings import with_settings
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "cluster"

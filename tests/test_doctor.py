@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ttrl import cli, doctor
-from ttrl.doctor import Finding
+from ttrl import cli
+from ttrl.cli import doctor
+from ttrl.cli.doctor import Finding
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "available": False}
 CUDA = {"version": "2.13.0", "cuda": "13.0", "available": True}

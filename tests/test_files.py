@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ttrl import files
 from ttrl.errors import StorageError
+from ttrl.system import files
 
 
 def names(folder: Path) -> list[str]:
@@ -68,7 +68,7 @@ def test_a_killed_writer_leaves_the_old_file_and_its_leftover_can_be_removed(tmp
     script = textwrap.dedent(
         f"""
         import os, signal
-        from ttrl.files import atomic_file
+        from ttrl.system.files import atomic_file
         with atomic_file({str(target)!r}) as temporary:
             temporary.write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -116,7 +116,7 @@ from pathlib import Path
 import numpy
 from safetensors.numpy import save_file
 from ttrl.errors import StorageError
-from ttrl.files import append_jsonl, atomic_folder, read_jsonl, write_text
+from ttrl.system.files import append_jsonl, atomic_folder, read_jsonl, write_text
 root = Path(sys.argv[1])
 write_text(root / "kept", "old")
 append_jsonl(root / "log.jsonl", {"n": 1})

@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_leaves
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import model_shape, training_flops
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, DivergedError, ModelFolderError, PackError, RunFolderError, TrainerMemoryError
-from ttrl.files import read_jsonl
+from ttrl.system.files import read_jsonl
 from ttrl.training import prepass
 from ttrl.training.batches import derived_generator
-from ttrl.training.distributed import Ranks
-from ttrl.training.loading import load_policy
 from ttrl.training.models import read_config
+from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.loading import load_policy
 from ttrl.training.references import model_digest
 from ttrl.training.step import GradientStep
 from ttrl.training.taking import Stepper
-from ttrl.training.token_rewards import divergence_penalties, implicit_advantages
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parent / "training" / "conftest.py")
 helpers = importlib.util.module_from_spec(_spec)

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import DivergedError, ModelFolderError, RunFolderError
-from ttrl.files import read_jsonl
-from ttrl.training.distributed import Ranks
+from ttrl.system.files import read_jsonl
 from ttrl.training.models import read_config, to_hugging_face_names
+from ttrl.training.parallel.distributed import Ranks
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parent / "training" / "conftest.py")
 helpers = importlib.util.module_from_spec(_spec)

@@ -87,8 +87,8 @@ def test_our_house_is_in_order() -> None:
             id="undeclared",
         ),
         pytest.param(
-            {"ttrl/files.py": "import ttrl.processes\n", "ttrl/processes.py": ""},
-            "ttrl/files.py:1: files must not import processes",
+            {"ttrl/system/files.py": "import ttrl.system.processes\n", "ttrl/system/processes.py": ""},
+            "ttrl/system/files.py:1: files must not import processes",
             id="files",
         ),
         pytest.param(
@@ -129,12 +129,12 @@ def test_each_rule_can_be_broken(tool: ModuleType, tmp_path: Path, files: dict[s
 def test_what_is_allowed_is_not_reported(tool: ModuleType, tmp_path: Path) -> None:
     tree = {
         "ttrl/errors.py": "",
-        "ttrl/files.py": "from ttrl.errors import StorageError\n",
+        "ttrl/system/files.py": "from ttrl.errors import StorageError\n",
         "ttrl/records.py": "import dataclasses\nfrom ttrl.errors import UserError\n",
         "ttrl/tasks/task.py": "import typing\nfrom ttrl.records import Sample\nif typing.TYPE_CHECKING:\n    import torch\n",
         "ttrl/rollouts/a.py": "import openai\nfrom ttrl.tasks.task import Task\nfrom ttrl import __version__\n",
         "ttrl/data/a.py": "import torch.nn\nfrom . import b\n",
-        "ttrl/data/b.py": "from ttrl.files import digest\n",
+        "ttrl/data/b.py": "from ttrl.system.files import digest\n",
         "recipes/sort_letters.py": "from ttrl import Task\n",
     }
     assert tool.Checker(make_tree(tmp_path, tree)).problems() == []

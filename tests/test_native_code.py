@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ttrl import doctor, native_code
+from ttrl.cli import doctor
 from ttrl.loop.environment import describe_environment
+from ttrl.system import native_code
 
 needs_avx512 = pytest.mark.skipif(
     native_code.attention_kernel().library is None, reason="no C compiler, or a CPU without AVX-512"

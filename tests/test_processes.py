@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ttrl import process_guard
 from ttrl.errors import UserError
-from ttrl.processes import RECORD_SUFFIX, ChildProcess, reap_leftovers
+from ttrl.system import process_guard
+from ttrl.system.processes import RECORD_SUFFIX, ChildProcess, reap_leftovers
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descendants are found through /proc")
 
@@ -173,7 +173,7 @@ def test_descendants_end_when_the_child_ends_by_itself(tmp_path):
 OWNER = """
 import pathlib, sys, time
 from ttrl import process_guard
-from ttrl.processes import ChildProcess
+from ttrl.system.processes import ChildProcess
 folder = pathlib.Path(sys.argv[1])
 process_guard.__file__ = sys.argv[4]  # the guard is started as a file
 child = ChildProcess([sys.executable, "-c", sys.argv[2], str(folder)], folder / "child.log").start()
@@ -286,8 +286,8 @@ def test_no_secret_on_a_command_line_or_in_a_file(tmp_path):
 
 
 def test_the_guard_needs_the_standard_library_alone():
-    code = "import sys; import ttrl.process_guard; print([m for m in sys.modules if m.partition('.')[0] in ('torch', 'psutil')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = "import sys, ttrl.system.process_guard; print({'torch', 'psutil'} & {m.partition('.')[0] for m in sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
     result = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({process_guard.__file__!r})"], capture_output=True
     )

@@ -67,9 +67,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_names_survive_an_import_of_the_module_of_the_same_name() -> None:
-    """ttrl.loop.tune and ttrl.loop.train are modules; ttrl.tune and ttrl.train must stay the functions."""
+    """ttrl.launch.tune and ttrl.loop.train are modules; ttrl.tune and ttrl.train must stay the functions."""
     script = (
-        "import ttrl, ttrl.loop.tune, ttrl.loop.train, ttrl.loop.replay\n"
+        "import ttrl, ttrl.launch.tune, ttrl.loop.train, ttrl.replays.replay\n"
         "assert all(map(callable, [ttrl.tune, ttrl.train, ttrl.replay]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -18,12 +18,12 @@ from ttrl.configs import GRPOConfig
 from ttrl.costs.memory import IMPORTS, adapter_parameters, training_memory
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.costs.training_settings import Settings, Workload
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.files import read_jsonl
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
+from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
-from ttrl.training.lora import apply_lora, is_adapter
 from ttrl.training.models import build_decoder, read_config
+from ttrl.training.policy.lora import apply_lora, is_adapter
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "recipe_configs").glob("*.yaml"))

@@ -94,8 +94,8 @@ def test_a_try_out_trains_and_says_what_came_of_it(
         rows = [{"iteration": number, "validation_reward": 0.25, "validation": metrics} for number in range(2)]
         return types.SimpleNamespace(metrics=[*rows, {"iteration": 2}], report="report.html", checkpoint="checkpoint")
 
-    monkeypatch.setattr("ttrl.loop.recipe_script.train", train)
-    monkeypatch.setattr("ttrl.loop.recipe_script.make_tiny_model", lambda folder, **settings: folder)
+    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
+    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
     arguments = ["--tiny", "--run", str(tmp_path / "run")]
     if name in DATA:
         DATA[name](tmp_path)

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from ttrl import sft_recipe
 from ttrl.configs import SFTConfig
 from ttrl.errors import ConfigError, DivergedError, ModelFolderError, TokenizationError
-from ttrl.files import read_jsonl
+from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import CHAT_TEMPLATE, make_tiny_model
-from ttrl.training.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from typing import Any
 import openai
 
 from ttrl.records import Sample
-from ttrl.rollouts.chat_completions import ChatRequest, request_answers
-from ttrl.rollouts.choices import openai_choice, read_choice
-from ttrl.rollouts.transport import transport_for
+from ttrl.rollouts.client.chat_completions import ChatRequest, request_answers
+from ttrl.rollouts.client.choices import openai_choice, read_choice
+from ttrl.rollouts.client.transport import transport_for
 
 STEP = 0.04
 """Seconds between two steps of the server."""

@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from ttrl.training.logprobs import ReferenceHead, run_head
+from ttrl.training.kernels.logprobs import ReferenceHead, run_head
 
 MB = 1e6
 

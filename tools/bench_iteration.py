@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl import Task, TrainConfig, train, tune
-from ttrl.files import write_jsonl
+from ttrl.system.files import write_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.tiny_model import make_tiny_model
 

@@ -31,14 +31,14 @@ from transformers.utils.logging import disable_progress_bar
 from ttrl import grpo_recipe, sft_recipe
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.data.advantages import AdvantageConfig, advantages_of
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
-from ttrl.files import append_jsonl, read_jsonl, write_jsonl
 from ttrl.records import Sample, TaskResult
+from ttrl.system.files import append_jsonl, read_jsonl, write_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.tasks.task import Grade, Task
 from ttrl.tiny_model import make_tiny_model
-from ttrl.training.distributed import ranks
+from ttrl.training.parallel.distributed import ranks
 
 TASKS, SAMPLES, MAX_TOKENS, SEQ_LEN = 32, 16, 12, 512
 TRAINING = {"lr": 1e-4, "updates_per_iteration": 4, "rows_per_microbatch": 8, "num_output_chunks": 1}

@@ -5,10 +5,11 @@
 
 The table: unique useful tokens / (rows × seq_len) for lognormal completion lengths (`--spread`: standard deviation of the
 logarithm), beside greedy packing in the order given and a proven lower bound on the number of rows
-(ttrl/data/placement_bounds.py). Useful are each prompt once and each completion. A completion is clipped to what fits beside its
-prompt; a prompt is clipped to half a row, which concerns prompts of 8,000 in rows of 4,096 only. All 96 settings count.
+(ttrl/data/packing/placement_bounds.py). Useful are each prompt once and each completion. A completion is clipped to what fits
+beside its prompt; a prompt is clipped to half a row, which concerns prompts of 8,000 in rows of 4,096 only. All 96 settings
+count.
 
-The dealing: how long data-parallel ranks would wait for each other (ttrl/data/row_balance.py).
+The dealing: how long data-parallel ranks would wait for each other (ttrl/data/packing/row_balance.py).
 
 The times: 5,000, 50,000 and 200,000 completions placed, and `--packs` packed with their tensors, on one thread, with the peak of
 memory; a mean of 300 with prompts of 1,000 has a prompt of its own for each completion.
@@ -25,11 +26,11 @@ from multiprocessing import get_context
 import numpy as np
 import torch
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.data.placement import Forest, in_order, place
-from ttrl.data.placement_bounds import lower_bound
-from ttrl.data.row_balance import deal, waiting
-from ttrl.data.row_work import row_work
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.packing.placement import Forest, in_order, place
+from ttrl.data.packing.placement_bounds import lower_bound
+from ttrl.data.packing.row_balance import deal, waiting
+from ttrl.data.packing.row_work import row_work
 from ttrl.records import TokenizedResult
 
 SETTINGS = [

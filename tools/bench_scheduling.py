@@ -1,10 +1,10 @@
 """How well requests are scheduled by a server's KV capacity, beside a fixed number in flight: `python tools/bench_scheduling.py`
 
 A pure simulation (no server, no sockets, no waiting: the clock jumps to the next event), in which the real
-`ttrl.rollouts.servers` sends to a simulated vLLM: blocks of KV cache, prompts shared by the samples of a task, first come first
-served, chunked prefill, max_num_seqs, and preemption of the newest request when the cache is full, computed again from the
-start. A step takes a constant time, plus so much per token in it, plus so much per token in the cache that it reads: about a 7B
-model on one large GPU.
+`ttrl.rollouts.scheduling.servers` sends to a simulated vLLM: blocks of KV cache, prompts shared by the samples of a task, first
+come first served, chunked prefill, max_num_seqs, and preemption of the newest request when the cache is full, computed again from
+the start. A step takes a constant time, plus so much per token in it, plus so much per token in the cache that it reads: about a
+7B model on one large GPU.
 
 Left out: blocks of finished requests that stay in the prefix cache, CPU time of server and client, the network but for a constant
 5 ms, steps that differ in time for other reasons, other users of the server. Fixed numbers in flight are at their best here for
@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.servers import Servers, Size
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.scheduling.servers import Servers, Size
 
 T = TypeVar("T")
 NETWORK_SECONDS = 0.005

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from ttrl.data.masks import subtree_ends
-from ttrl.data.packed import PackedTensors
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.masks import subtree_ends
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.packing.packed import PackedTensors
 from ttrl.records import TokenizedResult
 
 DEFAULT_FILE = Path(__file__).resolve().parents[2] / "shared/data/gsm8k/train.jsonl"

@@ -36,17 +36,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from ttrl.configs import TrainingConfig
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.training.batches import policy_inputs, updates
-from ttrl.training.distributed import Ranks, ranks
-from ttrl.training.gradients import settle
-from ttrl.training.loading import load_policy
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.optim import begin_step, clip_and_step, make_optimizer
-from ttrl.training.optimizer_state import state_tensors
-from ttrl.training.policy import HeadOptions
-from ttrl.training.sharding import full_tensor, local_part
+from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
+from ttrl.training.optimizer.state import state_tensors
+from ttrl.training.parallel.distributed import Ranks, ranks
+from ttrl.training.parallel.gradients import settle
+from ttrl.training.parallel.sharding import full_tensor, local_part
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.policy import HeadOptions
 
 CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
 LORA: dict[str, Any] = {"lora_rank": 8}

@@ -16,10 +16,10 @@ a fused AdamW step over one row of each. The ways:
 Ways and the model's largest matrix products take turns. Of the seconds of all rounds the fastest and the median are printed; with
 one thread on a CPU they are the process's CPU seconds, which other processes disturb less. Ratios are those of the fastest. The
 floor is the exact FLOPs of the shared prompts (ttrl/costs/flops.py) at the fastest such product in the same dtype: by torch.mm,
-and on the CPU in fp32 also by oneDNN, which the recipe's projections use (ttrl/training/cpu_products.py) and torch.mm does not.
-Useful tokens are trained ones. The first round of "ours" warms up and does not count; the padded and the dense way, which take
-far longer, run in the last `--slow-rounds` rounds alone. The small model takes about three minutes, the large
-one about ten.
+and on the CPU in fp32 also by oneDNN, which the recipe's projections use (ttrl/training/kernels/cpu_products.py) and torch.mm
+does not. Useful tokens are trained ones. The first round of "ours" warms up and does not count; the padded and the dense way,
+which take far longer, run in the last `--slow-rounds` rounds alone. The small model takes about three minutes, the large one
+about ten.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from torchtune.training import set_activation_checkpointing
 from transformers import Qwen2Config
 
 from ttrl.costs.flops import model_shape, training_flops
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
-from ttrl.training import attention, cpu_products
-from ttrl.training.logprobs import IGNORE
+from ttrl.training.kernels import attention, cpu_products
+from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.models import build_decoder
-from ttrl.training.policy import HeadOptions, Policy
+from ttrl.training.policy.policy import HeadOptions, Policy
 
 MODELS = {  # layers, width, heads, key/value heads, feed-forward width, vocabulary
     "small": (4, 256, 4, 4, 688, 512),

@@ -1,4 +1,4 @@
-"""Tries the mask of `ttrl.data.chat_templates` on every chat template in a folder. `python tools/check_chat_templates.py FOLDER`
+"""Tries the mask of `ttrl.data.chat.templates` on every chat template in a folder. `python tools/check_chat_templates.py FOLDER`
 
 For each *.jinja file (and each template in a tokenizer_config.json), eleven conversations, and three checks beside those that
 ttrl makes by itself: the mask of transformers with the tagged template is the same; each assistant text lies inside its marked
@@ -21,8 +21,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ttrl.data.chat_rendering import ChatTemplate
-from ttrl.data.chat_templates import ChatTokens, tokenize_chat, tokenize_chat_turns
+from ttrl.data.chat.rendering import ChatTemplate
+from ttrl.data.chat.templates import ChatTokens, tokenize_chat, tokenize_chat_turns
 from ttrl.errors import TemplateRefusalError, UserError
 
 NOW = datetime(2024, 7, 26)

@@ -89,7 +89,7 @@ class Import:
 
 
 def module_name(path: Path, root: Path) -> str:
-    """ttrl/data/packing.py → "ttrl.data.packing"; a package's __init__.py → the package."""
+    """ttrl/data/packing/pack.py → "ttrl.data.packing.pack"; a package's __init__.py → the package."""
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -147,7 +147,8 @@ class Checker:
         return set()
 
     def targets(self, found: Import) -> list[str]:
-        """The modules of ours that an import loads: `from ttrl.data import masks` is ttrl.data.masks when that is a file."""
+        """The modules of ours that an import loads: `from ttrl.data import masks` is ttrl.data.packing.masks when that is a
+        file."""
         if found.name.split(".")[0] != "ttrl":
             return []
         submodules = [f"{found.name}.{name}" for name in found.names if f"{found.name}.{name}" in self.files]

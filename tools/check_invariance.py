@@ -28,19 +28,19 @@ from torch import Tensor, distributed
 from transformers.utils.logging import disable_progress_bar
 
 from ttrl.configs import GRPOConfig
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.training.batches import updates
-from ttrl.training.distributed import Ranks, grid
-from ttrl.training.loading import load_policy
 from ttrl.training.models import read_config, to_hugging_face_names
-from ttrl.training.objectives import objective_from
+from ttrl.training.objective.objective import objective_from
+from ttrl.training.parallel.distributed import Ranks, grid
+from ttrl.training.parallel.sharding import full_tensor
+from ttrl.training.policy.loading import load_policy
 from ttrl.training.prepass import Prepass
 from ttrl.training.progress import Progress
-from ttrl.training.sharding import full_tensor
 from ttrl.training.step import GradientStep
-from ttrl.training.stopwatch import Stopwatch
 from ttrl.training.taking import Stepper
+from ttrl.training.timing import Stopwatch
 
 TOLERANCE = 1e-5
 LR = 1.0

@@ -105,7 +105,7 @@ def make_inputs(case: Case, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from ttrl.data.packing import packed_tensors_from_tokenized_results
+    from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
     from ttrl.records import TokenizedResult
 
     transformers_logging.disable_progress_bar()
@@ -164,7 +164,7 @@ def child(settings: dict[str, Any], result: Path) -> None:
 
     from ttrl import grpo_recipe
     from ttrl.configs import GRPOConfig
-    from ttrl.training.distributed import ranks
+    from ttrl.training.parallel.distributed import ranks
     from ttrl.training.taking import Stepper
 
     moments = Moments()
@@ -215,7 +215,7 @@ def measure(case: Case, folder: Path, default_heap: bool) -> dict[str, Any]:
 
 def estimate(case: Case, folder: Path) -> MemoryEstimate:
     """What the model says of the same."""
-    from ttrl.data.packing import PackedTensors
+    from ttrl.data.packing.pack import PackedTensors
 
     packed = PackedTensors.load(folder / "packed.safetensors")
     settings = {"rows_per_microbatch": 1, **case.settings}

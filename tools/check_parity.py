@@ -24,9 +24,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
-from ttrl.training.attention import attention_plan
+from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.models import build_decoder, load_into, load_weights, read_config, to_hugging_face_names
 
 VOCAB = 97

@@ -14,10 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ttrl.files import read_jsonl
 from ttrl.loop.plan_probe import ProcessMemory
-from ttrl.loop.plan_report import Outcome, outcomes
-from ttrl.loop.plan_text import gib
+from ttrl.plans.plan import gib
+from ttrl.report.plan import Outcome, outcomes
+from ttrl.system.files import read_jsonl
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_letters.py"
 JUDGED = ("seconds: an iteration", "trainer's memory, all", "server's memory, all")

@@ -30,8 +30,8 @@ from ttrl.server.connection import Connection
 from ttrl.server.model_folder import CANARY_FILE
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.distributed import Ranks
-from ttrl.training.loading import load_policy
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.loading import load_policy
 
 HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 _WIDTHS = {

@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from ttrl.files import read_jsonl
+from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
 
 SCRIPT = Path(__file__).with_name("crash_test_run.py")

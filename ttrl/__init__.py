@@ -12,7 +12,7 @@ _HOME = {
     "Task": "ttrl.tasks.task",
     "Grade": "ttrl.tasks.task",
     "RolloutLimits": "ttrl.tasks.task",
-    "Chat": "ttrl.rollouts.chat",
+    "Chat": "ttrl.tasks.chat",
     "Sample": "ttrl.records",
     "TaskResult": "ttrl.records",
     "TokenizedResult": "ttrl.records",
@@ -22,51 +22,51 @@ _HOME = {
     "TokenBudget": "ttrl.rollouts.partial",
     "Prices": "ttrl.rollouts.progress",
     "InferenceEarlyStop": "ttrl.rollouts.early_stop",
-    "Cache": "ttrl.rollouts.cache",
+    "Cache": "ttrl.rollouts.cache.completions",
     "get_chat_completion": "ttrl.rollouts.single",
-    "consume_chat_completion_stream": "ttrl.rollouts.stream",
+    "consume_chat_completion_stream": "ttrl.rollouts.client.stream",
     "TaskResultTokenizer": "ttrl.data.tokenization",
-    "PackedTensors": "ttrl.data.packing",
-    "packed_tensors_from_tokenized_results": "ttrl.data.packing",
-    "plot_packed_tensors": "ttrl.data.plot",
-    "tune": "ttrl.loop.tune",
+    "PackedTensors": "ttrl.data.packing.pack",
+    "packed_tensors_from_tokenized_results": "ttrl.data.packing.pack",
+    "plot_packed_tensors": "ttrl.data.pictures.plot",
+    "tune": "ttrl.launch.tune",
     "train": "ttrl.loop.train",
     "plan": "ttrl.loop.plan",
-    "replay": "ttrl.loop.replay",
-    "evaluate": "ttrl.loop.evaluate",
+    "replay": "ttrl.replays.replay",
+    "evaluate": "ttrl.evaluation.evaluate",
     "compare": "ttrl.evaluation.comparison",
-    "TrainConfig": "ttrl.loop.config",
+    "TrainConfig": "ttrl.configs.run",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
-    from ttrl.data.plot import plot_packed_tensors
+    from ttrl.configs.run import TrainConfig
+    from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
+    from ttrl.data.pictures.plot import plot_packed_tensors
     from ttrl.data.tokenization import TaskResultTokenizer
     from ttrl.evaluation.comparison import compare
-    from ttrl.loop.config import TrainConfig
-    from ttrl.loop.evaluate import evaluate
+    from ttrl.evaluation.evaluate import evaluate
+    from ttrl.launch.tune import tune
     from ttrl.loop.plan import plan
-    from ttrl.loop.replay import replay
     from ttrl.loop.train import train
-    from ttrl.loop.tune import tune
     from ttrl.records import Sample, TaskResult, TokenizedResult
-    from ttrl.rollouts.cache import Cache
-    from ttrl.rollouts.chat import Chat
+    from ttrl.replays.replay import replay
+    from ttrl.rollouts.cache.completions import Cache
+    from ttrl.rollouts.client.stream import consume_chat_completion_stream
     from ttrl.rollouts.early_stop import InferenceEarlyStop
     from ttrl.rollouts.partial import TokenBudget
     from ttrl.rollouts.progress import Prices
     from ttrl.rollouts.single import get_chat_completion
-    from ttrl.rollouts.stream import consume_chat_completion_stream
     from ttrl.rollouts.task_results import TaskResults, get_task_results, iter_task_results
+    from ttrl.tasks.chat import Chat
     from ttrl.tasks.task import Grade, RolloutLimits, Task
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ttrl' has no attribute {name!r}")
-    # A submodule of the same name (ttrl.loop.tune) never lies directly in this package, so nothing shadows these names.
+    # A submodule of the same name (ttrl.launch.tune) never lies directly in this package, so nothing shadows these names.
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -4,11 +4,11 @@ Reads packed rows and a model folder, writes a model folder, the optimizer's sta
 
     packed.safetensors + model [+ state]  →  output_dir/checkpoint, output_dir/state, output_dir/train.jsonl
 
-The loss of a step is Σ w·ℓ / Z over all its trained tokens, with ℓ the objective's loss of a token (`ttrl.training.objectives`),
-weights w from the pack, and Z known before the first forward pass and the same on all ranks; so accumulation, microbatches and
-ranks change nothing but rounding. With the same inputs, seed, threads and one process, the result is the same bit for bit. The
-settings: `ttrl.configs.GRPOConfig`. With `follow` the process stays up and trains one iteration after the other, with the same
-result (`ttrl.training.resident`).
+The loss of a step is Σ w·ℓ / Z over all its trained tokens, with ℓ the objective's loss of a token
+(`ttrl.training.objective.objective`), weights w from the pack, and Z known before the first forward pass and the same on all
+ranks; so accumulation, microbatches and ranks change nothing but rounding. With the same inputs, seed, threads and one process,
+the result is the same bit for bit. The settings: `ttrl.configs.GRPOConfig`. With `follow` the process stays up and trains one
+iteration after the other, with the same result (`ttrl.training.resident`).
 
 Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run on a GPU yet.
 """
@@ -22,13 +22,13 @@ from omegaconf import DictConfig
 from torchtune.config import parse
 
 from ttrl.configs import GRPOConfig
-from ttrl.data.packing import PackedTensors
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.training.batches import check_pack, updates
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.distributed import Ranks, run_recipe
 from ttrl.training.drift import compare_tokens
 from ttrl.training.faults import memory_advice
-from ttrl.training.objectives import objective_from
+from ttrl.training.objective.objective import objective_from
+from ttrl.training.parallel.distributed import Ranks, run_recipe
 from ttrl.training.prepass import Prepass
 from ttrl.training.profiling import Profiler
 from ttrl.training.progress import Progress
@@ -36,7 +36,7 @@ from ttrl.training.references import check_reference
 from ttrl.training.residence import Residence, load_trained
 from ttrl.training.resident import follow_requests
 from ttrl.training.step import GradientStep, step_metrics
-from ttrl.training.stopwatch import Stopwatch
+from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainLog
 
 logger = logging.getLogger("ttrl.grpo_recipe")

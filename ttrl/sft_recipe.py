@@ -4,7 +4,7 @@
 
 The same rows, policy, head and checkpoints as `ttrl.grpo_recipe`; the loss is the mean -log π over the trained tokens of a step,
 which are what the assistant wrote in all its turns, end-of-turn tokens included. Where a chat template rewrites earlier turns
-once the conversation goes on, those are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat_templates).
+once the conversation goes on, those are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat.templates).
 The settings: `ttrl.configs.SFTConfig`.
 
 Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run on a GPU yet.
@@ -25,27 +25,27 @@ from torchtune.config import parse
 from transformers import AutoTokenizer
 
 from ttrl.configs import SFTConfig
-from ttrl.data.chat_templates import tokenize_chat_turns
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.chat.templates import tokenize_chat_turns
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError, TokenizationError
-from ttrl.files import read_jsonl
 from ttrl.records import TokenizedResult
+from ttrl.system.files import read_jsonl
 from ttrl.training.batches import Update, check_pack, derived_generator, policy_inputs, updates
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.counts import token_counts, work_counts
-from ttrl.training.distributed import Ranks, run_recipe
 from ttrl.training.faults import Finite, memory_advice
-from ttrl.training.loading import load_policy
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.losses import negative_log_likelihood
+from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.metrics import Sums
 from ttrl.training.models import read_config
-from ttrl.training.policy import HeadOptions, Policy
+from ttrl.training.objective.losses import negative_log_likelihood
+from ttrl.training.parallel.distributed import Ranks, run_recipe
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.profiling import Profiler
 from ttrl.training.progress import Progress
 from ttrl.training.step import TOKENS
-from ttrl.training.stopwatch import Stopwatch
 from ttrl.training.taking import Stepper
+from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainLog
 
 logger = logging.getLogger("ttrl.sft_recipe")

@@ -7,7 +7,7 @@ tokenizer class) and a chat template of one special token per role.
 import logging
 from pathlib import Path
 
-from ttrl.files import atomic_folder
+from ttrl.system.files import atomic_folder
 
 _ROLES = ("system", "user", "assistant")
 _END, _PAD = "<|end|>", "<|pad|>"

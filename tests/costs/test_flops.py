@@ -24,11 +24,11 @@ from ttrl.costs.flops import (
 )
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.costs.training_settings import Settings
-from ttrl.data.masks import dense_mask, subtree_ends
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.masks import dense_mask, subtree_ends
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ModelFolderError
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.lora import apply_lora
+from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.policy.lora import apply_lora
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
 helpers = importlib.util.module_from_spec(_spec)

@@ -18,11 +18,11 @@ from ttrl.costs.parameters import decoder_parameters
 from ttrl.costs.storage import iteration_bytes, server_memory, token_cache_bytes
 from ttrl.costs.training_settings import HEAD_CHUNK, Settings, Workload
 from ttrl.errors import ModelFolderError
-from ttrl.training import logprobs
-from ttrl.training.lora import apply_lora, is_adapter
+from ttrl.training.kernels import logprobs
 from ttrl.training.models import build_decoder
 from ttrl.training.models.weights import stored_as
-from ttrl.training.policy import Policy
+from ttrl.training.policy.lora import apply_lora, is_adapter
+from ttrl.training.policy.policy import Policy
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("check_parity", ROOT / "tools" / "check_parity.py")

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from ttrl.data.aggregation import loss_weights, normaliser
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.aggregation import loss_weights, normaliser
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 
 

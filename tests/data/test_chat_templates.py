@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from ttrl.data.chat_templates import chat_tokens
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.chat.templates import chat_tokens
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ModelFolderError, TokenizationError
 
 MESSAGES = [
@@ -46,7 +46,7 @@ def test_all_turns_of_the_assistant_are_trained_or_the_last_alone(tokenizer):
 
 
 def test_turns_that_are_not_trained_are_told_once(tokenizer, caplog, monkeypatch):
-    monkeypatch.setattr("ttrl.data.chat_templates._told", set())
+    monkeypatch.setattr("ttrl.data.chat.templates._told", set())
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content']",
         "(message['content'] if loop.last or message['role'] != 'assistant' else message['content'] | upper)",

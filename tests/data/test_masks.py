@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
-from ttrl.data.masks import block_mask, dense_mask, subtree_ends
+from ttrl.data.packing.masks import block_mask, dense_mask, subtree_ends
 
 
 def drawn(text: str) -> torch.Tensor:

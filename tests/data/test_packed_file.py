@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from ttrl.data.packed_file import HEADER_KEY
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.packed_file import HEADER_KEY
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
@@ -278,7 +278,7 @@ def test_a_shared_group_with_one_child_is_refused(tree):
 
 
 def test_places_are_right_beyond_the_rows_that_are_checked_at_a_time(tree, monkeypatch):
-    monkeypatch.setattr("ttrl.data.packed_check.CHUNK", 12)
+    monkeypatch.setattr("ttrl.data.packing.packed_check.CHUNK", 12)
     padded = tree.pad_rows_to_multiple(3)
     padded.check()
     padded.tokens[2, 5] = 1

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.data.masks import dense_mask
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
-from ttrl.data.packing import unpack as unpack_samples
+from ttrl.data.packing.masks import dense_mask
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import unpack as unpack_samples
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.data.masks import dense_mask
-from ttrl.data.placement import Forest, in_order, place
-from ttrl.data.row_balance import balance, deal, waiting
-from ttrl.data.row_filling import best_fit, best_subset, fill, filled_bins
-from ttrl.data.row_work import row_work
+from ttrl.data.packing.masks import dense_mask
+from ttrl.data.packing.placement import Forest, in_order, place
+from ttrl.data.packing.row_balance import balance, deal, waiting
+from ttrl.data.packing.row_filling import best_fit, best_subset, fill, filled_bins
+from ttrl.data.packing.row_work import row_work
 
 
 @st.composite
@@ -135,7 +135,7 @@ def test_the_work_of_a_row_is_its_positions_and_its_attention_area(monkeypatch):
     assert pairs == [1 + 2 + 3 + 4 + 3 + 1, 1 + 2 + 2, 0]
     expected = [6 + 14 / 60, 3 + 5 / 60, 0]
     assert row_work(groups, parents, width=10) == pytest.approx(expected)
-    monkeypatch.setattr("ttrl.data.row_work._CHUNK", 7)
+    monkeypatch.setattr("ttrl.data.packing.row_work._CHUNK", 7)
     assert row_work(groups, parents, width=10) == pytest.approx(expected)
 
 

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.data.placement import Forest, place
-from ttrl.data.placement_bounds import _dffs, lower_bound, lower_bounds
+from ttrl.data.packing.placement import Forest, place
+from ttrl.data.packing.placement_bounds import _dffs, lower_bound, lower_bounds
 
 
 def forest_of(prompts, members) -> Forest:

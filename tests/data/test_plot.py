@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
-from ttrl.data.plot import packed_row_svg, plot_packed_tensors
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.pictures.plot import packed_row_svg, plot_packed_tensors
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
@@ -122,5 +122,5 @@ def boxes(axis) -> list[tuple[float, float, float, float]]:
 
 
 def test_a_row_is_drawn_without_loading_matplotlib():
-    code = "import sys, ttrl.data.plot, ttrl.data.packing, ttrl.data.masks; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, ttrl.data.pictures.plot, ttrl.data.packing.pack; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

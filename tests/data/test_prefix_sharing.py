@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.data.masks import dense_mask
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results, unpack
-from ttrl.data.prefix_tree import prefix_tree
+from ttrl.data.packing.masks import dense_mask
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results, unpack
+from ttrl.data.packing.prefix_tree import prefix_tree
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ttrl.data import row_colours
+from ttrl.data.pictures import colours
 
 # What people without one kind of cone see, on linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
 SIGHT = {
@@ -61,25 +61,25 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_neighbouring_trees_and_depths_differ_for_everybody(theme: str, sight: str) -> None:
     for depth, least in ((0, 0.08), (1, 0.035)):
-        trees = [row_colours.group_colour(tree, depth, 2, theme) for tree in range(len(row_colours.HUES) + 1)]
+        trees = [colours.group_colour(tree, depth, 2, theme) for tree in range(len(colours.HUES) + 1)]
         assert trees[0] == trees[-1]
         assert min(distance(a, b, sight) for a, b in itertools.pairwise(trees)) > least
-    for tree in range(len(row_colours.HUES)):
-        levels = [row_colours.group_colour(tree, depth, 6, theme) for depth in range(6)]
+    for tree in range(len(colours.HUES)):
+        levels = [colours.group_colour(tree, depth, 6, theme) for depth in range(6)]
         assert min(distance(a, b, sight) for a, b in itertools.pairwise(levels)) > 0.02
-    assert distance(row_colours.UP[theme], row_colours.DOWN[theme], sight) > 0.15
+    assert distance(colours.UP[theme], colours.DOWN[theme], sight) > 0.15
 
 
 def test_text_is_readable_on_every_group() -> None:
     for theme, ink in (("light", "#1c1e21"), ("dark", "#e9eaec")):
-        for tree in range(len(row_colours.HUES)):
+        for tree in range(len(colours.HUES)):
             for depth in range(8):
-                assert contrast(row_colours.group_colour(tree, depth, 8, theme), ink) > 4.0
+                assert contrast(colours.group_colour(tree, depth, 8, theme), ink) > 4.0
 
 
 def test_the_scale_of_advantages_is_symmetric_and_bounded() -> None:
-    assert row_colours.advantage_colour(0, 2) == row_colours.FLAT["light"]
-    assert row_colours.advantage_colour(2, 2) == row_colours.advantage_colour(9, 2) == row_colours.UP["light"]
-    assert row_colours.advantage_colour(-2, 2) == row_colours.DOWN["light"]
-    assert row_colours.oklch(1, 0, 0) == "#ffffff" and row_colours.oklch(0, 0, 0) == "#000000"
-    assert row_colours.mix("#000000", "#ff8800", 0.5) == "#804400"
+    assert colours.advantage_colour(0, 2) == colours.FLAT["light"]
+    assert colours.advantage_colour(2, 2) == colours.advantage_colour(9, 2) == colours.UP["light"]
+    assert colours.advantage_colour(-2, 2) == colours.DOWN["light"]
+    assert colours.oklch(1, 0, 0) == "#ffffff" and colours.oklch(0, 0, 0) == "#000000"
+    assert colours.mix("#000000", "#ff8800", 0.5) == "#804400"

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from ttrl.data import row_html
-from ttrl.data.packing import IGNORE_LABEL, PackedTensors, packed_tensors_from_tokenized_results, unpack
-from ttrl.data.row_html import packed_rows_html
-from ttrl.data.row_segments import figures_of, figures_of_pack, segments_of, visible
-from ttrl.data.row_text import packed_rows_text
+from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors, packed_tensors_from_tokenized_results, unpack
+from ttrl.data.pictures import page as row_html
+from ttrl.data.pictures.page import packed_rows_html
+from ttrl.data.pictures.segments import figures_of, figures_of_pack, segments_of, visible
+from ttrl.data.pictures.text import packed_rows_text
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 

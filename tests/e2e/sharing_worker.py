@@ -1,9 +1,8 @@
-"""ttrl's extension of vLLM's worker, which tells a test what `ttrl.vllm_shared_prompts` does."""
+"""ttrl's extension of vLLM's worker, which tells a test what `ttrl.vllm_worker.shared_prompts` does."""
 
 from typing import Any
 
-from ttrl import vllm_shared_prompts
-from ttrl.vllm_worker import WeightSync
+from ttrl.vllm_worker import WeightSync, shared_prompts
 
 
 class Sharing(WeightSync):
@@ -13,7 +12,7 @@ class Sharing(WeightSync):
         """Tokens that were not computed so far. share: switches it on; damage: one token of each step stands for another,
         after so many good steps; fail: the attention of a step that shares raises in its last layer."""
         if share:
-            vllm_shared_prompts.share_prompts(self)
+            shared_prompts.share_prompts(self)
         way: Any = self.model_runner._model_forward  # type: ignore[attr-defined]
         if damage is not None:
             way.active, way._steps, plan = True, damage, type(way)._plan
@@ -36,5 +35,5 @@ class Sharing(WeightSync):
                 return expanded(*arguments)
 
             list(layers.values())[-1].forward = failing
-        shares = isinstance(way, vllm_shared_prompts.SharedPrompts)
+        shares = isinstance(way, shared_prompts.SharedPrompts)
         return {"saved": way.saved if shares else None, "active": shares and way.active}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 
 TRAINING_TESTS = Path(__file__).parents[1] / "training"
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -9,9 +9,9 @@ from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sync_weights, verify_canary
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.distributed import Ranks
 from ttrl.training.models import build_decoder, load_into, load_weights, read_config
-from ttrl.training.policy import Policy
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.policy import Policy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

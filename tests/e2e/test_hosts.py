@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ttrl.files import read_jsonl
+from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
 
 _spec = importlib.util.spec_from_file_location("network_hosts", Path(__file__).with_name("network_hosts.py"))

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from ttrl import Task, TrainConfig, train
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import Canary, check_canary
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.loading import load_policy
-from ttrl.training.lora import is_adapter
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.lora import is_adapter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ttrl import Task, TaskResultTokenizer, get_task_results, packed_tensors_from_tokenized_results
-from ttrl.data.packed_format import IGNORE_LABEL
+from ttrl.data.packing.packed_format import IGNORE_LABEL
 from ttrl.server.vllm import VLLMServer
 from ttrl.tasks.task import RolloutLimits
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from ttrl import Task, TrainConfig, train
-from ttrl.data.packing import PackedTensors
-from ttrl.files import read_jsonl
-from ttrl.loop.run_folder import RunFolder
+from ttrl.data.packing.pack import PackedTensors
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

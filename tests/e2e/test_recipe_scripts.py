@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ttrl.files import read_jsonl
+from ttrl.system.files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.files import digest, read_jsonl
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.system.files import digest, read_jsonl
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.batches import derived_generator
 

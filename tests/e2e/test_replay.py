@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ttrl.files import digest, read_jsonl
+from ttrl.system.files import digest, read_jsonl
 from ttrl.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

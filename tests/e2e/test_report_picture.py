@@ -28,8 +28,8 @@ def page(tmp_path_factory):
     """A run with a finding, long names, and an answer without a single space."""
     import json
 
-    from ttrl.loop.report import write_report
     from ttrl.records import Sample
+    from ttrl.report.page import write_report
 
     folder = tmp_path_factory.mktemp("runs") / ("a_run_with_a_long_name_" * 4)
     for iteration in range(3):

@@ -9,12 +9,12 @@ import psutil
 import pytest
 
 from ttrl import TrainConfig
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import TrainerError
-from ttrl.files import read_jsonl
-from ttrl.loop.console import Console
-from ttrl.loop.run_folder import RunFolder
-from ttrl.loop.trainer import Trainer
+from ttrl.launch.trainer import Trainer
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.console import Console
+from ttrl.system.files import read_jsonl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -16,8 +16,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from ttrl.data.packing import PackedTensors
-from ttrl.files import digest, read_jsonl
+from ttrl.data.packing.pack import PackedTensors
+from ttrl.system.files import digest, read_jsonl
 from ttrl.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

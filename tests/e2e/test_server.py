@@ -22,10 +22,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ttrl.errors import ModelFolderError, ServerDiedError, ServerStartError, WeightSyncError
-from ttrl.processes import reap_leftovers
 from ttrl.server import weights
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import check_canary, sync_weights, verify_canary
+from ttrl.system.processes import reap_leftovers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

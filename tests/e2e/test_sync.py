@@ -14,16 +14,16 @@ from safetensors import safe_open
 from ttrl import TrainConfig
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ServerError, WeightSyncError
-from ttrl.loop.console import Console
-from ttrl.loop.policy_server import PolicyServer
+from ttrl.launch.policy_server import PolicyServer
 from ttrl.server import weights
 from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import Canary, check_canary, compare_weights, sync_weights
+from ttrl.system.console import Console
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.canary import compute_canary
-from ttrl.training.distributed import Ranks
-from ttrl.training.loading import load_policy
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.loading import load_policy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -153,7 +153,7 @@ def test_a_joined_server_that_was_given_other_weights_comes_back_with_the_right_
     started, server, checkpoints, folder, monkeypatch
 ):
     monkeypatch.setenv("TTRL_SERVER_KEY", started.api_key)
-    monkeypatch.setattr("ttrl.loop.policy_server._LOOK_AT_OTHERS_SECONDS", 1.0)
+    monkeypatch.setattr("ttrl.launch.policy_server._LOOK_AT_OTHERS_SECONDS", 1.0)
     config = TrainConfig(
         run=str(folder), model=str(checkpoints[0]), iterations=1, dtype="fp32", servers=0, joined_servers=[started.root_url]
     )

@@ -12,9 +12,9 @@ import pytest
 
 from ttrl import Task, cli, compare, evaluate
 from ttrl.errors import ConfigError, ServerError, UserError
+from ttrl.evaluation.evaluate import EvalConfig, _digest, checked_sets
 from ttrl.evaluation.families import FAMILIES, TaskSpec
 from ttrl.evaluation.intervals import wilson
-from ttrl.loop.evaluate import EvalConfig, _digest, checked_sets
 
 
 class _Counter(BaseHTTPRequestHandler):

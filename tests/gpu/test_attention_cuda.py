@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.training.attention import attend, attention_plan
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.training.kernels.attention import attend, attention_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from ttrl.data.packed import PackedTensors
-from ttrl.files import read_jsonl
-from ttrl.loop.run_folder import RunFolder
+from ttrl.data.packing.packed import PackedTensors
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import read_jsonl
 
 
 @pytest.fixture

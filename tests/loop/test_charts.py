@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ttrl.loop import charts
+from ttrl.report import charts
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from ttrl.errors import RunFolderError
-from ttrl.loop.config_changes import ALLOW_VARIABLE, allowed_names, as_diff, changes, check_changes, history
-from ttrl.loop.report import write_report
-from ttrl.loop.report_data import read_run
-from ttrl.loop.run_folder import RunFolder
+from ttrl.report.page import write_report
+from ttrl.run_folder.config_changes import ALLOW_VARIABLE, allowed_names, as_diff, changes, check_changes, history
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.reader import read_run
 
 BEFORE = {
     "seed": 0,
@@ -76,7 +76,7 @@ def test_killed_between_history_and_config(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     folder.remember_config(BEFORE)
     with monkeypatch.context() as patch:
-        patch.setattr("ttrl.loop.run_folder.write_text", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("ttrl.run_folder.folder.write_text", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             folder.remember_config(BEFORE | {"iterations": 4})
     folder.remember_config(BEFORE | {"iterations": 4})

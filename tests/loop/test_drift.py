@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from ttrl import TrainConfig
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.configs.config_watch import LIMIT_NAMES
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import DriftError, ServerError
-from ttrl.files import write_jsonl
-from ttrl.loop.config_watch import LIMIT_NAMES
-from ttrl.loop.drift import (
+from ttrl.monitoring.drift import (
     DEFAULT_LIMITS,
     ENOUGH_TOKENS,
     FILE_NAME,
@@ -25,10 +24,11 @@ from ttrl.loop.drift import (
     judged_figures,
     limits_of,
 )
-from ttrl.loop.drift_causes import Evidence, likely_causes
-from ttrl.loop.drift_tokens import WorstToken, worst_tokens
-from ttrl.loop.run_folder import RunFolder
+from ttrl.monitoring.drift_causes import Evidence, likely_causes
+from ttrl.monitoring.drift_tokens import WorstToken, worst_tokens
 from ttrl.records import Sample, TaskResult
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import write_jsonl
 
 GOOD = {"tokens": 4000, "not_finite": 0, "mean": 1e-6, "p999": 1e-5, "ess": 0.999999, "outside": 0.0}
 BAD = {"mean": 0.07, "p999": 1.2, "ess": 0.8, "outside": 0.3}

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ttrl.files import read_jsonl
 from ttrl.loop.dynamic_sampling import further_tasks
 from ttrl.loop.phases import Phases
-from ttrl.loop.run_folder import RunFolder
 from ttrl.records import Sample, TaskResult
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import read_jsonl
 
 RUN = {"iterations": 4, "tasks_per_iteration": 2, "dynamic_sampling": 2, "max_extra_tasks": 6, "validation": []}
 

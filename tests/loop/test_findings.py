@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ttrl.loop.finding import trend
-from ttrl.loop.findings import findings
-from ttrl.loop.report_data import number
+from ttrl.monitoring.finding import trend
+from ttrl.monitoring.findings import findings
+from ttrl.run_folder.reader import number
 
 
 def healthy(count: int = 20, seed: int = 0) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
+from ttrl.cli.generate_puzzles import generate
 from ttrl.errors import UserError
-from ttrl.loop.generate_puzzles import generate
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 from ttrl.tasks.zebra_grid import get_zebra_grid_tasks
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 import pytest
 
 from ttrl import TrainConfig
+from ttrl.configs.loggers import logger_problems, normalised
 from ttrl.errors import ConfigError
-from ttrl.loop import loggers as loggers_module
-from ttrl.loop.console import Console
-from ttrl.loop.logger_names import logger_problems, normalised
-from ttrl.loop.loggers import Loggers, flattened, forget_rows, make_loggers
+from ttrl.monitoring import loggers as loggers_module
+from ttrl.monitoring.loggers import Loggers, flattened, forget_rows, make_loggers
+from ttrl.system.console import Console
 
 ROWS = [
     {"iteration": 0, "validation_reward": 0.5, "seconds": {"validate": 1.5, "total": 2}},
@@ -58,7 +58,7 @@ def recorder(monkeypatch):
     return kind
 
 
-NAME = "ttrl.loop.loggers.Recorder"
+NAME = "ttrl.monitoring.loggers.Recorder"
 
 
 def made(folder, *entries):
@@ -163,7 +163,7 @@ def test_a_key_is_in_no_error(tmp_path):
 
 def test_what_cannot_be_made_is_an_error_and_closes_the_others(tmp_path, recorder):
     with pytest.raises(ConfigError, match=r"(?s)no log_dict.*No module named 'no_such_module'.*unexpected keyword"):
-        made(tmp_path, NAME, "ttrl.loop.loggers.NoLogger", "no_such_module.Logger", {"_component_": NAME, "colour": 1})
+        made(tmp_path, NAME, "ttrl.monitoring.loggers.NoLogger", "no_such_module.Logger", {"_component_": NAME, "colour": 1})
     assert recorder.closed == 1
 
 

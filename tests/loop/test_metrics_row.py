@@ -2,8 +2,8 @@
 
 import pytest
 
-from ttrl.loop.metrics_row import metrics_row
-from ttrl.loop.run_folder import IterationFolder
+from ttrl.run_folder.folder import IterationFolder
+from ttrl.run_folder.metrics import metrics_row
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
-from ttrl.files import append_jsonl, write_json
-from ttrl.loop import mirror as mirror_module
-from ttrl.loop import mirror_store
-from ttrl.loop.mirror import Mirror, mirrored, with_local_run
-from ttrl.loop.mirror_store import MirrorStore
-from ttrl.loop.pruning import prune
-from ttrl.loop.run_folder import RunFolder
-from ttrl.loop.run_lock import describe_process
+from ttrl.run_folder import mirror as mirror_module
+from ttrl.run_folder import mirror_store
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.lock import describe_process
+from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
+from ttrl.run_folder.mirror_store import MirrorStore
+from ttrl.run_folder.pruning import prune
+from ttrl.system.files import append_jsonl, write_json
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ import pytest
 
 from ttrl import TrainConfig
 from ttrl.errors import StorageError
-from ttrl.loop import mirror_store
-from ttrl.loop.mirror import mirrored
-from ttrl.loop.mirror_store import MirrorStore
-from ttrl.loop.run_folder import RunFolder
+from ttrl.run_folder import mirror_store
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.mirror import mirrored
+from ttrl.run_folder.mirror_store import MirrorStore
 
 
 @pytest.fixture(autouse=True)

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from ttrl import Sample, Task
-from ttrl.data.packing import PackedTensors
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, TaskError
-from ttrl.files import read_jsonl
 from ttrl.loop import phases
 from ttrl.loop import train as train_module
-from ttrl.loop.replay import replay
-from ttrl.loop.view import open_pack
+from ttrl.replays.replay import replay
+from ttrl.report.view import open_pack
+from ttrl.system.files import read_jsonl
 
 
 async def play(chat):

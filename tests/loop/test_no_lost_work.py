@@ -7,13 +7,13 @@ from uuid import uuid4
 
 import pytest
 
-from ttrl import files
 from ttrl.errors import RunFolderError, StorageError
-from ttrl.files import read_jsonl
 from ttrl.loop import train as train_module
-from ttrl.loop.config_changes import history
-from ttrl.loop.mirror_store import MirrorStore
-from ttrl.loop.run_folder import RunFolder
+from ttrl.run_folder.config_changes import history
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.mirror_store import MirrorStore
+from ttrl.system import files
+from ttrl.system.files import read_jsonl
 
 LOGS = {"train.jsonl", "trainer_logprobs.safetensors"}
 RUN = {"iterations": 2, "tasks_per_iteration": 2}

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import yaml
 
+from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, UserError
-from ttrl.loop import nodes
-from ttrl.loop.config import TrainConfig
+from ttrl.launch import nodes
 
 
 def config(**settings) -> TrainConfig:

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from ttrl import files
 from ttrl.errors import ConfigError, ServerError
-from ttrl.files import digest, read_jsonl
 from ttrl.loop.jobs import Jobs
 from ttrl.loop.phases import Phases
-from ttrl.loop.run_folder import RunFolder
 from ttrl.loop.timeline import Timeline
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system import files
+from ttrl.system.files import digest, read_jsonl
 
 
 def meet(world):

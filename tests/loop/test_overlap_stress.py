@@ -8,13 +8,14 @@ import time
 
 import pytest
 
-from ttrl.files import digest, read_jsonl
-from ttrl.loop import phases, trainer
+from ttrl.launch import trainer
+from ttrl.loop import phases
+from ttrl.system.files import digest, read_jsonl
 
 # A recipe that only pretends, without torch. It pauses as its environment says.
 RECIPE = """
 import itertools, json, os, pathlib, random, sys, time, yaml
-from ttrl.request_folder import RequestFolder
+from ttrl.system.request_folder import RequestFolder
 
 pause = random.Random(os.environ["TTRL_TEST_SEED"])
 folder = RequestFolder(yaml.safe_load(open(sys.argv[-1]))["follow"])

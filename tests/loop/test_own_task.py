@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
+from ttrl.cli.tasks import load_tasks, try_tasks, write_template
 from ttrl.errors import ServerError, TaskError, UserError
-from ttrl.loop.own_task import load_tasks, try_tasks, write_template
 from ttrl.tasks.task import Task
 
 

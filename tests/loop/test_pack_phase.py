@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from ttrl.data.packing import PackedTensors
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import PackError
 
 

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from ttrl.files import write_json
-from ttrl.loop.console import Console
-from ttrl.loop.coroutines import run_async
 from ttrl.loop.phases import Phases
-from ttrl.loop.run_folder import RunFolder
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.console import Console
+from ttrl.system.coroutines import run_async
+from ttrl.system.files import write_json
 
 
 async def answer():

@@ -9,17 +9,17 @@ import pytest
 
 from ttrl import TrainConfig
 from ttrl.cli import main
-from ttrl.data.packing import PackedTensors
+from ttrl.cli.settings import read_config
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
-from ttrl.files import read_jsonl
-from ttrl.loop import plan_machine
 from ttrl.loop.plan import plan
-from ttrl.loop.plan_config import read_config
-from ttrl.loop.plan_lengths import Assumptions, lognormal
-from ttrl.loop.plan_machine import Machine
-from ttrl.loop.plan_making import make_plan, read_model_config, write_plan
-from ttrl.loop.plan_measured import measured_in_run
-from ttrl.loop.plan_report import outcomes, plan_section
+from ttrl.plans import machine as plan_machine
+from ttrl.plans.lengths import Assumptions, lognormal
+from ttrl.plans.machine import Machine
+from ttrl.plans.making import make_plan, read_model_config, write_plan
+from ttrl.plans.measured import measured_in_run
+from ttrl.report.plan import outcomes, plan_section
+from ttrl.system.files import read_jsonl
 from ttrl.training.counts import work_counts
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ HERE = Machine("a machine", False, 16e9, 50e9, 20e9, "measured")
 @pytest.fixture(autouse=True)
 def no_measurement(monkeypatch):
     """The speed of this machine decides about seconds alone, which no test looks at."""
-    monkeypatch.setattr("ttrl.loop.plan_making.this_machine", lambda config, product: HERE)
+    monkeypatch.setattr("ttrl.plans.making.this_machine", lambda config, product: HERE)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_assumed_lengths(big):
 
 def test_large_iterations_are_planned_from_a_part(big, monkeypatch):
     few = plan(config_of(big, tasks_per_iteration=64))
-    monkeypatch.setattr("ttrl.loop.plan_lengths._MOST_TOKENS", 50_000)
+    monkeypatch.setattr("ttrl.plans.lengths._MOST_TOKENS", 50_000)
     part = plan(config_of(big, tasks_per_iteration=64))
     assert part.work.samples == few.work.samples == 256
     assert part.work.row_tokens == pytest.approx(few.work.row_tokens, rel=0.15)
@@ -264,7 +264,7 @@ def test_a_cache_without_room(big, monkeypatch):
 
 
 def test_a_disk_without_room(big, monkeypatch):
-    monkeypatch.setattr("ttrl.loop.plan_making.free_bytes", lambda path: 10**9)
+    monkeypatch.setattr("ttrl.plans.making.free_bytes", lambda path: 10**9)
     assert warned("the disk is too small", plan(config_of(big)))
     assert not warned("the disk", plan(config_of(big, device="cuda"), gpu="h100"))  # it is not this machine's
 

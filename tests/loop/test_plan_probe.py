@@ -5,9 +5,9 @@ import pytest
 from ttrl.errors import TtrlError, UserError
 from ttrl.loop import plan_probe
 from ttrl.loop.plan import plan
-from ttrl.loop.plan_lengths import Assumptions
-from ttrl.loop.plan_measured import Seconds
 from ttrl.loop.plan_probe import ProcessMemory, _kind, _scaled
+from ttrl.plans.lengths import Assumptions
+from ttrl.plans.measured import Seconds
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_what_grows_with_tasks_is_scaled():
         (["python", "-m", "vllm.entrypoints.openai.api_server"], "server"),
         (["VLLM::EngineCore"], "server"),
         (["python", "-m", "torchtune._cli.tune", "run", "ttrl/grpo_recipe"], "trainer"),
-        (["python", "-I", "ttrl/process_guard.py", "vllm"], None),
+        (["python", "-I", "ttrl/system/process_guard.py", "vllm"], None),
         (["bash"], None),
     ],
 )

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ttrl import TrainConfig
+from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
-from ttrl.loop import policy_server, server_member
-from ttrl.loop.config_servers import shares_of_devices
-from ttrl.loop.console import Console
-from ttrl.loop.policy_server import PolicyServer, can_serve_adapters, make_server
+from ttrl.launch import policy_server, server_member
+from ttrl.launch.policy_server import PolicyServer, can_serve_adapters, make_server
 from ttrl.server.weights import Comparison, SyncReport
+from ttrl.system.console import Console
 
 
 @dataclass

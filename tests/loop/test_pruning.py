@@ -6,12 +6,12 @@ import random
 import pytest
 
 from ttrl import TrainConfig
+from ttrl.configs.run import ConfigError
 from ttrl.errors import StorageError
-from ttrl.files import in_bytes
-from ttrl.loop.config import ConfigError
-from ttrl.loop.disk import DiskNeeds, disk_needs, judge_disk
-from ttrl.loop.pruning import best_policies, kept_of, most_kept, prune
-from ttrl.loop.run_folder import RunFolder
+from ttrl.plans.disk import DiskNeeds, disk_needs, judge_disk
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.pruning import best_policies, kept_of, most_kept, prune
+from ttrl.system.files import in_bytes
 from ttrl.tiny_model import make_tiny_model
 
 

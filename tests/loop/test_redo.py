@@ -6,11 +6,11 @@ from uuid import uuid4
 import pytest
 
 from ttrl.errors import DriftError, RunFolderError, UserError
-from ttrl.files import digest, read_jsonl
-from ttrl.loop import run_folder
 from ttrl.loop import train as train_module
-from ttrl.loop.mirror_store import MirrorStore
-from ttrl.loop.run_folder import RunFolder
+from ttrl.run_folder import folder
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.mirror_store import MirrorStore
+from ttrl.system.files import digest, read_jsonl
 
 GOOD = {"tokens": 4000, "not_finite": 0, "mean": 1e-6, "p999": 1e-5, "ess": 1.0, "outside": 0.0}
 BAD = GOOD | {"mean": 0.07}
@@ -78,7 +78,7 @@ def test_killed_while_throwing_away(world, undisturbed, monkeypatch):
     train(world, drift="warn")
     world.step_facts = {}
     for count in range(2):
-        calls, remove = [], run_folder.remove_folder
+        calls, remove = [], folder.remove_folder
 
         def killed(path, calls=calls, remove=remove, count=count):
             if len(calls) == count:
@@ -87,7 +87,7 @@ def test_killed_while_throwing_away(world, undisturbed, monkeypatch):
             remove(path)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(run_folder, "remove_folder", killed)
+            patch.setattr(folder, "remove_folder", killed)
             train(world, redo=2, drift="warn")
         assert [row["iteration"] for row in world.rows()] == [0, 1]
         assert (world.run / "iterations/0003").exists() == (count == 0) and (world.run / "iterations/0002").exists()

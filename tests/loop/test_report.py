@@ -13,13 +13,15 @@ from xml.etree import ElementTree
 import pytest
 from safetensors.torch import save_file
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import RunFolderError, StorageError
-from ttrl.loop import charts, report_data, report_samples
-from ttrl.loop.report import leave_report, write_report
-from ttrl.loop.report_conversations import messages_html
 from ttrl.records import Sample, TaskResult, TokenizedResult
+from ttrl.report import charts
+from ttrl.report import samples as report_samples
+from ttrl.report.conversations import messages_html
+from ttrl.report.page import leave_report, write_report
+from ttrl.run_folder import reader
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "!doctype"}
 
@@ -160,8 +162,8 @@ def test_every_picture_is_well_formed_and_every_curve_has_its_points(tmp_path: P
 
 
 def test_the_phases_of_a_bar_add_up_to_the_total(tmp_path: Path) -> None:
-    run = report_data.read_run(make_run(tmp_path / "run", [0.5, 0.7]))
-    columns = report_data.phase_columns(run)
+    run = reader.read_run(make_run(tmp_path / "run", [0.5, 0.7]))
+    columns = reader.phase_columns(run)
     assert columns["other"][1] == pytest.approx(5.0 - 4.8)
     assert sum(column[1] or 0.0 for column in columns.values()) == pytest.approx(5.0)
     svg, size = charts.stacked_bars("s", run.iterations, [charts.Series(name, columns[name], 1) for name in columns]) or ("", 0)
@@ -469,7 +471,7 @@ def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path, monkeypatch: pyte
         drawn.append((packed.tokens.tolist(), row, token_text))
         return '<svg viewBox="0 0 1 1"><title>a packed row</title></svg>'
 
-    monkeypatch.setitem(sys.modules, "ttrl.data.plot", SimpleNamespace(packed_row_svg=draw))
+    monkeypatch.setitem(sys.modules, "ttrl.data.pictures.plot", SimpleNamespace(packed_row_svg=draw))
     text = page_of(folder).text
     assert drawn == [([[5, 6, 7, 0]], 0, None)]  # no tokenizer in this run folder
     assert "Row 1 of 4 of iteration 2" in text and "a packed row" in text

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import yaml
 
-from ttrl import files
 from ttrl.errors import RunFolderError
-from ttrl.files import digest
-from ttrl.loop.run_folder import RunFolder
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system import files
+from ttrl.system.files import digest
 
 
 def trained(folder, number, yes=True):

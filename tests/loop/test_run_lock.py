@@ -14,11 +14,11 @@ import time
 import pytest
 
 from ttrl.errors import RunFolderError
-from ttrl.loop import run_lock
-from ttrl.loop.run_folder import RunFolder
+from ttrl.run_folder import lock
+from ttrl.run_folder.folder import RunFolder
 
 HOLD = (
-    "import sys, time\nfrom ttrl.loop.run_folder import RunFolder\n"
+    "import sys, time\nfrom ttrl.run_folder.folder import RunFolder\n"
     "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    time.sleep(600)\n"
 )
 
@@ -30,15 +30,15 @@ def owner_of(folder):
 def left_by(folder, **changes):
     """owner.json as another process left it, or leaves it."""
     folder.path.mkdir(exist_ok=True)
-    owner = run_lock.describe_process() | changes
+    owner = lock.describe_process() | changes
     (folder.path / "owner.json").write_text(json.dumps(owner))
     return owner
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.02)
-    monkeypatch.setattr(run_lock, "WATCHED_SECONDS", 0.2)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(lock, "WATCHED_SECONDS", 0.2)
 
 
 ELSEWHERE = {"host": "another-host", "boot": "another-boot", "pid_namespace": "", "pid": 1}
@@ -162,7 +162,7 @@ def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path, quick):
 
 def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, quick, monkeypatch):
     """The other one has taken its name away again."""
-    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 60)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 60)
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # as on a file system whose locks do not reach other machines
     folder, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
     with folder.locked():
@@ -187,7 +187,7 @@ def test_the_heartbeat(tmp_path, quick):
 
 def test_a_command_shows_no_secrets(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/me/run.py", "--api-key", "sesame", "--token=abc", "--lr", "1"])
-    assert run_lock.describe_process()["command"] == "run.py --api-key *** --token=*** --lr 1"
+    assert lock.describe_process()["command"] == "run.py --api-key *** --token=*** --lr 1"
 
 
 def test_a_damaged_owner_file_names_nobody(tmp_path, monkeypatch):

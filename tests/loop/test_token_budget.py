@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from ttrl.data.packed import PackedTensors
+from ttrl.data.packing.packed import PackedTensors
 from ttrl.errors import ConfigError, RunFolderError
-from ttrl.files import read_jsonl
 from ttrl.loop import sampling
 from ttrl.loop.carried import carried_groups, continues, place_of, staleness, task_key
 from ttrl.loop.phases import Phases
-from ttrl.loop.run_folder import RunFolder
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import read_jsonl
 
 A, END = 1, 2
 

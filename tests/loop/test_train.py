@@ -15,10 +15,10 @@ from ttrl.errors import (
     RunFolderError,
     TaskError,
 )
-from ttrl.files import digest
 from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
-from ttrl.loop.run_folder import RunFolder
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import digest
 
 
 def test_a_run_goes_through_its_phases_in_order(world):
@@ -236,7 +236,7 @@ def test_a_run_folder_that_is_a_file(world):
 
 def test_a_run_folder_of_a_living_process_is_refused_with_its_pid(world):
     code = (
-        "import sys, time\nfrom ttrl.loop.run_folder import RunFolder\n"
+        "import sys, time\nfrom ttrl.run_folder.folder import RunFolder\n"
         "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(world.run)], stdout=subprocess.PIPE, text=True) as owner:

@@ -12,8 +12,8 @@ from ttrl.errors import (
     StorageError,
     TrainerError,
 )
-from ttrl.files import digest, read_jsonl
-from ttrl.loop.run_folder import RunFolder
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import digest, read_jsonl
 
 
 def test_no_signal_trains_nothing_and_the_next_iteration_still_works(world, capsys):

@@ -8,12 +8,12 @@ from ttrl import Task
 from ttrl.errors import (
     RunFolderError,
 )
-from ttrl.files import read_jsonl
 from ttrl.loop import phases
 from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
-from ttrl.loop.run_folder import RunFolder
 from ttrl.loop.task_stream import TaskStream
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import read_jsonl
 
 
 class BoomError(Exception):
@@ -79,7 +79,7 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
         for name in ("rollouts", "pack", "train", "validate"):
             patch.setattr(Phases, name, watched(name, getattr(Phases, name)))
         if moment == "before its marker":
-            from ttrl.loop.run_folder import IterationFolder
+            from ttrl.run_folder.folder import IterationFolder
 
             original_mark = IterationFolder.mark
 

@@ -12,16 +12,16 @@ import yaml
 
 from ttrl import TrainConfig
 from ttrl.errors import StorageError, TrainerError
-from ttrl.loop import trainer as trainer_module
-from ttrl.loop.console import Console
-from ttrl.loop.run_folder import RunFolder
-from ttrl.loop.trainer import Trainer
-from ttrl.request_folder import RequestFolder
+from ttrl.launch import trainer as trainer_module
+from ttrl.launch.trainer import Trainer
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.console import Console
+from ttrl.system.request_folder import RequestFolder
 
 # What each test lets happen in an iteration is Python in the setting "do", with the names of this script.
 RECIPE = """
 import contextlib, itertools, os, pathlib, sys, time, traceback, yaml
-from ttrl.request_folder import RequestFolder
+from ttrl.system.request_folder import RequestFolder
 
 def train(config):
     exec(config.get("do") or "")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from ttrl.errors import TrainerDiedError, TrainerError
-from ttrl.files import TEMPORARY_PREFIX
-from ttrl.loop import tune as tune_module
+from ttrl.launch import tune as tune_module
+from ttrl.system.files import TEMPORARY_PREFIX
 
 
 def dying(world, when: dict[int, list[str]]) -> list[str]:

@@ -13,8 +13,8 @@ import yaml
 from tqdm.auto import tqdm
 
 from ttrl.errors import ConfigError, StorageError, TrainerError
-from ttrl.loop import tune as tune_module
-from ttrl.loop.tune import GRPO_RECIPE, SFT_RECIPE, tune, wait_for_process
+from ttrl.launch import tune as tune_module
+from ttrl.launch.tune import GRPO_RECIPE, SFT_RECIPE, tune, wait_for_process
 
 
 def run(tmp_path, code, pbar=False):

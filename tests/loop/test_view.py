@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ttrl.cli import main
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.loop.token_text import folder_token_text
-from ttrl.loop.view import open_pack, spans
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
+from ttrl.report.view import open_pack, spans
+from ttrl.run_folder.token_text import folder_token_text
 
 
 def save_pack(path: Path, tasks: int = 2, seq_len: int = 16) -> None:

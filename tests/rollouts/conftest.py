@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from ttrl import process_guard
 from ttrl.errors import GraderError
+from ttrl.system import process_guard
 from ttrl.tasks.task import Task
 
 PROMPT_IDS = [7, 8, 9]
@@ -189,7 +189,7 @@ def bad_server() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrl.rollouts import servers
+    from ttrl.rollouts.scheduling import servers
 
     monkeypatch.setattr(servers, "FIRST_DELAY", 0.01)
 
@@ -199,8 +199,8 @@ WHERE = "task 't', sample 2"
 
 def vllm_choice(content: str | None = "hello", **changes: Any) -> Any:
     """A choice as graders get it, from vLLM's JSON."""
-    from ttrl.rollouts.choices import openai_choice
-    from ttrl.rollouts.wire import Answer
+    from ttrl.rollouts.client.choices import openai_choice
+    from ttrl.rollouts.client.wire import Answer
 
     entries = [{"token": "h", "logprob": -0.5, "bytes": [104], "top_logprobs": [{"token": "h", "logprob": -0.5, "bytes": None}]}]
     fields = {
@@ -220,7 +220,7 @@ class GradersBench:
     where, choice = WHERE, staticmethod(vllm_choice)
 
     def __init__(self, **settings: Any) -> None:
-        from ttrl.rollouts.grading import Graders
+        from ttrl.rollouts.graders.grading import Graders
 
         self.runner = asyncio.Runner()
         self.graders = Graders(isolated=True, **settings)

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttrl.errors import UserError
-from ttrl.rollouts.cache import Cache, CacheStats, request_digest, sample_key
-from ttrl.rollouts.cache_stores import Store, redact
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.cache.completions import Cache, CacheStats, request_digest, sample_key
+from ttrl.rollouts.client.wire import Answer
+from ttrl.system.object_store import Store, redact
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 DIGEST = request_digest({"weights": "w"}, BODY)
@@ -152,8 +152,8 @@ def test_an_entry_of_a_later_ttrl_is_a_miss_and_stays(tmp_path: Path) -> None:
 
 WRITER = """
 import asyncio, sys
-from ttrl.rollouts.cache import Cache, request_digest, sample_key
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.wire import Answer
 
 address, number = sys.argv[1], int(sys.argv[2])
 body = {"model": "m"}

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttrl.errors import UserError
-from ttrl.rollouts.cache_entries import DamagedEntry, decode_entry, encode_entry, request_digest, sample_key, split_key
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.cache.entries import DamagedEntry, decode_entry, encode_entry, request_digest, sample_key, split_key
+from ttrl.rollouts.client.wire import Answer
 
 NOW = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
 BODY = {"model": "m", "messages": [{"role": "user", "content": "héllo 😀"}], "temperature": 0.7, "seed": 5}
@@ -104,7 +104,7 @@ def test_identity_is_part_of_the_key() -> None:
 def test_key_is_the_same_in_every_process() -> None:
     """Pinned: a change here makes every stored answer a miss, so it needs a new KEY_SCHEMA."""
     expected = "v1/f2/f2fd07b4039a60bf"
-    code = f"from ttrl.rollouts.cache_entries import *\nprint(sample_key(request_digest({{'weights': 'abc'}}, {BODY!r}), 3))"
+    code = f"from ttrl.rollouts.cache.entries import *\nprint(sample_key(request_digest({{'weights': 'abc'}}, {BODY!r}), 3))"
     for seed in ("1", "2"):
         done = subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True

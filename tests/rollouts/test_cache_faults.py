@@ -13,9 +13,9 @@ from uuid import uuid4
 
 import pytest
 
-from ttrl.rollouts import cache_stores
-from ttrl.rollouts.cache import Cache, request_digest, sample_key
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.wire import Answer
+from ttrl.system import object_store
 
 BODY = {"model": "m"}
 KEYS = [sample_key(request_digest("x", BODY), k) for k in range(300)]
@@ -30,9 +30,9 @@ def opened(*addresses: str | Path) -> Cache:
 
 @pytest.fixture(autouse=True)
 def quick_limits_and_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_stores, "REQUEST_TIMEOUT", timedelta(seconds=0.4))
-    monkeypatch.setattr(cache_stores, "OPERATION_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(cache_stores, "MAX_RETRIES", 0)
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=0.4))
+    monkeypatch.setattr(object_store, "OPERATION_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(object_store, "MAX_RETRIES", 0)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "topsecret")
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
@@ -102,8 +102,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureF
 
 FULL = """
 import asyncio, resource, sys, logging
-from ttrl.rollouts.cache import Cache, request_digest, sample_key
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.wire import Answer
 import random
 
 cache = Cache.of(sys.argv[1])
@@ -161,7 +161,7 @@ def test_a_silent_store_is_left_alone_after_its_first_failures() -> None:
 
 
 def test_a_store_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(cache_stores, "PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr(object_store, "PAUSE_SECONDS", 0.3)
     bucket = Bucket()
     bucket.status = 500
 

@@ -39,7 +39,7 @@ def in_turn(bad_server, *calls, faults="", **settings):
 @pytest.fixture(params=["folder", "memory", "list"])
 def cache(request, tmp_path):
     """Not seeded: only a cache can return the same answers again."""
-    from ttrl.rollouts.cache import Cache
+    from ttrl.rollouts.cache.completions import Cache
 
     return {"folder": tmp_path / "c", "memory": Cache.of("memory://"), "list": [tmp_path / "a", tmp_path / "b"]}[request.param]
 

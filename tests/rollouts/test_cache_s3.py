@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
-from ttrl.rollouts import cache_tools
-from ttrl.rollouts.cache import Cache, request_digest, sample_key
-from ttrl.rollouts.cache_stores import Store
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.cache import tools
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.wire import Answer
+from ttrl.system.object_store import Store
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 DIGEST = request_digest({"weights": "w"}, BODY)
@@ -81,8 +81,8 @@ def test_the_first_writer_wins_and_damage_is_overwritten(bucket: str) -> None:
 
 WRITER = """
 import asyncio, sys
-from ttrl.rollouts.cache import Cache, request_digest, sample_key
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.wire import Answer
 
 cache, number, digest = Cache.of(sys.argv[1]), int(sys.argv[2]), request_digest("x", {})
 
@@ -134,9 +134,9 @@ def test_the_tools(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     asyncio.run(fill(opened(bucket)))
     asyncio.run(Store(bucket).overwrite(KEYS[3], b"ttrl-cache 1 half"))
     asyncio.run(Store(bucket).overwrite("v1/notes.txt", b"mine"))
-    totals = cache_tools.stats(bucket)
+    totals = tools.stats(bucket)
     assert (totals.entries, totals.requests, totals.unreadable["damaged"], totals.others) == (39, 1, 1, 1)
-    assert cache_tools.export(bucket, tmp_path / "all.jsonl") == 39
+    assert tools.export(bucket, tmp_path / "all.jsonl") == 39
     assert cli.main(["cache", "prune", bucket, "--damaged"]) == 0
     assert cli.main(["cache", "prune", bucket, "--older-than", "1h"]) == 0
     assert cli.main(["cache", "prune", bucket, "--all"]) == 0

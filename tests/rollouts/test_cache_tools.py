@@ -13,9 +13,9 @@ import pytest
 
 from ttrl import cli
 from ttrl.errors import UserError
-from ttrl.rollouts import cache_tools
-from ttrl.rollouts.cache import Cache, request_digest, sample_key
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.cache import tools
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.wire import Answer
 
 
 def body(number: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def run(*arguments: object) -> int:
 
 
 def test_stats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    totals = cache_tools.stats(folder)
+    totals = tools.stats(folder)
     assert (totals.entries, totals.requests, totals.tokens, totals.others) == (8, 3, 16, 2)
     assert totals.unreadable == {"damaged": 1, "foreign": 1, "misplaced": 1, "newer": 1}
     assert totals.models == {"model-0": 5, "model-1": 3}
@@ -105,7 +105,7 @@ def test_export_of_choices_of_any_shape(tmp_path: Path) -> None:
     assert cache is not None
     for sample, choice in enumerate([b'{"message": {"content": "x"}, "logprobs": null}', b'{"message": null}', b"[1]", b"\xff{"]):
         asyncio.run(cache.put(key(0, sample), Answer(choice), body(0)))
-    assert cache_tools.export(tmp_path / "cache", tmp_path / "out.jsonl") == 4
+    assert tools.export(tmp_path / "cache", tmp_path / "out.jsonl") == 4
     texts = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(texts, key=str) == [None, None, None, "x"]
 
@@ -114,7 +114,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("old")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError):
-        cache_tools.export(tmp_path / "empty", tmp_path / "out.jsonl")
+        tools.export(tmp_path / "empty", tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text() == "old" and files(tmp_path) == {"out.jsonl"}
 
 
@@ -147,15 +147,15 @@ def test_prune_removes_what_was_asked_and_nothing_else(
 def test_prune_of_many_entries_leaves_no_empty_folders(tmp_path: Path) -> None:
     """More than are listed at once, removed while they are being listed."""
     fill(tmp_path / "cache", requests=700, samples=2)
-    assert cache_tools.stats(tmp_path / "cache").requests == 700
-    pruned = cache_tools.prune(tmp_path / "cache")
+    assert tools.stats(tmp_path / "cache").requests == 700
+    pruned = tools.prune(tmp_path / "cache")
     assert (pruned.entries, pruned.kept) == (1400, 0)
     assert files(tmp_path / "cache") == set() and list((tmp_path / "cache" / "v1").rglob("*")) == []
 
 
 @pytest.mark.parametrize(
     "work",
-    [cache_tools.stats, cache_tools.prune, lambda address: cache_tools.export(address, "/nowhere/x.jsonl")],
+    [tools.stats, tools.prune, lambda address: tools.export(address, "/nowhere/x.jsonl")],
     ids=["stats", "prune", "export"],
 )
 def test_empty_and_missing_stores(work: Callable[[Any], object], tmp_path: Path) -> None:
@@ -199,13 +199,13 @@ def test_prune_wants_to_know_what(arguments: list[str]) -> None:
 
 def test_tools_work_where_a_loop_is_running(folder: Path) -> None:
     async def notebook() -> int:
-        return cache_tools.stats(folder).entries
+        return tools.stats(folder).entries
 
     assert asyncio.run(notebook()) == 8
 
 
 def test_prune_checks_what_it_is_given(folder: Path) -> None:
     with pytest.raises(UserError):
-        cache_tools.prune(folder, older_than=timedelta(days=1), damaged_only=True)
+        tools.prune(folder, older_than=timedelta(days=1), damaged_only=True)
     with pytest.raises(UserError):
-        cache_tools.prune(folder, older_than=timedelta(days=-1))
+        tools.prune(folder, older_than=timedelta(days=-1))

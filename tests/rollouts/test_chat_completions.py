@@ -8,11 +8,12 @@ import openai
 import pytest
 
 from ttrl.errors import RequestError, ServerError, TokenizationError, UserError
-from ttrl.rollouts import chat_completions, servers
-from ttrl.rollouts.chat_completions import ChatRequest, request_answers, request_kwargs
+from ttrl.rollouts.client import chat_completions
+from ttrl.rollouts.client.chat_completions import ChatRequest, request_answers, request_kwargs
+from ttrl.rollouts.client.transport import transport_for
+from ttrl.rollouts.scheduling import servers
 from ttrl.rollouts.single import get_chat_completion
 from ttrl.rollouts.task_results import get_task_results
-from ttrl.rollouts.transport import transport_for
 from ttrl.tasks import Task
 
 MESSAGES = [{"role": "user", "content": "x"}]

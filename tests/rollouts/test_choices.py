@@ -11,8 +11,8 @@ from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogp
 
 from ttrl.errors import ServerError, TokenizationError
 from ttrl.records import Sample
-from ttrl.rollouts.choices import chat_completion, choice_of_sample, openai_choice, read_choice
-from ttrl.rollouts.wire import Answer, read_answers
+from ttrl.rollouts.client.choices import chat_completion, choice_of_sample, openai_choice, read_choice
+from ttrl.rollouts.client.wire import Answer, read_answers
 
 
 def answer(choice, **changes):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
 from ttrl.errors import UserError
+from ttrl.rollouts.client.stream import consume_chat_completion_stream
 from ttrl.rollouts.early_stop import InferenceEarlyStop
-from ttrl.rollouts.stream import consume_chat_completion_stream
 
 
 class Completion:

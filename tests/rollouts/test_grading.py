@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ttrl.errors import GraderError
-from ttrl.rollouts.grading import MAX_ERROR_LENGTH, Threads, grade
+from ttrl.rollouts.graders.grading import MAX_ERROR_LENGTH, Threads, grade
 from ttrl.tasks import Grade, Task
 
 
@@ -124,7 +124,7 @@ def test_what_a_grader_raises_is_kept_with_place_and_traceback(make, kind, args,
     assert first.startswith("task 't', sample 2: the grader raised ")
     assert words in first
     assert "in my_grader" in "\n".join(traceback)
-    assert "ttrl/rollouts/grading.py" not in "\n".join(traceback)  # their code, not ours
+    assert "ttrl/rollouts/graders/grading.py" not in "\n".join(traceback)  # their code, not ours
 
 
 @pytest.mark.parametrize("output", [float("nan"), float("inf"), "1.0", None, (1.0,), (1.0, {"m": float("nan")}), [1.0], 1j])

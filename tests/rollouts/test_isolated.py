@@ -19,9 +19,9 @@ from openai.types.chat.chat_completion import Choice
 
 from ttrl.errors import GraderError, UserError
 from ttrl.records import Sample
-from ttrl.rollouts import grader_processes, grader_wire, isolated
-from ttrl.rollouts.choices import choice_of_sample
-from ttrl.rollouts.grading import MAX_ERROR_LENGTH, Graders
+from ttrl.rollouts.client.choices import choice_of_sample
+from ttrl.rollouts.graders import isolated, processes, wire
+from ttrl.rollouts.graders.grading import MAX_ERROR_LENGTH, Graders
 from ttrl.tasks import Grade, Task
 
 
@@ -246,7 +246,7 @@ def test_graders_of_a_script(tmp_path):
         import asyncio, math
         from openai.types.chat.chat_completion import Choice
         from ttrl import Task
-        from ttrl.rollouts.grading import Graders
+        from ttrl.rollouts.graders.grading import Graders
 
         BONUS = 0.5
         class Judge:
@@ -300,7 +300,7 @@ def test_what_cannot_be_loaded_says_so_each_time(bench):
 
 
 def test_many_graders_each_sent_once_while_it_is_known(make_bench, monkeypatch):
-    monkeypatch.setattr(grader_processes, "_KEPT_GRADERS", 2)
+    monkeypatch.setattr(processes, "_KEPT_GRADERS", 2)
     monkeypatch.setattr(isolated, "_KEPT_PICKLES", 4)
     made = make_bench(size=2)
     rewards = made.grade_all([closure(k) for k in range(20)] * 3)
@@ -347,12 +347,12 @@ def test_settings_out_of_range(settings, words):
 
 
 def test_messages_survive_any_cut():
-    data = grader_wire.pack({"a": [1, "ü"]}, b"", b"\0\1") + grader_wire.pack({"b": None})
+    data = wire.pack({"a": [1, "ü"]}, b"", b"\0\1") + wire.pack({"b": None})
     for size in range(1, len(data) + 1):
         buffer, found = bytearray(), []
         for start in range(0, len(data), size):
             buffer += data[start : start + size]
-            while (frame := grader_wire.unpack(buffer)) is not None:
+            while (frame := wire.unpack(buffer)) is not None:
                 found.append(frame)
         assert [parts for _, parts in found] == [[b"", b"\0\1"], []]
         assert found[0][0]["a"] == json.loads('[1, "ü"]') and not buffer
@@ -361,9 +361,9 @@ def test_messages_survive_any_cut():
 @pytest.mark.parametrize("head", [b"{}", b"[]", b"abc", b"null", b'{"parts": [1]}', b'{"parts": 1}', b"[" * 900])
 def test_what_is_no_message_is_refused(head):
     with pytest.raises(ValueError):
-        grader_wire.unpack(bytearray(len(head).to_bytes(4, "big") + head), limit=1000)
+        wire.unpack(bytearray(len(head).to_bytes(4, "big") + head), limit=1000)
 
 
 def test_no_message_is_longer_than_its_limit():
     with pytest.raises(ValueError, match="a header of 1001 bytes"):
-        grader_wire.unpack(bytearray((1001).to_bytes(4, "big")), limit=1000)
+        wire.unpack(bytearray((1001).to_bytes(4, "big")), limit=1000)

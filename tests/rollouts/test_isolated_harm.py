@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from ttrl import process_guard
 from ttrl.errors import GraderError
-from ttrl.rollouts import grader_processes, grader_wire
+from ttrl.rollouts.graders import processes, wire
+from ttrl.system import process_guard
 
 WHERE = "task 't', sample 2"
 
@@ -84,7 +84,7 @@ def writes_garbage(choice):
 def answers_itself(choice):
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
-            os.write(descriptor, grader_wire.pack({"reward": 5.0, "metrics": {}}))
+            os.write(descriptor, wire.pack({"reward": 5.0, "metrics": {}}))
     return 1.0
 
 
@@ -241,7 +241,7 @@ def test_the_keeper_is_started_again(make_bench, tmp_path):
 
 
 def test_a_keeper_that_cannot_start_says_why(make_bench, monkeypatch):
-    monkeypatch.setattr(grader_processes, "_PROGRAM", "raise ImportError('no such module here')")
+    monkeypatch.setattr(processes, "_PROGRAM", "raise ImportError('no such module here')")
     made = make_bench(size=1)
     text = made.error(lambda choice: 1.0)
     assert "ended 3 times in a row" in text and "ImportError: no such module here" in text
@@ -294,7 +294,7 @@ def test_nothing_is_left_when_ttrl_is_killed(tmp_path):
         import asyncio, os, re, time
         from openai.types.chat.chat_completion import Choice
         from ttrl import Task
-        from ttrl.rollouts.grading import Graders
+        from ttrl.rollouts.graders.grading import Graders
 
         def mark():
             with open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w"): pass

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.chat_completions import ChatRequest
+from ttrl.rollouts.client.chat_completions import ChatRequest
+from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.partial import TokenBudget, check_continuable, continue_answer, extend, first_part, unfinished
-from ttrl.rollouts.wire import Answer
 
 EOS, START, NOTHING = 256, 257, 258
 SPECIAL = {EOS: "<|end|>", START: "<|start|>"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ttrl.files import read_jsonl
 from ttrl.rollouts.requests_log import RequestsLog
+from ttrl.system.files import read_jsonl
 
 LINE: dict[str, Any] = {"base_url": "http://h:1/v1", "model": "m", "digest": "ab" * 32, "samples": range(4), "hit": False}
 
@@ -94,7 +94,7 @@ def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytes
 
 FULL = """
 import resource, sys
-from ttrl.files import read_jsonl
+from ttrl.system.files import read_jsonl
 from ttrl.rollouts.requests_log import RequestsLog
 
 log = RequestsLog(sys.argv[1])

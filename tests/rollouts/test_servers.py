@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttrl.errors import RequestError, UserError
-from ttrl.rollouts import open_files, server_state, servers
-from ttrl.rollouts.servers import Servers, Size
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.scheduling import open_files, server_state, servers
+from ttrl.rollouts.scheduling.servers import Servers, Size
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_scheduling.py"
 SIZE = Size(prompt=30, n=1, max_tokens=100)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.stream import Events, consume_chat_completion_stream, stream_answers
+from ttrl.rollouts.client.stream import Events, consume_chat_completion_stream, stream_answers
 
 ENTRY = {"token": "é", "logprob": -0.1234567890123, "bytes": [195, 169], "top_logprobs": [], "more": "é"}
 

@@ -284,9 +284,9 @@ def test_choices_out_of_order_or_wrongly_numbered(kit):
 
 
 def test_unknown_logprobs_become_nan_and_rows_stay_json(kit, tmp_path):
-    from ttrl.files import read_jsonl, write_jsonl
     from ttrl.records import Sample
     from ttrl.rollouts.task_results import TaskResults
+    from ttrl.system.files import read_jsonl, write_jsonl
 
     def behaviour(body, attempt):
         reply = kit.echo(body)

@@ -16,11 +16,11 @@ import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, OpenAI
 
 from ttrl.errors import RequestError, UserError
-from ttrl.rollouts.direct_stream import Connection, address_of
-from ttrl.rollouts.http_errors import retry_after
-from ttrl.rollouts.http_transport import HTTPTransport
-from ttrl.rollouts.openai_transport import ClientTransport
-from ttrl.rollouts.transport import transport_for
+from ttrl.rollouts.client.direct_stream import Connection, address_of
+from ttrl.rollouts.client.http_errors import retry_after
+from ttrl.rollouts.client.http_transport import HTTPTransport
+from ttrl.rollouts.client.openai_transport import ClientTransport
+from ttrl.rollouts.client.transport import transport_for
 
 BODY = {"messages": [{"role": "user", "content": "hé"}], "n": 1}
 KINDS = ("url", "client", "hooked")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.wire import Chunk, decoded_chunk, read_answers, short
+from ttrl.rollouts.client.wire import Chunk, decoded_chunk, read_answers, short
 
 
 def response(kit, *texts, **changes):

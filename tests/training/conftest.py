@@ -14,7 +14,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Tex
 
 from ttrl.records import TokenizedResult
 from ttrl.training.models import build_decoder, load_into, load_weights, read_config
-from ttrl.training.policy import Policy
+from ttrl.training.policy.policy import Policy
 
 _spec = importlib.util.spec_from_file_location("check_parity", Path(__file__).parents[2] / "tools" / "check_parity.py")
 check_parity = sys.modules.setdefault("check_parity", importlib.util.module_from_spec(_spec))

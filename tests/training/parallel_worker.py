@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, distributed
 
 from ttrl.configs import TrainingConfig
-from ttrl.data.packing import PackedTensors
-from ttrl.training import weights
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.training.batches import policy_inputs, updates
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.distributed import Ranks, ranks
-from ttrl.training.gradients import settle
-from ttrl.training.loading import load_policy
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.optim import begin_step, clip_and_step, make_optimizer
-from ttrl.training.optimizer_state import load_state, save_state, state_tensors
-from ttrl.training.policy import Policy
-from ttrl.training.sharding import copy_whole, full_tensor
+from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
+from ttrl.training.optimizer.state import load_state, save_state, state_tensors
+from ttrl.training.parallel.distributed import Ranks, ranks
+from ttrl.training.parallel.gradients import settle
+from ttrl.training.parallel.sharding import copy_whole, full_tensor
+from ttrl.training.policy import weights
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.policy import Policy
 
 
 def logprobs_of(policy: Policy, batch: dict[str, Tensor]) -> Tensor:

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError
-from ttrl.files import read_jsonl
-from ttrl.training.adapters import base_folder
+from ttrl.system.files import read_jsonl
 from ttrl.training.batches import updates
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.loading import load_policy
-from ttrl.training.lora import adapted, plain
-from ttrl.training.optim import clip_and_step, make_optimizer
-from ttrl.training.optimizer_state import load_state, save_state, state_tensors
+from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
+from ttrl.training.optimizer.state import load_state, save_state, state_tensors
+from ttrl.training.policy.adapters import base_folder
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.lora import adapted, plain
 
 
 def _beside(name):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.data.masks import dense_mask
-from ttrl.training.attention import attend, attention_plan, dense_attend, flex_attend
-from ttrl.training.split_attention import Gathered, Span, split_plan
+from ttrl.data.packing.masks import dense_mask
+from ttrl.training.kernels.attention import attend, attention_plan, dense_attend, flex_attend
+from ttrl.training.kernels.split_attention import Gathered, Span, split_plan
 
 
 def trees(seed, rows=2, seq_len=60, longest=9, depth=4):

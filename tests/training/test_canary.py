@@ -5,7 +5,7 @@ import torch
 
 from ttrl.training import canary
 from ttrl.training.canary import GREEDY_LENGTH, canary_tokens, compute_canary, known_continuation
-from ttrl.training.policy import HeadOptions
+from ttrl.training.policy.policy import HeadOptions
 
 CPU = torch.device("cpu")
 

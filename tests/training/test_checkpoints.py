@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.distributed import Ranks
 from ttrl.training.models import load_weights, read_config
+from ttrl.training.parallel.distributed import Ranks
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(_spec)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.training.covariance import choose_by_covariance, covariances, token_keys
-from ttrl.training.logprobs import IGNORE
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.objective.covariance import choose_by_covariance, covariances, token_keys
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(_spec)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ttrl.training.models import cpu_ops
+from ttrl.training.kernels import cpu_ops
 
 
 def plain_norm(x, scale):

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ttrl.training import cpu_products
-from ttrl.training.lora import AdaptedLinear
-from ttrl.training.models import cpu_ops
+from ttrl.training.kernels import cpu_ops, cpu_products
+from ttrl.training.policy.lora import AdaptedLinear
 
 pytestmark = pytest.mark.skipif(not cpu_products.fast(torch.zeros(1)), reason="PyTorch without oneDNN, or no x86 CPU")
 

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.data.row_balance import deal, waiting
-from ttrl.data.row_work import row_work
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.packing.row_balance import deal, waiting
+from ttrl.data.packing.row_work import row_work
 from ttrl.records import TokenizedResult
 from ttrl.training.batches import updates
-from ttrl.training.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks
 
 
 @pytest.fixture(scope="module")

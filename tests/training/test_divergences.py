@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttrl.training.divergences import ESTIMATORS, k1_divergence, k2_divergence, k3_divergence
+from ttrl.training.objective.divergences import ESTIMATORS, k1_divergence, k2_divergence, k3_divergence
 
 finite = st.floats(-8, 0, allow_nan=False)
 

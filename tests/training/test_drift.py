@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from ttrl.configs import GRPOConfig
-from ttrl.training.distributed import Ranks
 from ttrl.training.drift import LOGPROBS_FILE, TOLERANCES, WORST, compare_tokens
+from ttrl.training.parallel.distributed import Ranks
 
 HERE = Ranks(0, 1, torch.device("cpu"))
 

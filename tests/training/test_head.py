@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.training import head_blocks
-from ttrl.training.logprobs import HeadOutput, ReferenceHead, run_head
+from ttrl.training.kernels import head_blocks
+from ttrl.training.kernels.logprobs import HeadOutput, ReferenceHead, run_head
 
 N, D, V = 7, 5, 11
 

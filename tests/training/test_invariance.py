@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ttrl.training.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks
 
 _spec = importlib.util.spec_from_file_location("check_invariance", Path(__file__).parents[2] / "tools" / "check_invariance.py")
 tool = sys.modules.setdefault("check_invariance", importlib.util.module_from_spec(_spec))

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ttrl.configs import GRPOConfig, TrainingConfig
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError
-from ttrl.training.adapters import as_reference
 from ttrl.training.batches import updates
-from ttrl.training.distributed import Ranks
-from ttrl.training.loading import load_policy
-from ttrl.training.lora import AdaptedLinear, adapted, plain, without_adapters
-from ttrl.training.sharding import gathered_precision
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.sharding import gathered_precision
+from ttrl.training.policy.adapters import as_reference
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.lora import AdaptedLinear, adapted, plain, without_adapters
 
 
 def _beside(name):
@@ -203,7 +203,7 @@ def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_sharding_over_one_process_changes_nothing(kind, model_folder, packed):
     """The code of FSDP on a mesh of one; more processes: tests/e2e/test_lora.py."""
-    from ttrl.training import sharding
+    from ttrl.training.parallel import sharding
 
     config = config_of(model_folder(), lora_kind=kind, activation_checkpointing=True)
     alone = load_policy(config, ALONE)
@@ -213,7 +213,7 @@ def test_sharding_over_one_process_changes_nothing(kind, model_folder, packed):
             between()
             sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
 
-        patch.setattr("ttrl.training.loading.shard", over_one)
+        patch.setattr("ttrl.training.policy.loading.shard", over_one)
         policy = load_policy(config, here)
         for name, whole in policy.full_weights().items():
             assert torch.equal(whole, alone.parameters_by_name()[name]), name
@@ -317,7 +317,7 @@ def test_what_a_model_or_machine_does_not_allow(model_folder):
 
 
 def test_four_bits_need_whole_blocks():
-    from ttrl.training.lora import apply_lora
+    from ttrl.training.policy.lora import apply_lora
 
     decoder = nn.Sequential()
     decoder.add_module("w1", nn.Linear(9, 7))

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.training import losses
-from ttrl.training.losses import clipped_ratio_loss, known_or_current
+from ttrl.training.objective import losses
+from ttrl.training.objective.losses import clipped_ratio_loss, known_or_current
 
 finite = st.floats(-8, 0, allow_nan=False)
 tokens = st.lists(st.tuples(finite, finite, st.floats(-3, 3)), min_size=1, max_size=8)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.training.test_attention import siblings, tensors, trees, with_gradients
-from ttrl.training import native_attention
-from ttrl.training.activations import PRODUCTS
-from ttrl.training.attention import attend, attention_plan, dense_attend
+from ttrl.training.kernels import native_attention
+from ttrl.training.kernels.attention import attend, attention_plan, dense_attend
+from ttrl.training.policy.activations import PRODUCTS
 
 needs_the_kernel = pytest.mark.skipif(native_attention.library() is None, reason="no C compiler, or a CPU without AVX-512")
 

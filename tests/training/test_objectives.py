@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ttrl.configs.objective import ObjectiveConfig
-from ttrl.training import losses
-from ttrl.training.divergences import k1_divergence, k2_divergence
-from ttrl.training.objectives import objective_from
+from ttrl.training.objective import losses
+from ttrl.training.objective.divergences import k1_divergence, k2_divergence
+from ttrl.training.objective.objective import objective_from
 
 
 def make(**values):

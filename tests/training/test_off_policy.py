@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.training.off_policy import importance_weights
+from ttrl.training.objective.off_policy import importance_weights
 
 finite = st.floats(-4, 0, allow_nan=False)
 rows = st.lists(st.tuples(finite, st.one_of(finite, st.just(math.nan)), st.sampled_from([5, -1, 8])), min_size=1, max_size=8)

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ttrl.errors import RunFolderError, StorageError
-from ttrl.files import digest
+from ttrl.system.files import digest
 from ttrl.training.batches import updates
-from ttrl.training.distributed import Ranks
-from ttrl.training.loading import load_policy
-from ttrl.training.optim import begin_step, clip_and_step, make_optimizer
-from ttrl.training.optimizer_state import load_state, save_state, state_tensors
+from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
+from ttrl.training.optimizer.state import load_state, save_state, state_tensors
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.loading import load_policy
 
 
 def _beside(name):
@@ -157,7 +157,7 @@ def test_a_state_is_replaced_as_a_whole_or_not_at_all(state_format, model_folder
     def full(*_args, **_options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ttrl.training.optimizer_state.save_file", full)
+    monkeypatch.setattr("ttrl.training.optimizer.state.save_file", full)
     monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", full)
     with pytest.raises(StorageError, match="could not write"):
         save_state(tmp_path / "state", policy, optimizer, 2, ALONE, state_format)

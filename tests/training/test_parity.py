@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ttrl.configs import TrainingConfig
-from ttrl.data.aggregation import normaliser
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.losses import clipped_ratio_loss
+from ttrl.data.packing.aggregation import normaliser
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.models import to_hugging_face_names
+from ttrl.training.objective.losses import clipped_ratio_loss
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(_spec)
@@ -139,7 +139,7 @@ def test_a_row_without_labels_keeps_the_graph(model_folder):
 def test_kl_of_a_model_with_itself_is_zero(model_folder):
     """Fault 3 of the predecessor: reference logprobs were shifted twice, and this was 2.37."""
     from ttrl.training.batches import Update
-    from ttrl.training.divergences import k3_divergence
+    from ttrl.training.objective.divergences import k3_divergence
     from ttrl.training.prepass import row_signals
 
     packed = packed_tensors_from_tokenized_results(helpers.random_samples(6), seq_len=48, pad_id=0)

@@ -9,10 +9,10 @@ import torch
 
 from ttrl.configs import TrainingConfig
 from ttrl.training.canary import compute_canary
-from ttrl.training.distributed import Ranks
-from ttrl.training.loading import load_policy
 from ttrl.training.models import architecture, build_decoder, load_weights, read_config
 from ttrl.training.models.rope import frequencies
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.loading import load_policy
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(_spec)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
-from ttrl.training.logprobs import IGNORE
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.models import to_hugging_face_names
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import PackError, RunFolderError
-from ttrl.files import read_jsonl
+from ttrl.system.files import read_jsonl
 from ttrl.training import canary
 from ttrl.training import residence as residence_module
-from ttrl.training.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.residence import Residence
 
 from .conftest import random_samples

@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
-from ttrl.data.packing import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError
-from ttrl.files import read_jsonl
+from ttrl.system.files import read_jsonl
 from ttrl.training import canary, prepass
 from ttrl.training import residence as residence_module
-from ttrl.training.distributed import Ranks
 from ttrl.training.drift import LOGPROBS_FILE
+from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.residence import Residence
 
 from .conftest import random_samples

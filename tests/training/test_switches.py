@@ -13,14 +13,14 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ttrl.configs import TrainingConfig
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError
-from ttrl.training.activations import PRODUCTS
 from ttrl.training.batches import updates
-from ttrl.training.distributed import Ranks, grid, ranks
-from ttrl.training.loading import load_policy
 from ttrl.training.models import load_weights, read_config
-from ttrl.training.optim import begin_step, clip_and_step, learning_rate, make_optimizer
+from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, learning_rate, make_optimizer
+from ttrl.training.parallel.distributed import Ranks, grid, ranks
+from ttrl.training.policy.activations import PRODUCTS
+from ttrl.training.policy.loading import load_policy
 
 
 def _beside(name):
@@ -129,7 +129,7 @@ def test_checkpointing_recomputes_what_it_should(model_folder, packed):
     half, _ = work_with(model_folder(), packed, activation_checkpointing=True, checkpoint_every=2)
     assert (plain, full, half) == (Counter({0: 1, 1: 1}), Counter({0: 2, 1: 2}), Counter({0: 2, 1: 1}))
     _, kept_calls = work_with(model_folder(), packed, activation_checkpointing=True, checkpoint_keeps="products")
-    silu = torch.ops.aten.silu.out  # once in the forward pass, once in the backward pass (ttrl/training/models/cpu_ops.py)
+    silu = torch.ops.aten.silu.out  # once in the forward pass, once in the backward pass (ttrl/training/kernels/cpu_ops.py)
     assert 2 * kept_calls[silu] == 2 * full_calls[silu] == 3 * plain_calls[silu] > 0
     products = [sum(calls[op] for op in PRODUCTS) for calls in (plain_calls, kept_calls, full_calls)]
     assert products[0] == products[1] < products[2]
@@ -152,8 +152,8 @@ def test_compilation_sees_into_layers(model_folder, packed, monkeypatch):
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-biased"])
 def test_sharding_over_one_process_changes_nothing(family, model_folder, packed):
     """The code of tensor parallelism and FSDP on a mesh of one; more processes: tests/e2e/test_parallel.py."""
-    from ttrl.training import cpu_products, sharding
-    from ttrl.training.models import cpu_ops
+    from ttrl.training.kernels import cpu_ops, cpu_products
+    from ttrl.training.parallel import sharding
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_products, "serve", lambda *_: False)
@@ -167,7 +167,7 @@ def test_sharding_over_one_process_changes_nothing(family, model_folder, packed)
             between()
             sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
 
-        patch.setattr("ttrl.training.loading.shard", both)
+        patch.setattr("ttrl.training.policy.loading.shard", both)
         assert distance(gradients_with(model_folder(family), packed, here, activation_checkpointing=True), plain) < 2e-6
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ttrl.data.packing import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
+from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
 
 _spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(_spec)

@@ -5,9 +5,9 @@ import math
 import torch
 
 from ttrl.configs import GRPOConfig
-from ttrl.files import read_jsonl
-from ttrl.training.distributed import Ranks
-from ttrl.training.stopwatch import Stopwatch
+from ttrl.system.files import read_jsonl
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainLog
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ttrl.errors import ModelFolderError
-from ttrl.training.value_head import FILE_NAME, ValueHead, load_value_head, save_value_head, value_loss
+from ttrl.training.policy.value_head import FILE_NAME, ValueHead, load_value_head, save_value_head, value_loss
 
 
 def float64(*values):

@@ -5,8 +5,8 @@ from typing import Literal
 
 from ttrl.configs.base import at_least
 from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.recipe import TrainingConfig
 from ttrl.configs.resident import ResidentConfig
-from ttrl.configs.training import TrainingConfig
 from ttrl.configs.watch import WatchConfig
 
 

@@ -17,7 +17,7 @@ def _every_layer_matrix() -> list[LoRATarget]:
 
 @dataclass(kw_only=True)
 class LoRAConfig(Config):
-    """A part of TrainingConfig. The formulas: `ttrl.training.lora`."""
+    """A part of TrainingConfig. The formulas: `ttrl.training.policy.lora`."""
 
     lora_rank: int | None = None
     """Rank of the adapters; the base is frozen then, and only adapters have gradients, optimizer state and files of their own.

@@ -1,4 +1,5 @@
-"""What the recipe minimises: the part of GRPOConfig that chooses the objective. The formulas: `ttrl.training.losses`."""
+"""What the recipe minimises: the part of GRPOConfig that chooses the objective. The formulas:
+`ttrl.training.objective.losses`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,7 @@ from ttrl.configs.base import Config, at_least
 @dataclass(kw_only=True)
 class ObjectiveConfig(Config):
     """The loss of a trained token, and what is added to it. How tokens are weighed against each other is stored with the packed
-    tensors (`ttrl.data.aggregation`), how rewards become advantages is decided before (`ttrl.data.advantages`)."""
+    tensors (`ttrl.data.packing.aggregation`), how rewards become advantages is decided before (`ttrl.data.advantages`)."""
 
     objective: Literal["ppo", "reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov"] = "ppo"
     """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo: clipped ratio of whole samples;
@@ -34,7 +35,8 @@ class ObjectiveConfig(Config):
     """Folder of the frozen reference; needed where kl_coefficient is above 0, and for token_rewards "implicit", unless the pack
     holds its log-probabilities (kl_estimator "full" needs it all the same). Not with adapters: their base is the reference."""
     kl_estimator: Literal["k1", "k2", "k3", "full"] = "k3"
-    """See `ttrl.training.divergences`, which also says what the gradient of each is. full: over the whole vocabulary."""
+    """See `ttrl.training.objective.divergences`, which also says what the gradient of each is. full: over the whole
+    vocabulary."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: added to each token's loss, with its gradient. reward: taken from each token's reward, as a number, and spread over
     the tokens before it by `gamma`."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ttrl.configs.base import at_least
-from ttrl.configs.training import TrainingConfig
+from ttrl.configs.recipe import TrainingConfig
 from ttrl.configs.watch import WatchConfig
 
 

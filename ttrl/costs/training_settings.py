@@ -7,7 +7,7 @@ from typing import Any
 _LAYER_MATRICES = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 
 HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
-"""Positions of a chunk of the head, where num_output_chunks is None; as in `ttrl.training.logprobs`."""
+"""Positions of a chunk of the head, where num_output_chunks is None; as in `ttrl.training.kernels.logprobs`."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ With ids nothing is tokenized again. Text, ids and log-probabilities are checked
     ids against logprobs    one for each, else an error; where the server's token strings were kept, the same tokens
     mask against ids        trained is what the server says it generated, and nothing else
 
-Without ids (`token_ids=False`), prompt and answer are made by the model's chat template (`ttrl.data.chat_templates`), and each
+Without ids (`token_ids=False`), prompt and answer are made by the model's chat template (`ttrl.data.chat.templates`), and each
 log-probability is given to the id that covers exactly the same bytes of the answer. The others are NaN, and counted.
 
 A sample of several turns is one sequence as long as each prompt begins with the tokens before it, id by id. Where it does not (a
@@ -49,7 +49,7 @@ class TaskResultTokenizer:
     tokenizer: a Hugging Face tokenizer; without one, `tokens` stay None, text is not compared, and samples need ids.
 
     For samples without ids: tools: those that the server was sent with every request. stop_tokens and template_kwargs: see
-    `ttrl.data.chat_templates.tokenize_chat`. end_of_turn: False where stop strings may have ended the answers, so that an
+    `ttrl.data.chat.templates.tokenize_chat`. end_of_turn: False where stop strings may have ended the answers, so that an
     end-of-turn token is not known to have been sampled; then none is trained.
     """
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrl.data.chat_templates import ChatTokens, tokenize_chat, tokenize_completion
+from ttrl.data.chat.templates import ChatTokens, tokenize_chat, tokenize_completion
 from ttrl.errors import TokenizationError
 from ttrl.records import Sample, Turn
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrl.files import read_jsonl
-from ttrl.loop.run_folder import IterationFolder
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults, Usage, is_unfinished
+from ttrl.run_folder.folder import IterationFolder
+from ttrl.system.files import read_jsonl
 from ttrl.tasks.task import Task
 
 UNFINISHED_FILE = "unfinished.jsonl"

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ttrl.configs.run import TrainConfig
 from ttrl.data.advantages import has_signal
 from ttrl.loop.carried import is_open
-from ttrl.loop.config import TrainConfig
 from ttrl.records import TaskResult
 
 

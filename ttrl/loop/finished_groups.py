@@ -16,8 +16,8 @@ from typing import Any
 
 from ttrl.data.tokenization import TaskResultTokenizer, TokenizationCounts
 from ttrl.errors import TtrlError
-from ttrl.files import append_jsonl
 from ttrl.records import TaskResult, TokenizedResult
+from ttrl.system.files import append_jsonl
 
 logger = logging.getLogger(__name__)
 

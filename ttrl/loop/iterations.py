@@ -18,17 +18,17 @@ what follows from a validation: the line of metrics, the report, the pruning of 
 
 from typing import Any
 
-from ttrl.files import append_jsonl, write_json
-from ttrl.loop.console import clock
-from ttrl.loop.drift import check_drift
 from ttrl.loop.environment import describe_environment
-from ttrl.loop.findings import findings
 from ttrl.loop.jobs import Jobs
-from ttrl.loop.loggers import Loggers
 from ttrl.loop.phases import Phases
-from ttrl.loop.progress_line import has_reached, iteration_lines
-from ttrl.loop.pruning import prune
-from ttrl.loop.report import leave_report
+from ttrl.monitoring.drift import check_drift
+from ttrl.monitoring.findings import findings
+from ttrl.monitoring.loggers import Loggers
+from ttrl.monitoring.progress_line import has_reached, iteration_lines
+from ttrl.report.page import leave_report
+from ttrl.run_folder.pruning import prune
+from ttrl.system.console import clock
+from ttrl.system.files import append_jsonl, write_json
 
 
 class Iterations:

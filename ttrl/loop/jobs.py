@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from ttrl.loop.coroutines import Cancellation
+from ttrl.system.coroutines import Cancellation
 
 
 class Job:

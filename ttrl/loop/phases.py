@@ -19,26 +19,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerError, TrainerDiedError
-from ttrl.files import atomic_folder, read_jsonl, remove_leftovers, write_jsonl
+from ttrl.launch.policy_server import PolicyServer
+from ttrl.launch.trainer import Trainer, Training
+from ttrl.launch.tune import wait_for_process
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, is_open
-from ttrl.loop.config import TrainConfig
-from ttrl.loop.console import Console, clock
 from ttrl.loop.dynamic_sampling import further_tasks
 from ttrl.loop.finished_groups import GroupTokenizer
-from ttrl.loop.metrics_row import PHASES, metrics_row
-from ttrl.loop.pack_phase import groups_of, may_be_packed, pack
-from ttrl.loop.plan_making import write_plan
-from ttrl.loop.policy_server import PolicyServer
-from ttrl.loop.run_folder import RunFolder
+from ttrl.loop.pack import groups_of, may_be_packed, pack
 from ttrl.loop.sampling import Sampler
 from ttrl.loop.task_stream import TaskStream
 from ttrl.loop.timeline import Timeline
-from ttrl.loop.trainer import Trainer, Training
-from ttrl.loop.tune import wait_for_process
+from ttrl.plans.making import write_plan
 from ttrl.records import TaskResult
 from ttrl.rollouts.task_results import TaskResults
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.metrics import PHASES, metrics_row
 from ttrl.server.weights import CANARY_FILE
+from ttrl.system.console import Console, clock
+from ttrl.system.files import atomic_folder, read_jsonl, remove_leftovers, write_jsonl
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Phases:
     # Training
 
     def pack(self, number: int) -> None:
-        """Advantages, tokens, packed tensors: see `ttrl.loop.pack_phase`. What this process sampled is tokenized already."""
+        """Advantages, tokens, packed tensors: see `ttrl.loop.pack`. What this process sampled is tokenized already."""
         iteration = self.folder.iteration(number)
         sampled = self._sampled.pop(number, None)
         if iteration.marker("pack") is not None:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
-from ttrl.loop.config import TrainConfig
-from ttrl.loop.plan_lengths import Assumptions
-from ttrl.loop.plan_making import Plan, make_plan
+from ttrl.plans.lengths import Assumptions
+from ttrl.plans.making import Plan, make_plan
 from ttrl.tasks.task import Task
 
 __all__ = ["Assumptions", "Plan", "plan"]

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import psutil
 
+from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
-from ttrl.loop.config import TrainConfig
-from ttrl.loop.plan_lengths import Assumptions, completion_mean, run_lengths
-from ttrl.loop.plan_making import Plan, Probed, iteration_folders
-from ttrl.loop.plan_measured import Seconds, measured_in_run, signal_share
 from ttrl.loop.train import train
+from ttrl.plans.lengths import Assumptions, completion_mean, run_lengths
+from ttrl.plans.making import Plan, Probed, iteration_folders
+from ttrl.plans.measured import Seconds, measured_in_run, signal_share
 from ttrl.tasks.task import Task
 
 PROBE_SECONDS = 90.0

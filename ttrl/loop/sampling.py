@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ttrl.configs.run import TrainConfig
+from ttrl.launch.policy_server import MAX_DOWNTIME, PolicyServer
 from ttrl.loop.carried import is_open, kept_groups, place_of, task_key, usage_of
-from ttrl.loop.config import TrainConfig
-from ttrl.loop.console import Console, clock
-from ttrl.loop.coroutines import run_async
 from ttrl.loop.finished_groups import FinishedGroups
-from ttrl.loop.policy_server import MAX_DOWNTIME, PolicyServer
 from ttrl.loop.timeline import Timeline
 from ttrl.records import TaskResult
 from ttrl.rollouts.task_results import TaskResults, get_task_results
+from ttrl.system.console import Console, clock
+from ttrl.system.coroutines import run_async
 from ttrl.tasks.task import Task
 
 

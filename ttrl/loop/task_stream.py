@@ -3,10 +3,10 @@
 import random
 from typing import Any
 
+from ttrl.configs.run import TrainConfig
 from ttrl.loop.carried import carried_groups, oldest_version, ready_to_continue, task_key
-from ttrl.loop.config import TrainConfig
-from ttrl.loop.run_folder import RunFolder
 from ttrl.records import TaskResult
+from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
 
 

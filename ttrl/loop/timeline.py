@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ttrl.loop.console import clock
+from ttrl.system.console import clock
 
 _NO_TRAINING = ("checkpoint",)  # parts of a step's time in train.jsonl
 

@@ -1,6 +1,6 @@
 """The loop: sample → grade → pack → train → sync → validate, iteration after iteration, in a folder that explains itself.
 
-Every phase ends with a marker in the run folder (`ttrl.loop.run_folder`), so the same call continues at the first phase without
+Every phase ends with a marker in the run folder (`ttrl.run_folder.folder`), so the same call continues at the first phase without
 one, whatever ended the process before. The phases themselves: `ttrl.loop.phases`; their order: `ttrl.loop.iterations`.
 """
 
@@ -15,25 +15,25 @@ from typing import Any
 
 import torch
 
+from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, DriftError, TaskError, UserError
-from ttrl.loop.config import TrainConfig
-from ttrl.loop.config_changes import allowed_names
-from ttrl.loop.console import Console
-from ttrl.loop.disk import check_disk
+from ttrl.launch.policy_server import PolicyServer, make_server
 from ttrl.loop.iterations import Iterations
-from ttrl.loop.loggers import make_loggers
-from ttrl.loop.mirror import mirrored, with_local_run
 from ttrl.loop.phases import Phases
-from ttrl.loop.policy_server import PolicyServer, make_server
-from ttrl.loop.progress_line import best_iteration
-from ttrl.loop.pruning import prune
-from ttrl.loop.redo import redo_asked
-from ttrl.loop.report import leave_report
-from ttrl.loop.run_folder import RunFolder
-from ttrl.loop.run_lock import TAKE_OVER_VARIABLE
-from ttrl.processes import reap_leftovers
-from ttrl.rollouts.chat_completions import request_kwargs
+from ttrl.monitoring.loggers import make_loggers
+from ttrl.monitoring.progress_line import best_iteration
+from ttrl.plans.disk import check_disk
+from ttrl.report.page import leave_report
+from ttrl.rollouts.client.chat_completions import request_kwargs
+from ttrl.run_folder.config_changes import allowed_names
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
+from ttrl.run_folder.mirror import mirrored, with_local_run
+from ttrl.run_folder.pruning import prune
+from ttrl.run_folder.redo import redo_asked
 from ttrl.server.model_folder import check_model_folder
+from ttrl.system.console import Console
+from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 
 

@@ -12,18 +12,18 @@ from typing import Any
 
 from ttrl.errors import TaskError, UserError
 from ttrl.records import TaskResult
-from ttrl.rollouts.cache import Cache, request_digest
-from ttrl.rollouts.chat_completions import ChatRequest
-from ttrl.rollouts.grading import Graders, Threads
+from ttrl.rollouts.cache.completions import Cache, request_digest
+from ttrl.rollouts.client.chat_completions import ChatRequest
+from ttrl.rollouts.client.transport import answer_identity, transport_for
+from ttrl.rollouts.graders.grading import Graders, Threads
 from ttrl.rollouts.group import Outcome, run_task
-from ttrl.rollouts.lengths import Lengths
 from ttrl.rollouts.partial import TokenBudget, check_continuable
 from ttrl.rollouts.progress import Prices, Progress
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.rollouts.sample_logs import SampleLogs
 from ttrl.rollouts.sampling import Job, Sampling, cache_body
-from ttrl.rollouts.servers import Servers
-from ttrl.rollouts.transport import answer_identity, transport_for
+from ttrl.rollouts.scheduling.lengths import Lengths
+from ttrl.rollouts.scheduling.servers import Servers
 from ttrl.tasks.task import Task
 
 LIVE_SAMPLES = 16384

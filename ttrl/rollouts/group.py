@@ -13,17 +13,17 @@ from typing import Any
 
 from ttrl.errors import RequestError
 from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.cache import sample_key
-from ttrl.rollouts.chat_completions import request_answers
-from ttrl.rollouts.choices import openai_choice, read_choice, writable
-from ttrl.rollouts.grading import call, type_and_message
+from ttrl.rollouts.cache.completions import sample_key
+from ttrl.rollouts.client.chat_completions import request_answers
+from ttrl.rollouts.client.choices import openai_choice, read_choice, writable
+from ttrl.rollouts.client.transport import Transport
+from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.graders.grading import call, type_and_message
 from ttrl.rollouts.partial import continue_answer, extend
 from ttrl.rollouts.play import Play
 from ttrl.rollouts.results import Usage, is_unfinished, where
 from ttrl.rollouts.sampling import Job, Meter, Sampling
-from ttrl.rollouts.servers import Size
-from ttrl.rollouts.transport import Transport
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.scheduling.servers import Size
 
 _NOT_TO_KEEP = frozenset({None, "abort", "error", "unfinished"})
 """Finish reasons of answers that are no answers of the model: never put into a cache."""

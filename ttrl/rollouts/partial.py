@@ -25,13 +25,13 @@ from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.chat_completions import ChatRequest
-from ttrl.rollouts.choices import UNKNOWN_LOGPROB, read_choice
-from ttrl.rollouts.detokenize import INCOMPLETE, ServerTokenizer
+from ttrl.rollouts.client.chat_completions import ChatRequest
+from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB, read_choice
+from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
+from ttrl.rollouts.client.text_stream import Piece, ask
+from ttrl.rollouts.client.transport import Transport
+from ttrl.rollouts.client.wire import Answer, encoded
 from ttrl.rollouts.results import is_unfinished, where
-from ttrl.rollouts.text_stream import Piece, ask
-from ttrl.rollouts.transport import Transport
-from ttrl.rollouts.wire import Answer, encoded
 
 BRIDGE = 16
 """Tokens that are asked for at first where the kept part ends within a character: behind it, stop strings and text are exact."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ttrl.files import append_jsonl
-from ttrl.rollouts.cache_stores import redact
+from ttrl.system.files import append_jsonl
+from ttrl.system.object_store import redact
 
 log = logging.getLogger(__name__)
 

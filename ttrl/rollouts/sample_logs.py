@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrl import files
 from ttrl.records import Sample
+from ttrl.system import files
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.records import TaskResult
-from ttrl.rollouts.cache import Cache
-from ttrl.rollouts.chat_completions import ChatRequest
-from ttrl.rollouts.grading import Graders, Threads, describe
+from ttrl.rollouts.cache.completions import Cache
+from ttrl.rollouts.client.chat_completions import ChatRequest
+from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.graders.grading import Graders, Threads, describe
 from ttrl.rollouts.partial import TokenBudget, first_part
 from ttrl.rollouts.progress import Progress
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.rollouts.sample_logs import SampleLogs
-from ttrl.rollouts.servers import Servers
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.scheduling.servers import Servers
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)

@@ -9,19 +9,19 @@ from typing import Any
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
-from ttrl import files
 from ttrl.errors import ServerError, UserError
 from ttrl.records import Sample
-from ttrl.rollouts.assembly import STOPPED_EARLY
-from ttrl.rollouts.cache import Cache, request_digest, sample_key
-from ttrl.rollouts.chat_completions import STALL_TIMEOUT, ChatRequest, plain, request_answers
-from ttrl.rollouts.choices import chat_completion, read_choice, writable
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.assembly import STOPPED_EARLY
+from ttrl.rollouts.client.chat_completions import STALL_TIMEOUT, ChatRequest, plain, request_answers
+from ttrl.rollouts.client.choices import chat_completion, read_choice, writable
+from ttrl.rollouts.client.stream import OnChunk
+from ttrl.rollouts.client.transport import Transport, answer_identity, transport_for
+from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.rollouts.sample_logs import sample_text
-from ttrl.rollouts.servers import Servers, Size
-from ttrl.rollouts.stream import OnChunk
-from ttrl.rollouts.transport import Transport, answer_identity, transport_for
-from ttrl.rollouts.wire import Answer
+from ttrl.rollouts.scheduling.servers import Servers, Size
+from ttrl.system import files
 
 _NOT_TO_KEEP = frozenset({"abort", "error", STOPPED_EARLY})
 

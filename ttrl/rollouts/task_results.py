@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from openai import AsyncOpenAI
 
 from ttrl.records import TaskResult
-from ttrl.rollouts.cache import Cache
+from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.calls import Call, checked_one_by_one, checked_tasks
 from ttrl.rollouts.group import Outcome
 from ttrl.rollouts.partial import TokenBudget

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ModelFolderError
-from ttrl.files import digest
+from ttrl.system.files import digest
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
@@ -17,7 +17,7 @@ _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", "
 CANARY_FILE = "canary.json"
 """Logprobs of a fixed sequence, which a server must reproduce (`ttrl.server.weights`)."""
 ADAPTER_FOLDER = "adapter"
-"""What a checkpoint was merged from (`ttrl.training.adapters`)."""
+"""What a checkpoint was merged from (`ttrl.training.policy.adapters`)."""
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 

@@ -1,8 +1,9 @@
 """One vLLM server: a process of its own with a random key on every path, on 127.0.0.1 unless told otherwise;
 it never outlives us.
 
-Started as `python -m vllm.entrypoints.openai.api_server`; the process runs below a guard (`ttrl.processes`). Nothing here imports
-vLLM or torch. What vLLM would choose differently from what training needs is set here, and may be overridden by `extra_args`:
+Started as `python -m vllm.entrypoints.openai.api_server`; the process runs below a guard (`ttrl.system.processes`). Nothing here
+imports vLLM or torch. What vLLM would choose differently from what training needs is set here, and may be overridden by
+`extra_args`:
 
 - `--generation-config vllm`: the default takes temperature and top-k from the model's folder;
 - `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from;
@@ -34,10 +35,10 @@ from typing import Any
 import psutil
 
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
-from ttrl.processes import ChildProcess
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE
 from ttrl.server.connection import Connection
 from ttrl.server.model_folder import check_model_folder, cpu_batch
+from ttrl.system.processes import ChildProcess
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ Three ways: "reload" (in place, tens of milliseconds for a small model), an adap
   different, the prefix cache included.
 
 What neither shows: quantised layers, adapters and experts are held to the canary alone; packed copies of large models on CPUs
-are probed (`ttrl.vllm_worker.EXACT_FLOPS`), which shows a changed weight where it is off by more than rounding: in fp32 about a
-hundredth of a typical weight, in bf16 about a fifth; and keys and values of the old policy in a prefix cache are seen where the
-canary's are.
+are probed (`ttrl.vllm_worker.weights.EXACT_FLOPS`), which shows a changed weight where it is off by more than rounding: in fp32
+about a hundredth of a typical weight, in bf16 about a fifth; and keys and values of the old policy in a prefix cache are seen
+where the canary's are.
 
 A mismatch after a reload falls back to a restart; one after a restart raises WeightSyncError. While weights are changed, the
 server refuses requests that name weights (`ttrl.server.auth`); whoever is satisfied opens it (`Connection.open_to`).

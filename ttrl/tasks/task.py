@@ -13,7 +13,7 @@ from ttrl.errors import GraderError, TaskError
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
-    from ttrl.rollouts.chat import Chat
+    from ttrl.tasks.chat import Chat
 
 GraderOutput: TypeAlias = "float | tuple[float, Mapping[str, float]] | Grade"
 Grader: TypeAlias = "Callable[[Choice], GraderOutput | Awaitable[GraderOutput]]"
@@ -99,7 +99,7 @@ class Task:
     The grader is given the `Choice` of an OpenAI chat completion and returns a reward, or (reward, metrics), now or as an
     awaitable. Assistant messages among `messages` are given, not trained: only what the model writes now is.
 
-    With `rollout`, the model is asked several times: see `ttrl.rollouts.chat.Chat`. Raises TaskError when made of something that
+    With `rollout`, the model is asked several times: see `ttrl.tasks.chat.Chat`. Raises TaskError when made of something that
     cannot be sampled.
     """
 

@@ -10,16 +10,16 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ttrl.configs import TrainingConfig
-from ttrl.data.aggregation import normaliser
-from ttrl.data.packing import PackedTensors
-from ttrl.data.row_balance import balance
-from ttrl.data.row_work import row_work
-from ttrl.data.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
+from ttrl.data.packing.aggregation import normaliser
+from ttrl.data.packing.pack import PackedTensors
+from ttrl.data.packing.row_balance import balance
+from ttrl.data.packing.row_work import row_work
+from ttrl.data.packing.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
 from ttrl.errors import PackError
 from ttrl.training.counts import row_flops
-from ttrl.training.distributed import Ranks
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.policy import Policy
+from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.policy import Policy
 
 _MICROBATCH = (
     "tokens",

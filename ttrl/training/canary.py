@@ -21,11 +21,11 @@ from torch import distributed
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ModelFolderError, TtrlError
-from ttrl.files import write_json
-from ttrl.training.distributed import ranks
-from ttrl.training.loading import load_policy
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.policy import HeadOptions, Policy
+from ttrl.system.files import write_json
+from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.parallel.distributed import ranks
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.policy import HeadOptions, Policy
 
 CANARY_FILE = "canary.json"
 CANARY_LENGTH = 257  # two KV blocks of 128 tokens and one more, so that whole blocks lie in the prefix cache

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ttrl.configs import TrainingConfig
-from ttrl.files import atomic_folder, json_text
-from ttrl.training.adapters import ADAPTER_FOLDER, base_folder, gather_adapter, merged_weight
+from ttrl.system.files import atomic_folder, json_text
 from ttrl.training.canary import CANARY_FILE, compute_canary, known_continuation
-from ttrl.training.distributed import Ranks
-from ttrl.training.lora import adapted, is_adapter
 from ttrl.training.models.weights import composite_of, iter_stored, layout_of, read_stored, stored_as
-from ttrl.training.policy import Policy
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.adapters import ADAPTER_FOLDER, base_folder, gather_adapter, merged_weight
+from ttrl.training.policy.lora import adapted, is_adapter
+from ttrl.training.policy.policy import Policy
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 MAX_SHARD_BYTES = 5 * 10**9

@@ -12,8 +12,8 @@ from ttrl.costs.adapter_flops import pass_flops
 from ttrl.costs.flops import forward_flops
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.costs.training_settings import Settings
-from ttrl.data.packing import PackedTensors
-from ttrl.training.logprobs import IGNORE
+from ttrl.data.packing.pack import PackedTensors
+from ttrl.training.kernels.logprobs import IGNORE
 
 
 def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

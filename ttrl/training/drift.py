@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig
-from ttrl.files import atomic_file
+from ttrl.system.files import atomic_file
 from ttrl.training.batches import Update
-from ttrl.training.distributed import Ranks
-from ttrl.training.logprobs import IGNORE
+from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.metrics import sampler_against_trainer
+from ttrl.training.parallel.distributed import Ranks
 
 LOGPROBS_FILE = "trainer_logprobs.safetensors"
 WORST = 8

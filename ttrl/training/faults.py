@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, distributed
 
 from ttrl.configs import TrainingConfig
-from ttrl.data.packing import PackedTensors
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import DivergedError, TrainerMemoryError
-from ttrl.training.distributed import Ranks
-from ttrl.training.logprobs import IGNORE
+from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.memory_switches import advice
-from ttrl.training.policy import Policy
-from ttrl.training.sharding import local_part
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.sharding import local_part
+from ttrl.training.policy.policy import Policy
 
 logger = logging.getLogger("ttrl.training")
 

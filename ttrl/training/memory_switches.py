@@ -10,7 +10,7 @@ from ttrl.costs.memory import Device
 from ttrl.costs.savings import savings as savings_by_setting
 from ttrl.costs.training_settings import Workload
 from ttrl.errors import ModelFolderError
-from ttrl.training.distributed import model_shape
+from ttrl.training.parallel.distributed import model_shape
 
 
 def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: int = 1) -> dict[str, float]:

@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from ttrl.training.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks
 
 
 class Sums:

@@ -24,20 +24,20 @@ import torch
 from torch import Tensor, distributed
 
 from ttrl.configs import GRPOConfig, TrainingConfig
-from ttrl.data.packing import PackedTensors
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import TtrlError
-from ttrl.training.adapters import as_policy_of, as_reference
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
-from ttrl.training.covariance import token_keys
-from ttrl.training.distributed import Ranks, ranks
 from ttrl.training.drift import compare_tokens
-from ttrl.training.loading import load_policy
-from ttrl.training.logprobs import IGNORE
-from ttrl.training.objectives import Objective
-from ttrl.training.policy import HeadOptions, Policy
+from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.objective.covariance import token_keys
+from ttrl.training.objective.objective import Objective
+from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
+from ttrl.training.parallel.distributed import Ranks, ranks
+from ttrl.training.policy.adapters import as_policy_of, as_reference
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.policy import HeadOptions, Policy
+from ttrl.training.policy.value_head import ValueHead
 from ttrl.training.references import reference_facts
-from ttrl.training.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
-from ttrl.training.value_head import ValueHead
 
 logger = logging.getLogger("ttrl.training")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ttrl.training.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks
 
 
 class Profiler:

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from ttrl.training.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks
 
 PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 

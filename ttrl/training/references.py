@@ -4,9 +4,9 @@ import hashlib
 from pathlib import Path
 
 from ttrl.configs import GRPOConfig
-from ttrl.data.packing import PackedTensors
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, PackError
-from ttrl.files import digest
+from ttrl.system.files import digest
 from ttrl.training.models.weights import files_of
 
 # Of PackedTensors.metadata.

@@ -21,13 +21,13 @@ from torch import distributed
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import TtrlError
-from ttrl.training.adapters import ADAPTER_FOLDER, base_folder
-from ttrl.training.distributed import Ranks
-from ttrl.training.loading import load_policy, seed_dropout
-from ttrl.training.policy import Policy
+from ttrl.training.optimizer.value_training import ValueTraining
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.adapters import ADAPTER_FOLDER, base_folder
+from ttrl.training.policy.loading import load_policy, seed_dropout
+from ttrl.training.policy.policy import Policy
+from ttrl.training.policy.weights import fill_parameters
 from ttrl.training.taking import Stepper
-from ttrl.training.value_training import ValueTraining
-from ttrl.training.weights import fill_parameters
 
 logger = logging.getLogger("ttrl.training")
 

@@ -1,4 +1,4 @@
-"""A recipe that stays up: it trains one config after the other, as they appear in a folder (`ttrl.request_folder`).
+"""A recipe that stays up: it trains one config after the other, as they appear in a folder (`ttrl.system.request_folder`).
 
 Each rank looks for the next config by itself, so that no collective waits, and times out, while there is nothing to do; once they
 have seen it, they work as ranks always do. Whatever goes wrong ends the process with the message that the one-shot form ends
@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import TtrlError
-from ttrl.request_folder import RequestFolder
-from ttrl.training.distributed import Ranks, check_here, ranks
+from ttrl.system.request_folder import RequestFolder
+from ttrl.training.parallel.distributed import Ranks, check_here, ranks
 from ttrl.training.residence import Residence
 
 logger = logging.getLogger("ttrl.training")

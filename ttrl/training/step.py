@@ -16,16 +16,16 @@ from torch import Tensor
 from ttrl.configs import GRPOConfig
 from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.counts import token_counts, work_counts
-from ttrl.training.distributed import Ranks
-from ttrl.training.divergences import ESTIMATORS
 from ttrl.training.faults import Finite
-from ttrl.training.logprobs import IGNORE, ReferenceHead
+from ttrl.training.kernels.logprobs import IGNORE, ReferenceHead
 from ttrl.training.metrics import Range, Sums, effective_sample_size
-from ttrl.training.objectives import Objective
-from ttrl.training.policy import HeadOptions, Policy, PolicyOutput
+from ttrl.training.objective.divergences import ESTIMATORS
+from ttrl.training.objective.objective import Objective
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
+from ttrl.training.policy.value_head import ValueHead, value_loss
 from ttrl.training.progress import Progress
-from ttrl.training.stopwatch import Stopwatch
-from ttrl.training.value_head import ValueHead, value_loss
+from ttrl.training.timing import Stopwatch
 
 TOKENS = ("trained_tokens", "row_tokens", "padding_tokens", "logical_tokens")
 _WEIGHTED = ("policy_loss", "kl_loss", "entropy_loss", "kl")  # facts that are reported as Σ w·fact / Z, as the loss is

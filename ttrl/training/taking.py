@@ -10,13 +10,13 @@ from torchao.optim import CPUOffloadOptimizer
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import RunFolderError
-from ttrl.files import write_json
-from ttrl.training.distributed import Ranks
+from ttrl.system.files import write_json
 from ttrl.training.faults import Skipped, somewhere
-from ttrl.training.optim import OptimizerInBackward, begin_step, clip_and_step, learning_rate, make_optimizer
-from ttrl.training.optimizer_state import load_state, save_state
-from ttrl.training.policy import Policy
-from ttrl.training.value_training import ValueTraining
+from ttrl.training.optimizer.optimizer import OptimizerInBackward, begin_step, clip_and_step, learning_rate, make_optimizer
+from ttrl.training.optimizer.state import load_state, save_state
+from ttrl.training.optimizer.value_training import ValueTraining
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.policy import Policy
 
 _SKIPPED_FILE = "skipped.json"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs import GRPOConfig, SFTConfig
-from ttrl.files import append_jsonl
-from ttrl.training.distributed import Ranks
+from ttrl.system.files import append_jsonl
 from ttrl.training.matmul_peak import largest_product, matmul_peak
-from ttrl.training.policy import Policy
-from ttrl.training.stopwatch import Stopwatch, memory_peaks
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.policy import Policy
+from ttrl.training.timing import Stopwatch, memory_peaks
 
 
 class TrainLog:

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ttrl.data.chat_templates import tokenize_chat, tokenize_completion
+from ttrl.data.chat.templates import tokenize_chat, tokenize_completion
 from ttrl.errors import TokenizationError
 
 Q1, Q2 = {"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}

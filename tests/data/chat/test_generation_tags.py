@@ -3,8 +3,8 @@
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ttrl.data.chat_templates import tokenize_chat
-from ttrl.data.generation_tags import has_generation_tags, with_generation_tags
+from ttrl.data.chat.generation_tags import has_generation_tags, with_generation_tags
+from ttrl.data.chat.templates import tokenize_chat
 from ttrl.errors import TokenizationError
 
 MESSAGES = [

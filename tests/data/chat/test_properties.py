@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.data.chat_rendering import ChatTemplate
-from ttrl.data.chat_templates import tokenize_chat, tokenize_chat_turns
+from ttrl.data.chat.rendering import ChatTemplate
+from ttrl.data.chat.templates import tokenize_chat, tokenize_chat_turns
 from ttrl.errors import TokenizationError
 
 NOW = datetime.datetime(2024, 7, 26)

@@ -4,7 +4,7 @@ import datetime
 
 import pytest
 
-from ttrl.data.chat_templates import tokenize_chat, tokenize_chat_turns
+from ttrl.data.chat.templates import tokenize_chat, tokenize_chat_turns
 from ttrl.errors import ModelFolderError, TokenizationError
 
 Q1, Q2 = {"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}

@@ -9,12 +9,12 @@ import textwrap
 import pytest
 
 from ttrl import Sample
-from ttrl.files import digest, read_jsonl, write_jsonl
-from ttrl.loop.console import Console
+from ttrl.launch.policy_server import PolicyServer
 from ttrl.loop.phases import Phases
-from ttrl.loop.policy_server import PolicyServer
-from ttrl.loop.replay import replay
-from ttrl.loop.run_folder import RunFolder
+from ttrl.replays.replay import replay
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.console import Console
+from ttrl.system.files import digest, read_jsonl, write_jsonl
 
 ANSWERS = {1: ("yes", "yes", "no", "no"), 2: ("yes", "no", "no", "no"), 3: ("no", "yes", "yes", "yes")}
 

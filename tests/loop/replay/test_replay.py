@@ -10,9 +10,9 @@ import pytest
 
 from ttrl.cli import main
 from ttrl.errors import RunFolderError
-from ttrl.files import digest, read_jsonl
-from ttrl.loop.replay import replay
-from ttrl.loop.run_folder import RunFolder
+from ttrl.replays.replay import replay
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import digest, read_jsonl
 
 
 def inverse(choice):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ttrl import Sample, TaskResult
 from ttrl.data.advantages import group_advantages
-from ttrl.loop.replay_changes import Comparison, TaskChanges
-from ttrl.loop.replay_text import changes_text, one_line
+from ttrl.replays.changes import Comparison, TaskChanges
+from ttrl.replays.text import changes_text, one_line
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0, -3.0]))
 groups = st.lists(st.lists(st.tuples(rewards, rewards), min_size=1, max_size=6), min_size=1, max_size=5)

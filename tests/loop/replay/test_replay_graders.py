@@ -4,7 +4,7 @@ import pytest
 
 from ttrl import Task
 from ttrl.errors import GraderError, RunFolderError, TaskError, UserError
-from ttrl.loop.replay import replay
+from ttrl.replays.replay import replay
 
 
 def inverse(choice):

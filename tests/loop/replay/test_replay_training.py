@@ -7,8 +7,8 @@ import pytest
 
 from ttrl.cli import main
 from ttrl.errors import RunFolderError, TrainerError
-from ttrl.files import digest, read_jsonl, write_json
-from ttrl.loop.replay import replay
+from ttrl.replays.replay import replay
+from ttrl.system.files import digest, read_jsonl, write_json
 
 
 def inverse(choice):

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchtune.modules import FeedForward, TransformerSelfAttentionLayer
 
-from ttrl.training import cpu_products
-from ttrl.training.attention import AttentionPlan, attend
-from ttrl.training.models import cpu_ops
+from ttrl.training.kernels import cpu_ops, cpu_products
+from ttrl.training.kernels.attention import AttentionPlan, attend
 from ttrl.training.models.architecture import Architecture
 from ttrl.training.models.rope import Rotary, rotate, turns_of
 

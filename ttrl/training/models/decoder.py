@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
 from transformers import PretrainedConfig
 
-from ttrl.training.attention import AttentionPlan
+from ttrl.training.kernels.attention import AttentionPlan
 from ttrl.training.models.architecture import Architecture, architecture
 from ttrl.training.models.blocks import layer, norm
 from ttrl.training.models.rope import RotaryEmbedding

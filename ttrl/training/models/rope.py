@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ttrl.training.models import cpu_ops
+from ttrl.training.kernels import cpu_ops
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 EVERY_LAYER = "every_layer"

@@ -1,0 +1,168 @@
+"""What the scripts in recipes/ share: their options, a warm start of a tiny model, a try-out, what they say at the end.
+
+A recipe is a script that reads from top to bottom: config, tasks, and `run_recipe`, which is `train(config, tasks=…,
+validation_tasks=…)` and a line about what came of it, unless one of its options says otherwise. `--check` makes its tasks and
+checks its config, without a model. `--tiny` runs it for an iteration with a tiny random model on the few shortest tasks: it
+learns nothing, but every part of the recipe has run. A random model's answers are all wrong, and of equal rewards nothing is
+trained, so chance is added to them there.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrl.cli.settings import with_settings
+from ttrl.configs.run import TrainConfig
+from ttrl.errors import ConfigError, UserError
+from ttrl.launch.tune import tune
+from ttrl.loop.plan import plan
+from ttrl.loop.train import train
+from ttrl.monitoring.progress_line import validation_metric
+from ttrl.system.files import write_jsonl
+from ttrl.tasks.task import Grade, Task
+from ttrl.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+_TINY_CONTEXT = 16_384
+_TINY_TASKS, _TINY_TOKENS = 2, 8
+
+
+def script_arguments(
+    description: str | None, *, run: str, iterations: int, model: str | None = None, data: str | None = None
+) -> argparse.Namespace:
+    """The command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model; with `data`,
+    also data ("" for data that has no default).
+
+    `run` of what it returns is absolute; where the recipe has a model, it has `tiny`.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=Path(run), help=f"the run folder ({run})")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--iterations", type=int, default=iterations, help=f"at most ({iterations})")
+    parser.add_argument("--weight-sync", choices=("reload", "restart", "sleep"), default="reload")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="trainer processes: one for each GPU (1)")
+    if model is not None:
+        parser.add_argument("--model", default=model, help=f"a model folder, or a name on the hub ({model})")
+        parser.add_argument(
+            "--tiny", action="store_true", help="try it out: one iteration of a tiny random model, on any machine"
+        )
+    if data is not None:
+        shown = f" ({data})" if data else ""
+        parser.add_argument(
+            "--data", default=data or None, required=not data, help=f"a file, a folder, or a data set's name on the hub{shown}"
+        )
+    others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
+    parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
+    parser.add_argument("--plan", action="store_true", help="say what the run will take, by a short run; see docs/plan.md")
+    arguments = parser.parse_args()
+    arguments.run = arguments.run.absolute()
+    return arguments
+
+
+def supervised_start(
+    folder: Path,
+    examples: Iterable[Mapping[str, Any]],
+    *,
+    steps: int,
+    batch_size: int,
+    seed: int = 0,
+    seq_len: int = 128,
+    lr: float = 1e-3,
+    rows_per_microbatch: int = 64,
+) -> Path:
+    """A tiny model that has seen `examples` ({"messages": …}): random weights, then a fixed number of supervised steps.
+
+    Returns the model's folder; made once, and found there again afterwards.
+    """
+    if not (folder / "checkpoint" / "config.json").exists():
+        write_jsonl(folder / "examples.jsonl", examples)
+        config = {
+            "model": str(make_tiny_model(folder / "random_model", seed=seed)),
+            "data": str(folder / "examples.jsonl"),
+            "output_dir": str(folder),
+            "steps": steps,
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "lr": lr,
+            "seed": seed,
+            "rows_per_microbatch": rows_per_microbatch,
+            "num_output_chunks": 1,
+        }
+        tune(config, folder / "sft.yaml", recipe="ttrl/sft_recipe", pbar_desc="warm start")
+    return folder / "checkpoint"
+
+
+def run_recipe(
+    arguments: argparse.Namespace, config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task], what: str
+) -> str:
+    """Trains, and returns what there is to say: `what` of the held-out tasks before and after, and where the results are.
+
+    With --check only checks; with --tiny tries out. Raises what `train` raises.
+    """
+    if getattr(arguments, "tiny", False):
+        config, tasks, validation_tasks = _tiny(config, tasks, validation_tasks, make=not arguments.check)
+    if settings := getattr(arguments, "set", ()):
+        config = with_settings(config, settings)
+    if arguments.check:
+        if problems := config.problems():
+            raise ConfigError("TrainConfig", problems)
+        if not tasks or not validation_tasks:
+            raise UserError(f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?")
+        longest = max(sum(len(str(message["content"])) for message in task.messages) for task in tasks)
+        prompts = f"the longest prompt has {longest:,} characters"
+        return f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are right"
+    if arguments.plan:
+        made = plan(config, tasks, validation_tasks, probe=True)
+        made.save(Path(config.run))  # the run's report holds it against what comes out
+        return str(made)
+    result = train(config, tasks=tasks, validation_tasks=validation_tasks)
+    scores = [score for row in result.metrics if (score := validation_metric(row, config)) is not None]
+    change = f"{scores[0]:.3f} before, {scores[-1]:.3f} after" if scores else "not known after"
+    tried = "tried out, with chance added to the rewards of training\n" if getattr(arguments, "tiny", False) else ""
+    return (
+        f"{tried}held-out {what}: {change} {result.metrics[-1]['iteration']} iterations\n"
+        f"report:     {result.report}\n"
+        f"checkpoint: {result.checkpoint}"
+    )
+
+
+def _tiny(
+    config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task], *, make: bool
+) -> tuple[TrainConfig, list[Task], list[Task]]:
+    """The recipe in small; a byte is a token of the tiny model, so the shortest tasks are taken."""
+
+    def length(task: Task) -> int:
+        return sum(len(str(message["content"]).encode()) for message in task.messages)
+
+    def shortest(some: Sequence[Task]) -> list[Task]:
+        return sorted(some, key=length)[:_TINY_TASKS]
+
+    folder = Path(config.run) / "tiny_model"
+    if make and not (folder / "config.json").exists():
+        make_tiny_model(folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT)
+    training = {**config.training, "rows_per_microbatch": 1}
+    small = {"tasks_per_iteration": _TINY_TASKS, "samples_per_task": 4, "max_tokens": _TINY_TOKENS, "seq_len": _TINY_CONTEXT}
+    config = dataclasses.replace(
+        config, **small, model=str(folder), iterations=min(config.iterations, 1), training=training, nproc_per_node=1, server={}
+    )
+    return config, [_graded_by_chance(task) for task in shortest(tasks)], shortest(validation_tasks)
+
+
+def _graded_by_chance(task: Task) -> Task:
+    """The task with a number from 0 to 1 added to its rewards, another one for every reply."""
+    grader = task.grader
+    assert grader is not None, "a recipe with --tiny asks for one reply"
+
+    async def grade(choice: "Choice") -> Grade:
+        output = grader(choice)
+        right = Grade.of(await output if inspect.isawaitable(output) else output, task.id)
+        return Grade(right.reward + zlib.crc32((choice.message.content or "").encode(errors="replace")) / 2**32, right.metrics)
+
+    return dataclasses.replace(task, grader=grade)

@@ -1,0 +1,81 @@
+"""What `ttrl plan` is given: a run folder, a run's config.yaml, or a recipe's config with the model that it is for."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ttrl.configs import GRPOConfig
+from ttrl.configs.run import _SET_BY_THE_LOOP, TrainConfig
+from ttrl.errors import ConfigError, UserError
+
+
+def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, Path | None, bool]:
+    """The config, the run folder it lies in (None where it is not one), and whether it is a recipe's alone.
+
+    settings: "KEY=VALUE", of the run or else of the recipe. Raises UserError, ConfigError.
+    """
+    file = path / "config.yaml" if path.is_dir() else path
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read as a config: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} holds a {type(values).__name__}; a config is a mapping of settings")
+    changes = _changes(settings)
+    of_run = {field.name for field in dataclasses.fields(TrainConfig)}
+    of_recipe = {field.name for field in dataclasses.fields(GRPOConfig)}
+    if "iterations" in values or "tasks_per_iteration" in values:
+        run = file.parent if (file.parent / "iterations").is_dir() else None
+        return TrainConfig.parse(_changed(values, changes, of_run), str(file)), run, False
+    if not values.keys() & of_recipe:
+        raise UserError(f"{file} is neither a run's config nor a recipe's: it has no setting of either")
+    return _of_recipe(values | changes, file, of_run), None, True
+
+
+def with_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
+    """The config with other settings: "KEY=VALUE", of the run or else of the recipe. Raises UserError, ConfigError."""
+    of_run = {field.name for field in dataclasses.fields(TrainConfig)}
+    return TrainConfig.parse(_changed(config.to_dict(), _changes(settings), of_run), "--set")
+
+
+def _changes(settings: Sequence[str]) -> dict[str, Any]:
+    changes = dict(_setting(text) for text in settings)
+    known = {field.name for kind in (TrainConfig, GRPOConfig) for field in dataclasses.fields(kind)}
+    if unknown := sorted(changes.keys() - known):
+        raise ConfigError("KEY=VALUE", [f"{name!r} is a setting neither of a run nor of the recipe" for name in unknown])
+    return changes
+
+
+def _changed(values: dict[str, Any], changes: dict[str, Any], of_run: set[str]) -> dict[str, Any]:
+    values = values | {name: value for name, value in changes.items() if name in of_run}
+    training = {name: value for name, value in changes.items() if name not in of_run}
+    return values | {"training": {**(values.get("training") or {}), **training}}
+
+
+def _of_recipe(values: dict[str, Any], file: Path, of_run: set[str]) -> TrainConfig:
+    """A run around a recipe's config, of which only the trainer is planned."""
+    if not values.get("model"):
+        raise UserError(f"{file} names no model; say which: --set model=FOLDER, a config.json, or a name on the hub")
+    missing = {"packed": "", "output_dir": ""}
+    of_recipe = {field.name for field in dataclasses.fields(GRPOConfig)}
+    alone = {name: value for name, value in values.items() if name in of_recipe or name not in of_run}
+    GRPOConfig.parse(missing | alone, str(file))
+    training = {name: value for name, value in values.items() if name in of_recipe and name not in _SET_BY_THE_LOOP}
+    run = {name: value for name, value in values.items() if name in of_run and name != "training"}
+    return TrainConfig.parse({"run": "", "iterations": 1, **run, "training": training}, str(file))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UserError(f"{text!r} is no setting; write --set KEY=VALUE, such as lora_rank=16")
+    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value.strip()):
+        return name, float(value)  # YAML 1.1 takes 1e-6 for a word
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"{text!r}: {value!r} cannot be read: {error}") from error

@@ -1,0 +1,152 @@
+"""Probes: a message whose texts are replaced by marks, to see what a template does with them and what it puts behind them.
+
+A template keeps a message as it is when putting the texts back in the place of their marks gives what it writes for the message
+itself. Blanks at the ends of a text stay around its mark, so trimming is no change; tags such as `<think>` stay too, because
+templates take texts apart at them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrl.data.chat.rendering import REASONING_KEYS
+
+# What templates look for in texts: <think>, </think>, <|channel|>, [TOOL_CALLS]. It stays in a probe as it is.
+_TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\])")
+
+# How a text may stand in the rendered arguments of a tool call.
+_WAYS: tuple[Callable[[str], str], ...] = (
+    lambda text: text,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: repr(text)[1:-1],
+)
+
+
+@dataclass
+class Probe:
+    """`message` with marks in it; `texts` tells the text of each mark, `parts` what it belongs to ("text", "reasoning", …)."""
+
+    message: dict[str, Any]
+    texts: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
+
+    def missing(self, rendered: str) -> str | None:
+        """The first part whose mark is not in `rendered`: the template leaves it out. None where all are there."""
+        return next((part for mark, part in self.parts.items() if mark not in rendered), None)
+
+    def restores(self, rendered: str, original: str) -> bool:
+        """Whether `rendered`, with the texts put back, is `original`."""
+        if not self.texts:
+            return rendered == original
+        marks = re.compile("|".join(map(re.escape, self.texts)))
+
+        def put_back(way: Callable[[str], str]) -> str:
+            def text(mark: re.Match[str]) -> str:
+                return (way if self.parts[mark[0]] == "tool call" else _WAYS[0])(self.texts[mark[0]])
+
+            return marks.sub(text, rendered)
+
+        ways = _WAYS if "tool call" in self.parts.values() else _WAYS[:1]
+        return any(put_back(way) == original for way in ways)
+
+    def first_mark(self, rendered: str) -> int:
+        """Where the first mark begins; -1 where there is none."""
+        return min((at for mark in self.texts if (at := rendered.find(mark)) >= 0), default=-1)
+
+    def after_last_mark(self, rendered: str) -> int | None:
+        """Where the text behind the last mark begins; None without marks."""
+        return max((at + len(mark) for mark in self.texts if (at := rendered.rfind(mark)) >= 0), default=None)
+
+
+def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
+    """A probe of an assistant's message. `unused` is a word that stands nowhere in the conversation or template.
+
+    A message without any text gets a mark for its (empty) content.
+    """
+    probe = Probe(dict(message))
+
+    def mark(part: str, text: str) -> str:
+        name = f"Qx{len(probe.texts)}{unused}xQ"
+        probe.texts[name], probe.parts[name] = text, part
+        return name
+
+    def marked(part: str, text: str) -> str:
+        pieces = []
+        is_marked = True
+        for piece in _TAG.split(text):
+            if _TAG.fullmatch(piece):
+                is_marked = False
+            core = piece.strip()
+            if core and not _TAG.fullmatch(piece):
+                before = piece[: len(piece) - len(piece.lstrip())]
+                piece = before + mark(part, core) + piece[len(before) + len(core) :]
+                is_marked = True
+            pieces.append(piece)
+        if not is_marked:  # it ends with a tag: a mark of nothing, so that the tag is not taken for the template's
+            end = len("".join(pieces).rstrip())
+            return "".join(pieces)[:end] + mark(part, "") + "".join(pieces)[end:]
+        return "".join(pieces)
+
+    def leaves(value: Any) -> Any:
+        if isinstance(value, str):
+            return mark("tool call", value) if value else value
+        if isinstance(value, Mapping):
+            return {key: leaves(inner) for key, inner in value.items()}
+        return [leaves(inner) for inner in value] if isinstance(value, list) else value
+
+    thoughts: dict[str, str] = {}
+    for key in REASONING_KEYS:
+        if isinstance(text := message.get(key), str):
+            if text not in thoughts:  # two names of one text
+                thoughts[text] = marked("reasoning", text)
+            probe.message[key] = thoughts[text]
+    content = message.get("content")
+    if isinstance(content, str):
+        probe.message["content"] = marked("text", content)
+    elif isinstance(content, list):
+        probe.message["content"] = [
+            part | {"text": marked("text", part["text"])}
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+            else part
+            for part in content
+        ]
+    if calls := message.get("tool_calls"):
+        probe.message["tool_calls"] = [_marked_call(call, leaves) for call in calls]
+    if not probe.texts and not calls:
+        if isinstance(content, str):
+            probe.message["content"] = content + mark("text", "")
+        elif len(content or []) == 1 and _has_text(content[0]):
+            probe.message["content"] = [content[0] | {"text": content[0]["text"] + mark("text", "")}]
+    return probe
+
+
+def ending_probe(probe: Probe, unused: str) -> Probe:
+    """`probe` with one more argument, a mark, in its last tool call, so that what follows the last mark is the template's own
+    even where that call's arguments are no texts; `probe` itself where it has no tool call."""
+    calls = probe.message.get("tool_calls") or [None]
+    function = calls[-1].get("function") if isinstance(calls[-1], dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, (dict, str)):
+        return probe
+    mark = f"QxE{unused}xQ"
+    more = (json.loads(arguments) if isinstance(arguments, str) else arguments) | {unused: mark}
+    function = function | {"arguments": json.dumps(more, ensure_ascii=False) if isinstance(arguments, str) else more}
+    message = probe.message | {"tool_calls": [*calls[:-1], calls[-1] | {"function": function}]}
+    return Probe(message, probe.texts | {mark: ""}, probe.parts | {mark: "tool call"})
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _marked_call(call: Any, leaves: Callable[[Any], Any]) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):  # JSON text, for templates that take nothing else
+        return call | {"function": function | {"arguments": json.dumps(leaves(json.loads(arguments)), ensure_ascii=False)}}
+    return call | {"function": function | {"arguments": leaves(arguments)}}

@@ -1,0 +1,222 @@
+"""The packed tensors themselves: what a row holds, how rows are taken, padded and trimmed, and the sample table beside them.
+
+Everything is aligned at the position that *predicts*: `labels[b, t]`, `logprobs[b, t]`, `advantages[b, t]` all speak of the token
+that follows position t in its sample. Nothing downstream shifts a tensor. How samples come to be laid out: packing.py. What must
+hold: packed_check.py. On disk: packed_file.py.
+
+Shapes: B rows, T positions of a row (seq_len).
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ttrl.data.packing.packed_check import check_packed
+from ttrl.data.packing.packed_file import HEADER_FIELDS, load_packed, save_packed
+from ttrl.data.packing.packed_format import IGNORE_LABEL, TENSOR_DTYPES, Aggregation, PackedSample, padding_value
+from ttrl.errors import PackError
+from ttrl.records import TokenizedResult
+
+
+@dataclass(kw_only=True)
+class PackedTensors:
+    """Rows of packed samples: [B, T] tensors and the table of samples that lie in them."""
+
+    tokens: Tensor
+    """int64 input ids; `pad_id` in padding."""
+    labels: Tensor
+    """int64: the token to predict from this position, -100 where none is trained."""
+    group_ids: Tensor
+    """int64: 0, 1, 2… within the row, depth first (a group is followed by all that continues it); -1 in padding."""
+    parent_ids: Tensor
+    """int64: the group that this token's group continues; its own id for a root; -1 in padding."""
+    input_pos: Tensor
+    """int64: position in the unpacked sequence; 0 in padding."""
+    sample_ids: Tensor
+    """int64: row of `samples` that owns this token; -1 for shared tokens and padding."""
+    assistant_mask: Tensor
+    """bool: True where `labels` is a token that the model generated."""
+    logprobs: Tensor
+    """float32: the sampler's log-probability of `labels`, nats; NaN where unknown."""
+    advantages: Tensor
+    """float32: of that token; 0 where none is trained."""
+    weights: Tensor
+    """float32: of that token in the loss; 0 where none is trained."""
+    weights_version: Tensor
+    """int32: the policy version that sampled `labels`; -1 where none."""
+    reference_logprobs: Tensor | None = None
+    """float32: log-probability of `labels` under the reference model; NaN where unknown. None where it was not computed."""
+    samples: list[PackedSample]
+    aggregation: Aggregation = "token"
+    constant_length: int | None = None
+    """Tokens per sample in the normaliser of aggregation "constant"."""
+    pad_id: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """How many samples were left out, by reason: "too_long", "no_trained_token"; and how many were kept although they were too
+    long: "truncated", "extended", where that was asked for."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """Anything else that is worth keeping with the file."""
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.tokens.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        """T."""
+        return self.tokens.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that are not padding."""
+        return int((self.group_ids >= 0).sum())
+
+    @property
+    def num_trained(self) -> int:
+        """Labels."""
+        return int((self.labels != IGNORE_LABEL).sum())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        named = {name: getattr(self, name) for name in TENSOR_DTYPES}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def rows(self, which: slice | Sequence[int]) -> "PackedTensors":
+        """Some rows (a slice, or row numbers in any order, none twice) as packed tensors of their own, always [rows, T].
+
+        `samples` is cut to those rows, and `sample_ids` and `PackedSample.row` are renumbered to match.
+        """
+        chosen = list(range(self.num_rows)[which]) if isinstance(which, slice) else [int(row) for row in which]
+        if len(set(chosen)) != len(chosen) or not all(0 <= row < self.num_rows for row in chosen):
+            raise PackError(f"rows {chosen} of {self.num_rows} rows; give each row once, from 0 to {self.num_rows - 1}")
+        new_row = {row: number for number, row in enumerate(chosen)}
+        index = torch.tensor(chosen, dtype=torch.int64)
+        tensors = {name: tensor[index] for name, tensor in self.tensors().items()}
+        present = tensors["sample_ids"].unique()  # in order
+        present = present[present >= 0]
+        kept = [self.samples[number] for number in present.tolist()]
+        samples = [dataclasses.replace(sample, row=new_row[sample.row]) for sample in kept]
+        new_sample = torch.full((len(self.samples) + 1,), -1, dtype=torch.int64)  # the last entry is for sample id -1
+        new_sample[present] = torch.arange(len(present))
+        tensors["sample_ids"] = new_sample[tensors["sample_ids"]]
+        return dataclasses.replace(self, **tensors, samples=samples)
+
+    def pad_rows_to_multiple(self, multiple: int) -> "PackedTensors":
+        """Adds rows of padding, which weigh nothing, until the number of rows is a multiple: every rank gets as many."""
+        if multiple < 1:
+            raise PackError(f"cannot bring {self.num_rows} rows to a multiple of {multiple}")
+        missing = -self.num_rows % multiple
+        if not missing:
+            return self
+        tensors = {
+            name: torch.cat([tensor, torch.full((missing, self.seq_len), padding_value(name, self.pad_id), dtype=tensor.dtype)])
+            for name, tensor in self.tensors().items()
+        }
+        return dataclasses.replace(self, **tensors)
+
+    def trim(self, multiple: int = 1) -> "PackedTensors":
+        """The columns up to the longest used row, at least one: a forward pass over padding is wasted. Rounded up to a multiple,
+        as far as there are columns."""
+        used = (self.group_ids >= 0).any(dim=0).nonzero()
+        length = int(used[-1]) + 1 if len(used) else 1
+        length = min(-(-length // multiple) * multiple, self.seq_len)
+        if length == self.seq_len:
+            return self
+        return dataclasses.replace(self, **{name: tensor[:, :length].contiguous() for name, tensor in self.tensors().items()})
+
+    def check(self, where: str = "packed tensors") -> None:
+        """Raises PackError, naming `where`, the tensor and the place, unless every rule of the format holds."""
+        check_packed(self.tensors(), self.samples, self.aggregation, self.constant_length, self.pad_id, where)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one safetensors file, atomically. The same tensors always give the same bytes.
+
+        Raises StorageError when it cannot be written.
+        """
+        header = {name: getattr(self, name) for name in HEADER_FIELDS}
+        save_packed(self.tensors(), self.samples, header, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "PackedTensors":
+        """Reads what `save` wrote and checks it. Raises PackError when it is missing, damaged, foreign or breaks the format."""
+        tensors, samples, header = load_packed(path)
+        packed = cls(**tensors, samples=samples, **header)
+        packed.check(os.fspath(path))
+        return packed
+
+
+def unpack(packed: PackedTensors) -> list[TokenizedResult]:
+    """The samples as they were before packing, in the order of the sample table, up to the last trained token of each: what
+    follows it is not stored.
+
+    Known of trained tokens alone, and else as follows: `logprobs` NaN, `token_versions` -1 (None where one version sampled them
+    all), `token_advantages` NaN (None where all are the sample's). `advantage` is the one in the table; `tokens` is None.
+    `packed` must hold to the format (`check`).
+    """
+    runs = _runs(packed)
+    tokens, labels, logprobs, versions, advantages = (
+        t.numpy() for t in (packed.tokens, packed.labels, packed.logprobs, packed.weights_version, packed.advantages)
+    )
+    results = []
+    for sample in packed.samples:
+        row = sample.row
+        ids: list[int] = []
+        for group in sample.groups:
+            begin, stop = runs[row, group]
+            ids += tokens[row, begin:stop].tolist()
+        begin, stop = runs[row, sample.groups[-1]]
+        own = slice(begin, stop)
+        before = len(ids) - (stop - begin) + 1  # tokens that are not the label of one of the sample's own positions
+        ids.append(int(labels[row, stop - 1]))
+        trained = labels[row, own] != IGNORE_LABEL
+        sampled_by = versions[row, own]
+        seen = set(sampled_by[trained].tolist())
+        each = None
+        if len(seen) > 1:
+            each = ([-1] * before + sampled_by.tolist())[sample.prompt_length :]
+        per_token = None
+        if (advantages[row, own][trained] != np.float32(sample.advantage)).any():
+            known = np.where(trained, advantages[row, own], np.float32(math.nan)).tolist()
+            per_token = ([math.nan] * before + known)[sample.prompt_length :]
+        results.append(
+            TokenizedResult(
+                task_id=sample.task_id,
+                sample=sample.sample,
+                token_ids=ids,
+                assistant_mask=[False] * before + trained.tolist(),
+                input_pos=list(range(len(ids))),
+                logprobs=[math.nan] * before + logprobs[row, own].tolist(),
+                prompt_length=sample.prompt_length,
+                reward=sample.reward,
+                advantage=sample.advantage,
+                token_advantages=per_token,
+                weights_version=max(seen),
+                token_versions=each,
+                finish_reason=sample.finish_reason,
+                share=sample.share,
+            )
+        )
+    return results
+
+
+def _runs(packed: PackedTensors) -> dict[tuple[int, int], tuple[int, int]]:
+    """First position, and one past the last, of each group by (row, group)."""
+    groups = packed.group_ids
+    starts = torch.ones_like(groups, dtype=torch.bool)
+    starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
+    flat = starts.flatten().nonzero().flatten()
+    stops = torch.cat([flat[1:], torch.tensor([groups.numel()])])
+    found = groups.flatten()[flat].tolist()
+    length = packed.seq_len
+    return {
+        (begin // length, group): (begin % length, begin % length + stop - begin)
+        for begin, stop, group in zip(flat.tolist(), stops.tolist(), found, strict=True)
+        if group >= 0
+    }

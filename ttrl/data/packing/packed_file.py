@@ -1,0 +1,76 @@
+"""Packed tensors on disk: one safetensors file, with the sample table as JSON in its header.
+
+The header holds a single key: safetensors keeps its metadata in an unordered map, and several keys would be written in another
+order each time, so that equal packs would differ in their bytes and digests.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from ttrl.data.packing.packed_format import TENSOR_DTYPES, PackedSample
+from ttrl.errors import PackError
+from ttrl.system.files import atomic_file
+
+HEADER_KEY = "ttrl_packed"
+SCHEMA = 1
+HEADER_FIELDS = ("aggregation", "constant_length", "pad_id", "dropped", "metadata")
+
+
+def save_packed(
+    tensors: Mapping[str, Tensor], samples: Sequence[PackedSample], header: Mapping[str, Any], path: str | os.PathLike[str]
+) -> None:
+    """Writes the file atomically; `header` holds HEADER_FIELDS. Raises StorageError when it cannot be written."""
+    values = {"schema": SCHEMA, "samples": [vars(sample) for sample in samples], **header}
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, {HEADER_KEY: text})
+    with atomic_file(path, len(data)) as temporary:
+        temporary.write_bytes(data)  # by Python: safetensors' own writer hides a full disk behind an error of its own
+
+
+def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[PackedSample], dict[str, Any]]:
+    """Tensors, sample table and HEADER_FIELDS of a file, their contents not yet checked against each other.
+
+    The tensors are the file itself, mapped into memory: pages are read when they are looked at, and what is written to a tensor
+    stays with this process.
+
+    Raises PackError when it is missing, damaged or of another origin.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise PackError(f"{path}: there is no such file; the packed tensors of an iteration are written by its pack phase")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (safetensors.SafetensorError, OSError) as error:
+        raise PackError(f"{path}: cannot be read as safetensors ({error}); it is damaged or incomplete, pack again") from error
+    if HEADER_KEY not in metadata:
+        raise PackError(f"{path}: a safetensors file, but not of packed tensors (no {HEADER_KEY!r} in its header)")
+    missing = TENSOR_DTYPES.keys() - tensors.keys() - {"reference_logprobs"}
+    unknown = tensors.keys() - TENSOR_DTYPES.keys()
+    if missing or unknown:
+        raise PackError(f"{path}: missing tensors: {sorted(missing)}; unknown tensors: {sorted(unknown)}; pack again")
+    try:
+        header = json.loads(metadata[HEADER_KEY])
+        if header["schema"] != SCHEMA:
+            raise PackError(f"{path}: written in format {header['schema']}, this version reads format {SCHEMA}; pack again")
+        samples = [PackedSample(**row) for row in header["samples"]]
+        return tensors, samples, {name: header[name] for name in HEADER_FIELDS}
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise PackError(f"{path}: its header is damaged ({type(error).__name__}: {error}); pack again") from error
+
+
+def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
+    """One tensor of a safetensors file, mapped into memory. Raises PackError where file or tensor are not there."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise PackError(f"{os.fspath(path)}: there is no tensor {name!r} to be read ({error})") from error

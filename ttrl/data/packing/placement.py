@@ -1,0 +1,161 @@
+"""Which samples share a row: samples hang from a forest of shared beginnings, and a row stores each beginning in it once.
+
+From the leaves up: what hangs from a node is one part where it fits into a row together with all of the node's ancestors, and is
+packed into as few parts as possible where it does not (row_search.py); the parts of the roots are the rows. Never more rows than
+taking the samples in the order given. Everything is decided by sizes, and by the order of the input only between equals.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ttrl.data.packing.row_balance import balance
+from ttrl.data.packing.row_building import Item, row_cost
+from ttrl.data.packing.row_search import pack
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Shared nodes, and the samples that hang from them. A node's parent stands before it; -1 is the parent of a root."""
+
+    node_size: Sequence[int]
+    """Positions that a node takes in every row that holds any sample below it; may be 0."""
+    node_parent: Sequence[int]
+    sample_node: Sequence[int]
+    """The node from which a sample hangs; -1: none."""
+    sample_size: Sequence[int]
+    """Positions of the sample's own part, at least 1."""
+
+    def ancestors(self, node: int) -> list[int]:
+        """The node and all above it, the root last."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.node_parent[node]
+        return path
+
+    def cost(self, samples: Sequence[int]) -> int:
+        """Positions that the samples take in one row."""
+        nodes = {node for attached in {self.sample_node[s] for s in samples} for node in self.ancestors(attached)}
+        return sum(self.sample_size[s] for s in samples) + sum(self.node_size[node] for node in nodes)
+
+    def above(self) -> list[int]:
+        """For each node, the positions of it and of all its ancestors."""
+        total: list[int] = []
+        for size, parent in zip(self.node_size, self.node_parent, strict=True):
+            assert parent < len(total), "a node's parent stands before it"
+            total.append(size + (total[parent] if parent >= 0 else 0))
+        return total
+
+
+def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> list[list[int]]:
+    """Rows of sample numbers, each row ascending; `Forest.cost` of a row is at most `seq_len`, and every sample is in one row.
+
+    With `multiple` > 1 (data-parallel ranks) the number of rows is a multiple of it: where it does not come out even, the least
+    full rows are spread evenly over more (at the price of their prompts once more); rows for which nothing is left are empty and
+    last. Rows are then in the order of `row_balance.balance`. `seed` decides what is tried at random where rows are few.
+
+    Every sample must fit into a row alone, with its ancestors.
+    """
+    assert multiple >= 1
+    above = forest.above()
+    for node, size in zip(forest.sample_node, forest.sample_size, strict=True):
+        path = above[node] if node >= 0 else 0
+        assert size >= 1 and path + size <= seq_len, f"a sample of {size} positions below {path} does not fit into {seq_len}"
+    rows = _pack(forest, above, seq_len, seed)
+    plain = in_order(forest, seq_len)
+    if len(plain) < len(rows):
+        rows = plain
+    if multiple == 1:
+        return rows
+    rows = _even(forest, rows, seq_len, multiple)
+    order = balance([forest.cost(row) for row in rows], multiple)
+    rows = [rows[row] for row in order]
+    return rows + [[] for _ in range(-len(rows) % multiple)]
+
+
+def in_order(forest: Forest, seq_len: int) -> list[list[int]]:
+    """Samples in the order given, each into the last row if there is room: what `place` is measured against."""
+    rows: list[list[int]] = []
+    present: set[int] = set()
+    room = -1
+    for sample, (node, size) in enumerate(zip(forest.sample_node, forest.sample_size, strict=True)):
+        need = size
+        new = []
+        while node >= 0 and node not in present:
+            new.append(node)
+            need += forest.node_size[node]
+            node = forest.node_parent[node]
+        if need > room:
+            rows.append([])
+            room = seq_len
+            new = forest.ancestors(forest.sample_node[sample])
+            need = size + sum(forest.node_size[n] for n in new)
+            present = set()
+        room -= need
+        present.update(new)
+        rows[-1].append(sample)
+    return rows
+
+
+def _pack(forest: Forest, above: Sequence[int], seq_len: int, seed: int) -> list[list[int]]:
+    """Node by node, children before their parents. An item's content is a list of samples."""
+    nodes = len(forest.node_size)
+    items: list[list[Item]] = [[] for _ in range(nodes)]  # what hangs from a node and fits into a row together
+    parts: list[list[tuple[int, list[Item]]]] = [[] for _ in range(nodes + 1)]  # groups (setup, items) to pack below a node
+    for sample, (node, size) in enumerate(zip(forest.sample_node, forest.sample_size, strict=True)):
+        item = Item(size, sample, [sample])
+        if node >= 0:
+            items[node].append(item)
+        else:
+            parts[node].append((0, [item]))
+    for node in range(nodes - 1, -1, -1):
+        size, parent = forest.node_size[node], forest.node_parent[node]
+        own, below = items[node], parts[node]
+        total = sum(item.size for item in own) + sum(setup + sum(item.size for item in group) for setup, group in below)
+        if not total:
+            continue
+        if not below:
+            parts[parent].append((size, own))  # split there, together with its siblings
+            continue
+        if above[node] + total <= seq_len:
+            rows = [[(0, own), *below]]
+        else:
+            singles = [(0, [item]) for item in own]
+            packed = pack([*below, *singles], seq_len - above[node], seed)
+            rows = [[(part.setup, list(part.items)) for part in row] for row in packed]
+        for row in rows:
+            bundles = []
+            for setup, group in row:
+                if setup:
+                    contents = [sample for item in group for sample in item.content]
+                    bundles.append(Item(setup + sum(item.size for item in group), contents[0], contents))
+                else:
+                    bundles += group
+            parts[parent].append((size, bundles))
+    rows = pack(parts[-1], seq_len, seed)
+    assert all(row_cost(row) <= seq_len for row in rows)
+    return [sorted(sample for part in row for item in part.items for sample in item.content) for row in rows]
+
+
+def _even(forest: Forest, rows: list[list[int]], seq_len: int, multiple: int) -> list[list[int]]:
+    """Spreads the smallest len(rows) % multiple rows over `multiple` rows, if none of these gets longer than those were."""
+    count = len(rows) % multiple
+    if not count:
+        return rows
+    by_cost = sorted(rows, key=forest.cost)
+    smallest, others = by_cost[:count], by_cost[count:]
+    # Runs of samples in the order of the tree, so that the samples of a node stay together.
+    paths = {node: forest.ancestors(node)[::-1] for node in {forest.sample_node[s] for row in smallest for s in row}}
+    samples = sorted((s for row in smallest for s in row), key=lambda s: (paths[forest.sample_node[s]], s))
+    per_run = sum(forest.sample_size[s] for s in samples) / multiple
+    runs: list[list[int]] = [[]]
+    filled = 0.0
+    for sample in samples:
+        size = forest.sample_size[sample]
+        if runs[-1] and filled + size / 2 > per_run * len(runs) and len(runs) < multiple:
+            runs.append([])
+        runs[-1].append(sample)
+        filled += size
+    longest = max(forest.cost(row) for row in smallest)
+    runs = [sorted(run) for run in runs]
+    return others + (runs if max(forest.cost(run) for run in runs) <= longest else smallest)

@@ -1,0 +1,165 @@
+"""First rows for groups of items that share a setup (their prompt): three ways, which row_search.py improves and chooses from.
+
+A `Part` is some items of one group in one row. What a row costs: its items, and once for each group in it that group's setup. So
+a group is worth splitting only where the setup, paid once more, goes into room that nothing else could use.
+"""
+
+import random
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ttrl.data.packing.row_filling import best_fit, fill, filled_bins
+
+
+class Item(NamedTuple):
+    size: int
+    number: int
+    """Decides between equal sizes."""
+    content: Any
+
+
+class Part:
+    """Items of the group `key`, smallest first. `cost` includes the setup."""
+
+    __slots__ = ("cost", "items", "key", "setup")
+
+    def __init__(self, key: int, setup: int, items: Sequence[Item]):
+        self.key, self.setup, self.items = key, setup, items
+        self.cost = setup + sum(item.size for item in items)
+
+    def cut(self, room: int) -> tuple["Part", "Part"]:
+        """(items that fill `room`, without the setup; the others). Either may have none."""
+        taken = set(fill([item.size for item in self.items], room))
+        chosen: list[list[Item]] = [[], []]
+        for index, item in enumerate(self.items):
+            chosen[index not in taken].append(item)
+        return Part(self.key, self.setup, chosen[0]), Part(self.key, self.setup, chosen[1])
+
+
+Row = list[Part]
+
+
+def row_cost(row: Iterable[Part]) -> int:
+    setups = {part.key: part.setup for part in row}
+    return sum(part.cost - part.setup for part in row) + sum(setups.values())
+
+
+def split(key: int, setup: int, items: Sequence[Item], capacity: int) -> list[Part]:
+    """A group as parts that each fit into a row: as few as two ways of packing find, then those that leave the smallest rest."""
+    if setup + sum(item.size for item in items) <= capacity:
+        return [Part(key, setup, sorted(items))]
+    sizes = [item.size for item in items]
+
+    def rank(bins: list[list[int]]) -> tuple[int, int]:
+        return len(bins), -sum(sum(sizes[i] for i in chosen) ** 2 for chosen in bins)
+
+    bins = min((way(sizes, capacity - setup) for way in (filled_bins, best_fit)), key=rank)
+    return [Part(key, setup, sorted(items[i] for i in chosen)) for chosen in bins]
+
+
+def by_cost(parts: Iterable[Part]) -> list[Part]:
+    """The smallest first; those of equal cost by what they hold, so that the order of the input decides nothing."""
+    return sorted(parts, key=lambda part: (part.cost, [item.size for item in part.items]))
+
+
+def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[Row]:
+    """Rows one after another: the largest part that is left, and whole parts that fill the row.
+
+    Where `worth_split` or more positions are left then, a part is cut so that a piece with its own setup fills them best.
+    """
+    pool = by_cost(parts)
+    costs = [part.cost for part in pool]
+    rows = []
+    while pool:
+        row = [pool.pop()]
+        room = capacity - costs.pop()
+        for index in reversed(fill(costs, room)):
+            row.append(pool.pop(index))
+            room -= costs.pop(index)
+        if worth_split is not None and room >= worth_split and pool:
+            last = len(pool) - 1
+            best: tuple[int, int, Part, Part] | None = None
+            for index in sorted({last, max(last - 1, 0), last * 3 // 4, last // 2, last // 4, 0}, reverse=True):
+                part = pool[index]
+                if part.setup + part.items[0].size <= room:
+                    piece, rest = part.cut(room - part.setup)
+                    if best is None or piece.cost - piece.setup > best[0]:
+                        best = (piece.cost - piece.setup, index, piece, rest)
+            if best is not None:
+                _, index, piece, rest = best
+                row.append(piece)
+                del pool[index], costs[index]
+                if rest.items:
+                    at = bisect_left(costs, rest.cost)
+                    pool.insert(at, rest)
+                    costs.insert(at, rest.cost)
+        rows.append(row)
+    return rows
+
+
+def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) -> list[Row]:
+    """Single items, the largest first, each into the row where least is left over, counting a setup paid once more as left over.
+
+    Better than `join` where few items fit into a row: there a group's items seldom fill rows by themselves.
+    """
+    order = sorted((-item.size, key, item.number, item) for key, (_, items) in enumerate(groups) for item in items)
+    smallest = [min((item.size for item in items), default=0) for _, items in groups]
+    rows: list[dict[int, list[Item]]] = []
+    free: list[int] = []
+    gaps: list[tuple[int, int]] = []  # (free, row), sorted
+    homes: list[list[int]] = [[] for _ in groups]  # rows that hold some of a group
+    for _, key, _, item in order:
+        setup = groups[key][0]
+        best: tuple[int, int] | None = None  # (left over, row)
+        still = []
+        for row in homes[key]:
+            left = free[row] - item.size
+            if free[row] >= smallest[key]:
+                still.append(row)
+            if left >= 0 and (best is None or (left, row) < best):
+                best = (left, row)
+        homes[key] = still
+        at = bisect_left(gaps, (item.size + setup, -1))
+        # A gap that is a home leaves the setup more than this says; it is among the homes with what it really leaves.
+        if at < len(gaps) and (best is None or gaps[at][0] - item.size < best[0]):
+            best = (gaps[at][0] - item.size, gaps[at][1])
+        if best is None:
+            rows.append({key: [item]})
+            free.append(capacity - setup - item.size)
+            homes[key].append(len(rows) - 1)
+            insort(gaps, (free[-1], len(rows) - 1))
+            continue
+        row = best[1]
+        del gaps[bisect_left(gaps, (free[row], row))]
+        if key not in rows[row]:
+            homes[key].append(row)
+            free[row] -= setup
+        free[row] -= item.size
+        rows[row].setdefault(key, []).append(item)
+        insort(gaps, (free[row], row))
+    return [[Part(key, groups[key][0], items[::-1]) for key, items in row.items()] for row in rows]
+
+
+def join_at_random(parts: Sequence[Part], capacity: int, rng: random.Random) -> list[Row]:
+    """Rows that differ from call to call: each of a random part, of others among the next few that fill it, and mostly of a piece
+    of the part that comes next."""
+    pool = by_cost(parts)
+    rng.shuffle(pool)
+    window = rng.randint(1, len(pool))
+    rows = []
+    while pool:
+        row = [pool.pop()]
+        room = capacity - row[0].cost
+        near = sorted(range(max(0, len(pool) - window), len(pool)), key=lambda i: pool[i].cost)
+        for index in sorted((near[j] for j in fill([pool[i].cost for i in near], room)), reverse=True):
+            room -= pool[index].cost
+            row.append(pool.pop(index))
+        if pool and pool[-1].setup + pool[-1].items[0].size <= room and rng.random() < 0.8:
+            following = pool.pop()
+            piece, rest = following.cut(room - following.setup)
+            row.append(piece)
+            if rest.items:
+                pool.append(rest)
+        rows.append(row)
+    return rows

@@ -1,0 +1,176 @@
+"""Pictures of packed tensors, to look at a pack before training on it.
+
+`plot_packed_tensors` draws many rows at once with matplotlib (loaded when it is called, and not needed otherwise);
+`packed_row_svg` draws one row token by token, with nothing but text.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttrl.data.packing.packed import PackedTensors
+from ttrl.data.packing.packed_format import IGNORE_LABEL
+from ttrl.data.pictures import colours as row_colours
+from ttrl.data.pictures.segments import Segment, TokenText, check_rows, figures_of, figures_of_pack, segments_of, visible
+from ttrl.data.pictures.svg import packed_row_svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["packed_row_svg", "plot_packed_tensors"]
+
+_PADDING, _TRAINED, _UNTRAINED, _INK = "#d9dadc", "#1c1e21", "#e9e9e5", "#5d636a"
+_MAX_ROWS, _MAX_TEXT = 12, 96  # rows of a picture when none are named; columns up to which tokens are written into it
+# Lanes of a row, in units of about 0.13 inches, from the bottom: position, advantage, trained, tree (one unit or so per depth).
+_POSITION, _ADVANTAGE, _MASK = (0.0, 1.2), (1.5, 4.1), (4.4, 5.2)
+_TREE = 5.5
+_UNIT = 0.13  # inches
+
+
+def plot_packed_tensors(
+    packed: PackedTensors,
+    path: str | os.PathLike[str] | None = None,
+    rows: Sequence[int] | None = None,
+    tokenizer: Any = None,
+    *,
+    title: str = "",
+) -> "Figure":
+    """A figure with four lanes per row, drawn to scale along the positions: trees of groups, trained positions, advantages, and
+    the position of each token in its sample. Saved to `path` (as PNG where its name does not say otherwise) if that is given.
+
+    A hue is a tree; its root is dark, and what lies deeper stands lower and is lighter. A faint bar behind a group spans all that
+    continues it. Advantages are blue above and red-brown below a common zero, on one scale for all rows. Without `rows`, the
+    first 12 are drawn. With a `tokenizer` (or a function from a token id to its text), and rows of at most 96 positions, tokens
+    are written into their places.
+
+    Raises PackError for rows that are not there, and ImportError where matplotlib is not installed.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.figure import Figure
+
+    chosen = check_rows(packed, range(min(packed.num_rows, _MAX_ROWS)) if rows is None else rows)
+    segments = [segments_of(packed, row) for row in chosen]
+    depths = max((segment.depth + 1 for one in segments for segment in one), default=1)
+    largest = float(packed.advantages[chosen].abs().max()) or 1.0
+    token_text = _token_text(tokenizer) if packed.seq_len <= _MAX_TEXT else None
+    level = 4.0 if token_text else max(0.45, min(1.6, 7 / depths))
+    top = _TREE + level * depths
+    height = len(chosen) * (top * _UNIT + 0.36) + 1.5
+    figure = Figure(figsize=(13, height), layout="constrained")
+    figure.get_layout_engine().set(hspace=0.02, h_pad=0.05)
+    axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, row, one in zip(axes, chosen, segments, strict=True):
+        _draw_row(axis, packed, row, one, depths, largest, level)
+        if token_text:
+            _write_tokens(axis, packed, row, one, level, top, token_text)
+        axis.set(ylim=(0, top), xlim=(0, packed.seq_len))
+        lanes = {"position": _POSITION, "advantage": _ADVANTAGE, "trained": _MASK, "tree": (_TREE, top)}
+        axis.set_yticks([(low + high) / 2 for low, high in lanes.values()], list(lanes), fontsize=7, color=_INK)
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+        axis.set_title(f"row {row}: {', '.join(figures_of(packed, row, one).words()[1:])}", fontsize=8, loc="left", pad=3)
+    axes[-1].set_xlabel("position in the row", fontsize=8)
+    axes[-1].tick_params(axis="x", length=3, labelsize=8)
+    scale = LinearSegmentedColormap.from_list("", [row_colours.advantage_colour(v, 1, "light") for v in (-1, 0, 1)])
+    mappable = ScalarMappable(Normalize(-largest, largest), scale)
+    figure.colorbar(
+        mappable, ax=list(axes), label="advantage of the next token", pad=0.01, fraction=0.015, aspect=min(30, 8 * height)
+    )
+    _legend(figure, depths)
+    whole = figures_of_pack(packed)
+    shown = "" if len(chosen) == packed.num_rows else f" ({len(chosen)} of them shown)"
+    rows_word = "row" if packed.num_rows == 1 else "rows"
+    figure.suptitle(
+        (f"{visible(title)} · " if title else "").replace("$", r"\$")
+        + f"{packed.num_rows} {rows_word} of {packed.seq_len:,} positions{shown}, "
+        f"{100 * whole.tokens / whole.positions:.1f}% filled: {whole.samples:,} samples, {whole.trained:,} trained tokens, "
+        f"{whole.saved:,} saved by sharing",
+        fontsize=11,
+    )
+    if path is not None:
+        name = os.fspath(path)
+        figure.savefig(name, dpi=130, format=None if os.path.splitext(name)[1] else "png")
+    return figure
+
+
+def _token_text(tokenizer: Any) -> TokenText | None:
+    if tokenizer is None or not hasattr(tokenizer, "decode"):
+        return tokenizer  # a function, or nothing
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _draw_row(
+    axis: "Axes", packed: PackedTensors, row: int, segments: Sequence[Segment], depths: int, largest: float, level: float
+) -> None:
+    """All lanes of a row. Position t spans t to t + 1."""
+    from matplotlib.collections import PolyCollection
+
+    used = segments[-1].stop if segments else 0
+    top = _TREE + level * depths
+    longest = max((segment.position + segment.stop - segment.begin for segment in segments), default=1)
+    for segment in segments:
+        colour = row_colours.group_colour(segment.tree, segment.depth, depths)
+        bottom = top - (segment.depth + 1) * level
+        box = {"linewidth": 0.6 if len(segments) < 200 else 0.15, "edgecolor": "white"}
+        axis.broken_barh([(segment.begin, segment.stop - segment.begin)], (bottom, level), facecolor=colour, **box)
+        if segment.end > segment.stop:
+            below = row_colours.mix("#ffffff", colour, 0.18)
+            axis.broken_barh([(segment.stop, segment.end - segment.stop)], (bottom, level), facecolor=below, **box)
+        low, high = segment.position, segment.position + segment.stop - segment.begin
+        heights = [(_POSITION[1] - _POSITION[0]) * value / longest for value in (low, high)]
+        axis.fill_between([segment.begin, segment.stop], heights, color="#a6aab0", linewidth=0)
+    axis.broken_barh([(0, used)], (_MASK[0], _MASK[1] - _MASK[0]), facecolor=_UNTRAINED, linewidth=0)
+    zero, half = sum(_ADVANTAGE) / 2, (_ADVANTAGE[1] - _ADVANTAGE[0]) / 2
+    axis.plot([0, used], [zero, zero], color="#c9ccd1", linewidth=0.6)
+    trained = (packed.labels[row] != IGNORE_LABEL).numpy()
+    values = np.where(trained, packed.advantages[row].numpy(), np.nan)
+    edges = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    masked = [(begin, stop - begin) for begin, stop in edges.tolist()]
+    axis.broken_barh(masked, (_MASK[0], _MASK[1] - _MASK[0]), facecolor=_TRAINED, linewidth=0)
+    bars, colours = [], []  # one collection for all: advantages may differ from token to token
+    for begin, stop, value in _runs(values):
+        low, high = sorted((zero, zero + value / largest * half)) if value else (zero - 0.06, zero + 0.06)
+        bars.append([(begin, low), (begin, high), (stop, high), (stop, low)])
+        colours.append(row_colours.advantage_colour(value, largest))
+    axis.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0))
+    if used < packed.seq_len:
+        padding = {"facecolor": "#f4f4f2", "hatch": "////", "edgecolor": _PADDING, "linewidth": 0}
+        axis.broken_barh([(used, packed.seq_len - used)], (_TREE, top - _TREE), **padding)
+
+
+def _runs(values: np.ndarray) -> list[tuple[int, int, float]]:
+    """Begin, stop and value of the runs of equal numbers; NaN is left out."""
+    known = ~np.isnan(values)
+    filled = np.where(known, values, 0.0)
+    change = (filled[1:] != filled[:-1]) | (known[1:] != known[:-1])
+    begins = [0, *(np.flatnonzero(change) + 1).tolist()]
+    return [(b, s, float(values[b])) for b, s in zip(begins, [*begins[1:], len(values)], strict=True) if known[b]]
+
+
+def _legend(figure: "Figure", depths: int) -> None:
+    from matplotlib.patches import Patch
+
+    root, leaf = (row_colours.group_colour(0, depth, max(depths, 2)) for depth in (0, depths - 1 or 1))
+    handles = [
+        Patch(facecolor=root, label="root of a tree (one hue per tree)"),
+        Patch(facecolor=leaf, label="deepest group"),
+        Patch(facecolor=row_colours.mix("#ffffff", root, 0.18), label="seen by all that stands below"),
+        Patch(facecolor=_TRAINED, label="the next token is trained"),
+        Patch(facecolor="#f4f4f2", hatch="////", edgecolor=_PADDING, label="padding"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)
+
+
+def _write_tokens(
+    axis: "Axes", packed: PackedTensors, row: int, segments: Sequence[Segment], level: float, top: float, token_text: TokenText
+) -> None:
+    for segment in segments:
+        for column in range(segment.begin, segment.stop):
+            text = visible(token_text(int(packed.tokens[row, column])))
+            text = (text if len(text) <= 8 else text[:7] + "…").replace("$", r"\$")
+            height = top - (segment.depth + 0.5) * level
+            axis.text(column + 0.5, height, text, ha="center", va="center", fontsize=6.5, rotation=90, clip_on=True)

@@ -1,0 +1,159 @@
+"""A packed row as people see it: segments in the shape of trees, and what sharing saves. What all pictures are drawn from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ttrl.data.packing.packed import PackedTensors
+from ttrl.data.packing.packed_format import IGNORE_LABEL
+from ttrl.errors import PackError
+
+TokenText: TypeAlias = Callable[[int], str]
+"""From a token id to its text, as `visible` shows it or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A group of a row: neighbouring positions, begin <= t < stop."""
+
+    group: int
+    parent: int
+    """The group that it continues; itself for a root."""
+    depth: int
+    """0 for a root."""
+    tree: int
+    """Number of its root among the roots of the row."""
+    begin: int
+    stop: int
+    end: int
+    """One past the last position of whatever continues it, at any depth: positions stop <= t < end see all of it."""
+    sample: int
+    """Row of the sample table, -1 where several samples share it."""
+    position: int
+    """input_pos of its first token."""
+    label: int
+    """What its last position predicts, -100 where nothing is trained there: the only label that is not the token behind it."""
+
+
+@dataclass(frozen=True)
+class RowFigures:
+    """Counts of one row, or summed over rows, in positions."""
+
+    positions: int
+    """seq_len."""
+    tokens: int
+    """Positions that are not padding."""
+    trained: int
+    """Labels."""
+    samples: int
+    trees: int
+    saved: int
+    """Positions that the same samples would take more if nothing were shared."""
+
+    @property
+    def padding(self) -> int:
+        """Positions of padding."""
+        return self.positions - self.tokens
+
+    def words(self) -> list[str]:
+        """The figures for people."""
+        if not self.tokens:
+            return [f"{self.positions:,} positions", "padding alone"]
+        return [
+            f"{self.positions:,} positions",
+            f"{self.tokens:,} tokens",
+            f"{self.trained:,} trained ({_percent(self.trained, self.tokens)} of the tokens)",
+            f"{self.padding:,} padding ({_percent(self.padding, self.positions)})",
+            f"{self.samples:,} {'sample' if self.samples == 1 else 'samples'} in {self.trees:,} "
+            f"{'tree' if self.trees == 1 else 'trees'}",
+            f"{self.saved:,} shared tokens saved ({_percent(self.saved, self.tokens + self.saved)})",
+        ]
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "0%"
+
+
+def check_rows(packed: PackedTensors, rows: Sequence[int]) -> list[int]:
+    """The row numbers, as ints. Raises PackError when there are none, or for those that are not there."""
+    chosen = [int(row) for row in rows]
+    if not chosen or not all(0 <= row < packed.num_rows for row in chosen):
+        count = f"{packed.num_rows} {'row' if packed.num_rows == 1 else 'rows'}"
+        wrong = [row for row in chosen if not 0 <= row < packed.num_rows]
+        named = ", ".join(map(str, wrong[:5])) + (" …" if len(wrong) > 5 else "")
+        raise PackError(f"{f'row {named}' if wrong else 'no row'} of {count}; give rows from 0 to {packed.num_rows - 1}")
+    return chosen
+
+
+def segments_of(packed: PackedTensors, row: int) -> list[Segment]:
+    """The groups of a row from left to right, padding left out. `packed` must hold to the format (`PackedTensors.check`)."""
+    groups = packed.group_ids[row].numpy()
+    used = int((groups >= 0).sum())  # padding comes last
+    begins = np.flatnonzero(np.diff(groups[:used], prepend=-1)) if used else np.zeros(0, dtype=np.int64)
+    stops = [*begins[1:].tolist(), used]
+    parents, samples, positions = (
+        tensor[row].numpy()[begins].tolist() for tensor in (packed.parent_ids, packed.sample_ids, packed.input_pos)
+    )
+    labels = packed.labels[row].numpy()[np.array(stops[: len(begins)], dtype=np.int64) - 1].tolist()
+    depths: list[int] = []
+    trees: list[int] = []
+    for group, parent in enumerate(parents):
+        depths.append(0 if parent == group else depths[parent] + 1)
+        trees.append(max(trees, default=-1) + 1 if parent == group else trees[parent])
+    ends = stops[: len(parents)]
+    for group in range(len(parents) - 1, -1, -1):  # children before their parents
+        ends[parents[group]] = max(ends[parents[group]], ends[group])
+    columns = (range(len(parents)), parents, depths, trees, begins.tolist(), stops, ends, samples, positions, labels)
+    return [Segment(*values) for values in zip(*columns)]
+
+
+def figures_of(packed: PackedTensors, row: int, segments: Sequence[Segment]) -> RowFigures:
+    """Of one row, from its segments."""
+    tokens = segments[-1].stop if segments else 0
+    own = [segment for segment in segments if segment.sample >= 0]
+    return RowFigures(
+        positions=packed.seq_len,
+        tokens=tokens,
+        trained=int((packed.labels[row] != IGNORE_LABEL).sum()),
+        samples=len(own),
+        trees=segments[-1].tree + 1 if segments else 0,
+        saved=sum(segment.position + segment.stop - segment.begin for segment in own) - tokens,
+    )
+
+
+def figures_of_pack(packed: PackedTensors) -> RowFigures:
+    """Of all rows together."""
+    first = (packed.parent_ids == packed.group_ids) & (packed.group_ids >= 0) & (packed.input_pos == 0)
+    owned = packed.sample_ids >= 0
+    alone = owned.clone()  # the last position of each sample's own group: what it takes alone is its position + 1
+    alone[:, :-1] &= packed.group_ids[:, 1:] != packed.group_ids[:, :-1]
+    return RowFigures(
+        positions=packed.tokens.numel(),
+        tokens=packed.num_tokens,
+        trained=packed.num_trained,
+        samples=len(packed.samples),
+        trees=int(first.sum()),
+        saved=int((packed.input_pos[alone] + 1).sum()) - packed.num_tokens,
+    )
+
+
+def visible(text: str) -> str:
+    """A token's text for people: what cannot be seen, or would change how the rest is shown, as symbols or numbers.
+
+    Control characters become their symbols (␀, newline ↵, tab ⇥); other invisible ones (direction marks, joiners, lone
+    surrogates, private characters, line separators) their number, as ⟨200e⟩. Spaces stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _symbol(c) for c in text)
+
+
+def _symbol(character: str) -> str:
+    code = ord(character)
+    if character in "\n\t":
+        return "↵" if character == "\n" else "⇥"
+    if code < 32 or code == 127:
+        return chr(0x2421 if code == 127 else 0x2400 + code)
+    return "\u00a0" if code == 0xA0 else f"⟨{code:x}⟩"

@@ -1,0 +1,394 @@
+"""`evaluate`: asks a model the tasks of one or more families and says how well it does. `ttrl eval` is its command.
+
+from ttrl import evaluate
+
+result = evaluate("runs/NAME/iterations/0030/checkpoint", "letter_counting,gsm8k=data/gsm8k", n=200, output="after.json")
+print(result.table())
+print(result["gsm8k"].accuracy)
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrl.cli.tasks import load_tasks
+from ttrl.errors import ConfigError, ModelFolderError, UserError
+from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
+from ttrl.evaluation.results import EvalResult, SetResult, read_result
+from ttrl.rollouts.cache.completions import Cache
+from ttrl.rollouts.client.chat_completions import request_kwargs
+from ttrl.rollouts.client.transport import is_local
+from ttrl.rollouts.progress import Prices
+from ttrl.rollouts.results import TaskResults
+from ttrl.rollouts.task_results import get_task_results
+from ttrl.server.model_folder import check_model_folder, weights_digest
+from ttrl.server.serving import KEY_VARIABLE, Served, address_problem, default_dtype, is_address, serving
+from ttrl.system.coroutines import run_async
+from ttrl.system.files import atomic_file
+from ttrl.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/|$)")
+_SAME_ANSWERS = frozenset({"tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "gpu-memory-utilization"})
+"""Arguments of vLLM about where it computes, not what."""
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """Everything that an evaluation is told. `problems` finds all that is wrong with it before a server starts."""
+
+    model: str
+    """A model folder or a name on the hub, for which a vLLM server is started and stopped; or the address of a server."""
+    tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]"
+    """Families as text, "gsm8k=data/gsm8k,mmlu" (see `ttrl.evaluation.families`), with files of one's own, "my_task.py"; or tasks
+    by name."""
+    n: int | None = None
+    """Tasks of each family at the most; None: all there are, and 200 of those that are made, and of a file of one's own."""
+    seed: int = 0
+    """Which tasks of a train split; validation and test are the same for every seed."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of families: {"gsm8k.style": "r1"}."""
+    samples_per_task: int = 1
+    temperature: float | None = None
+    """None: 0 for one sample a task, 1 for several."""
+    top_p: float | None = None
+    max_tokens: int | None = None
+    """Of one reply; None: as many as the model's context has room for."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Any other sampling parameters of the OpenAI API or of vLLM."""
+    system_prompt: str | None = None
+    """A first message for every task."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """For the model's chat template, such as {"enable_thinking": False}."""
+    name: str | None = None
+    """Under which an address serves the model; None: the first that it lists."""
+    key_variable: str = KEY_VARIABLE
+    """The environment variable with an address's key. Keys are never given otherwise, and are written nowhere."""
+    dtype: str | None = None
+    """Of a server that is started; None: float32 on CPU, else vLLM's choice."""
+    max_model_len: int | None = None
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    """Of vLLM, such as {"tensor_parallel_size": 2}."""
+    server_log: str | os.PathLike[str] | None = None
+    cache: str | os.PathLike[str] | None = None
+    """Where completions are kept: a folder, "s3://…". The same evaluation, or one of more tasks, goes on with what is there."""
+    weights_digest: str | None = None
+    """Names what an address on this machine serves, for the cache; a model folder is named by its contents."""
+    concurrency: int | None = None
+    isolated: bool = False
+    """Graders run in processes that can be ended."""
+    grader_timeout: float = 60.0
+    prices: tuple[float, float] | None = None
+    """Dollars per million prompt and completion tokens."""
+    pass_at: Sequence[int] = ()
+    """k of pass@k, at most samples_per_task. None given, with several samples: 1, 2, 4, … and samples_per_task."""
+    confidence: float = 0.95
+    output: str | os.PathLike[str] | None = None
+    """The JSON, rewritten after each family."""
+    samples_file: str | os.PathLike[str] | None = None
+    """Every sample as a line of JSON, as in a run's rollouts.jsonl."""
+    pbar: bool = True
+
+    def problems(self) -> list[str]:
+        """What is wrong, the tasks and the model folder left out."""
+        found = []
+        if not isinstance(self.model, str) or not self.model:
+            found.append(f"model is {self.model!r}; give a model folder, a name on the hub, or the address of a server")
+        for name, value, least in (("n", self.n, 1), ("max_tokens", self.max_tokens, 1), ("concurrency", self.concurrency, 1)):
+            if value is not None and (type(value) is not int or value < least):
+                found.append(f"{name} is {value!r}; give a whole number of at least {least}")
+        if type(self.samples_per_task) is not int or self.samples_per_task < 1:
+            found.append(f"samples_per_task is {self.samples_per_task!r}; give a whole number of at least 1")
+        elif wrong := [k for k in self.pass_at if type(k) is not int or not 1 <= k <= self.samples_per_task]:
+            found.append(f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, and that is {self.samples_per_task}")
+        if self.temperature is not None and not _is_within(self.temperature, 0.0, 10.0):
+            found.append(f"temperature is {self.temperature!r}; give a number from 0 to 10")
+        if self.samples_per_task != 1 and 0 in (self.temperature, self.params.get("temperature")):
+            found.append(f"temperature 0 with {self.samples_per_task} samples a task: they would all be the same")
+        if not _is_within(self.confidence, 0.5, 0.9999):
+            found.append(f"confidence is {self.confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
+        if self.prices is not None:
+            found += _said(lambda: Prices.of(self.prices))
+        found += _said(lambda: request_kwargs(self.sampling_params()))
+        if self.cache is not None:
+            found += _said(self._check_cache)
+        if isinstance(self.model, str) and is_address(self.model):
+            found += filter(None, [address_problem(self.model)])
+            given = {"dtype": self.dtype, "max_model_len": self.max_model_len, "server_args": self.server_args or None}
+            found += [
+                f"{name} is for servers that are started here; that of an address runs already"
+                for name, value in given.items()
+                if value is not None
+            ]
+        elif self.name is not None:
+            found.append(f"name is {self.name!r}, which is for addresses; a server that is started here needs none")
+        return found
+
+    def _check_cache(self) -> None:
+        """Before a server starts. Raises UserError."""
+        Cache.of(self.cache)
+        if is_address(self.model) and is_local(self.model) and self.weights_digest is None:
+            raise UserError(
+                "cache: a server on this machine may serve other weights tomorrow, whose answers must not be taken for today's; "
+                "give weights_digest (--weights-digest), a name that changes with the weights"
+            )
+
+    def sampling_params(self) -> dict[str, Any]:
+        """What is sent with each request."""
+        params: dict[str, Any] = {"logprobs": False}
+        temperature = self.temperature
+        if temperature is None and "temperature" not in self.params:
+            temperature = 0.0 if self.samples_per_task == 1 else 1.0
+        given = {"temperature": temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        params |= {name: value for name, value in given.items() if value is not None}
+        if self.chat_template_kwargs:
+            params["chat_template_kwargs"] = dict(self.chat_template_kwargs)
+        return {**params, **self.params}
+
+    def settings(self) -> dict[str, Any]:
+        """For the JSON: what the answers depend on, and no key."""
+        told = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in _NOT_TOLD}
+        if (cache := Cache.of(self.cache)) is not None:
+            told["cache"] = cache.describe()
+        told["params"] = self.sampling_params()
+        told["tasks"] = self.tasks if isinstance(self.tasks, str) else list(self.tasks)
+        return dict(json.loads(json.dumps(told, default=str)))
+
+
+_NOT_TOLD = frozenset(
+    {"model", "output", "samples_file", "pbar", "server_log", "confidence", "key_variable", "temperature", "top_p", "max_tokens"}
+    | {"chat_template_kwargs"}
+)
+
+
+def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]", **settings: Any) -> EvalResult:
+    """Evaluates a model on tasks; `settings` are the fields of EvalConfig.
+
+    Raises ConfigError, with everything that is wrong, before a server starts; ServerError for one that does not answer; and
+    UserError where not a single sample of a family could be graded.
+    """
+    known = {one.name for one in dataclasses.fields(EvalConfig)}
+    if unknown := [name for name in settings if name not in known]:
+        raise ConfigError("evaluate", [f"no setting {name!r}; there are {', '.join(sorted(known))}" for name in unknown])
+    return run_evaluation(EvalConfig(model=model, tasks=tasks, **settings))
+
+
+def run_evaluation(config: EvalConfig) -> EvalResult:
+    """As `evaluate`, from a config."""
+    sets = checked_sets(config)
+    result = EvalResult(model=config.model, settings=config.settings(), confidence=config.confidence)
+    started = time.monotonic()
+    log = {} if is_address(config.model) else {"log_path": config.server_log}
+    with contextlib.ExitStack() as stack:
+        samples = stack.enter_context(_samples(config.samples_file))
+        served = stack.enter_context(
+            serving(
+                config.model,
+                name=config.name,
+                key_variable=config.key_variable,
+                dtype=config.dtype,
+                max_model_len=config.max_model_len,
+                server_args=config.server_args,
+                **log,
+            )
+        )
+        result.settings["name"] = served.model
+        digest = _digest(config) if config.cache is not None else None
+        for one in sets:
+            results = run_async(_sampled(one.tasks, served, config, digest, one.name))
+            if config.pbar:
+                logger.info("%s: %s", one.name, results.stats.summary())
+            for task_result in results:
+                for sample in task_result.samples:
+                    samples.append({"set": one.name, **sample.to_json()})
+            result.sets.append(
+                SetResult.of(
+                    one.name,
+                    one.tasks,
+                    results,
+                    score=one.score,
+                    samples_per_task=config.samples_per_task,
+                    pass_at=_pass_at(config),
+                    confidence=config.confidence,
+                )
+            )
+            result.seconds = time.monotonic() - started
+            result.complete = len(result.sets) == len(sets)
+            if config.output is not None:
+                result.write(config.output)
+            results.raise_if_all_failed()
+    return result
+
+
+@dataclass(frozen=True)
+class NamedTasks:
+    """One set that is asked."""
+
+    name: str
+    score: str
+    tasks: list[Task]
+
+
+def checked_sets(config: EvalConfig) -> list[NamedTasks]:
+    """The tasks, once everything was checked. Raises ConfigError with all problems: settings, families, data, model folder."""
+    problems = config.problems()
+    if isinstance(config.model, str) and config.model and not is_address(config.model):
+        try:
+            check_model_folder(config.model)
+        except ModelFolderError as error:
+            hint = f"; the address of a server begins with http://: http://{config.model}"
+            problems.append(f"{error}{hint if _HOST_AND_PORT.match(config.model) else ''}")
+    problems += _file_problems(config)
+    sets: list[NamedTasks] = []
+    wrong_n = config.n is not None and (type(config.n) is not int or config.n < 1)
+    n = 1 if wrong_n else config.n  # the rest of the tasks' settings is checked all the same
+    if isinstance(config.tasks, Mapping):
+        sets = [NamedTasks(name, "reward", list(tasks)[:n]) for name, tasks in config.tasks.items()]
+        problems += [f"option {name!r} is of a family, and tasks were given" for name in config.options]
+    else:
+        asked = config.tasks.split(",") if isinstance(config.tasks, str) else list(config.tasks)
+        if config.pbar:  # puzzles take a while to be made, data to be loaded
+            logger.info("preparing the tasks: %s", ", ".join(asked))
+        sets, found = _named(list(filter(None, (one.strip() for one in asked))), config, n)
+        problems += found
+    if not problems and not any(one.tasks for one in sets):
+        problems.append(f"no tasks; name some of {', '.join(sorted(FAMILIES))}")
+    for place, one in enumerate(sets):
+        if one.name in [other.name for other in sets[:place]]:
+            problems.append(f"{one.name} is asked for twice")
+        if config.system_prompt is not None:
+            problems += _said(lambda one=one: _with_system(one.tasks, config.system_prompt or ""))
+    if problems:
+        raise ConfigError("evaluation", problems)
+    if config.system_prompt is not None:
+        return [dataclasses.replace(one, tasks=_with_system(one.tasks, config.system_prompt)) for one in sets]
+    return sets
+
+
+def _named(asked: Sequence[str], config: EvalConfig, n: int | None) -> tuple[list[NamedTasks], list[str]]:
+    """(sets, problems) of families and files."""
+    sets, problems = [], []
+    options = dict(config.options)
+    used: set[str] = set()
+    for text in asked:
+        try:
+            if text.partition("=")[0].endswith(".py") or ".py:" in text:
+                sets.append(NamedTasks(text, "reward", load_tasks(text, n if n is not None else GENERATED_BY_DEFAULT)))
+                continue
+            spec = TaskSpec.parse(text)
+            for key in [key for key in options if key.partition(".")[0].replace("-", "_") == spec.family]:
+                used.add(key)
+                spec = spec.with_option(key.partition(".")[2], options[key])
+            sets.append(NamedTasks(str(spec), FAMILIES[spec.family].score, spec.tasks(n, config.seed)))
+        except UserError as error:
+            message = str(error)
+            problems.append(message if message.startswith(text) else f"{text}: {message}")
+    names = ", ".join(asked)
+    problems += [f"option {key!r} is of no family that is asked for ({names}); give FAMILY.NAME" for key in options.keys() - used]
+    return sets, problems
+
+
+def _with_system(tasks: Sequence[Task], prompt: str) -> list[Task]:
+    """The tasks with a first message; their ids stay. Raises UserError where a task has one of its own."""
+    for task in tasks:
+        if task.messages[0]["role"] in ("system", "developer"):
+            raise UserError(f"task {task.id!r} has a system message of its own; leave system_prompt out")
+    return [dataclasses.replace(task, messages=[{"role": "system", "content": prompt}, *task.messages]) for task in tasks]
+
+
+def _pass_at(config: EvalConfig) -> list[int]:
+    if config.pass_at or config.samples_per_task == 1:
+        return list(config.pass_at)
+    powers = [2**power for power in range(config.samples_per_task.bit_length())]
+    return [*(k for k in powers if k < config.samples_per_task), config.samples_per_task]
+
+
+def _digest(config: EvalConfig) -> str | None:
+    """Names the weights, for the cache; None for servers elsewhere, which the cache knows by their address."""
+    if config.weights_digest is not None or is_address(config.model):
+        return config.weights_digest
+    digest = f"{weights_digest(config.model)}/{config.dtype or default_dtype()}"
+    # The context's length cuts replies off; of vLLM's arguments some change what it computes, such as quantization.
+    server = {"max_model_len": config.max_model_len, **{name.replace("_", "-"): v for name, v in config.server_args.items()}}
+    given = {name: value for name, value in server.items() if value is not None and name not in _SAME_ANSWERS}
+    return f"{digest}/{json.dumps(given, sort_keys=True, default=str)}" if given else digest
+
+
+async def _sampled(
+    tasks: Sequence[Task], served: Served, config: EvalConfig, digest: str | None, description: str
+) -> TaskResults:
+    async with served.connect() as client:
+        return await get_task_results(
+            tasks,
+            client,
+            served.model,
+            n=config.samples_per_task,
+            params=config.sampling_params(),
+            token_ids=served.is_ours,
+            cache=config.cache,
+            weights_digest=digest,
+            concurrency=config.concurrency,
+            isolated=config.isolated,
+            grader_timeout=config.grader_timeout,
+            prices=config.prices,
+            pbar=config.pbar,
+            pbar_desc=description,
+        )
+
+
+@contextlib.contextmanager
+def _samples(path: str | os.PathLike[str] | None) -> Any:
+    """A list, written as lines of JSON at the end, also where it ends early; None keeps nothing."""
+    rows: list[dict[str, Any]] = []
+    try:
+        yield rows
+    finally:
+        if path is not None and rows:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(Path(path)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=True) + "\n" for row in rows)
+
+
+def _file_problems(config: EvalConfig) -> list[str]:
+    """What would keep the results from being written, found before they are sampled. Makes the files' folders."""
+    found = []
+    for name, path in (("output", config.output), ("samples_file", config.samples_file)):
+        if path is None:
+            continue
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            found.append(f"{name} is {path}: its folder cannot be made: {error}")
+            continue
+        if path.is_dir():
+            found.append(f"{name} is {path}, a folder; give the name of a file")
+        elif not os.access(path.parent, os.W_OK | os.X_OK):
+            found.append(f"{name} is {path}; nothing may be written into {path.parent}")
+        elif name == "output" and path.exists() and path.stat().st_size and _said(lambda path=path: read_result(path)):
+            found.append(f"output is {path}, which is there and is no result of an evaluation; give another name, or remove it")
+    if config.output is not None and config.samples_file is not None and Path(config.output) == Path(config.samples_file):
+        found.append(f"output and samples_file are both {config.output}; give two names")
+    return found
+
+
+def _is_within(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _said(check: Any) -> list[str]:
+    """What a check has to say: [] where it raises nothing."""
+    try:
+        check()
+    except UserError as error:
+        return [str(error)]
+    return []

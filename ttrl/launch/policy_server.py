@@ -1,0 +1,361 @@
+"""The run's inference servers: started when first needed, always serving the checkpoint that is asked for, and proven to.
+
+Requests name the weights that they are for (`ttrl.server.auth`), so a server that is lost and comes back with others cannot
+answer them. A thread looks after the servers while they serve: one of ours that died is started anew, once per policy, with the
+reason in the log; one that somebody else started is synced when it is back. Until then the others serve.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ttrl.configs.machines import shares_of_devices
+from ttrl.configs.run import TrainConfig
+from ttrl.errors import ServerDiedError, ServerError
+from ttrl.launch.server_member import Member
+from ttrl.server.auth import FENCE_HEADER
+from ttrl.server.connection import Connection, JoinedServer
+from ttrl.server.model_folder import ADAPTER_FOLDER
+from ttrl.server.vllm import VLLMServer, cores_for_servers, is_cpu_build
+from ttrl.system.console import Console
+
+logger = logging.getLogger(__name__)
+
+MODEL_NAME = "policy"
+MAX_DOWNTIME = 240.0
+"""Seconds for which requests of a rollout wait for a server that is being started anew."""
+_LOOK_SECONDS = 1.0
+_LOOK_AT_OTHERS_SECONDS = 5.0
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def make_server(
+    config: TrainConfig, model_folder: Path, log_path: Path, *, env: dict[str, str] | None = None, adapters: bool = False
+) -> VLLMServer:
+    """A server of a run, not started yet. Raises ConfigError for arguments in `config.server` that ttrl sets itself."""
+    extra: dict[str, Any] = {}
+    if adapters:
+        rank = config.recipe_config({}).lora_rank or 1
+        # Where a family stores matrices fused, peft sees an adapter of as many times the rank.
+        extra["max_lora_rank"] = next(allowed for allowed in _VLLM_RANKS if allowed >= 3 * rank or allowed == _VLLM_RANKS[-1])
+    if config.weight_sync == "sleep" and not is_cpu_build():
+        extra["enable_sleep_mode"] = True
+    return VLLMServer(
+        model_folder,
+        served_model_name=MODEL_NAME,
+        log_path=log_path,
+        dtype=_dtype(config),
+        extra_args=extra | {name: value for name, value in config.server.items() if name != "max_model_len"},
+        max_model_len=config.server.get("max_model_len"),
+        seed=config.seed,
+        env=env,
+        serves_adapters=adapters,
+    )
+
+
+def _dtype(config: TrainConfig) -> str:
+    return "bfloat16" if config.dtype == "bf16" else "float32"
+
+
+def can_serve_adapters(config: TrainConfig) -> bool:
+    """Whether vLLM can be given a run's adapters beside the base: see `ServersConfig.adapters`."""
+    recipe = config.recipe_config({})
+    return (
+        recipe.lora_rank is not None
+        and 3 * recipe.lora_rank <= _VLLM_RANKS[-1]
+        and config.adapters == "auto"
+        and not config.joined_servers
+        and recipe.lora_kind == "lora"
+        and recipe.lora_base_dtype == "fp32"
+        and "output" not in recipe.lora_targets
+    )
+
+
+class RunningServers:
+    """The servers that have the policy, as one."""
+
+    def __init__(self, members: list[Member], version: str) -> None:
+        self._members, self._version = members, version
+
+    @property
+    def servers(self) -> list[Connection]:
+        """Those that are proven now."""
+        return [member.server for member in self._members if member.proven is not None and member.version == self._version]
+
+    @property
+    def model_name(self) -> str:
+        """What requests ask for."""
+        return self._any().model_name
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[Any]:
+        """The OpenAI client of the server, or a list of the clients of all: also of those that are out, which take part when they
+        are back with these weights. Their requests are for these weights, so none goes to a server that may not know what that
+        means."""
+        async with contextlib.AsyncExitStack() as stack:
+            headers, clients = {FENCE_HEADER: self._version}, []
+            for member in self._members:
+                if member.is_fenced:
+                    clients.append(await stack.enter_async_context(member.server.client(default_headers=headers)))
+            yield clients if len(clients) > 1 else clients[0]
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        """See Connection.request; of the first of them."""
+        return self._any().request(method, path, body)
+
+    def weights_digest(self) -> str:
+        """See Connection.weights_digest."""
+        return self._any().weights_digest()
+
+    def check(self) -> None:
+        """Raises ServerDiedError where all of them are gone, with what is known of each."""
+        gone = []
+        for member in self._members:
+            try:
+                if member.proven is None:
+                    raise member.problem or ServerDiedError(f"{member.server.base_url} does not serve this policy")
+                member.server.check()
+                return
+            except ServerError as error:
+                gone.append(str(error))
+        raise ServerDiedError("; ".join(gone))
+
+    def _any(self) -> Connection:
+        if not (servers := self.servers):
+            self.check()
+            raise ServerDiedError("all servers are gone")
+        return servers[0]
+
+
+class PolicyServer:
+    """One vLLM server or several, which follow the run's checkpoints."""
+
+    def __init__(self, config: TrainConfig, logs: Path, console: Console) -> None:
+        self._config, self._logs, self._console = config, logs, console
+        self._members: list[Member] = []
+        self._folder: Path | None = None
+        self._version: str | None = None
+        self._adapters = can_serve_adapters(config)
+        self._watching: threading.Thread | None = None
+        self._over = threading.Event()
+        self._serving: tuple[Path, str] | None = None
+        """The checkpoint and version of requests, while they are served: one value, so that no thread mixes two of them."""
+
+    def start(self, model_folder: Path) -> None:
+        """Begins to start the servers in the background: it takes half a minute, in which the caller can do something else."""
+        if not self._members:
+            self._members = self._make_members(model_folder)
+        for member in self._members:
+            if not member.is_up:
+                member.start(self._base(model_folder))
+
+    def serve(self, checkpoint: Path) -> dict[str, Any] | None:
+        """Makes the servers compute with `checkpoint`, all at the same time, and holds each of them to it.
+
+        Returns what the sync has to say (mode, seconds, the canary's largest difference, why it fell back, and for several
+        servers how many serve and what is wrong with the others), None where they had these weights already. A server that
+        fails is left out with a warning while others serve. Raises ServerStartError, ServerDiedError, WeightSyncError where none
+        is left.
+        """
+        if not self._members:
+            self.start(checkpoint)
+        self._serving = None
+        if checkpoint != self._folder or self._version is None:
+            self._version = secrets.token_hex(16)
+            self._folder = None
+            for member in self._members:
+                member.may_restart = True
+        if any(member.ours is not None for member in self._members):
+            with self._console.waiting("starting the vLLM server"):
+                for member in self._members:  # all of them start at the same time
+                    with member.lock:
+                        member.wait_for_start()
+        had_adapters = self._adapters
+        results = self._for_each(lambda member: self._bring(member, checkpoint))
+        if had_adapters and not self._adapters:  # requests ask all servers for one name
+            results = self._for_each(lambda member: self._bring_merged(member, checkpoint))
+        errors = [result for result in results if isinstance(result, ServerError)]
+        if len(errors) == len(results):
+            raise errors[0]
+        self._folder = checkpoint
+        assert self._version is not None
+        self._serving = checkpoint, self._version
+        self._watch()
+        return self._facts(results)
+
+    def rest(self) -> None:
+        """Before the trainer works on a device that it shares with them: servers stop, sleep or stay, as `weight_sync` says."""
+        self._serving = None
+        self._for_each(Member.rest)
+
+    @property
+    def running(self) -> RunningServers:
+        """The servers. Raises ServerError where none has the policy that was asked for last."""
+        if (serving := self._serving) is None:
+            raise ServerError("no server runs; serve() starts one")
+        return RunningServers(self._members, serving[1])
+
+    def stop(self) -> None:
+        """Ends the servers, also those that are just starting. Harmless when there are none."""
+        self._serving = None
+        self._over.set()
+        members, self._members, self._folder, self._version = self._members, [], None, None
+        for member in members:  # first of all: whatever waits for one of them ends, too
+            if member.ours is not None:
+                member.ours.stop()
+        for member in members:
+            # A request to somebody else's server may take half an hour; nothing here needs its end.
+            while not (has_lock := member.lock.acquire(timeout=0.2)) and member.ours is not None:
+                member.ours.stop()
+            try:
+                member.stop()
+            finally:
+                if has_lock:
+                    member.lock.release()
+        if self._watching is not None:
+            self._watching.join(5.0)
+            self._watching = None
+
+    # Inside
+
+    def _make_members(self, model_folder: Path) -> list[Member]:
+        config = self._config
+        own = [
+            make_server(
+                config,
+                model_folder,
+                self._logs / ("server.log" if config.servers == 1 else f"server_{number}.log"),
+                env=env,
+                adapters=self._adapters,
+            )
+            for number, env in enumerate(_environments(config))
+        ]
+        keys = config.joined_keys()
+        others = [
+            JoinedServer(url, served_model_name=MODEL_NAME, dtype=_dtype(config), api_key=keys[url])
+            for url in config.joined_servers
+        ]
+        compare, mode = config.weight_check == "all", config.weight_sync
+        remote = None if config.joined_run is None else (Path(config.run), Path(config.joined_run))
+        return [Member(server, mode=mode, compare=compare) for server in own] + [
+            Member(server, mode="reload", compare=compare, remote_run=remote) for server in others
+        ]
+
+    def _base(self, model_folder: Path) -> Path:
+        """What a server is started with: the base of the run's adapters where it is given those."""
+        adapter = model_folder / ADAPTER_FOLDER / "ttrl_adapter.json"
+        of_this_run = model_folder.absolute().is_relative_to(Path(self._config.run, "iterations").absolute())
+        if not self._adapters or not of_this_run or not adapter.is_file():  # a starting model may be what was merged once
+            return model_folder
+        return Path(json.loads(adapter.read_text(encoding="utf-8"))["lora_base"])
+
+    def _bring(self, member: Member, checkpoint: Path) -> dict[str, Any] | None:
+        assert self._version is not None
+        try:
+            return member.bring(checkpoint, self._version, self._base(checkpoint))
+        except ServerError as error:
+            if not member.server.serves_adapters:
+                raise
+            logger.warning("vLLM does not serve this run's adapters; it is given merged weights from now on: %s", error)
+            self._adapters = False
+            return None
+
+    def _bring_merged(self, member: Member, checkpoint: Path) -> dict[str, Any] | None:
+        assert self._version is not None
+        member.serve_merged()
+        facts = member.bring(checkpoint, self._version, checkpoint)
+        return None if facts is None else facts | {"fell_back": "vLLM does not serve this run's adapters"}
+
+    def _for_each(self, work: Callable[[Member], Any]) -> list[Any]:
+        """Does it for all members at once; a ServerError is a result like any other."""
+
+        def one(member: Member) -> Any:
+            with member.lock:
+                try:
+                    return work(member)
+                except ServerError as error:
+                    return error
+
+        if len(self._members) <= 1:
+            return [one(member) for member in self._members]
+        done: dict[Member, Future[Any]] = {member: Future() for member in self._members}
+
+        def settle(member: Member) -> None:
+            try:
+                done[member].set_result(one(member))
+            except BaseException as error:  # noqa: BLE001 - raised below
+                done[member].set_exception(error)
+
+        # Threads of their own: Ctrl-C and the end of the program do not wait for them, as they would for those of a pool.
+        for member in done:
+            threading.Thread(target=settle, args=(member,), name="server sync", daemon=True).start()
+        return [future.result() for future in done.values()]
+
+    def _facts(self, results: list[Any]) -> dict[str, Any] | None:
+        left_out = {}
+        for member, result in zip(self._members, results, strict=True):
+            if isinstance(result, ServerError):
+                left_out[member.server.base_url] = str(result).splitlines()[0]
+                logger.warning("%s is left out of the rollouts until it is back: %s", member.server.base_url, result)
+        facts = [result for result in results if isinstance(result, dict)]
+        if not facts:
+            return None
+        if len(results) == 1:
+            return facts[0]
+        worst = max(facts, key=lambda one: one["canary_max_difference"])
+        reasons = [one["fell_back"] for one in facts if one["fell_back"]]
+        return worst | {
+            "seconds": max(one["seconds"] for one in facts),
+            "fell_back": "; ".join(reasons) or None,
+            "servers": len(results) - len(left_out),
+            "left_out": left_out,
+        }
+
+    def _watch(self) -> None:
+        if self._watching is not None and self._watching.is_alive():
+            return
+        self._over = over = threading.Event()
+        self._watching = threading.Thread(target=self._look_after_all, args=(over,), name="server watch", daemon=True)
+        self._watching.start()
+
+    def _look_after_all(self, over: threading.Event) -> None:
+        looked_at_others = time.monotonic()
+        while not over.wait(_LOOK_SECONDS):
+            others_too = time.monotonic() - looked_at_others >= _LOOK_AT_OTHERS_SECONDS
+            for member in list(self._members):
+                if (member.ours is None and not others_too) or not member.lock.acquire(blocking=False):
+                    continue
+                try:  # what is to be served is read with the lock held: whoever changes it waits for the lock before it syncs
+                    if (serving := self._serving) is not None and not over.is_set():
+                        member.look_after(*serving, self._base(serving[0]))
+                except Exception:  # the thread must not end; the loop will find what is wrong
+                    logger.exception("looking after %s failed", member.server.base_url)
+                finally:
+                    member.lock.release()
+            if others_too:
+                looked_at_others = time.monotonic()
+
+
+def _environments(config: TrainConfig) -> list[dict[str, str]]:
+    """For each of our servers, what it must know of its share of this machine."""
+    if config.servers <= 1:
+        return [{} for _ in range(config.servers)]
+    if is_cpu_build():
+        return [{"OMP_NUM_THREADS": str(cores_for_servers(config.servers))} for _ in range(config.servers)]
+    arguments = {name.replace("_", "-"): value for name, value in config.server.items()}
+    if arguments.get("distributed-executor-backend") == "ray":  # Ray gives out the devices
+        return [{} for _ in range(config.servers)]
+    each = (arguments.get("tensor-parallel-size") or 1) * (arguments.get("pipeline-parallel-size") or 1)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = given.split(",") if given is not None else [str(number) for number in range(torch.cuda.device_count())]
+    return [{"CUDA_VISIBLE_DEVICES": share} for share in shares_of_devices(config.servers, each, devices)]

@@ -1,0 +1,210 @@
+"""Runs a recipe through `tune run` in a process of its own, and fails loudly when it fails."""
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+from tqdm.auto import tqdm
+
+from ttrl.errors import ConfigError, StorageError, TrainerDiedError, TrainerError
+from ttrl.system.files import full_disk, write_text
+from ttrl.system.processes import ChildProcess, log_tail
+
+GRPO_RECIPE = "ttrl/grpo_recipe"
+SFT_RECIPE = "ttrl/sft_recipe"
+_PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
+_POLL_SECONDS = 0.02
+_ERRORS = ("ConfigError", "DivergedError", "ModelFolderError", "PackError", "RunFolderError", "StorageError")
+_ERRORS += ("TokenizationError", "TrainerMemoryError")
+"""What a trainer says before it ends of its own accord, which another start would not change."""
+
+
+def tune(
+    config: Mapping[str, Any],
+    config_path: str | os.PathLike[str],
+    *,
+    recipe: str = GRPO_RECIPE,
+    nproc_per_node: int = 1,
+    torchrun_args: Sequence[str] = (),
+    log_path: str | os.PathLike[str] | None = None,
+    pbar: bool = True,
+    pbar_desc: str = "training",
+) -> Path:
+    """Writes the recipe's config to `config_path`, runs `tune run [torchrun arguments] RECIPE --config FILE` and returns the new
+    checkpoint's folder, `output_dir`/checkpoint.
+
+    `config` is written as it is; paths in it are best absolute. With `nproc_per_node` above 1, or with `torchrun_args` (such as
+    ["--nnodes", "2", "--rdzv-endpoint", "HOST:PORT"]), torchrun starts the processes. The log is `output_dir`/train.log unless
+    named.
+
+    Raises TrainerError, ending with the last lines of the log, when a process fails or leaves no checkpoint; StorageError where
+    the recipe said that the disk is full.
+    """
+    write_recipe_config(config, config_path)
+    output = Path(config["output_dir"])
+    run_recipe(
+        recipe_arguments(config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args),
+        Path(log_path or output / "train.log"),
+        pbar=pbar,
+        pbar_desc=pbar_desc,
+    )
+    return checkpoint_of(output, log_path)
+
+
+def write_recipe_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> str:
+    """Writes a recipe's config as YAML, and returns the text. Raises ConfigError for what YAML has no word for."""
+    if "output_dir" not in config:
+        raise ConfigError(str(path), ["output_dir is missing"])
+    try:
+        text = yaml.safe_dump(dict(config), sort_keys=False)
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), [f"{error.args[-1]!r} cannot be written to it; use plain values"]) from error
+    write_text(path, text, durable=False)  # made anew for each process that reads it
+    return text
+
+
+def recipe_arguments(
+    config_path: str | os.PathLike[str],
+    *,
+    recipe: str = GRPO_RECIPE,
+    nproc_per_node: int = 1,
+    torchrun_args: Sequence[str] = (),
+) -> list[str]:
+    """What follows `tune` on the command line. With several processes, or arguments for it, torchrun starts them."""
+    torchrun = [*(["--nproc_per_node", str(nproc_per_node)] if nproc_per_node > 1 else []), *torchrun_args]
+    return ["run", *torchrun, recipe, "--config", str(config_path)]
+
+
+def tune_command(arguments: Sequence[str]) -> list[str]:
+    """`tune ARGUMENTS`, with this Python."""
+    return [sys.executable, "-m", "torchtune._cli.tune", *arguments]
+
+
+def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) -> Path:
+    """The checkpoint that a recipe left. Raises TrainerError where there is none."""
+    checkpoint = output / "checkpoint"
+    if not (checkpoint / "config.json").is_file():
+        raise TrainerError(f"the recipe ended without an error but left no checkpoint in {checkpoint}; see {log_path or output}")
+    return checkpoint
+
+
+def run_recipe(tune_arguments: Sequence[str], log_path: Path, *, pbar: bool, pbar_desc: str) -> None:
+    """`tune ARGUMENTS` in a process of its own, which does not outlive ours. Raises as `tune`."""
+    command = tune_command(tune_arguments)
+    with tempfile.TemporaryDirectory(prefix="ttrl-") as temporary:
+        progress = Path(temporary, "progress")
+        wait_for_process(command, log_path, progress=progress, pbar=pbar, pbar_desc=pbar_desc)
+
+
+def wait_for_process(command: Sequence[str], log_path: Path, *, progress: Path, pbar: bool, pbar_desc: str) -> None:
+    """Runs a trainer's command to its end, with a bar that follows the microbatches. Raises TrainerError or StorageError."""
+    with TrainerProcess(command, log_path, progress) as process:
+        process.show(process.ended, pbar=pbar, pbar_desc=pbar_desc)
+
+
+class TrainerProcess:
+    """A trainer, or its torchrun, from its start to its end. It does not outlive ours.
+
+        with TrainerProcess(command, log_path, progress) as process:
+            process.show(process.ended, pbar=True, pbar_desc="training")
+
+    progress: the file in which it says how far it is. variables: further ones for its environment.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log_path: Path, progress: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
+        # Threads that wait by spinning make training many times slower wherever another program wants a core (measured: 14).
+        # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; lengths of rows are ever new ones. With 256 a
+        # resident trainer of the tiny model holds 690 to 840 MiB over 40 iterations of ever new lengths, and no more at the end.
+        defaults = {"OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+        environment = defaults | dict(os.environ) | {_PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
+        self.progress = progress
+        self._task_log: tuple[Path, int, int] | None = None
+        self._child = ChildProcess(command, log_path, env=environment)
+
+    def start(self) -> "TrainerProcess":
+        """Raises UserError where the command cannot be executed, StorageError where the log cannot be written."""
+        self._child.start()
+        return self
+
+    def stop(self) -> None:
+        """Ends it with all of its descendants, after a second by force: its files are whole at any time, or not there. Harmless
+        when repeated."""
+        self._child.stop(timeout=1.0)
+
+    def __enter__(self) -> "TrainerProcess":
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def log_task_to(self, path: Path | None) -> None:
+        """Tells from where its errors are to be quoted: what it does from now on it logs at the end of `path`, and only what is
+        not its own work goes to its own log as before (None: everything)."""
+        sizes = [log.stat().st_size if log is not None and log.exists() else 0 for log in (path, self._child.log_path)]
+        self._task_log = None if path is None else (path, sizes[0], sizes[1])
+
+    def ended(self) -> bool:
+        """False while it runs, True once it has ended well. Raises TrainerError or StorageError where it failed."""
+        returncode = self._child.poll()
+        if returncode is None:
+            return False
+        if returncode == 0:
+            return True
+        path, before = self._child.log_path, ""
+        tail = self._child.log_tail(200)  # torchrun adds a page of its own to what a rank said
+        if self._task_log is not None:
+            log, start, own_start = self._task_log
+            if of_task := log_tail(log, start, 200):
+                own = log_tail(path, own_start, 30)
+                before = f"\nThe end of {path}:\n{own}" if own else ""
+                path, tail = log, of_task
+        said = next((line for line in reversed(tail.splitlines()) if any(f"{name}: " in line for name in _ERRORS)), None)
+        if said is not None and "StorageError: " in said:
+            raise StorageError(said[said.index("StorageError: ") + len("StorageError: ") :])
+        if (full := full_disk(self._child.log_path)) is not None:
+            raise full  # it could not even say so: its log lies there too
+        last_lines = "\n".join(tail.splitlines()[-30:])
+        ending = f"exit code {returncode}" if returncode > 0 else f"killed by signal {-returncode}"
+        if returncode == -9:
+            ending += ", perhaps for want of memory"
+        # What torchrun says of a process of its own; with several machines it may not know why another one's are gone.
+        killed = returncode < 0 or re.search(r"Signal \d+ \(SIG", self._child.log_tail(200)) is not None
+        kind = TrainerDiedError if said is None and (killed or "--nnodes" in self._child.command) else TrainerError
+        raise kind(
+            f"the trainer failed ({ending}): {' '.join(self._child.command)}{before}\nThe end of its log, {path}:\n{last_lines}"
+        )
+
+    def show(self, done: Callable[[], bool], *, pbar: bool, pbar_desc: str, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Waits until `done`, with a bar that follows the microbatches. `sleep` waits for at most so many seconds."""
+        shown = pbar and sys.stderr.isatty()
+        with tqdm(desc=pbar_desc, bar_format="{desc}: {elapsed}", leave=False, disable=not shown) as bar:
+            while not done():
+                _follow(self.progress, bar)
+                sleep(_POLL_SECONDS)
+
+
+def _follow(progress: Path, bar: "tqdm[Any]") -> None:
+    """Shows the time until the recipe says how much there is to do, then a bar."""
+    if bar.disable:
+        return
+    try:
+        done, total = map(int, progress.read_text().split())
+    except (OSError, ValueError):  # not there yet, or just being written
+        if time.time() - bar.last_print_t > 0.5:
+            bar.last_print_t = time.time()
+            bar.refresh()
+        return
+    if bar.total != total:
+        bar.total, bar.bar_format = total, "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
+    if bar.n != done:
+        bar.n = done
+        bar.refresh()

@@ -1,0 +1,201 @@
+"""Whether sampler and trainer are the same model: every iteration's difference of their log-probabilities, held to limits.
+
+The recipe measures it before its first step (`ttrl.training.drift`). Only tokens of the policy that training starts from are
+judged: those of older policies differ because the policy has moved since, which is what importance ratios are for. Where there
+are none of it (one step off policy), those of the policy that sampled are, under its own weights, in some rows. Where a limit is
+exceeded, a check looks for the likely causes (`ttrl.monitoring.drift_causes`), everything is written to drift.json in the
+iteration's folder, and the run ends with DriftError, or warns and goes on (`TrainConfig.drift`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ttrl.configs.config_watch import LIMIT_NAMES
+from ttrl.errors import DriftError, ServerError, TtrlError
+from ttrl.report.charts import is_number
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.console import Console
+from ttrl.system.files import write_json
+
+if TYPE_CHECKING:
+    from ttrl.configs.run import TrainConfig
+
+FILE_NAME = "drift.json"
+REDO_VARIABLE = "TTRL_REDO"
+"""See `ttrl.run_folder.redo`."""
+ENOUGH_TOKENS = 1000
+"""Below it a 99.9th percentile is the largest of all, and one token in a hundred weighs more than the limits allow: only the mean
+is judged."""
+FEWEST_TOKENS = 100
+"""A mean over fewer counts as if it were over so many, with no difference in those that are not there: single tokens that are a
+nat apart are nothing unusual in bfloat16, and with `tokens_per_iteration` the newest policy may have sampled a handful."""
+_WORDS = {
+    "mean": "mean |difference of log-probabilities|",
+    "p999": "99.9th percentile of it",
+    "ess": "effective sample size",
+    "outside": "share of tokens outside the tolerance",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far apart they may be. None: no limit."""
+
+    mean: float | None
+    """Nats; above it is too far, as with `p999`."""
+    p999: float | None
+    ess: float | None
+    """(Σw)²/Σw²/N of the weights w = π_trainer/π_sampler, without the thousandth of the tokens that are furthest apart; below it
+    is too far."""
+    outside: float | None
+    """Share of tokens further apart than the recipe's `drift_tolerance`."""
+
+
+# float32 on CPU: measured 2e-7 to 1e-6 on average and below 1e-5 at the 99.9th percentile; one optimizer step at a learning rate
+# of 1e-4 moves more than 1e-3, another temperature or other weights far more. The limits lie 200 times above the one and below
+# the other. On CUDA attention kernels multiply float32 in TF32 (10 bits of mantissa), which is good to about 1e-3.
+# bfloat16 (8 bits): reports of vLLM against a trainer name means of 0.005 to 0.03 nats and single tokens that are 1 nat apart,
+# more for mixtures of experts, where a rounding can send a token to another expert. What these see is a wrong distribution or
+# model, not a policy that is one small step old: that is what the canary after each sync is for. Both half-precision and CUDA
+# limits come from reading, not from runs of ours: no GPU has run this yet.
+DEFAULT_LIMITS = {
+    ("fp32", "cpu"): Limits(mean=2e-4, p999=5e-3, ess=0.99, outside=0.005),
+    ("fp32", "cuda"): Limits(mean=2e-3, p999=5e-2, ess=0.98, outside=0.05),
+    ("bf16", "cpu"): Limits(mean=0.06, p999=1.0, ess=0.9, outside=0.04),
+    ("bf16", "cuda"): Limits(mean=0.06, p999=1.0, ess=0.9, outside=0.04),
+}
+
+
+def limits(dtype: str | None, device: str | None, changes: Mapping[str, Any] | None = None) -> Limits:
+    """The defaults for a dtype and device (float32 on CPU where they are not known), with `drift_limits`' changes."""
+    kind = "bf16" if dtype == "bf16" else "fp32", "cuda" if device == "cuda" else "cpu"
+    given = {name: (changes or {})[name] for name in LIMIT_NAMES if name in (changes or {})}
+    return Limits(**(asdict(DEFAULT_LIMITS[kind]) | given))
+
+
+def limits_of(config: "TrainConfig") -> Limits:
+    """What a run is held to."""
+    return limits(config.dtype, config.device, config.drift_limits)
+
+
+def exceeded(figures: Mapping[str, Any], limits: Limits) -> list[str]:
+    """What of the figures of one weights version is beyond its limit, in words with both numbers; empty where nothing is."""
+    found = []
+    if figures.get("not_finite"):
+        found.append(f"{figures['not_finite']} tokens for which one of the two has no finite log-probability")
+    tokens = figures["tokens"] if is_number(figures.get("tokens")) else 0
+    names = LIMIT_NAMES if tokens >= ENOUGH_TOKENS else ("mean",)
+    for name in names:
+        value, limit = figures.get("ess_of_most" if name == "ess" and "ess_of_most" in figures else name), getattr(limits, name)
+        if not is_number(value) or limit is None:
+            continue
+        if name == "mean" and 0 < tokens < FEWEST_TOKENS and value * tokens / FEWEST_TOKENS <= limit:
+            continue
+        if value < limit if name == "ess" else value > limit:
+            found.append(f"{_WORDS[name]} {value:.3g} (limit {limit:g})")
+    return found
+
+
+class Judged(NamedTuple):
+    """What is held to the limits."""
+
+    version: int
+    """Of the policy that sampled the tokens, and under whose weights they were compared."""
+    figures: dict[str, Any]
+    source: dict[str, Any]
+    """What holds "worst" and "by_position" of these tokens."""
+
+
+def judged_figures(drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]) -> Judged | None:
+    """The figures of the tokens that policy `version` sampled, from which training starts; where there are none, those that were
+    compared under the weights of an older policy that sampled them; None where there are neither. Figures of older run folders,
+    which are not kept by version, are not judged. training: the run's settings of the recipe.
+
+    A base in 4 bits is not judged while the server has the starting model, whose numbers nobody has rounded: from the first
+    checkpoint on, both have the same.
+    """
+    drift = drift or {}
+    by_version, own, judged = drift.get("by_version"), drift.get("own_weights"), None
+    if isinstance(by_version, dict) and str(version) in by_version:
+        judged = Judged(version, by_version[str(version)], drift)
+    elif isinstance(own, dict) and own.get("tokens"):
+        judged = Judged(own["version"], own, own)
+    if judged is None or (judged.version == 0 and training.get("lora_base_dtype") == "nf4"):
+        return None
+    return judged
+
+
+def check_drift(
+    config: "TrainConfig",
+    folder: RunFolder,
+    number: int,
+    console: Console,
+    ask_server: Callable[[str], Any] | None = None,
+) -> dict[str, Any] | None:
+    """Judges iteration `number`, whose train phase is done.
+
+    ask_server: GETs a path of the running server and returns the JSON answer; None where no server runs.
+
+    Returns None where everything is within the limits or nothing could be judged, else what drift.json holds; raises DriftError
+    instead where `config.drift` is "stop".
+    """
+    marker = folder.iteration(number).marker("train") or {}
+    drift = next(iter(marker.get("steps") or [{}]), {}).get("sampler_trainer")
+    judged = judged_figures(drift, folder.policy_version(number - 1), config.training)
+    path = folder.iteration(number).path / FILE_NAME
+    if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
+        path.unlink(missing_ok=True)  # of an earlier start, with other limits: the report would go on showing it
+        return None
+    version, figures, source = judged
+    # Loads torch and the pack, which a run without drift need not pay for.
+    from ttrl.monitoring.drift_causes import gather_evidence, likely_causes
+    from ttrl.monitoring.drift_tokens import describe, worst_tokens
+
+    try:
+        tokens = worst_tokens(folder, number, source, version)
+    except (TtrlError, OSError, ValueError, KeyError, IndexError) as error:
+        tokens, unread = [], f"  (they cannot be shown: {type(error).__name__}: {error})"
+    else:
+        unread = ""
+    causes = likely_causes(gather_evidence(config, folder, number, source, version, tokens, _server_info(ask_server)))
+    report = {
+        "iteration": number,
+        "version": version,
+        "exceeded": beyond,
+        "figures": {name: value for name, value in figures.items() if name != "worst"},
+        "worst": [asdict(token) for token in tokens],
+        "causes": [asdict(cause) for cause in causes],
+    }
+    write_json(path, report)
+    lines = [
+        f"iteration {number}: sampler and trainer do not compute the same: {'; '.join(beyond)}; over {figures['tokens']:,} "
+        f"tokens that policy {version} sampled",
+        "The tokens that are furthest apart (natural log-probabilities):",
+        *([describe(token) for token in tokens] or [unread or "  (none were kept)"]),
+        "Likely causes, checked:",
+        *(cause.line() for cause in causes),
+    ]
+    if config.drift == "stop":
+        lines += [
+            f"What iteration {number} sampled and trained is of no use. Remove the cause, and start the same command again with "
+            f"{REDO_VARIABLE}={number} in front of it, or as train(..., redo={number}): that throws away {path.parent} and all "
+            'after it, and does them again. If this difference is to be expected here: drift="warn", or higher drift_limits; '
+            "both may be changed for a run that goes on",
+        ]
+        raise DriftError("\n".join(lines))
+    for line in lines:
+        console.line(line)
+    return report
+
+
+def _server_info(ask: Callable[[str], Any] | None) -> dict[str, Any] | None:
+    """vLLM's own description of how it runs; None where there is none to be had."""
+    if ask is None:
+        return None
+    try:
+        answer = ask("/server_info?config_format=json")
+    except (ServerError, OSError):
+        return None
+    config = answer.get("vllm_config") if isinstance(answer, dict) else None
+    return config if isinstance(config, dict) else None

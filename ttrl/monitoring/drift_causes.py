@@ -1,0 +1,328 @@
+"""Why sampler and trainer may differ: each likely cause, checked against what the run folder, the model and the server say.
+
+A check says "found" where it saw the cause itself, "ruled out" where it saw that it is not there, and "could not be checked"
+where what it would have to look at is not to be had. Nothing is guessed from the size of the difference.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from ttrl.monitoring.drift_tokens import WorstToken
+from ttrl.run_folder.folder import RunFolder
+
+if TYPE_CHECKING:
+    from ttrl.configs.run import TrainConfig
+
+Verdict = Literal["found", "ruled out", "could not be checked"]
+_ORDER = {"found": 0, "could not be checked": 1, "ruled out": 2}
+_NEUTRAL = {
+    "top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0), "logit_bias": (None, {}), "min_tokens": (0,), "bad_words": (None, []),
+    "allowed_token_ids": (None,), "structured_outputs": (None,), "response_format": (None,),
+}  # fmt: skip
+"""Sampling parameters that change the distribution, and the values with which they do not."""
+_SCALED_ROPE = {"yarn", "longrope", "su", "dynamic", "llama3", "linear", "mrope"}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One likely cause and what was seen of it."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    way_out: str = ""
+
+    def line(self) -> str:
+        """For a terminal."""
+        mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[self.verdict]
+        way = f" → {self.way_out}" if self.way_out and self.verdict != "ruled out" else ""
+        return f"  {mark:<11} {self.name}: {self.detail}{way}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the checks look at. Whatever could not be had is None or empty."""
+
+    config: "TrainConfig"
+    version: int
+    drift: Mapping[str, Any]
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """The recipe's config in this iteration."""
+    model: Path | None = None
+    """The checkpoint that both should compute with."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """Its config.json, the text part where there are several."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """Its generation_config.json."""
+    sync: Mapping[str, Any] | None = None
+    """What the weight sync that brought it to the server said."""
+    server: Mapping[str, Any] | None = None
+    """vLLM's own description (vllm_config)."""
+    tokenization: Mapping[str, Any] = field(default_factory=dict)
+    """The pack marker's counts."""
+    tokens: tuple[WorstToken, ...] = ()
+
+    def argument(self, name: str) -> Any:
+        """An argument that the run's config gives vLLM; None where it gives none."""
+        return next((value for key, value in self.config.server.items() if key.replace("_", "-") == name), None)
+
+    def by_default(self, value: str) -> str | None:
+        """What a server that ttrl starts is told anyway; None for one that said how it runs, or that somebody else started."""
+        return value if self.server is None and not self.config.joined_servers else None
+
+    def told(self, *path: str) -> Any:
+        """What the server says of itself at a path; None where it says nothing."""
+        value: Any = self.server
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+
+def gather_evidence(
+    config: "TrainConfig",
+    folder: RunFolder,
+    number: int,
+    drift: Mapping[str, Any],
+    version: int,
+    tokens: list[WorstToken],
+    server: Mapping[str, Any] | None,
+) -> Evidence:
+    """Reads what is there; never raises for what is not."""
+    model, iteration = folder.checkpoint(version), folder.iteration(number)
+    shape = _read(model / "config.json")
+    # The policy was brought to the server for one of these; an iteration that trained nothing has that of the one before.
+    markers = [folder.iteration(version).marker("prepare")]
+    markers += [folder.iteration(n).marker("validate") for n in range(version, number) if folder.policy_version(n) == version]
+    markers += [iteration.marker("rollouts")]
+    syncs = [marker["sync"] for marker in markers if marker and isinstance(marker.get("sync"), dict)]
+    return Evidence(
+        config=config,
+        version=version,
+        drift=drift,
+        recipe=_read(iteration.path / "grpo.yaml"),
+        model=model,
+        shape=shape["text_config"] if isinstance(shape.get("text_config"), dict) else shape,
+        generation=_read(model / "generation_config.json"),
+        sync=syncs[-1] if syncs else None,
+        server=server,
+        tokenization=(iteration.marker("pack") or {}).get("tokenization") or {},
+        tokens=tuple(tokens),
+    )
+
+
+def likely_causes(evidence: Evidence) -> list[Cause]:
+    """All of them, those that were found first."""
+    checks = (
+        _temperature, _sampling, _generation_config, _logprobs_mode, _tokens, _weights, _dtype, _positions, _vocabulary,
+        _adapters,
+    )  # fmt: skip
+    return sorted((check(evidence) for check in checks), key=lambda cause: _ORDER[cause.verdict])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON or YAML file (JSON is YAML) as a mapping; empty where it cannot be read."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _temperature(e: Evidence) -> Cause:
+    name, sampled, trained = "temperature", e.config.temperature, e.recipe.get("temperature")
+    if trained is None:
+        return Cause(name, "could not be checked", f"sampled with {sampled:g}; the recipe's config names none")
+    if float(trained) != sampled:
+        way = "give both the same: the loop sets the recipe's from TrainConfig.temperature"
+        return Cause(name, "found", f"sampled with {sampled:g}, trained with {float(trained):g}", way)
+    return Cause(name, "ruled out", f"{sampled:g} on both sides")
+
+
+def _sampling(e: Evidence) -> Cause:
+    name, asked = "top-p, top-k and penalties", dict(e.config.sampling)
+    asked |= asked.pop("extra_body", None) or {}
+    wrong = {key: asked[key] for key, neutral in _NEUTRAL.items() if key in asked and asked[key] not in neutral}
+    if wrong:
+        listed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
+        return Cause(name, "found", f"requests are sent with {listed}", "leave them out of `sampling`")
+    return Cause(name, "ruled out", "requests are sent without any")
+
+
+def _generation_config(e: Evidence) -> Cause:
+    name = "generation_config.json of the model"
+    values = {key: e.generation[key] for key, neutral in _NEUTRAL.items() if e.generation.get(key, neutral[0]) not in neutral}
+    served = e.told("model_config", "generation_config") or e.argument("generation-config") or e.by_default("vllm")
+    override = e.told("model_config", "override_generation_config") or e.argument("override-generation-config")
+    way = 'server={"generation_config": "vllm"}'
+    if override:
+        return Cause(name, "found", f"the server overrides sampling defaults: {override}", "leave override_generation_config out")
+    if served not in (None, "vllm", "auto"):
+        return Cause(name, "found", f"the server takes sampling defaults from {served}", way)
+    if served == "vllm":
+        return Cause(name, "ruled out", "the server ignores it (--generation-config vllm)")
+    if not values:
+        return Cause(name, "ruled out", "it changes no distribution" if e.generation else "the model has none")
+    listed = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    if served is None:
+        return Cause(name, "could not be checked", f"the server does not say whether it uses it ({listed})", way)
+    return Cause(name, "found", f"the server takes {listed} from it", way)
+
+
+def _logprobs_mode(e: Evidence) -> Cause:
+    name = "logprobs mode of the server"
+    mode = e.told("model_config", "logprobs_mode") or e.argument("logprobs-mode") or e.by_default("processed_logprobs")
+    if mode is None:
+        return Cause(name, "could not be checked", "the server does not say it")
+    if mode == "processed_logprobs" or (mode == "raw_logprobs" and e.config.temperature == 1.0):
+        return Cause(name, "ruled out", f"{mode} at temperature {e.config.temperature:g}")
+    return Cause(
+        name, "found", f"{mode}: not the distribution that it samples from", 'server={"logprobs_mode": "processed_logprobs"}'
+    )
+
+
+def _tokens(e: Evidence) -> Cause:
+    name = "chat template and tokenization"
+    other = [token for token in e.tokens if token.as_sent is False]
+    if other:
+        return Cause(
+            name,
+            "found",
+            f"{len(other)} of the {len(e.tokens)} worst tokens stand behind other ids in the pack than the server sampled them "
+            f"from, such as sample {other[0].sample} of task {other[0].task_id!r}",
+            "the server's chat template or tokenizer is not the model folder's; pack by the server's own ids (return_token_ids)",
+        )
+    if unaligned := e.tokenization.get("unaligned"):
+        way = "a server that returns token ids (return_token_ids) needs no template here"
+        return Cause(
+            name, "found", f"the server gave no ids: texts were tokenized anew, {unaligned} tokens could not be aligned", way
+        )
+    if e.tokens and all(token.as_sent for token in e.tokens):
+        return Cause(name, "ruled out", "up to the worst tokens, the pack holds the ids that the server sampled from")
+    return Cause(name, "could not be checked", "the server's ids of these samples are not there, or they have several turns")
+
+
+def _weights(e: Evidence) -> Cause:
+    name = "stale or wrong weights"
+    if e.sync is None:
+        return Cause(name, "could not be checked", f"no sync to policy {e.version} is on record", "weight_sync='restart'")
+    apart = e.sync.get("canary_max_difference")
+    how = f"after {e.sync.get('mode', 'the sync')} the canary differed by at most {apart:.2g} nats" if apart is not None else ""
+    if apart is None:
+        return Cause(name, "could not be checked", "the sync says nothing of a canary", "weight_sync='restart'")
+    limit = 1e-3 if e.config.dtype == "fp32" else 1.0
+    if apart > limit:
+        return Cause(name, "found", f"{how}, more than {limit:g}", "weight_sync='restart'")
+    return Cause(name, "ruled out", f"{how}; the judged tokens are all of policy {e.version}")
+
+
+def _dtype(e: Evidence) -> Cause:
+    name = "dtype"
+    mine = {"fp32": "float32", "bf16": "bfloat16"}[e.config.dtype]
+    rounded = {"quantization": ("model_config", "quantization"), "kv-cache-dtype": ("cache_config", "cache_dtype")}
+    for argument, path in rounded.items():
+        value = e.told(*path) or e.argument(argument)
+        if value not in (None, "auto", "none", mine):
+            way = f"leave {argument} out, or correct for it with truncated importance sampling and drift='warn'"
+            return Cause(name, "found", f"the server computes with {argument} {value}, the trainer in {mine}", way)
+    served = e.told("model_config", "dtype")
+    if isinstance(served, str) and served.removeprefix("torch.") != mine:
+        return Cause(
+            name, "found", f"the server computes in {served.removeprefix('torch.')}, the trainer in {mine}", "give both one dtype"
+        )
+    if mine == "float32" and (stored := _stored_dtypes(e.model)) and stored - {"F32"}:
+        found = f"the server loads weights stored in {', '.join(sorted(stored))}; a trainer that keeps them in float32 has others"
+        if e.recipe.get("checkpoint_dtype") == "bf16":
+            return Cause(name, "found", found, "training={'checkpoint_dtype': 'fp32'}")
+    where = "by the server's own word" if isinstance(served, str) else "by the run's config"
+    return Cause(name, "ruled out", f"{mine} on both sides, {where}")
+
+
+def _positions(e: Evidence) -> Cause:
+    name = "RoPE parameters and max_model_len"
+    means = e.drift.get("by_position") or []
+    grows = ""
+    if len(means) == 4 and means[0] > 0:
+        grows = (
+            f"; the mean difference is {means[3] / means[0]:.2g} times as large in the last quarter of positions as in the first"
+        )
+    for argument in ("hf-overrides", "rope-scaling", "rope-theta"):
+        if e.argument(argument) is not None:
+            way = "put it into the model folder's config.json, which both read"
+            return Cause(name, "found", f"the server is started with {argument} {e.argument(argument)!r}{grows}", way)
+    rope = e.shape.get("rope_parameters") or e.shape.get("rope_scaling") or {}
+    kinds = {
+        part.get("rope_type") or part.get("type") for part in [rope, *rope.values()] if isinstance(part, Mapping)
+    } & _SCALED_ROPE
+    length, context = e.told("model_config", "max_model_len"), e.recipe.get("context") or e.shape.get("max_position_embeddings")
+    if not kinds:
+        return Cause(name, "ruled out", f"plain RoPE, the same for any length{grows}")
+    if length is None:
+        return Cause(name, "could not be checked", f"{', '.join(sorted(kinds))} depends on the context length{grows}")
+    if "longrope" in kinds and context is not None and int(length) != int(context):
+        way = f"server={{'max_model_len': {context}}}"
+        return Cause(name, "found", f"the server's context is {length}, the trainer's {context}, and the model scales by it", way)
+    return Cause(
+        name, "ruled out", f"{', '.join(sorted(kinds))} with a context of {length} on the server, {context} in the trainer{grows}"
+    )
+
+
+def _vocabulary(e: Evidence) -> Cause:
+    name = "padding of the vocabulary"
+    rows, size = _embedding_rows(e.model), e.shape.get("vocab_size")
+    if rows is None or not isinstance(size, int):
+        return Cause(name, "could not be checked", "the checkpoint's embedding or its config.json cannot be read")
+    if rows != size:
+        way = "give the checkpoint the rows that config.json names; padded rows take probability in one and not in the other"
+        return Cause(name, "found", f"the embedding has {rows} rows, config.json names {size}", way)
+    return Cause(name, "ruled out", f"{size} rows in the checkpoint and in config.json")
+
+
+def _adapters(e: Evidence) -> Cause:
+    name = "scale of LoRA adapters"
+    rank = e.recipe.get("lora_rank")
+    if rank is None:
+        return Cause(name, "ruled out", "there are none")
+    adapter = _read(e.model / "adapter_config.json") if e.model is not None else {}
+    adapter = adapter or (_read(e.model / "adapter" / "adapter_config.json") if e.model is not None else {})
+    if not adapter:
+        return Cause(
+            name, "could not be checked", "the checkpoint says nothing of adapters: they were merged into it by the trainer"
+        )
+    mine = float(e.recipe.get("lora_alpha", 16.0)) / float(rank)
+    theirs = float(adapter.get("lora_alpha", 0)) / (float(adapter.get("r", 1)) ** (0.5 if adapter.get("use_rslora") else 1.0))
+    if abs(mine - theirs) > 1e-9:
+        way = "adapter_config.json must hold the lora_alpha and rank of the training"
+        return Cause(name, "found", f"{theirs:g} in adapter_config.json, {mine:g} in the trainer", way)
+    return Cause(name, "ruled out", f"{mine:g} on both sides")
+
+
+def _headers(model: Path | None) -> list[dict[str, Any]]:
+    """The headers of a checkpoint's safetensors files; nothing else of them is read."""
+    headers = []
+    for path in sorted(model.glob("*.safetensors")) if model is not None and model.is_dir() else []:
+        try:
+            with open(path, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                headers.append(json.loads(file.read(min(length, 100_000_000))))
+        except (OSError, ValueError, struct.error):
+            continue
+    return headers
+
+
+def _stored_dtypes(model: Path | None) -> set[str]:
+    return {entry["dtype"] for header in _headers(model) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _embedding_rows(model: Path | None) -> int | None:
+    for header in _headers(model):
+        for name, entry in header.items():
+            if name.endswith("embed_tokens.weight") or name.endswith("wte.weight"):
+                return int(entry["shape"][0])
+    return None

@@ -1,0 +1,205 @@
+"""Where metrics go beside metrics.jsonl: the terminal, TensorBoard, W&B, torchtune's loggers, any class with a log_dict.
+
+metrics.jsonl is the source. Each logger is given every row of it once, also after a crash, and also where it was added to a run
+later: logs/loggers.json holds what each has seen, and is written after it has. A crash in between repeats one iteration at most,
+which TensorBoard and W&B replace or ignore, as it has the same step. A logger that fails is reported once and never stops a run.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import numbers
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ttrl.configs.loggers import normalised
+from ttrl.configs.without_secrets import without_secrets
+from ttrl.errors import ConfigError
+from ttrl.system.console import Console
+from ttrl.system.files import write_json
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "loggers.json"
+
+
+class MetricLogger(Protocol):
+    """What a logger has to be: torchtune's interface (torchtune.training.metric_logging), as far as it is used."""
+
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
+        """All metrics of an iteration, by flat names."""
+
+    def close(self) -> None:
+        """Nothing is logged afterwards."""
+
+
+def flattened(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """A row of metrics.jsonl as numbers by flat names, "train/entropy"; what is no finite number is left out, and so are figures
+    by weights version, which would be other names in each iteration."""
+    flat: dict[str, float] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            if all(name.lstrip("-").isdigit() for name in value):
+                continue
+            flat |= flattened(value, f"{prefix}{key}/")
+        elif isinstance(value, numbers.Real) and float(value) - float(value) == 0.0 and f"{prefix}{key}" != "iteration":
+            flat[f"{prefix}{key}"] = float(value)
+    return flat
+
+
+class Loggers:
+    """All loggers of a run. `make_loggers` makes them."""
+
+    def __init__(self, named: Sequence[tuple[str, MetricLogger]], state: Path) -> None:
+        self._named, self._path = list(named), state
+        self._failed: set[str] = set()
+        self._seen = _read_seen(state)
+
+    def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Gives each logger those rows of a run that it has not seen yet, in order. Call it after each iteration with all rows.
+        Never raises."""
+        before = dict(self._seen)
+        for name, one in self._named:
+            for row in sorted(rows, key=lambda row: row["iteration"]):
+                if row["iteration"] <= self._seen.get(name, -1):
+                    continue
+                if not self._guarded(name, lambda one=one, row=row: one.log_dict(flattened(row), row["iteration"])):
+                    break  # again with the next iteration
+                self._seen[name] = row["iteration"]
+        if self._seen != before:
+            with contextlib.suppress(OSError):
+                write_json(self._path, {"seen": self._seen})
+
+    def close(self) -> None:
+        """Lets them write what they hold. Never raises."""
+        for name, one in self._named:
+            self._guarded(name, one.close)
+        self._named = []
+
+    def _guarded(self, name: str, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - it may be any code, and metrics are not worth a run
+            if name not in self._failed:
+                self._failed.add(name)
+                logger.warning("the logger %s failed, the run goes on without it: %s: %s", name, type(error).__name__, error)
+            return False
+        self._failed.discard(name)
+        return True
+
+
+def forget_rows(folder: Path, first: int) -> None:
+    """The rows of a run folder's iterations from `first` on are logged again: these are done again. Raises StorageError."""
+    state = folder / "logs" / STATE_FILE
+    if seen := _read_seen(state):
+        write_json(state, {"seen": {name: min(last, first - 1) for name, last in seen.items()}})
+
+
+def _read_seen(state: Path) -> dict[str, int]:
+    """The last iteration that each logger was given."""
+    try:
+        return {str(name): int(last) for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def make_loggers(entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]) -> Loggers:
+    """The loggers of a run, from `TrainConfig.loggers`.
+
+    folder: the run's. config: what W&B shows as the run's config. Raises ConfigError where one cannot be made, with what to do.
+    """
+    made: list[tuple[str, MetricLogger]] = []
+    problems = []
+    for number, entry in enumerate(entries):
+        try:
+            name, arguments = normalised(entry)
+            names = {known for known, _ in made}
+            made.append((name if name not in names else f"{name} {number}", _make(name, arguments, folder, console, config)))
+        except (ValueError, ConfigError) as error:
+            problems.append(str(error))
+        except Exception as error:  # noqa: BLE001 - the constructor of any class
+            problems.append(f"loggers: {without_secrets(entry)!r} cannot be made: {type(error).__name__}: {error}")
+    if problems:
+        Loggers(made, folder / "logs" / STATE_FILE).close()
+        raise ConfigError("TrainConfig", problems)
+    return Loggers(made, folder / "logs" / STATE_FILE)
+
+
+def _make(name: str, arguments: dict[str, Any], folder: Path, console: Console, config: Mapping[str, Any]) -> MetricLogger:
+    if name == "stdout":
+        return _Stdout(console)
+    if name == "tensorboard":
+        return _TensorBoard(Path(arguments.get("log_dir") or folder / "logs" / "tensorboard"))
+    if name == "wandb":
+        return _WandB(arguments, folder, config)
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    if "log_dir" in arguments and not Path(arguments["log_dir"]).is_absolute():
+        arguments["log_dir"] = str(folder / arguments["log_dir"])
+    one = found(**arguments)
+    if not callable(getattr(one, "log_dict", None)) or not callable(getattr(one, "close", None)):
+        raise ValueError(f"loggers: {name} has no log_dict(payload, step) and close(); torchtune's interface is what is used")
+    return one
+
+
+class _Stdout:
+    """Every metric, a line for each iteration."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
+        self._console.line(f"iteration {step}: " + " ".join(f"{name}={value:.6g}" for name, value in payload.items()))
+
+    def close(self) -> None:
+        pass
+
+
+class _TensorBoard:
+    """One folder of event files for the run. What an interrupted process logged beyond the step at which the next one begins is
+    purged by TensorBoard itself (purge_step)."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir, self._writer = log_dir, None
+
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(log_dir=str(self._log_dir), purge_step=step)
+        for name, value in payload.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _WandB:
+    """One W&B run for a run folder: its id is kept there, so that a continued run continues it. W&B ignores steps that it has
+    seen already. Everything but the logger's name (project, mode="offline", …) goes to wandb.init."""
+
+    def __init__(self, arguments: Mapping[str, Any], folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        id_path = folder / "logs" / "wandb_id.json"
+        try:
+            run_id = json.loads(id_path.read_text(encoding="utf-8"))["id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            run_id = uuid.uuid4().hex[:12]
+            write_json(id_path, {"id": run_id})
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        given = {"project": "ttrl", "name": folder.name, "dir": str(folder / "logs"), "id": run_id, "resume": "allow"}
+        # Its console capture would take over standard output, which is the person's.
+        settings = wandb.Settings(console="off", silent=True)
+        self._run = wandb.init(**{**given, "config": without_secrets(config), "settings": settings, **arguments})
+
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(payload), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,106 @@
+"""What a run is judged by, and the line that each iteration leaves at the terminal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ttrl.configs.run import TrainConfig
+from ttrl.monitoring.finding import Finding
+from ttrl.report.charts import compact
+from ttrl.run_folder.metrics import TOO_LONG_WORDS
+from ttrl.run_folder.reader import number, percent
+from ttrl.system.console import seconds_by_phase
+
+
+def validation_metric(row: dict[str, Any], config: TrainConfig) -> float | None:
+    """The number by which a run is judged, of one metrics row."""
+    if config.validation_metric == "reward":
+        return row.get("validation_reward")
+    return (row.get("validation") or {}).get(config.validation_metric)
+
+
+def best_iteration(rows: list[dict[str, Any]], config: TrainConfig) -> int | None:
+    """The iteration with the best validation metric, the newest of equals; None where nothing was validated."""
+    scored = [(value, row["iteration"]) for row in rows if (value := validation_metric(row, config)) is not None]
+    return max(scored)[1] if scored else None
+
+
+def has_reached(row: dict[str, Any], config: TrainConfig) -> bool:
+    """Whether the run ends with this row."""
+    value = validation_metric(row, config)
+    return config.stop_at is not None and value is not None and value >= config.stop_at
+
+
+def iteration_lines(
+    row: dict[str, Any], config: TrainConfig, found: Sequence[Finding] = (), said: Sequence[Finding] = ()
+) -> list[str]:
+    """What an iteration says of itself: what it learned and what it cost; how the training went; and what stands out (`found`)
+    that was not `said` before."""
+    lines = [iteration_line(row, config)]
+    if details := training_details(row):
+        lines.append(" " * len("iteration   1  ") + details)
+    known = {finding.key for finding in said}
+    return lines + [f"  ! {finding.line()}" for finding in found if finding.key not in known]
+
+
+def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
+    """The line of an iteration: what it learned, and what it cost."""
+    parts = []
+    if row.get("reward") is not None:
+        metrics = "".join(f", {name} {value:.3f}" for name, value in row["metrics"].items())
+        parts.append(f"reward {row['reward']:.3f}{metrics}")
+    if row.get("validation_reward") is not None:
+        held_out = validation_metric(row, config)
+        known = ", ".join(["reward", *row.get("validation", {})])
+        missing = f"no held-out metric {config.validation_metric!r} (there are: {known})"
+        parts.append(f"held-out {config.validation_metric} {held_out:.3f}" if held_out is not None else missing)
+    if row["iteration"] and not row["trained"]:
+        parts.append("no group had a signal: nothing trained")
+    elif row["iteration"]:
+        groups = row["groups"]
+        of_one_kind = [f"{groups[key]} {name}" for key, name in _KINDS.items() if groups.get(key)]
+        parts.append(f"signal {groups['kept']}/{groups['total']}" + (f" ({', '.join(of_one_kind)})" if of_one_kind else ""))
+    if row.get("failed"):
+        graders = (row.get("rollouts") or {}).get("grader_failures")
+        parts.append(f"{row['failed']} samples failed" + (f", {graders} in their graders" if graders else ""))
+    dropped = row.get("pack", {}).get("dropped", {})
+    parts += [f"{dropped[name]} {text}" for name, text in TOO_LONG_WORDS.items() if dropped.get(name)]
+    if row.get("completion_tokens"):
+        speed = f", {row['tokens_per_second']:.0f}/s" if row["tokens_per_second"] is not None else ""
+        parts.append(f"{row['completion_tokens']} tokens{speed}")
+    parts.append(_time(row))
+    name = f"iteration {row['iteration']:3d}" if row["iteration"] else "before       "
+    return f"{name}  " + "  ".join(parts)
+
+
+def _time(row: dict[str, Any]) -> str:
+    """Phases that overlap take longer together than the whole iteration."""
+    total, phases = row["seconds"]["total"], seconds_by_phase(row["seconds"])
+    if total and "dead_seconds" in row:
+        phases += f"{', ' if phases else ''}dead {row['dead_seconds'] / total:.0%}"
+    return f"{total:.1f} s ({phases})"
+
+
+def training_details(row: dict[str, Any]) -> str:
+    """How the training went, as far as it is known: "entropy 0.12  grad 5.6  clipped 1.1%  …"; "" where nothing is."""
+    parts = []
+    for path, name, as_share in _DETAILS:
+        value = number(row, path)
+        if value is not None:
+            parts.append(f"{name} {percent(value) if as_share else compact(value)}")
+    low, high = number(row, "train.clip_fraction_low"), number(row, "train.clip_fraction_high")
+    if low is not None or high is not None:
+        parts.append(f"clipped {percent((low or 0.0) + (high or 0.0))}")
+    return "  ".join(parts)
+
+
+_KINDS = {"all_right": "all right", "all_wrong": "all wrong", "other_equal": "equal"}
+_DETAILS = (
+    ("train.entropy", "entropy", False),
+    ("train.grad_norm", "gradient", False),
+    ("train.kl", "KL", False),
+    ("rollouts.truncated", "cut off", True),
+    ("rollouts.repeated", "repeated", True),
+    ("rollouts.length_correlation", "reward~length", False),
+    ("sampler_trainer.p999", "|Δ logprob|", False),
+    ("sampler_trainer.own_weights.p999", "under the sampler's weights", False),
+)

@@ -1,0 +1,193 @@
+"""How long prompts and completions of an iteration are: known from a run, counted in tasks, or assumed.
+
+A group is a task's prompt, token by token (what prompts have in common is stored once in the trainer's rows), and the lengths of
+its completions. Assumed lengths are lognormal, cut off at `max_tokens`: what models answer is skewed to the right.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrl.configs.run import TrainConfig
+from ttrl.errors import UserError
+from ttrl.records import Sample, TokenizedResult
+from ttrl.system.files import read_jsonl
+from ttrl.tasks.task import Task
+
+PROMPT_TOKENS = 200
+"""Assumed, where there are no tasks."""
+_COMPLETION_SHARE = 1 / 3  # of max_tokens; assumed
+_PROMPT_SIGMA, _COMPLETION_SIGMA = 0.3, 0.6  # of the lognormal distributions
+_MOST_TOKENS = 2_000_000  # that are made up; iterations of more are planned from a part of their groups
+_RUN_ITERATIONS = 3  # of a run, the newest
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What to take for what is not known; None: a default."""
+
+    prompt_tokens: float | None = None
+    """Mean length of prompts."""
+    completion_tokens: float | None = None
+    """Mean length of completions."""
+    signal_share: float | None = None
+    """Of the groups, those whose rewards differ, so that they are trained on; None: all."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("prompt_tokens", self.prompt_tokens), ("completion_tokens", self.completion_tokens)):
+            if value is not None and not value >= 1:
+                raise UserError(f"{name} is {value}; it must be at least 1")
+            if value is not None and value > _MOST_TOKENS:
+                raise UserError(f"{name} is {value:g}; it must be at most {_MOST_TOKENS:,}")
+        if self.signal_share is not None and not 0 < self.signal_share <= 1:
+            raise UserError(f"signal_share is {self.signal_share}; it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt's token ids, and the lengths of its completions in tokens."""
+
+    prompt: Sequence[int]
+    completions: list[int]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Groups of an iteration, or of a part of it."""
+
+    groups: list[Group]
+    scale: float
+    """An iteration is so many times that."""
+    prompts_from: str
+    completions_from: str
+    """"assumed", "tasks", "probe", or "run": what the lengths come from."""
+    signal_share: float = 1.0
+    """Of the groups, those that are trained on."""
+    signal_from: str = "assumed"
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """One for each group."""
+        return [len(group.prompt) for group in self.groups]
+
+    @property
+    def completion_lengths(self) -> list[int]:
+        """One for each sample."""
+        return [length for group in self.groups for length in group.completions]
+
+
+def assumed_lengths(config: TrainConfig, assumptions: Assumptions, vocabulary: int) -> Lengths:
+    """Of a run of which only the config is known."""
+    draw = np.random.default_rng(config.seed)
+    mean = PROMPT_TOKENS if assumptions.prompt_tokens is None else assumptions.prompt_tokens
+    count = _planned(config, mean + config.samples_per_task * completion_mean(config, assumptions))
+    prompts = [draw.integers(0, vocabulary, length) for length in lognormal(draw, mean, _PROMPT_SIGMA, count)]
+    return _with_completions(config, assumptions, draw, prompts, "assumed")
+
+
+def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[Task], tokenizer: Any) -> Lengths:
+    """Prompts of an iteration's tasks, in the tokens of the model's chat template; completions as assumed."""
+    draw = np.random.default_rng(config.seed)
+    some = draw.choice(len(tasks), min(len(tasks), config.tasks_per_iteration), replace=False)
+    chosen = [tasks[number] for number in some]
+    first = prompt_ids(chosen[0], tokenizer)
+    count = _planned(config, len(first) + config.samples_per_task * completion_mean(config, assumptions))
+    prompts = [first, *(prompt_ids(task, tokenizer) for task in chosen[1:count])]
+    return _with_completions(config, assumptions, draw, prompts, "tasks")
+
+
+def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
+    """Of a task's messages. Raises UserError where the chat template refuses them."""
+    try:
+        text = tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:  # templates are programs, and raise anything
+        raise UserError(
+            f"task {task.id!r}: the model's chat template cannot write its messages ({type(error).__name__}: {error})"
+        ) from error
+
+
+def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> Lengths | None:
+    """What the newest of a run's iteration folders sampled; None where none has rollouts. Of samples of several turns, what lies
+    between the turns is counted with the completion."""
+    there = [path for path in iterations if (path / "rollouts.jsonl").is_file()][-_RUN_ITERATIONS:]
+    groups: list[Group] = []
+    for path in there:
+        by_task: dict[str, Group] = {}
+        for row in read_jsonl(path / "rollouts.jsonl"):
+            sample = Sample.from_json(row)
+            prompt, completion = _ids(sample)
+            if prompt is not None and completion:
+                by_task.setdefault(sample.task_id, Group(prompt, [])).completions.append(completion)
+        groups += by_task.values()
+    if not groups:
+        return None
+    lengths = Lengths(groups, 1 / len(there), "run", "run")
+    return lengths if signal_share is None else replace(lengths, signal_share=signal_share, signal_from="run")
+
+
+def _ids(sample: Sample) -> tuple[list[int] | None, int]:
+    """Its prompt, and how many tokens follow it."""
+    if sample.turns:
+        prompt = sample.turns[0].prompt_token_ids
+        total = sum(len(turn.prompt_token_ids or ()) + turn.num_tokens for turn in sample.turns)
+        return prompt, total - len(prompt or ())
+    return sample.prompt_token_ids, len(sample.token_ids or ())
+
+
+def completion_mean(config: TrainConfig, assumptions: Assumptions) -> float:
+    """Tokens, before anything is cut off."""
+    given = assumptions.completion_tokens
+    return max(1.0, config.max_tokens * _COMPLETION_SHARE) if given is None else given
+
+
+def lognormal(draw: np.random.Generator, mean: float, sigma: float, count: int) -> list[int]:
+    """Lengths of this mean, at least 1."""
+    return [max(1, round(x)) for x in draw.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)]
+
+
+def _planned(config: TrainConfig, tokens_of_group: float) -> int:
+    """Of how many groups the plan is made."""
+    return max(1, min(config.tasks_per_iteration, int(_MOST_TOKENS / tokens_of_group)))
+
+
+def _with_completions(
+    config: TrainConfig, assumptions: Assumptions, draw: np.random.Generator, prompts: Sequence[Sequence[int]], source: str
+) -> Lengths:
+    n, mean = config.samples_per_task, completion_mean(config, assumptions)
+    drawn = [min(length, config.max_tokens) for length in lognormal(draw, mean, _COMPLETION_SIGMA, n * len(prompts))]
+    groups = [Group(prompt, drawn[n * k : n * (k + 1)]) for k, prompt in enumerate(prompts)]
+    share = 1.0 if assumptions.signal_share is None else assumptions.signal_share
+    return Lengths(groups, config.tasks_per_iteration / len(groups), source, "assumed", share)
+
+
+def made_up_samples(lengths: Lengths, vocabulary: int, seed: int) -> list[TokenizedResult]:
+    """What the trainer would be given of the groups that are trained on: the prompts, and completions of random tokens."""
+    draw = np.random.default_rng(seed)
+    kept = max(1, round(lengths.signal_share * len(lengths.groups)))
+    samples = []
+    for number, group in enumerate(lengths.groups[:kept]):
+        prompt = np.asarray(group.prompt, dtype=np.int64)
+        for k, length in enumerate(group.completions):
+            ids = np.concatenate([prompt, draw.integers(0, vocabulary, length)])
+            logprobs = np.full(len(ids), np.nan, dtype=np.float32)
+            logprobs[len(prompt) :] = -1.0
+            samples.append(
+                TokenizedResult(
+                    task_id=str(number),
+                    sample=k,
+                    token_ids=ids,
+                    assistant_mask=np.arange(len(ids)) >= len(prompt),
+                    input_pos=range(len(ids)),
+                    logprobs=logprobs,
+                    prompt_length=len(prompt),
+                    reward=0.0,
+                    advantage=(-1.0) ** k,
+                    weights_version=0,
+                )
+            )
+    return samples

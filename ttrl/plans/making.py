@@ -1,0 +1,277 @@
+"""A plan of a run: what an iteration consists of, memory, disk, seconds, and what is wrong with it.
+
+Counted exactly, for prompts and completions of the given or assumed lengths: samples, tokens, packed rows, optimizer steps,
+FLOPs. Estimated: memory (`ttrl.costs.memory`, within some 10% on CPU), disk, seconds. Seconds are rough unless they were
+measured, in a probe (`ttrl.loop.plan`) or in the run itself.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrl.configs.run import TrainConfig
+from ttrl.costs.parameters import DecoderParameters, decoder_parameters
+from ttrl.costs.storage import iteration_bytes
+from ttrl.costs.training_settings import Settings
+from ttrl.errors import ModelFolderError, UserError
+from ttrl.plans.lengths import Assumptions, Lengths, assumed_lengths, run_lengths, task_lengths
+from ttrl.plans.machine import Machine, gpu_named, this_machine
+from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
+from ttrl.plans.memory import PlannedMemory, memory_of
+from ttrl.plans.plan import plan_text
+from ttrl.plans.seconds import PlannedSeconds, seconds_of
+from ttrl.plans.warnings import cache_warning, warnings_of
+from ttrl.plans.work import PlannedFlops, Work, flops_of, pack, work_of
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.pruning import most_kept
+from ttrl.system.files import free_bytes, write_json
+from ttrl.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+
+_ROLLOUT_BYTES = 40  # of a sampled token in rollouts.jsonl: its id, its log-probability, its text
+_PACKED_BYTES = 65  # of a position in packed.safetensors
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe has found out."""
+
+    lengths: Lengths
+    seconds: Mapping[str, Seconds]
+    """Of an iteration's phases, and of "server start" and "trainer start"."""
+    memory: Mapping[str, float]
+    """Peaks in bytes: "trainer", "server"."""
+    warnings: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take. `str()` is a table for terminals, `to_dict` plain values."""
+
+    model: str
+    parameters: int
+    trained_parameters: int
+    machine: Machine
+    processes: int
+    iterations: int
+    prompts_from: str
+    completions_from: str
+    signal_from: str
+    work: Work
+    flops: PlannedFlops
+    memory: PlannedMemory
+    disk: Mapping[str, float]
+    """Bytes: "checkpoint" and "state" of an iteration, "most" that the run holds at the same time, "free" now (where it is this
+    machine that is planned for)."""
+    seconds: PlannedSeconds
+    price_per_hour: float | None
+    measured_memory: Mapping[str, float]
+    """Peaks of a probe: "trainer", "server"; empty without."""
+    with_server: bool
+    """False for a recipe's config: nothing is known of sampling."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def price(self) -> float | None:
+        """Of the whole run."""
+        return None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in plan.json."""
+        values = dataclasses.asdict(self)
+        values["work"]["fill"] = self.work.fill
+        values["memory"]["peak"] = self.memory.peak
+        return {"schema": 1} | values | {"price": self.price}
+
+    def save(self, folder: Path) -> Path:
+        """Writes plan.json into a run folder, for its report to compare with; returns its path. Raises StorageError."""
+        path = folder / PLAN_FILE
+        write_json(path, self.to_dict())
+        return path
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+
+def make_plan(
+    config: TrainConfig,
+    tasks: Sequence[Task] = (),
+    validation_tasks: Sequence[Task] = (),
+    *,
+    assumptions: Assumptions | None = None,
+    gpu: str | None = None,
+    price_per_hour: float | None = None,
+    recipe_only: bool = False,
+    run: Path | None = None,
+    probed: Probed | None = None,
+    tokenizer: Any = None,
+) -> Plan:
+    """Plans a run of `config`, without running anything but a matrix product.
+
+    tasks: their prompts are counted; without tasks, lengths are assumed, or, with `run`, a folder that iterations lie in already,
+    those that came out. gpu: what the run is planned for (see `plan_machine.GPUS`); None: this machine. price_per_hour: of the
+    whole machine. recipe_only: of the trainer alone. probed: what a probe has found out. tokenizer: the model's, to count prompts
+    with; None: it is loaded where there are tasks.
+
+    Raises ConfigError, ModelFolderError, UserError.
+    """
+    config = config.check("TrainConfig")
+    if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
+        raise UserError(f"price_per_hour is {price_per_hour}; it must be a number, 0 or more")
+    model = read_model_config(config.model)
+    decoder, assumptions = decoder_parameters(model), assumptions or Assumptions()
+    machine = gpu_named(gpu) if gpu is not None else None
+    config = config.resolved(cuda=machine.cuda if machine is not None else _cuda())
+    recipe = config.recipe_config({"dtype": config.dtype})
+    if machine is None:
+        machine = this_machine(config, max(decoder.matrix_shapes.values(), key=lambda ends: ends[0] * ends[1]))
+    rows = RunFolder(run).metrics() if run is not None else []
+    if probed is not None:
+        lengths, measured = probed.lengths, probed.seconds
+    else:
+        lengths, measured = _lengths(config, assumptions, decoder, tasks, run, rows, tokenizer), measured_in_run(rows)
+    held_out = len(validation_tasks) or _validation_tasks(run)
+    packed = pack(config, lengths, decoder.shape.vocabulary)
+    work = work_of(config, recipe, lengths, packed, 0 if recipe_only else held_out)
+    settings = Settings.of(recipe.to_dict())
+    flops = flops_of(decoder, recipe, settings, lengths, packed, work)
+    memory = memory_of(model, config, recipe, work, machine, with_server=not recipe_only)
+    each = iteration_bytes(model, recipe.to_dict(), recipe.checkpoint_dtype)
+    disk = _disk(config, each, work, here=gpu is None and not recipe_only)
+    seconds = seconds_of(config, recipe, machine, work, flops, memory, sum(each.values()), measured)
+    known = len(tasks) or _count_of_tasks(run)
+    notes = [
+        *(() if probed is None else probed.warnings),
+        *cache_warning(config, work, memory),
+        *warnings_of(model, config, recipe, work, memory, machine, disk, known or None),
+    ]
+    return Plan(
+        model=config.model,
+        parameters=decoder.total,
+        trained_parameters=_trained(decoder, settings),
+        machine=machine,
+        processes=config.processes,
+        iterations=config.iterations,
+        prompts_from=lengths.prompts_from,
+        completions_from=lengths.completions_from,
+        signal_from=lengths.signal_from,
+        work=work,
+        flops=flops,
+        memory=memory,
+        disk=disk,
+        seconds=seconds,
+        price_per_hour=price_per_hour,
+        measured_memory={} if probed is None else probed.memory,
+        with_server=not recipe_only,
+        warnings=notes,
+    )
+
+
+def write_plan(
+    config: TrainConfig, folder: Path, model: Path, tasks: Sequence[Task], validation_tasks: Sequence[Task], tokenizer: Any
+) -> None:
+    """Leaves a plan in a run folder that has none, for the report to compare with. A plan that cannot be made is no reason to end
+    a run: that is logged."""
+    if (folder / PLAN_FILE).exists():
+        return
+    try:
+        made = make_plan(dataclasses.replace(config, model=str(model)), tasks, validation_tasks, tokenizer=tokenizer)
+        made.save(folder)
+    except Exception as error:  # noqa: BLE001 - among them what a tokenizer raises, and memory that is not there
+        logger.warning("no plan of this run: %s: %s", type(error).__name__, error)
+
+
+def read_model_config(model: str) -> dict[str, Any]:
+    """config.json of a model folder, or of a name on the hub; its path will do as well. Raises ModelFolderError."""
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        if model.count("/") != 1 or model.startswith((".", "/")):
+            raise ModelFolderError(f"{model}: there is neither a model folder nor a config.json, and it is no name on the hub")
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        try:
+            path = Path(hf_hub_download(model, "config.json"))
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise ModelFolderError(f"{model}: no model folder, and config.json could not be had from the hub: {error}") from error
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelFolderError(f"{path} holds a {type(values).__name__}; a model's config.json holds an object")
+    return values
+
+
+def iteration_folders(run: Path) -> list[Path]:
+    """Of a run, ascending."""
+    return sorted((run / "iterations").glob("[0-9]*"))
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _lengths(
+    config: TrainConfig,
+    assumptions: Assumptions,
+    decoder: DecoderParameters,
+    tasks: Sequence[Task],
+    run: Path | None,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+) -> Lengths:
+    if run is not None:
+        share = signal_share(rows)
+        found = run_lengths(iteration_folders(run), share or None)
+        if found is not None:
+            return found
+    if tasks:
+        if tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(config.model)
+        return task_lengths(config, assumptions, tasks, tokenizer)
+    return assumed_lengths(config, assumptions, decoder.shape.vocabulary)
+
+
+def _trained(decoder: DecoderParameters, settings: Settings) -> int:
+    from ttrl.costs.memory import adapter_parameters
+
+    return decoder.total if settings.lora_rank is None else adapter_parameters(decoder, settings)
+
+
+def _count_of_tasks(run: Path | None) -> int:
+    return _task_counts(run).get("tasks", 0)
+
+
+def _validation_tasks(run: Path | None) -> int:
+    return _task_counts(run).get("validation_tasks", 0)
+
+
+def _task_counts(run: Path | None) -> dict[str, int]:
+    """Of a run folder, what its tasks.json says."""
+    if run is None or not (run / "tasks.json").is_file():
+        return {}
+    try:
+        return {name: int(entry["count"]) for name, entry in json.loads((run / "tasks.json").read_text()).items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _disk(config: TrainConfig, each: Mapping[str, float], work: Work, here: bool) -> dict[str, float]:
+    """See Plan.disk: what the rules of pruning keep, and the rollouts and rows of all iterations."""
+    sampled = (work.completion_tokens + work.validation_tokens) * _ROLLOUT_BYTES
+    logs = config.iterations * (sampled + work.rows * work.seq_len * _PACKED_BYTES)
+    checkpoints, states = most_kept(config, config.iterations)
+    disk = {**each, "logs": logs, "most": checkpoints * each["checkpoint"] + states * each["state"] + logs}
+    free = free_bytes(config.run or ".") if here else None
+    return disk if free is None else disk | {"free": float(free)}

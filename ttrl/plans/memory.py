@@ -1,0 +1,156 @@
+"""Memory of trainer and server, how many sequences the server computes at the same time, and whether it all fits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrl.configs import GRPOConfig
+from ttrl.configs.run import TrainConfig
+from ttrl.costs.memory import IMPORTS, training_memory
+from ttrl.costs.savings import savings
+from ttrl.costs.storage import server_memory, token_cache_bytes
+from ttrl.costs.training_settings import Workload
+from ttrl.errors import ModelFolderError, UserError
+from ttrl.plans.machine import Machine
+from ttrl.plans.work import Work
+from ttrl.server.model_folder import cpu_batch
+from ttrl.server.vllm import cpu_cache_bytes
+
+_GIB = 2**30
+_HEAP_GAPS = 0.2  # of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured
+_SERVER_IMPORTS = 1.35e9  # resident memory of vLLM's processes without model and cache, on CPU
+_GPU_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
+_GPU_SEQUENCES = {True: 1024, False: 256}  # vLLM's default of max_num_seqs: with 70 GB and more, with less
+_CPU_SEQUENCES = 128  # the same on CPU
+_GPU_STEP_TOKENS, _CPU_STEP_TOKENS = 8192, 2048  # vLLM's default of max_num_batched_tokens
+_SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """Bytes, of each trainer process and server; on CUDA, of a GPU."""
+
+    trainer: float
+    """Peak."""
+    trainer_parts: Mapping[str, float]
+    """At that moment."""
+    trainer_moment: str
+    server: float
+    """With all of its cache."""
+    server_parts: Mapping[str, float]
+    cache_tokens: int
+    """For how many tokens the server's cache has room."""
+    sequences: int
+    """Of the mean length, at the same time in a server."""
+    beside: tuple[int, int]
+    """How many trainer processes and servers share the memory: on CUDA, those on one GPU."""
+    together: bool
+    """Whether both are there at the same time, on the same device or in the same memory."""
+    available: float
+    """Of the device, or of the machine."""
+    savings: Mapping[str, float] = field(default_factory=dict)
+    """Of the trainer's peak, by setting."""
+
+    @property
+    def peak(self) -> float:
+        """Where it is highest, of all that share it."""
+        trainers, servers = self.trainer * self.beside[0], self.server * self.beside[1]
+        return trainers + servers if self.together else max(trainers, servers)
+
+
+def memory_of(
+    model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig, work: Work, machine: Machine, with_server: bool = True
+) -> PlannedMemory:
+    """model: values of config.json. On CUDA trainer and server are taken to share each GPU."""
+    settings = recipe.to_dict() | {"dtype": config.dtype}
+    ranks = max(1, config.processes // recipe.tensor_parallel)
+    workload = Workload(
+        row_length=max(1, work.row_length),
+        trained_share=work.trained_tokens / work.computed_tokens if work.computed_tokens else 1.0,
+        rows=-(-work.rows // ranks) or 1,
+        microbatches=-(-work.microbatches // max(1, work.optimizer_steps)),
+        longest_sample=work.longest_sample,
+    )
+    # A microbatch holds no more rows than an optimizer step has for this process.
+    rows_of_step = -(-work.rows // max(1, work.optimizer_steps) // ranks) or 1
+    settings["rows_per_microbatch"] = max(1, min(recipe.rows_per_microbatch, rows_of_step))
+    estimate = training_memory(model, settings, workload, device="cuda" if machine.cuda else "cpu", ranks=ranks)
+    parts = dict(estimate.parts)
+    parts.pop("mapped files", None)
+    if not machine.cuda:
+        parts["heap's gaps"] = _HEAP_GAPS * sum(parts.values())
+        parts["program"] = IMPORTS
+    tokens, server_parts = _server(model, config, machine) if with_server else (0, {})
+    # Each gives way while the other works; on a CPU, sleep frees nothing.
+    server_goes = config.server_stops and (config.weight_sync == "restart" or machine.cuda)
+    trainer_stays = machine.cuda and config.trainer == "resident" and config.resolved_trainer_memory("cuda") == "keep"
+    apart = server_goes and not trainer_stays
+    length = max(1.0, work.prompt_mean + work.completion_mean)
+    return PlannedMemory(
+        trainer=sum(parts.values()),
+        trainer_parts=parts,
+        trainer_moment=estimate.moment,
+        server=sum(server_parts.values()),
+        server_parts=server_parts,
+        cache_tokens=tokens,
+        sequences=min(int(tokens / length), _most_sequences(model, config, machine), max(1, work.samples)),
+        beside=(1, min(1, config.servers)) if machine.cuda else (config.nproc_per_node, config.servers),
+        together=with_server and not apart,
+        available=machine.memory,
+        savings=_savings(model, settings, workload, machine, ranks),
+    )
+
+
+def _savings(
+    model: Mapping[str, Any], settings: Mapping[str, Any], workload: Workload, machine: Machine, ranks: int
+) -> dict[str, float]:
+    try:
+        return savings(model, settings, workload, device="cuda" if machine.cuda else "cpu", ranks=ranks)
+    except ModelFolderError:
+        return {}
+
+
+def _argument(config: TrainConfig, name: str, default: Any) -> Any:
+    """Of vLLM's, as the config names it."""
+    value = config.server.get(name, config.server.get(name.replace("_", "-")))
+    return default if value is None else value
+
+
+def _number(config: TrainConfig, name: str, default: float) -> float:
+    """An argument that vLLM takes as a number, or as one with a suffix: 4k is 4000, 4K is 4096. Raises UserError."""
+    value = _argument(config, name, default)
+    digits, factor = (value[:-1], _SUFFIXES[value[-1]]) if str(value)[-1:] in _SUFFIXES else (value, 1)
+    try:
+        number = float(digits) * factor
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UserError(f"server: {name} is {value!r}; it must be a number above 0")
+    return number
+
+
+def _most_sequences(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> int:
+    on_cpu = cpu_batch(model, config.server).get("max-num-seqs", _CPU_SEQUENCES)
+    default = _GPU_SEQUENCES[machine.memory >= 70 * _GIB] if machine.cuda else on_cpu
+    return int(_number(config, "max_num_seqs", default))
+
+
+def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> tuple[int, dict[str, float]]:
+    """Tokens that its cache has room for, and what it holds, by part."""
+    parallel = max(1, int(_number(config, "tensor_parallel_size", 1)))
+    on_cpu = cpu_batch(model, config.server).get("max-num-batched-tokens", _CPU_STEP_TOKENS)
+    step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if machine.cuda else on_cpu))
+    dtype = config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if machine.cuda else "fp32"
+    parts = server_memory(model, 0, dtype=dtype, tensor_parallel=parallel, step_tokens=step_tokens)
+    each = server_memory(model, 1, dtype=dtype, tensor_parallel=parallel)["cache"]
+    assert each >= token_cache_bytes(model, dtype) / parallel
+    if machine.cuda:
+        allowed = machine.memory * _number(config, "gpu_memory_utilization", _GPU_SHARE)
+        room = allowed - parts["weights"] - parts["activations"]
+    else:
+        parts["program"] = _SERVER_IMPORTS
+        room = cpu_cache_bytes()
+    if _argument(config, "kv_cache_memory_bytes", None) is not None:
+        room = _number(config, "kv_cache_memory_bytes", room)
+    room = max(0.0, room)
+    return int(room / each), {**parts, "cache": room}  # it takes all of it at its start, and writes to it

@@ -1,0 +1,113 @@
+"""Seconds of each phase: a rough figure for every phase, which is replaced by what was measured where something was.
+
+Rough figures come from the plan's FLOPs and a share of the machine's matrix product speed that programs like these reach. They
+are within a factor of two or three of what comes out for models that keep a machine busy; for tiny ones fixed costs decide.
+Phases have the names of the columns "seconds" of metrics.jsonl.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ttrl.configs import GRPOConfig
+from ttrl.configs.run import TrainConfig
+from ttrl.plans.machine import Machine
+from ttrl.plans.measured import Seconds
+from ttrl.plans.memory import PlannedMemory
+from ttrl.plans.work import PlannedFlops, Work
+
+# On CPU: measured with models of 1 and 30 million parameters on two cores. On CUDA: assumed, from others' published figures.
+_TRAINING_SHARE = {False: 0.4, True: 0.35}
+_SAMPLING_SHARE = {False: 0.25, True: 0.35}
+_BANDWIDTH_SHARE = 0.6
+_SECONDS_OF_TOKEN = 1 / 7000  # of the server's own work for a sampled token, on CPU
+_SECONDS_OF_STEP = {False: 0.004, True: 0.008}  # of one step of the server, whatever the batch
+_SECONDS_OF_UPDATE = 0.01
+_DISK = 1e9  # bytes/s of checkpoints, gathered, written and synced
+_START = {"server": 25.0, "trainer": 1.0}  # a trainer that stays up starts beside the server
+_TRAINER_START = 7.0  # of one that does not, in each iteration
+_PACK_OF_SAMPLE = 1e-4
+_FIXED = {"sync": 0.1, "pack": 0.02, "other": 0.1}
+
+
+@dataclass(frozen=True)
+class PlannedSeconds:
+    """Of a run."""
+
+    start: Mapping[str, Seconds]
+    """Once: "server", and "trainer", as far as the first iteration waits for it."""
+    phases: Mapping[str, Seconds]
+    """Of an iteration, by phase."""
+    iteration: float
+    """All phases together. Less than their sum where they overlap: validation and the next rollouts share the server."""
+    run: float
+    """Start, the validation of the starting model, and all iterations."""
+
+
+def seconds_of(
+    config: TrainConfig,
+    recipe: GRPOConfig,
+    machine: Machine,
+    work: Work,
+    flops: PlannedFlops,
+    memory: PlannedMemory,
+    disk_bytes: float,
+    measured: Mapping[str, Seconds],
+) -> PlannedSeconds:
+    """disk_bytes: of an iteration's checkpoint and state. measured: by phase, and "server start", "trainer start"."""
+    rough = _rough(config, recipe, machine, work, flops, memory, disk_bytes)
+    phases = {name: measured.get(name, Seconds(value, "rough")) for name, value in rough.items()}
+    others = {name: value for name, value in measured.items() if not name.endswith(" start") and name != "iteration"}
+    phases |= {name: value for name, value in others.items() if name not in phases}
+    start = {name: measured.get(f"{name} start", Seconds(value, "rough")) for name, value in _START.items()}
+    if config.trainer == "once":
+        start.pop("trainer")
+    iteration = sum(phase.seconds for phase in phases.values())
+    if "iteration" in measured:
+        iteration = measured["iteration"].seconds
+    elif config.off_policy_steps:
+        iteration -= min(phases["train"].seconds, phases["sample"].seconds)  # at the same time, on devices of their own
+    total = sum(part.seconds for part in start.values()) + phases["validate"].seconds + config.iterations * iteration
+    return PlannedSeconds(start, phases, iteration, total)
+
+
+def _rough(
+    config: TrainConfig,
+    recipe: GRPOConfig,
+    machine: Machine,
+    work: Work,
+    flops: PlannedFlops,
+    memory: PlannedMemory,
+    disk_bytes: float,
+) -> dict[str, float]:
+    speed = machine.matmul * config.processes * _TRAINING_SHARE[machine.cuda]
+    again = 4 / 3 if recipe.activation_checkpointing and recipe.checkpoint_every == 1 else 1.0
+    saved = disk_bytes / _DISK
+    train = (flops.training * again + flops.prepass) / speed + work.optimizer_steps * _SECONDS_OF_UPDATE + saved
+    train += _TRAINER_START if config.trainer == "once" else 0.0
+    # Several on one CPU divide its cores; on GPUs, each has its own.
+    servers = max(1, (config.servers if machine.cuda else min(1, config.servers)) + len(config.joined_servers))
+    sample = _sampling(machine, memory, flops.sampling, work.completion_tokens, work.samples, work, servers)
+    validate = _sampling(machine, memory, flops.validation, work.validation_tokens, work.validation_samples, work, servers)
+    sync = _FIXED["sync"] + disk_bytes / 3 / _DISK / 4  # read from the page cache
+    if config.weight_sync == "restart":
+        sync += _START["server"]
+    pack = _FIXED["pack"] + work.samples * _PACK_OF_SAMPLE
+    return {"sample": sample, "pack": pack, "train": train, "sync": sync, "validate": validate, "other": _FIXED["other"]}
+
+
+def _sampling(
+    machine: Machine, memory: PlannedMemory, flops: float, tokens: float, samples: int, work: Work, servers: int
+) -> float:
+    """The larger of what all tokens need and what the longest completion needs: steps that each read all weights."""
+    if not samples:
+        return 0.0
+    sequences = max(1, min(memory.sequences, -(-samples // servers)))
+    weights = memory.server_parts.get("weights", 0.0)
+    length = work.prompt_mean + work.completion_mean / 2
+    cache_of_token = memory.server_parts.get("cache", 0.0) / memory.cache_tokens if machine.cuda and memory.cache_tokens else 0.0
+    fixed = _SECONDS_OF_STEP[machine.cuda] + weights / (machine.bandwidth * _BANDWIDTH_SHARE)
+    full_step = fixed + sequences * length * cache_of_token / (machine.bandwidth * _BANDWIDTH_SHARE)
+    all_tokens = tokens / sequences * full_step + flops / (machine.matmul * _SAMPLING_SHARE[machine.cuda])
+    if not machine.cuda:
+        all_tokens += tokens * _SECONDS_OF_TOKEN
+    return max(all_tokens / servers, work.completion_max * fixed)

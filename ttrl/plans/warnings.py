@@ -1,0 +1,126 @@
+"""What is wrong with a plan, in words, with the way out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ttrl.configs import GRPOConfig
+from ttrl.configs.run import TrainConfig
+from ttrl.plans.machine import Machine
+from ttrl.plans.memory import PlannedMemory
+from ttrl.plans.plan import gib
+from ttrl.plans.work import Work
+
+_BADLY_FILLED = 0.7
+_NEARLY_FULL = 0.9
+_UNKNOWN_SPREAD = 1.3  # prompts of other iterations may be so many times as long as the longest that was seen
+
+
+def warnings_of(
+    model: Mapping[str, Any],
+    config: TrainConfig,
+    recipe: GRPOConfig,
+    work: Work,
+    memory: PlannedMemory,
+    machine: Machine,
+    disk: Mapping[str, float],
+    tasks: int | None,
+) -> list[str]:
+    """One line each, the worst first."""
+    found = [*_memory(memory, config, machine), *_lengths(model, config, work), *_disk(disk)]
+    if tasks is not None and tasks < config.tasks_per_iteration:
+        found.append(
+            f"too few tasks: an iteration takes {config.tasks_per_iteration}, and there are {tasks}; lower tasks_per_iteration"
+        )
+    elif tasks is not None and config.tasks_per_iteration * config.iterations > 20 * tasks:
+        times = config.tasks_per_iteration * config.iterations / tasks
+        found.append(f"few tasks: each of the {tasks} is used {times:.0f} times in {config.iterations} iterations")
+    return found + _idle(config, recipe, work)
+
+
+def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> list[str]:
+    found = []
+    where = "of the GPU" if machine.cuda else "of this machine"
+    if memory.peak > memory.available:
+        who = f"trainer ({gib(memory.trainer)})"
+        if memory.together:
+            who += f" and server ({gib(memory.server)}) together"
+        elif memory.server > memory.trainer:
+            who = f"the server ({gib(memory.server)})"
+        ways = [f"{name} saves {gib(saved)}" for name, saved in list(memory.savings.items())[:4]]
+        if memory.together and machine.cuda:
+            ways.insert(0, 'server: {"gpu_memory_utilization": ...} gives the server less')
+        if memory.together and config.weight_sync != "restart" and not config.off_policy_steps:
+            ways.append("weight_sync: restart stops the server while the trainer works")
+        found.append(f"does not fit: {who} need more than the {gib(memory.available)} {where}; " + "; ".join(ways))
+    # A server by itself takes as much of a GPU as it is told to, which is no estimate.
+    elif (memory.peak if memory.together else memory.trainer * memory.beside[0]) > _NEARLY_FULL * memory.available:
+        found.append(f"nearly full: {gib(memory.peak)} of the {gib(memory.available)} {where}; the estimate is good to about 10%")
+    if memory.server_parts and memory.server_parts.get("weights", 0.0) > memory.available:
+        found.append("the server cannot even hold the weights; use more GPUs (server: tensor_parallel_size)")
+    return found
+
+
+def _lengths(model: Mapping[str, Any], config: TrainConfig, work: Work) -> list[str]:
+    found = []
+    longest = work.prompt_max + config.max_tokens
+    if longest - 1 > config.seq_len:
+        word = {"drop": "are left out", "truncate": "are cut off", "extend": "get longer rows", "error": "end the run"}
+        found.append(
+            f"seq_len is {config.seq_len}, but the longest prompt ({work.prompt_max}) and max_tokens ({config.max_tokens}) are "
+            f"{longest} tokens together: samples that are too long {word[config.too_long]}; "
+            f"about {work.too_long} of {work.samples} in an iteration"
+        )
+    text = model.get("text_config") or model
+    context = config.context or text.get("max_position_embeddings")
+    if isinstance(context, int) and longest > context:
+        found.append(
+            f"the longest prompt and max_tokens are {longest} tokens together, more than the server's context of {context}: "
+            "such requests are refused; lower max_tokens"
+        )
+    if work.rows > 1 and work.fill < _BADLY_FILLED:
+        found.append(
+            f"rows are badly filled: {100 * work.fill:.0f}%; another seq_len fits the groups better (a group of the mean size "
+            f"takes {work.prompt_mean + work.samples / max(1, work.tasks) * work.completion_mean:,.0f} positions)"
+        )
+    return found
+
+
+def cache_warning(config: TrainConfig, work: Work, memory: PlannedMemory) -> list[str]:
+    """Where the server's cache has no room for what it is to sample."""
+    longest = work.prompt_max + config.max_tokens
+    if not memory.server_parts:
+        return []
+    if memory.cache_tokens < longest:
+        return [
+            f"the server's cache has room for {memory.cache_tokens:,} tokens, fewer than one sample of {longest:,}: it will not "
+            "start, or refuse; give it more memory (server: gpu_memory_utilization, on CPU VLLM_CPU_KVCACHE_SPACE)"
+        ]
+    if memory.sequences < 4 <= work.samples:
+        return [f"only {memory.sequences} samples fit into the server's cache at the same time, so that sampling will be slow"]
+    return []
+
+
+def _disk(disk: Mapping[str, float]) -> list[str]:
+    if "free" not in disk or disk["most"] <= disk["free"]:
+        return []
+    return [
+        f"the disk is too small: the run needs up to {gib(disk['most'])}, and {gib(disk['free'])} are free; "
+        "checkpoint_dtype: bf16 halves checkpoints, adapters (lora_rank) make states small"
+    ]
+
+
+def _idle(config: TrainConfig, recipe: GRPOConfig, work: Work) -> list[str]:
+    found = []
+    ranks = max(1, config.processes // recipe.tensor_parallel)
+    rows_of_step = work.filled_rows / max(1, work.optimizer_steps)
+    if work.rows and rows_of_step < ranks:
+        found.append(
+            f"processes will be idle: an optimizer step has {rows_of_step:.1f} rows for {ranks} processes; take a "
+            "smaller seq_len, fewer updates_per_iteration, or fewer processes"
+        )
+    if 0 < work.filled_rows < recipe.updates_per_iteration:
+        found.append(
+            f"updates_per_iteration is {recipe.updates_per_iteration}, but an iteration has {work.filled_rows} rows, so that "
+            f"{work.filled_rows} updates are made"
+        )
+    return found

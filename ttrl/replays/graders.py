@@ -1,0 +1,249 @@
+"""The changed grader of a replay: found by its name, or taken from tasks; and which files it came from.
+
+`module:name` is looked for in the current folder first, then on Python's path; `path/to/file.py:name` is that file. Both are code
+that is run, as a script would be.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ttrl.errors import TaskError, UserError
+from ttrl.loop.environment import git_commit
+from ttrl.records import Sample
+from ttrl.rollouts.graders.grading import describe
+from ttrl.system.files import digest
+from ttrl.tasks.task import Task
+from ttrl.tasks.with_sample import WithSample
+
+ReplayGrader = Callable[..., Any]
+"""`grader(choice)`, as in training, or `grader(choice, sample)`: the sample has task id, messages, old reward and metrics."""
+
+
+class Regrader:
+    """Knows the task, and so the grader, of every old rollout."""
+
+    def __init__(self, grader: "ReplayGrader | str | None", tasks: "Iterable[Task] | str | None") -> None:
+        """Exactly one of the two. Raises UserError for what cannot be found, imported or called."""
+        if (grader is None) == (tasks is None):
+            raise UserError("a replay needs a grader or tasks with graders, and only one of them")
+        self._grader: ReplayGrader | None = None
+        self._tasks: dict[str, Task] = {}
+        self._ids: set[str] = set()
+        given = grader if tasks is None else tasks
+        option = "--grader" if tasks is None else "--tasks"
+        found, module = load_reference(given, option) if isinstance(given, str) else (given, None)
+        if tasks is None:
+            self._grader, self._takes_sample = found, _takes_sample(found, _shown(given))
+            sources: list[Any] = [found]
+        else:
+            listed = _task_list(found, _shown(given))
+            if without := [task.id for task in listed if task.grader is None]:
+                raise TaskError(
+                    f"--tasks {_shown(given)}: {len(without)} of {len(listed)} have no grader, such as {without[0]!r}, as their "
+                    "rollout returns the reward; to grade their conversations again give a grader: --grader, or Task(grader=…)"
+                )
+            for task in listed:
+                self._tasks.setdefault(_key(task.id, task.messages), task)
+            self._ids = {task.id for task in listed}
+            sources = [found, *(task.grader for task in listed)]
+        self.kind = "grader" if tasks is None else "tasks"
+        self.reference = _shown(given)
+        self.by_name = isinstance(given, str)
+        self.name = given.rpartition(":")[2].split(".")[-1] if isinstance(given, str) else getattr(found, "__name__", "grader")
+        self._paths = _source_files([*([module] if module is not None else []), *sources])
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What replay.json keeps: the reference, the digests of the files that hold the code, their git commit, the tasks."""
+        described: dict[str, Any] = {
+            self.kind: self.reference,
+            "files": {_relative(path): digest(path) for path in self._paths},
+            "git_commit": git_commit(self._paths[0].parent) if self._paths else None,
+        }
+        if self._tasks:
+            described["task_count"] = len(self._tasks)
+            described["tasks_digest"] = hashlib.sha256("\n".join(sorted(self._tasks)).encode()).hexdigest()
+        return described
+
+    @property
+    def identity(self) -> str:
+        """A digest of the code's files, the name within them, and the tasks: another grader has another one."""
+        described = self.described
+        parts = [self.kind, self.name, sorted(described["files"].values()), described.get("tasks_digest")]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def task(self, sample: Sample) -> Task | None:
+        """The task that grades `sample`; None where the tasks do not have it."""
+        if self._grader is None:
+            return self._tasks.get(_key(sample.task_id, sample.messages))
+        grader = self._grader
+        if self._takes_sample:
+            # A copy: the rollouts that are compared with afterwards are not the grader's to change.
+            grader = WithSample(grader, dataclasses.replace(sample, metrics=dict(sample.metrics)))
+        return Task(messages=sample.messages, grader=grader, id=sample.task_id)
+
+    def knows_id(self, task_id: str) -> bool:
+        """True where there is a task of that id, whatever its messages."""
+        return task_id in self._ids
+
+
+def _key(task_id: str, messages: Sequence[Any]) -> str:
+    return json.dumps([task_id, messages], sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list | tuple):
+        return f"a list of {len(given)} tasks"
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", type(given).__name__)
+    return f"{module}:{name}" if module else name
+
+
+def _relative(path: Path) -> str:
+    try:
+        return path.relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return str(path)
+
+
+def load_reference(reference: str, option: str) -> tuple[Any, ModuleType]:
+    """The object that a reference names, and the module it was named in."""
+    place, colon, name = reference.rpartition(":")
+    if not colon or not place or not name:
+        raise UserError(f"{option} {reference}: give module:name or path/to/file.py:name, such as graders:strict")
+    module = _import_file(Path(place), reference, option) if place.endswith(".py") else _import(place, reference, option)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            near = difflib.get_close_matches(name, there, n=1)
+            known = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(there[:12]) or 'nothing that can be called'}"
+            raise UserError(f"{option} {reference}: {place} has no {name!r}; {known}")
+        found = getattr(found, part)
+    return found, module
+
+
+def _import(name: str, reference: str, option: str) -> ModuleType:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with _explained(reference, option, name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and imports one that is not
+            raise UserError(
+                f"{option} {reference}: there is no module {error.name!r} in {folder} or on Python's path; "
+                "give module:name, or path/to/file.py:name"
+            ) from None
+    raise AssertionError
+
+
+def _import_file(path: Path, reference: str, option: str) -> ModuleType:
+    path = path.absolute()
+    if not path.is_file():
+        raise UserError(f"{option} {reference}: {path} is no file")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as for a script, so that it can import its neighbours
+    taken = path.stem in sys.stdlib_module_names or not path.stem.isidentifier() or _is_other(path)
+    name = f"replayed_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}" if taken else path.stem
+    with _explained(reference, option, path.name):
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickle look there
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+    raise AssertionError
+
+
+def _is_other(path: Path) -> bool:
+    """True where another module of the file's name is loaded, which must not be replaced."""
+    module = sys.modules.get(path.stem)
+    return module is not None and getattr(module, "__file__", None) != str(path)
+
+
+@contextlib.contextmanager
+def _explained(reference: str, option: str, what: str) -> Iterator[None]:
+    """Turns whatever the person's code raises while it is imported into a UserError with the last line of its traceback."""
+    arguments = sys.argv
+    sys.argv = [what]  # a script that reads its arguments when imported must not find ours
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames[1:] else ""
+        raise UserError(f"{option} {reference}: importing {what} failed: {describe(error)}{place}") from error
+    finally:
+        sys.argv = arguments
+
+
+def _takes_sample(grader: Any, shown: str) -> bool:
+    """True for a grader of (choice, sample), False for one of (choice). Raises UserError for what is neither."""
+    if inspect.isclass(grader):
+        raise UserError(f"grader {shown} is a class; give an instance of it, or a function")
+    if not callable(grader):
+        raise UserError(f"grader {shown} cannot be called (it is of type {type(grader).__name__}); give a function of the choice")
+    try:
+        parameters = list(inspect.signature(grader).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
+    takes_any = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    if len(required) > 2 or keywords or not (positional or takes_any):
+        names = ", ".join(p.name for p in parameters)
+        raise UserError(f"grader {shown} takes ({names}); a grader takes (choice), or (choice, sample)")
+    return len(required) == 2 or (len(positional) > 1 and positional[1].name == "sample")
+
+
+def _task_list(found: Any, shown: str) -> list[Task]:
+    if callable(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise UserError(f"--tasks {shown}: calling it without arguments failed: {describe(error)}") from error
+    if isinstance(found, str | Task) or not isinstance(found, Iterable):
+        raise TaskError(f"--tasks {shown} is a {type(found).__name__}; give a list of Task, or a function that returns one")
+    listed = list(found)
+    wrong = [type(task).__name__ for task in listed if not isinstance(task, Task)]
+    if wrong or not listed:
+        raise TaskError(f"--tasks {shown}: " + (f"{len(wrong)} of {len(listed)} are no Task" if listed else "there are no tasks"))
+    return listed
+
+
+def _source_files(objects: Iterable[Any]) -> list[Path]:
+    """The files in which these modules, functions or instances are written, each once, in order."""
+    found: dict[Path, None] = {}
+    seen: set[int] = set()
+    for one in objects:
+        code = one if inspect.ismodule(one) or inspect.isroutine(one) else type(one)
+        code = inspect.unwrap(code) if callable(code) else code
+        if id(code) in seen:
+            continue
+        seen.add(id(code))
+        with contextlib.suppress(TypeError, OSError):  # built in, or typed into a terminal
+            if (path := Path(inspect.getsourcefile(code) or "")).is_file():
+                found.setdefault(path.absolute())
+    return list(found)

@@ -1,0 +1,137 @@
+"""`ttrl view`: an iteration's packed rows, as a page, a picture, or text."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttrl.data.packing.pack import PackedTensors
+from ttrl.errors import RunFolderError, UserError
+from ttrl.run_folder.reader import read_run
+from ttrl.run_folder.token_text import folder_token_text, run_token_text
+from ttrl.system.files import write_text
+
+FILE_NAME = "packed.safetensors"
+FIRST_ROWS = 8
+"""How many rows are shown when none are named."""
+
+
+@dataclass(frozen=True)
+class PackView:
+    """What there is to look at."""
+
+    path: Path
+    title: str
+    packed: PackedTensors
+    rows: list[int]
+    token_text: Callable[[int], str] | None
+
+    def write_html(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Writes the page, atomically; without a path beside the pack, as packed.html. Returns where it is.
+
+        Raises PackError for so many rows that browsers could not open it, StorageError when it cannot be written.
+        """
+        from ttrl.data.pictures.page import packed_rows_html
+
+        path = self.path.with_suffix(".html") if path is None else Path(path)
+        write_text(path, packed_rows_html(self.packed, self.rows, self.token_text, self.title))
+        return path
+
+    def write_png(self, path: str | os.PathLike[str]) -> Path:
+        """Writes a picture of all the rows. Raises UserError where matplotlib is not installed, StorageError."""
+        from ttrl.data.pictures.plot import plot_packed_tensors
+        from ttrl.system.files import atomic_file
+
+        try:
+            with atomic_file(path) as temporary:
+                plot_packed_tensors(self.packed, temporary, self.rows, self.token_text, title=self.title)
+        except ImportError as error:
+            raise UserError(f"{path}: pictures need matplotlib ({error}); pip install matplotlib, or leave out --png") from error
+        return Path(path)
+
+    def text(self, *, colour: bool, width: int) -> str:
+        """The rows for a terminal of `width` columns."""
+        from ttrl.data.pictures.text import packed_rows_text
+
+        return packed_rows_text(self.packed, self.rows, self.token_text, self.title, colour=colour, width=width)
+
+
+def open_pack(
+    run: str | os.PathLike[str],
+    iteration: int | None = None,
+    rows: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> PackView:
+    """Finds a pack and reads it.
+
+    run: a run folder, or a .safetensors file. iteration: which one of the run; without it, the newest that has a pack. rows:
+    "0-7", "3", "0-3,8"; without it, the first FIRST_ROWS. tokenizer: a folder with tokenizer.json; without it, the run's own.
+
+    Raises RunFolderError for a run, iteration or pack that is not there, PackError for a pack that cannot be read, UserError for
+    rows that are none.
+    """
+    run = Path(run)
+    if run.suffix == ".safetensors" or run.is_file():
+        if iteration is not None:
+            raise UserError(f"{run} is one pack; give the run folder to choose an iteration ({iteration}) of it")
+        path, title = run, run.name
+        folder = run.absolute().parent
+        if folder.parent.name == "iterations" and folder.name.isdecimal():  # it lies in a run, whose tokenizer it was made with
+            run, iteration = folder.parent.parent, int(folder.name)
+    else:
+        path, iteration = _find(run, iteration)
+        title = f"{run.absolute().name}, iteration {iteration}"
+    packed = PackedTensors.load(path)
+    chosen = list(range(min(FIRST_ROWS, packed.num_rows))) if rows is None else _numbers(rows, packed.num_rows)
+    if tokenizer is not None:
+        token_text = folder_token_text(Path(tokenizer))
+    else:
+        token_text = None if iteration is None else run_token_text(read_run(run), iteration)
+    return PackView(path, title, packed, chosen, token_text)
+
+
+def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
+    """The pack of an iteration, and its number."""
+    data = read_run(run)  # for its words about folders that are no run
+    there = sorted(int(path.name) for path in (run / "iterations").glob("[0-9]*") if path.name.isdecimal() and path.is_dir())
+    packs = [number for number in there if (data.iteration_folder(number) / FILE_NAME).is_file()]
+    has = f"packs: {spans(packs)}" if packs else "no iteration of it has a pack so far"
+    if iteration is None:
+        if not packs:
+            raise RunFolderError(f"{run}: there is no {FILE_NAME} in any of its iterations; the pack phase writes it")
+        iteration = packs[-1]
+    elif iteration not in there:
+        raise RunFolderError(f"{run} has no iteration {iteration}; iterations: {spans(there) or 'none'}; {has}")
+    elif iteration not in packs:
+        why = "it is the model before training" if iteration == 0 else "not packed yet, or none of its groups had a signal"
+        raise RunFolderError(f"{run}: iteration {iteration} has no {FILE_NAME} ({why}); {has}")
+    return data.iteration_folder(iteration) / FILE_NAME, iteration
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers for people: [1, 2, 3, 5] as "1-3, 5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _numbers(text: str, count: int) -> list[int]:
+    """ "0-3,8" as [0, 1, 2, 3, 8], each once, of `count` rows."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*", part)
+        if match is None:
+            raise UserError(
+                f"--rows {text!r}: {part.strip()!r} is neither a row nor a range of rows; give such as 3, or 0-7, or 0-3,8"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last >= count:
+            rows = f"rows 0 to {count - 1}" if count > 1 else "row 0 alone"
+            raise UserError(f"--rows {text}: {part.strip()} is not there; this pack has {rows}")
+        numbers += range(first, last + 1)
+    return list(dict.fromkeys(numbers))

@@ -1,0 +1,185 @@
+"""The report's sentences and figures: what happened, the tiles, the table, and columns that are made of several metrics.
+
+Every sentence is computed from the metrics and says no more than they show: a rise that lies within the noise is called that.
+What stands out is said by `ttrl.monitoring.findings`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ttrl.report.charts import compact
+from ttrl.run_folder.reader import (
+    PHASES,
+    RunData,
+    duration,
+    held_out_metric,
+    interval,
+    number,
+    percent,
+    phase_columns,
+    total_seconds,
+)
+
+
+def model_name(run: RunData) -> str:
+    """What the config calls the model, "" where it does not."""
+    for key in ("model", "model_folder", "base_model"):
+        value = run.config.get(key)
+        if isinstance(value, dict):
+            value = value.get("path") or value.get("name")
+        if isinstance(value, str):
+            return value
+    return ""
+
+
+def _ends(run: RunData, path: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The first and the last row that have a value; None when there are not two."""
+    rows = [row for row in run.rows if number(row, path) is not None]
+    return (rows[0], rows[-1]) if len(rows) > 1 else None
+
+
+def _value(value: float, is_share: bool) -> str:
+    return percent(value) if is_share else compact(value)
+
+
+def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
+    """How the value moved, judged against the noise of the counts where they are known."""
+    start, end = number(first, path) or 0.0, number(last, path) or 0.0
+    counts = [number(row, "validation_samples") for row in (first, last)]
+    if interval(first, path) is not None and interval(last, path) is not None and counts[0] and counts[1]:
+        noise = 1.96 * math.sqrt(start * (1 - start) / counts[0] + end * (1 - end) / counts[1])
+        if abs(end - start) <= noise:
+            return "did not change beyond the noise: it went"
+    if end == start:
+        return "stayed the same, going"
+    return "rose" if end > start else "fell"
+
+
+def summary(run: RunData) -> str:
+    """One or two sentences: from what to what, in how many iterations, in how much time."""
+    count = len(run.trained)
+    if not run.rows:
+        return "No iteration is finished yet."
+    if not count:
+        return "Only the starting model has been measured; no iteration is finished yet."
+    within = f"{count} iteration{'s' if count != 1 else ''}"
+    seconds = total_seconds(run)
+    time = f", {duration(seconds)} in all" if seconds else ""
+    metric = held_out_metric(run)
+    is_share = False
+    if metric is not None and (ends := _ends(run, metric.path)) is not None:
+        path, name, is_share = metric.path, f"Held-out {metric.label}", metric.is_share
+    elif (ends := _ends(run, "reward")) is not None:
+        path, name = "reward", "The training reward"
+    else:
+        return f"{within}{time}; too few measurements to compare start and end."
+    first, last = ends
+    start, end = number(first, path) or 0.0, number(last, path) or 0.0
+    span = interval(last, path)
+    bounds = f" (95% interval {percent(span[0])} to {percent(span[1])})" if span and is_share else ""
+    return (
+        f"{name} {_verb(first, last, path)} from {_value(start, is_share)} to {_value(end, is_share)}{bounds} in {within}{time}."
+        + _best(run, path, end, is_share)
+    )
+
+
+def _best(run: RunData, path: str, end: float, is_share: bool) -> str:
+    """A word about the best iteration when it was clearly better than the last one."""
+    known = [(value, iteration) for value, iteration in zip(run.column(path), run.iterations, strict=True) if value is not None]
+    best, iteration = max(known, key=lambda pair: pair[0])
+    scale = max(abs(best), abs(end), 1e-12)
+    if best - end <= 0.02 * scale:
+        return ""
+    return f" The best was {_value(best, is_share)}, in iteration {iteration}."
+
+
+def tiles(run: RunData) -> list[tuple[str, str]]:
+    """(name, figure) for the top of the page."""
+    found: list[tuple[str, str]] = []
+    metric = held_out_metric(run)
+    if metric is not None and (ends := _ends(run, metric.path)) is not None:
+        start, end = (_value(number(row, metric.path) or 0.0, metric.is_share) for row in ends)
+        found.append((f"Held-out {metric.label}", f"{start} → {end}"))
+    if run.trained:
+        found.append(("Iterations", str(len(run.trained))))
+    if seconds := total_seconds(run):
+        found.append(("Time", duration(seconds)))
+    totals = sorted(value for row in run.trained if (value := number(row, "seconds.total")) is not None)
+    if totals:
+        found.append(("Typical iteration", duration(totals[len(totals) // 2])))
+    tokens = sum(number(row, "completion_tokens") or 0.0 for row in run.rows)
+    if tokens:
+        found.append(("Tokens sampled", compact(tokens) if tokens < 1e6 else f"{tokens / 1e6:.3g} million"))
+    return found
+
+
+def group_shares(run: RunData, key: str) -> list[float | None]:
+    """The share of all groups that were left out for one reason, per row."""
+    shares: list[float | None] = []
+    for row in run.rows:
+        part, total = number(row, f"groups.{key}"), number(row, "groups.total")
+        shares.append(part / total if part is not None and total else None)
+    return shares
+
+
+def failed_shares(run: RunData) -> list[float | None]:
+    """Failed samples as a share of all, per row; None throughout where none ever failed."""
+    pairs = list(zip(run.column("failed"), run.column("samples"), strict=True))
+    if not any(failed for failed, _ in pairs):
+        return [None] * len(pairs)
+    return [failed / samples if failed is not None and samples else None for failed, samples in pairs]
+
+
+def dead_shares(run: RunData) -> list[float | None]:
+    """The share of each iteration in which nothing was sampled and nothing trained; None where it was not measured."""
+    pairs = zip(run.column("dead_seconds"), run.column("seconds.total"), strict=True)
+    return [max(0.0, min(1.0, dead / total)) if dead is not None and total else None for dead, total in pairs]
+
+
+def utilisation(run: RunData) -> list[float | None]:
+    """FLOPs of training over what the machine could have computed in the whole iteration, per row."""
+    columns = (run.column(path) for path in ("train.flops", "seconds.total", "train.matmul_peak"))
+    return [
+        flops / (seconds * peak) if flops is not None and seconds and peak else None
+        for flops, seconds, peak in zip(*columns, strict=True)
+    ]
+
+
+def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:
+    """(heading, one cell for each row whose place is in `shown`) for the main figures that the run recorded."""
+    wanted = [
+        ("reward", "reward"),
+        ("held-out reward", "validation_reward"),
+        ("held-out exact", "validation.exact"),
+        ("held-out samples", "validation_samples"),
+        ("groups", "groups.total"),
+        ("groups kept", "groups.kept"),
+        ("samples", "samples"),
+        ("failed", "failed"),
+        ("prompt tokens", "prompt_tokens"),
+        ("completion tokens", "completion_tokens"),
+        ("tokens/s", "tokens_per_second"),
+        ("loss", "train.loss"),
+        ("KL", "train.kl"),
+        ("entropy", "train.entropy"),
+        ("gradient norm", "train.grad_norm"),
+        ("clipped above", "train.clip_fraction_high"),
+        ("clipped below", "train.clip_fraction_low"),
+        ("learning rate", "train.lr"),
+        ("steps", "train.steps"),
+        ("|Δ logprob| mean", "sampler_trainer.mean"),
+        ("|Δ logprob| p99.9", "sampler_trainer.p999"),
+        ("ESS", "sampler_trainer.ess"),
+        ("canary |Δ|", "sync.canary_max_difference"),
+        ("dead, s", "dead_seconds"),
+    ]
+    columns = [(name, run.column(path)) for name, path in wanted]
+    phases = phase_columns(run)
+    columns += [(f"{phase}, s", phases[phase]) for phase in (*PHASES, "other")]
+    columns.append(("total, s", run.column("seconds.total")))
+    return [
+        (name, ["–" if values[place] is None else compact(values[place]) for place in shown])
+        for name, values in columns
+        if any(value is not None for value in values)
+    ]

@@ -1,0 +1,182 @@
+"""The cache of completions: answers are stored under what was asked, in one or several object stores.
+
+    cache = Cache.of(["./answers", "s3://bucket/answers"])
+    key = sample_key(request_digest(identity, body), sample)
+    if (answer := await cache.get(key)) is None:
+        answer = ...
+        await cache.put(key, answer, body)
+
+A cache never costs a sample: a store that fails is counted, reported once and passed over, and a
+damaged entry is a miss.
+"""
+
+import asyncio
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from ttrl.errors import UserError
+from ttrl.rollouts.cache.entries import DamagedEntry, decode_entry, encode_entry, request_digest, sample_key
+from ttrl.rollouts.client.wire import Answer
+from ttrl.system.object_store import KNOWN, Store, Unavailable
+
+__all__ = ["Cache", "CacheStats", "request_digest", "sample_key"]
+
+log = logging.getLogger(__name__)
+
+CONCURRENCY = 64
+"""Operations on stores at once, per event loop."""
+
+
+@dataclass
+class CacheStats:
+    """What a cache did since it was opened; counts of samples, or of operations on a store."""
+
+    hits: int = 0
+    misses: int = 0
+    writes: int = 0
+    """Entries written by `put`: one per store."""
+    back_filled: int = 0
+    """Entries copied from a later store into an earlier one."""
+    damaged: int = 0
+    """Reads that found something that is no whole entry of this key."""
+    failed_reads: int = 0
+    """Reads that a store failed, or that were not tried because it had just failed."""
+    failed_writes: int = 0
+
+
+@dataclass(eq=False)
+class Cache:
+    """Answers by key, over object stores that are read in order. Made by `Cache.of`; usable in several event loops."""
+
+    stores: tuple[Store, ...]
+    stats: CacheStats = field(default_factory=CacheStats)
+
+    def __post_init__(self) -> None:
+        assert self.stores, "a cache needs a store"
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+        self._reported: set[tuple[str, str]] = set()
+
+    @classmethod
+    def of(cls, cache: "Cache | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None") -> "Cache | None":
+        """A cache from an address, or from several that are read in order and back-filled. None stays None, a Cache itself.
+
+        A folder (path, Path or file:///folder) is made by the first write. "memory://NAME" is one store per name for the whole
+        process: two caches of "memory://" share their entries, and they end with the process. s3://, gs:// and az:// take their
+        credentials from the environment; options of obstore may follow as a query: s3://bucket/folder?endpoint=http://host:9000.
+
+        Raises UserError for anything else. Whether a store can be reached shows when it is used.
+        """
+        if cache is None or isinstance(cache, Cache):
+            return cache
+        if isinstance(cache, str | os.PathLike):
+            return cls((Store(cache),))
+        if not isinstance(cache, Sequence) or isinstance(cache, bytes | bytearray):
+            raise UserError(f"cache is a {type(cache).__name__}; give {KNOWN}, or a list of these")
+        for address in cache:
+            if not isinstance(address, str | os.PathLike):
+                raise UserError(f"cache holds a {type(address).__name__}; every item must be one of {KNOWN}")
+        if not cache:
+            raise UserError(f"cache is an empty list; give {KNOWN}, or None for no cache")
+        return cls(tuple(Store(address) for address in cache))
+
+    def describe(self) -> str:
+        """The stores' addresses in order, without credentials."""
+        return ", ".join(store.shown for store in self.stores)
+
+    def __repr__(self) -> str:
+        return f"Cache({self.describe()!r})"
+
+    async def get(self, key: str) -> Answer | None:
+        """The answer under `key`, or None. A hit in a later store is written into the earlier ones first."""
+        for number, store in enumerate(self.stores):
+            data = await self._read(store, key)
+            if data is None:
+                continue
+            try:
+                answer = decode_entry(key, data).answer()
+            except DamagedEntry as error:
+                self._damaged(store, key, error)
+                continue
+            self.stats.hits += 1
+            for earlier in self.stores[:number]:
+                written = await self._write(earlier, key, data)
+                self.stats.back_filled += written  # not in one line: += takes its left side before it waits
+            return answer
+        self.stats.misses += 1
+        return None
+
+    async def put(self, key: str, answer: Answer, request: Mapping[str, Any]) -> None:
+        """Writes an answer into every store. The first writer wins, unless what lies there is damaged.
+
+        request: what was asked, as in `request_digest`; it is stored for people to read.
+        """
+        data = encode_entry(key, answer, request, datetime.now(UTC))
+        written = await asyncio.gather(*(self._write(store, key, data) for store in self.stores))
+        self.stats.writes += sum(written)
+
+    def _slot(self) -> asyncio.Semaphore:
+        """Semaphores belong to a loop, a cache does not."""
+        loop = asyncio.get_running_loop()
+        if (slot := self._slots.get(loop)) is None:
+            slot = self._slots[loop] = asyncio.Semaphore(CONCURRENCY)
+        return slot
+
+    async def _read(self, store: Store, key: str) -> bytes | None:
+        async with self._slot():
+            try:
+                return await store.read(key)
+            except Unavailable as error:
+                self.stats.failed_reads += 1
+                self._failed(store, "read", error)
+                return None
+
+    async def _write(self, store: Store, key: str, data: bytes) -> bool:
+        async with self._slot():
+            try:
+                if await store.create(key, data):
+                    return True
+                there = await store.read(key)
+                if there is not None:
+                    try:
+                        decode_entry(key, there)
+                    except DamagedEntry as error:
+                        if error.kind == "newer":  # a later ttrl's, who can read it
+                            return False
+                    else:
+                        return False
+                await store.overwrite(key, data)
+                return True
+            except Unavailable as error:
+                self.stats.failed_writes += 1
+                self._failed(store, "written", error)
+                return False
+
+    def _damaged(self, store: Store, key: str, error: DamagedEntry) -> None:
+        self.stats.damaged += 1
+        if self._first(store.shown, error.kind):
+            log.warning(
+                "cache %s: the entry %s is not used: %s. It counts as a miss; more of this kind are counted, not reported.",
+                store.shown,
+                key,
+                error,
+            )
+
+    def _failed(self, store: Store, what: str, error: Unavailable) -> None:
+        if not error.skipped and self._first(store.shown, what):
+            log.warning(
+                "cache %s cannot be %s: %s. The run goes on without it; more failures are counted, not reported.",
+                store.shown,
+                what,
+                error,
+            )
+
+    def _first(self, store: str, kind: str) -> bool:
+        """True once per store and kind."""
+        known = len(self._reported)
+        self._reported.add((store, kind))
+        return len(self._reported) > known

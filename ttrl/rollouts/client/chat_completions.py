@@ -1,0 +1,250 @@
+"""One request for chat completions: checked before anything is sent, then made once, streamed or not.
+
+All n samples of a task come from one request that is not streamed wherever nobody listens: the client's cost is then a few
+microseconds per token, where streams or n requests of one sample cost several times as much. Retries are in `servers`.
+"""
+
+import difflib
+import functools
+import inspect
+import math
+import numbers
+from asyncio import Event
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openai import AsyncOpenAI, NotGiven
+from openai.resources.chat.completions import AsyncCompletions
+
+from ttrl.errors import UserError
+from ttrl.rollouts.client.stream import OnChunk, stream_answers
+from ttrl.rollouts.client.transport import Transport, check_client
+from ttrl.rollouts.client.wire import Answer, read_answers
+
+STALL_TIMEOUT = 120.0
+"""Seconds without a byte after which a stream counts as broken."""
+STREAM_INTERVAL = 8
+"""Tokens per chunk where streams are only counted: each chunk costs the client."""
+
+# Sampling parameters of vLLM's chat completions that the OpenAI API does not have; they travel in the request's body.
+# fmt: off
+VLLM_PARAMS = frozenset([
+    "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "min_tokens", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens",
+    "allowed_token_ids", "structured_outputs", "priority", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "thinking_token_budget", "include_reasoning",
+])
+# fmt: on
+_OURS = {
+    "messages": "they come from the tasks",
+    "model": "give it as get_task_results(model=…)",
+    "n": "give it as get_task_results(n=…)",
+    "stream": "completions are streamed where on_chunk is given",
+    "stream_options": "completions are streamed where on_chunk is given",
+    "extra_headers": "give them to the client, as AsyncOpenAI(default_headers=…)",
+    "extra_query": "give it to the client, as AsyncOpenAI(default_query=…)",
+    "timeout": "give it to the client, as AsyncOpenAI(timeout=…)",
+}
+
+
+@functools.cache
+def _openai_params() -> frozenset[str]:
+    return frozenset(inspect.signature(AsyncCompletions.create).parameters) - {"self"}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What all requests of one call have in common. Make it with `ChatRequest.of`, which checks everything."""
+
+    model: str
+    parameters: Mapping[str, Any]
+    """Of the body, as plain JSON: everything except messages, n and how it is streamed."""
+    max_retries: int
+    wants_logprobs: bool
+    token_ids: bool
+    stall_timeout: float = STALL_TIMEOUT
+    """Seconds without a byte after which a stream that has begun counts as broken."""
+
+    @classmethod
+    def of(
+        cls,
+        client: AsyncOpenAI | str | Sequence[AsyncOpenAI | str],
+        model: str,
+        *,
+        n: int = 1,
+        params: Mapping[str, Any] | None,
+        token_ids: bool,
+        max_retries: int,
+        stall_timeout: float = STALL_TIMEOUT,
+    ) -> "ChatRequest":
+        """Raises UserError for whatever can be known to be wrong before a request is made."""
+        for one in client if isinstance(client, list | tuple) else [client]:
+            check_client(one)
+        if not isinstance(model, str) or not model:
+            raise UserError(f"model is {model!r}; give the name under which the server serves it")
+        _check_int("n", n, at_least=1)
+        _check_int("max_retries", max_retries, at_least=0)
+        if not isinstance(stall_timeout, numbers.Real) or isinstance(stall_timeout, bool) or not 0 < stall_timeout < math.inf:
+            raise UserError(f"stall_timeout is {stall_timeout!r}; give a positive number of seconds")
+        kwargs = request_kwargs(params)
+        kwargs.setdefault("logprobs", True)
+        extra_body = kwargs.pop("extra_body", {})
+        parameters = plain({**kwargs, **extra_body}, "params")
+        if token_ids:
+            parameters["return_token_ids"] = True
+        return cls(
+            model=model,
+            parameters=parameters,
+            max_retries=max_retries,
+            wants_logprobs=bool(parameters["logprobs"]),
+            token_ids=token_ids,
+            stall_timeout=float(stall_timeout),
+        )
+
+    @property
+    def seed(self) -> int | None:
+        """Of sample 0."""
+        return self.parameters.get("seed")
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Of each completion; None where the server decides."""
+        newer = self.parameters.get("max_completion_tokens")
+        return newer if newer is not None else self.parameters.get("max_tokens")
+
+    def limited(self, most: int) -> dict[str, int]:
+        """The parameter that limits each completion to `most` tokens, by the name that this request has for it."""
+        return {"max_completion_tokens" if "max_completion_tokens" in self.parameters else "max_tokens": most}
+
+    def body(
+        self, messages: Sequence[Mapping[str, Any]], n: int, *, seed_offset: int = 0, stream: bool = False, interval: int = 1
+    ) -> dict[str, Any]:
+        """What is sent. interval: tokens per chunk, for servers that know vLLM's stream_interval."""
+        body = {"model": self.model, "messages": messages, "n": n, "stream": stream, **self.parameters}
+        if self.seed is not None:
+            body["seed"] = self.seed + seed_offset
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+            if interval > 1:
+                body.setdefault("stream_interval", interval)
+        return body
+
+    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What an answer depends on: the body without n and without how it is streamed. The seed stays in it."""
+        body = {"model": self.model, "messages": messages, **self.parameters}
+        body.pop("stream_interval", None)
+        return body
+
+
+def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Turns sampling parameters into arguments of the OpenAI client: vLLM's own (top_k, min_p, …) go into `extra_body`.
+
+    Parameters that are None are left to the server. Raises UserError for names that neither knows (vLLM would ignore a misspelt
+    one without a word) and for values that cannot be meant.
+    """
+    if params is None:
+        return {}
+    if not isinstance(params, Mapping):
+        raise UserError(f"params is {params!r}; give a dict of sampling parameters such as {{'temperature': 1.0}}")
+    given = {name: value for name, value in params.items() if value is not None and not _is_left_out(value)}
+    kwargs: dict[str, Any] = {}
+    extra_body = given.pop("extra_body", {})
+    if not isinstance(extra_body, Mapping):
+        raise UserError(f"params['extra_body'] is {extra_body!r}; give a dict")
+    extra_body = dict(extra_body)
+    for name in _OURS.keys() & extra_body.keys():
+        raise UserError(f"params['extra_body'][{name!r}] cannot be set: {_OURS[name]}")
+    for name, value in given.items():
+        if name in _OURS:
+            raise UserError(f"params[{name!r}] cannot be set: {_OURS[name]}")
+        if name in _openai_params():
+            kwargs[name] = value
+        elif name in VLLM_PARAMS:
+            extra_body[name] = value
+        else:
+            near = difflib.get_close_matches(str(name), sorted(_openai_params() | VLLM_PARAMS), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "if your server knows it, give it in params['extra_body']"
+            raise UserError(f"params[{name!r}] is no sampling parameter of the OpenAI API or of vLLM; {hint}")
+    _check_number("params['temperature']", kwargs.get("temperature"), 0.0, math.inf)
+    _check_number("params['top_p']", kwargs.get("top_p"), 0.0, 1.0)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in kwargs:
+            _check_int(f"params[{name!r}]", kwargs[name], at_least=1)
+    if kwargs.get("seed") is not None:
+        _check_int("params['seed']", kwargs["seed"], at_least=-(2**63))
+    if extra_body:
+        kwargs["extra_body"] = extra_body
+    return kwargs
+
+
+def _check_int(name: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise UserError(f"{name} is {value!r}; give a whole number of at least {at_least}")
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if value is None:
+        return
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not (low <= value <= high and math.isfinite(value)):
+        above = f"and at most {high:g}" if math.isfinite(high) else "and finite"
+        raise UserError(f"{name} is {value!r}; give a number of at least {low:g} {above}")
+
+
+def _is_left_out(value: object) -> bool:
+    """The openai client's marks for arguments that were not given (NOT_GIVEN, omit)."""
+    return isinstance(value, NotGiven) or type(value).__name__ == "Omit"
+
+
+def plain(value: Any, where: str) -> Any:
+    """Plain JSON values: openai's own objects become what they stand for. Raises UserError for what has no JSON."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        if not math.isfinite(value):
+            raise UserError(f"{where} is {value}, which JSON does not have; leave it out or give a finite number")
+        return float(value)
+    if not isinstance(value, type) and hasattr(value, "model_dump"):  # pydantic's
+        return value.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    if isinstance(value, Mapping):
+        items = ((name, item) for name, item in value.items() if not _is_left_out(item))
+        return {str(name): plain(item, f"{where}[{name!r}]") for name, item in items}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        raise UserError(
+            f"{where} is the class {value.__name__}; give {{'type': 'json_schema', 'json_schema': {{'name': …, "
+            f"'schema': {value.__name__}.model_json_schema()}}}}"
+        )
+    raise UserError(f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, lists and dicts")
+
+
+async def request_answers(
+    transport: Transport,
+    request: ChatRequest,
+    messages: Sequence[Mapping[str, Any]],
+    n: int,
+    *,
+    seed_offset: int = 0,
+    on_chunk: OnChunk | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+    cut: Event | None = None,
+) -> list[Answer | None]:
+    """One attempt at n samples of one prompt: n entries in their order, None for a choice that the server did not return.
+
+    seed_offset: added to the seed of a seeded request: the number of its first sample, as vLLM seeds choice i with seed + i.
+    on_chunk, on_tokens, cut: see `stream_answers`; with on_chunk or cut the answer is streamed.
+
+    Raises RequestError; whatever `on_chunk` raises comes through, and ends the request.
+    """
+    if on_chunk is None and cut is None:
+        body = request.body(messages, n, seed_offset=seed_offset)
+        return read_answers(await transport.post("/chat/completions", body), n, transport.base_url)
+    # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
+    interval = STREAM_INTERVAL if on_chunk is None and request.token_ids else 1
+    body = request.body(messages, n, seed_offset=seed_offset, stream=True, interval=interval)
+    return await stream_answers(
+        transport, body, n, stall_timeout=request.stall_timeout, on_chunk=on_chunk, on_tokens=on_tokens, cut=cut
+    )

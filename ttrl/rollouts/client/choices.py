@@ -1,0 +1,362 @@
+"""Reads what a server returned: choices into Samples, with ids and logprobs checked, and into openai's types for graders."""
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from openai import BaseModel
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogprobs
+
+from ttrl.errors import ServerError, TokenizationError
+from ttrl.records import Sample
+from ttrl.rollouts.client.wire import Answer, is_ids
+
+UNKNOWN_LOGPROB = -9999.0
+"""What vLLM sends for a logprob that it does not know: JSON has no NaN."""
+
+
+def writable(text: str) -> str:
+    """Replaces lone surrogates, which JSON can carry but no UTF-8 file can hold: one of them would cost the whole file."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+# Into samples
+
+
+class _Entry(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Entries(msgspec.Struct):
+    content: list[_Entry] | None = None
+
+
+class _TokenEntry(msgspec.Struct):
+    token: str | None = None
+    bytes: list[int] | None = None
+
+
+class _TokenEntries(msgspec.Struct):
+    content: list[_TokenEntry] | None = None
+
+
+class _ReadTokens(msgspec.Struct):
+    """Of a choice, the tokens of its log-probabilities."""
+
+    logprobs: _TokenEntries | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Read(msgspec.Struct):
+    """Of a choice, what a sample keeps."""
+
+    message: _Message | None = None
+    finish_reason: str | None = None
+    logprobs: _Entries | None = None
+    token_ids: list[int] | None = None
+
+
+_read_decoder = msgspec.json.Decoder(_Read)
+_tokens_decoder = msgspec.json.Decoder(_ReadTokens)
+
+
+def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, logprobs: bool, strings: bool = False) -> None:
+    """Copies text, finish reason, ids and logprobs into the sample; without ids, and where `strings` says so, also the logprobs'
+    own tokens, by which they can be checked against ids.
+
+    vLLM: `prompt_token_ids` lies in the response, `token_ids` in the choice; ids and logprobs both include the sampled
+    end-of-turn token, which the text does not. A token whose logprob is unknown carries -9999.
+
+    Raises TokenizationError when ids and logprobs are missing or disagree, ServerError when the server gave up on the completion.
+    """
+    read = _read(answer, place)
+    if read.message is None:
+        raise ServerError(f"{place}: the server returned a choice without a message")
+    sample.text = writable(read.message.content or "")
+    sample.finish_reason = read.finish_reason
+    values = None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
+    if values and (None in values or min(values) <= UNKNOWN_LOGPROB):
+        values = [math.nan if value is None or value <= UNKNOWN_LOGPROB else value for value in values]
+    if read.finish_reason in ("abort", "error"):
+        raise ServerError(f"{place}: the server ended the completion with finish_reason {read.finish_reason!r}")
+    if (strings or not token_ids) and values is not None:
+        sample.logprob_tokens = _token_bytes(answer, len(values))
+    if not token_ids:
+        sample.logprobs = values
+        return
+    ids, prompt_ids = read.token_ids, answer.prompt_token_ids
+    if ids is None or prompt_ids is None:
+        missing = "token_ids" if ids is None else "prompt_token_ids"
+        raise TokenizationError(
+            f"{place}: the server returned no {missing}; use a vLLM server that knows return_token_ids, or token_ids=False"
+        )
+    sample.prompt_token_ids, sample.token_ids = list(prompt_ids), ids
+    if logprobs:
+        count = "no" if values is None else str(len(values))
+        if values is None or len(values) != len(ids):
+            raise TokenizationError(
+                f"{place}: the server returned {len(ids)} token ids but {count} logprobs; "
+                "request return_token_ids and logprobs together"
+            )
+        sample.logprobs = values
+
+
+def _token_bytes(answer: Answer, count: int) -> list[str] | None:
+    """The bytes of each log-probability's token as Latin-1 text; None where the server does not say them all."""
+    try:
+        read = _tokens_decoder.decode(answer.choice)
+        entries = (read.logprobs.content if read.logprobs is not None else None) or []
+        found = [
+            bytes(entry.bytes) if entry.bytes is not None else None if entry.token is None else entry.token.encode()
+            for entry in entries
+        ]
+    except ValueError:
+        return None
+    if len(found) != count or None in found:
+        return None
+    return [token.decode("latin-1") for token in found if token is not None]
+
+
+def _read(answer: Answer, place: str) -> _Read:
+    try:
+        return _read_decoder.decode(answer.choice)
+    except ValueError:
+        pass
+    choice = _json(answer, place)  # NaN, halves of surrogate pairs, and whatever is not of the type that it should be
+    message, logprobs, ids = choice.get("message"), choice.get("logprobs"), choice.get("token_ids")
+    content = message.get("content") if isinstance(message, dict) else None
+    reason = choice.get("finish_reason")
+    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
+    return _Read(
+        message=_Message(content if isinstance(content, str) else None) if isinstance(message, dict) else None,
+        finish_reason=reason if isinstance(reason, str) else None,
+        logprobs=_Entries([_Entry(_known(entry)) for entry in entries or ()]) if isinstance(logprobs, dict) else None,
+        token_ids=ids if is_ids(ids) else None,
+    )
+
+
+def _known(entry: Any) -> float | None:
+    value = entry.get("logprob") if isinstance(entry, dict) else None
+    return float(value) if type(value) in (int, float) and UNKNOWN_LOGPROB < value < math.inf else None
+
+
+def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
+    try:
+        choice = json.loads(answer.choice)
+    except (ValueError, RecursionError) as error:
+        raise ServerError(f"{place}: the server's choice cannot be read: {error}") from error
+    if not isinstance(choice, dict):
+        raise ServerError(f"{place}: the server returned {type(choice).__name__} instead of a choice")
+    return choice
+
+
+# Into openai's types
+
+
+_fields: Any = next(kind.__dict__["__dict__"] for kind in BaseModel.__mro__ if "__dict__" in kind.__dict__)
+"""Reads the `__dict__` of any model, even of one that hides it."""
+
+
+class _LazyLogprobs(ChoiceLogprobs):
+    """Openai's ChoiceLogprobs, built when it is first looked into: it is most of a choice, and few graders look.
+
+    Pydantic and everybody else reach a model's fields through its `__dict__`, or as attributes that are there: both are made at
+    the first touch, and from then on the object is a plain ChoiceLogprobs.
+    """
+
+    def _build(self) -> None:
+        source = _logprobs_json(_fields.__get__(self)["source"])
+        try:  # as the openai client does with what may be null
+            built = ChoiceLogprobs.model_validate(source)
+        except ValueError:
+            built = ChoiceLogprobs.construct(**source)
+        object.__setattr__(self, "__class__", ChoiceLogprobs)
+        for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__"):
+            object.__setattr__(self, name, getattr(built, name))
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        self._build()
+        return self.__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        self._build()
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._build()
+        setattr(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._build()
+        delattr(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        self._build()
+        return self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        self._build()
+        return repr(self)
+
+    def __str__(self) -> str:
+        self._build()
+        return str(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._build()
+        return self.__reduce_ex__(protocol)
+
+    def __copy__(self) -> ChoiceLogprobs:
+        self._build()
+        return copy.copy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ChoiceLogprobs:
+        self._build()
+        return copy.deepcopy(self, memo)
+
+
+def _lazy(source: "msgspec.Raw | Sequence[float]") -> ChoiceLogprobs:
+    made = _LazyLogprobs.__new__(_LazyLogprobs)
+    _fields.__get__(made)["source"] = source
+    return made
+
+
+def unbuilt_logprobs(choice: Choice) -> bytes | None:
+    """The JSON of a choice's logprobs where nobody has looked into them yet, to be passed on unread; None otherwise."""
+    logprobs = choice.__dict__.get("logprobs")
+    if type(logprobs) is not _LazyLogprobs:
+        return None
+    source = _fields.__get__(logprobs)["source"]
+    return bytes(source) if isinstance(source, msgspec.Raw) else msgspec.json.encode(_logprobs_json(source))
+
+
+def _logprobs_json(source: "msgspec.Raw | Sequence[float]") -> dict[str, Any]:
+    if isinstance(source, msgspec.Raw):
+        return _loads(bytes(source))
+    content = [{"token": "", "logprob": UNKNOWN_LOGPROB if value != value else value} for value in source]
+    return {"content": [{**entry, "bytes": None, "top_logprobs": []} for entry in content], "refusal": None}
+
+
+def _loads(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except ValueError:
+        return json.loads(data)
+
+
+_parts_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def openai_choice(answer: Answer, index: int | None = None) -> Choice:
+    """The choice as the openai client would build it, with every field that the server sent; its logprobs on first access.
+
+    Content that is null, where no tool is called, is "", so that a grader may say choice.message.content.strip().
+    index: replaces the one in the answer.
+    """
+    try:
+        raws = _parts_decoder.decode(answer.choice)
+        logprobs = raws.pop("logprobs", None)
+        fields = {name: msgspec.json.decode(raw) for name, raw in raws.items()}
+    except ValueError:
+        fields = _json(answer)
+        logprobs = msgspec.Raw(json.dumps(fields.pop("logprobs")).encode()) if "logprobs" in fields else None
+    if index is not None:
+        fields["index"] = index
+    message = fields.get("message")
+    if isinstance(message, dict):
+        if message.get("content") is None and not message.get("tool_calls"):
+            message["content"] = ""
+        fields["message"] = _model(ChatCompletionMessage, message)
+    if logprobs is not None:
+        fields["logprobs"] = _lazy(logprobs.copy()) if bytes(logprobs)[:1] == b"{" else _loads(bytes(logprobs))
+    return _model(Choice, fields)
+
+
+_SIMPLE = frozenset({type(None), str, int, float, bool, ChatCompletionMessage, _LazyLogprobs})
+
+_ModelT = TypeVar("_ModelT", ChatCompletionMessage, Choice)
+
+
+def _model(kind: type[_ModelT], values: dict[str, Any]) -> _ModelT:
+    """`kind.construct(**values)`, in a tenth of the time where no field has a structure of its own."""
+    defaults = _defaults(kind)
+    for name, value in values.items():
+        if type(value) not in _SIMPLE and name in defaults and value != []:
+            return kind.construct(**values)
+    made = kind.__new__(kind)
+    extra = {name: value for name, value in values.items() if name not in defaults}
+    known = {name: default if values.get(name) is None else values[name] for name, default in defaults.items()}
+    object.__setattr__(made, "__dict__", known)
+    object.__setattr__(made, "__pydantic_private__", None)
+    object.__setattr__(made, "__pydantic_extra__", extra)
+    object.__setattr__(made, "__pydantic_fields_set__", values.keys() - extra.keys())
+    return made
+
+
+@functools.cache
+def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    fields = kind.model_fields
+    assert all(field.alias is None for field in fields.values()), kind
+    return {name: None if field.is_required() else field.get_default() for name, field in fields.items()}
+
+
+def with_messages(choice: Choice, messages: list[dict[str, Any]]) -> Choice:
+    """The choice with the whole conversation, its reply included, as `choice.messages`: what graders of rollouts are given."""
+    choice.messages = copy.deepcopy(messages)  # type: ignore[attr-defined]
+    return choice
+
+
+def choice_of_sample(sample: Sample) -> Choice:
+    """The choice that a sample was made of, as far as the sample knows it: token strings are empty, and tool calls are lost but
+    for those of rollouts, of which it is the last choice."""
+    message, logprobs, ids = {"role": "assistant", "content": sample.text}, sample.logprobs, sample.token_ids
+    finish_reason = sample.finish_reason
+    if sample.turns:
+        turn = sample.turns[-1]
+        message, finish_reason = {**turn.reply, "content": turn.reply.get("content") or ""}, turn.finish_reason
+        logprobs, ids = (None if values is None else values[len(values) - turn.num_tokens :] for values in (logprobs, ids))
+    fields = {
+        "index": sample.sample,
+        "message": _model(ChatCompletionMessage, message),
+        "finish_reason": finish_reason,
+        "logprobs": None if logprobs is None else _lazy(list(logprobs)),
+    }
+    if ids is not None:
+        fields["token_ids"] = list(ids)
+    choice = _model(Choice, fields)
+    return with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply]) if sample.turns else choice
+
+
+def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
+    """One or several answers to the same request as a completion of openai's; its choices are numbered in this order."""
+    assert answers, "a completion has at least one choice"
+    first = answers[0]
+    sampled = [answer.completion_tokens for answer in answers]
+    usage = None
+    if first.prompt_tokens is not None and None not in sampled:
+        count = sum(tokens or 0 for tokens in sampled)
+        usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": count, "total_tokens": first.prompt_tokens + count}
+        if first.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": first.cached_tokens}
+    completion = ChatCompletion.construct(
+        id=first.completion_id,
+        choices=[],
+        created=first.created,
+        model=first.model,
+        object="chat.completion",
+        usage=usage,
+        **({} if first.prompt_token_ids is None else {"prompt_token_ids": list(first.prompt_token_ids)}),
+    )
+    completion.choices = [openai_choice(answer, index) for index, answer in enumerate(answers)]
+    return completion

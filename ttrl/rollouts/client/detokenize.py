@@ -1,0 +1,162 @@
+"""The exact text of token ids, as a vLLM server's own tokenizer has it, asked over HTTP.
+
+Two things that vLLM says are no exact text by themselves:
+
+- POST /detokenize decodes whole lists and writes special tokens out, which a completion's text leaves away. Which ids are special
+  no endpoint tells, but a completion that can be nothing else than one such token (`allowed_token_ids`) has an empty text.
+- A completion's text is made token by token: bytes of a character that is not complete yet are held back, and so is the end of
+  a stream that might become a stop string. A completion that *begins* in the middle of a character begins, in vLLM 0.32, with
+  the whole prompt's text.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ttrl.errors import RequestError, TokenizationError
+from ttrl.rollouts.client.transport import Transport
+from ttrl.rollouts.client.wire import loads, short
+
+INCOMPLETE = "\ufffd"
+"""What bytes decode to that are no complete character: vLLM holds a text back as long as it ends with this."""
+
+PROMPTS = 64
+"""Prompts whose text is remembered, per server."""
+
+
+class ServerTokenizer:
+    """One server's tokenizer, and what is known of it by now. `of` gives the same one for the same transport."""
+
+    def __init__(self, transport: Transport, model: str) -> None:
+        # The transport is the key of `_tokenizers`: a strong reference to it would keep it there for ever.
+        self._transport, self._model = weakref.ref(transport), model
+        self._special: dict[int, bool] = {}
+        self._strings: dict[int, str] = {}
+        self._prompts: dict[tuple[int, ...], str] = {}
+        self._context: int | None = None
+        self._asked_context = False
+
+    @classmethod
+    def of(cls, transport: Transport, model: str) -> "ServerTokenizer":
+        """The tokenizer of the server behind a transport."""
+        known = _tokenizers.get(transport)
+        if known is None or known._model != model:
+            known = _tokenizers[transport] = cls(transport, model)
+        return known
+
+    def _server(self) -> Transport:
+        transport = self._transport()
+        assert transport is not None, "a ServerTokenizer outlived its transport"
+        return transport
+
+    async def context(self) -> int | None:
+        """The longest sequence, prompt and completion, in tokens; None where the server does not say. Raises RequestError."""
+        if not self._asked_context:
+            answer = _decoded(await self._server().get("/models"))
+            for model in answer.get("data") or ():
+                if isinstance(model, dict) and model.get("id") == self._model and isinstance(model.get("max_model_len"), int):
+                    self._context = model["max_model_len"]
+            self._asked_context = True
+        return self._context
+
+    async def raw(self, ids: Sequence[int]) -> str:
+        """All ids decoded together, special tokens written out. Raises RequestError."""
+        if not ids:
+            return ""
+        server, body = self._server(), {"model": self._model, "tokens": list(ids)}
+        text = _decoded(await server.post("/detokenize", body, root=True)).get("prompt")
+        if not isinstance(text, str):
+            raise RequestError(f"{server.base_url}: /detokenize gave no text", "malformed")
+        return text
+
+    async def is_special(self, token: int) -> bool:
+        """Whether a completion's text leaves this token away. Raises RequestError."""
+        if token not in self._special:
+            body = {"model": self._model, "prompt": [token], "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+            # A stop token is part of the text only where that is asked for.
+            body |= {"allowed_token_ids": [token], "return_token_ids": True, "include_stop_str_in_output": True}
+            answer = _decoded(await self._server().post("/completions", body))
+            choice = answer["choices"][0]
+            if choice.get("token_ids") != [token]:
+                raise RequestError(f"{self._server().base_url}: token {token} was asked for, and another came", "malformed")
+            self._special[token] = choice["text"] == "" and await self._string(token) != ""
+        return self._special[token]
+
+    async def _prompt_text(self, prompt: Sequence[int]) -> str:
+        """`raw`, remembered: all samples of a group have the same prompt."""
+        key = tuple(prompt)
+        if key not in self._prompts:
+            text = await self.raw(prompt)
+            while len(self._prompts) >= PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[key] = text
+        return self._prompts[key]
+
+    async def _string(self, token: int) -> str:
+        if token not in self._strings:
+            self._strings[token] = await self.raw([token])
+        return self._strings[token]
+
+    async def text(self, prompt: Sequence[int], ids: Sequence[int], begins: str, *, skip_special: bool, place: str) -> str:
+        """What `ids` add to the text after `prompt`, an unfinished character at the end included (it ends with INCOMPLETE then).
+
+        begins: what is known of the text, exactly; the ids must agree with it. skip_special: the request's skip_special_tokens.
+        Raises TokenizationError where they do not agree, RequestError where the server cannot be asked.
+        """
+        base = await self._prompt_text(prompt)
+        while True:
+            kept = [i for i in ids if not self._special.get(i, False)] if skip_special else list(ids)
+            whole = await self.raw([*prompt, *kept])
+            text = whole[len(base) :]
+            agrees = whole.startswith(base) and text.startswith(begins)
+            if not skip_special:
+                break
+            # A special token that is still in it shows behind what is known, or where the two part.
+            candidates = [i for i in dict.fromkeys(kept) if i not in self._special]
+            strings = {i: await self._string(i) for i in (candidates if not agrees else _tail(candidates, ids, text, begins))}
+            seen = [i for i, string in strings.items() if string and INCOMPLETE not in string and _shows(string, text, begins)]
+            for i in seen:
+                await self.is_special(i)
+            if not any(self._special.get(i, False) for i in kept):  # nor has another sample found one meanwhile
+                break
+        if not agrees:
+            raise TokenizationError(
+                f"{place}: the text of its first {len(ids)} tokens ends with {begins[-60:]!r}, but the server decodes them to "
+                f"…{text[-60:]!r}; a completion whose text is not what its ids say (a reasoning parser?) cannot be continued"
+            )
+        return text
+
+    async def shown(self, prompt: Sequence[int], ids: Sequence[int], begins: str, *, skip_special: bool, place: str) -> str:
+        """The text that the server would show for `ids`: `text`, without the unfinished character at its end."""
+        count = len(ids)
+        while True:
+            text = await self.text(prompt, ids[:count], begins, skip_special=skip_special, place=place)
+            if not text.endswith(INCOMPLETE):
+                return text
+            count -= 1
+
+
+_tokenizers: "weakref.WeakKeyDictionary[Transport, ServerTokenizer]" = weakref.WeakKeyDictionary()
+
+
+def _tail(candidates: list[int], ids: Sequence[int], text: str, begins: str) -> list[int]:
+    """Those of the candidates that can have made the text behind what is known: a character has at most 4 bytes."""
+    behind = len(text) - len(begins)
+    if not behind:
+        return []
+    last = set(ids[-4 * (behind + 1) :])
+    return [i for i in candidates if i in last]
+
+
+def _shows(string: str, text: str, begins: str) -> bool:
+    """Whether `string` stands in `text` over the place where it leaves what is known, or behind that."""
+    parts = next((k for k, (a, b) in enumerate(zip(text, begins, strict=False)) if a != b), min(len(text), len(begins)))
+    until = len(text) if text.startswith(begins) else parts + len(string)
+    return string in text[max(0, parts - len(string) + 1) : until]
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    answer = loads(body)
+    if not isinstance(answer, dict):
+        raise RequestError(f"the server's answer cannot be read: {short(body.decode(errors='replace'))}", "malformed")
+    return answer

@@ -1,0 +1,55 @@
+"""Failures of requests as RequestErrors: refusals in the server's own words, timeouts, broken connections."""
+
+import datetime
+import email.utils
+import math
+from collections.abc import Mapping
+
+from ttrl.errors import RequestError
+from ttrl.rollouts.client.wire import loads, short
+
+
+def root_of(base_url: str) -> str:
+    """The address above /v1."""
+    return base_url.removesuffix("/v1")
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a server asks to wait, which it may write as a number or as a date."""
+    for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
+        value = headers.get(name)
+        if value is None:
+            continue
+        try:
+            seconds = float(value) / unit
+        except ValueError:
+            try:
+                date = email.utils.parsedate_to_datetime(value)
+            except ValueError:
+                continue
+            date = date if date.tzinfo is not None else date.replace(tzinfo=datetime.UTC)
+            seconds = max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())
+        if 0.0 <= seconds < math.inf:
+            return seconds
+    return None
+
+
+def status_error(place: str, status: int, body: bytes, headers: Mapping[str, str], secret: str = "") -> RequestError:
+    """A refusal, in the server's own words."""
+    parsed = loads(body)
+    error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    text = short(words or error or body.decode(errors="replace") or "no words")
+    if len(secret) >= 8:
+        text = text.replace(secret, "…")  # some servers repeat the key that they refuse
+    return RequestError(f"{place}: HTTP {status}: {text}", "status", status=status, retry_after=retry_after(headers))
+
+
+def timeout_error(place: str, seconds: float | None) -> RequestError:
+    shown = f"{seconds:g} s" if seconds is not None else "unknown length"
+    return RequestError(f"{place}: no answer within the client's timeout of {shown}", "timeout")
+
+
+def connection_error(place: str, error: BaseException | str) -> RequestError:
+    why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return RequestError(f"{place}: no connection: {short(why)}; is the server running?", "connection")

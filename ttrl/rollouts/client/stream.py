@@ -1,0 +1,278 @@
+"""Streams of chat completions: server-sent events into chunks, chunks into a completion, until it ends, stalls or is ended."""
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncIterable, Callable, Mapping
+from typing import Any, TypeAlias
+
+from openai import BaseModel
+from openai.types.chat import ChatCompletion
+
+from ttrl.errors import RequestError
+from ttrl.rollouts.client.assembly import LiveCompletion
+from ttrl.rollouts.client.choices import chat_completion
+from ttrl.rollouts.client.http_errors import timeout_error
+from ttrl.rollouts.client.transport import Transport
+from ttrl.rollouts.client.wire import Answer, Chunk, decoded_chunk, encoded, loads, read_answers
+
+OnChunk: TypeAlias = Callable[[Any, Any], object]
+"""on_chunk(chunk, completion): the new chunk, and the completion so far with it. StopIteration ends the chunk's choices."""
+
+LAST_BYTES = 0.25
+"""Seconds to wait after [DONE] for the end of the HTTP body, with which the connection can be used again."""
+
+
+class Events:
+    """Splits a stream of bytes, cut anywhere, into the data of its server-sent events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._is_first = True
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """Data of the events that are complete now."""
+        buffer = self._rest + part if self._rest else part
+        if self._is_first and len(buffer) >= 3:
+            buffer, self._is_first = buffer.removeprefix(b"\xef\xbb\xbf"), False
+        held = b""
+        if b"\r" in buffer:  # within JSON it is escaped, so it only ends lines
+            if buffer.endswith(b"\r"):  # perhaps half of a line end
+                buffer, held = buffer[:-1], b"\r"
+            buffer = buffer.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *blocks, rest = buffer.split(b"\n\n")
+        self._rest = rest + held
+        return [data for block in blocks if (data := _data(block))]
+
+    def end(self) -> tuple[bytes, bytes]:
+        """(data of an event that lacks its empty line, everything that is left)."""
+        return _data(self._rest.replace(b"\r", b"\n")), self._rest
+
+
+def _data(block: bytes) -> bytes:
+    """What the `data` lines of one event say."""
+    if block.startswith(b"data: ") and b"\n" not in block:
+        return block[6:]
+    lines = [line[5:] for line in block.split(b"\n") if line.startswith(b"data:") or line == b"data"]
+    return b"\n".join(line.removeprefix(b" ") for line in lines)
+
+
+class _Watch:
+    """Ends the reading of a stream that has fallen silent, or when `cut` is set."""
+
+    def __init__(self, first: float | None, later: float, cut: asyncio.Event | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limit, self._later, self._cut = first, later, cut
+        self.scope = asyncio.timeout(None)
+        self.has_begun = False
+        self._last = self._loop.time()
+        self._doubted = -1.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Task[bool] | None = None
+
+    def __enter__(self) -> "_Watch":
+        self._arm()
+        if self._cut is not None:
+            self._waiter = self._loop.create_task(self._cut.wait())
+            self._waiter.add_done_callback(self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._waiter is not None:
+            self._waiter.remove_done_callback(self._end)
+            self._waiter.cancel()
+
+    def heard(self) -> None:
+        """Bytes have come. As cheap as can be: it is called for every one of them."""
+        self._last = self._loop.time()
+        if not self.has_begun:
+            self.has_begun = True
+            self.limit(self._later)
+
+    def limit(self, seconds: float) -> None:
+        """From now on, a silence of so many seconds is the end."""
+        self._limit = seconds
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if self._limit is None else self._loop.call_at(self._last + self._limit, self._look)
+
+    def _look(self) -> None:
+        assert self._limit is not None
+        if self._loop.time() < self._last + self._limit:
+            self._arm()
+        elif self._doubted != self._last:  # perhaps it was us who did not read: a busy loop runs timers first
+            self._doubted = self._last
+            self._timer = self._loop.call_later(min(0.1, self._limit / 10), self._look)
+        else:
+            self._end()
+
+    def _end(self, _: object = None) -> None:
+        if not self.scope.expired() and (self._waiter is None or not self._waiter.cancelled()):
+            self.scope.reschedule(self._loop.time())
+
+
+async def stream_answers(
+    transport: Transport,
+    body: Mapping[str, Any],
+    n: int,
+    *,
+    stall_timeout: float,
+    on_chunk: OnChunk | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+    cut: asyncio.Event | None = None,
+) -> list[Answer | None]:
+    """One streamed request: n entries in their order, None for choices of which nothing has come.
+
+    on_chunk(chunk, completion): sees every chunk; the names are those of openai's ChatCompletionChunk and ChatCompletion. If it
+        raises StopIteration, the choices that it has marked as `stopped_early`, or else those of the chunk, end with the
+        finish_reason "stopped_early"; with the last of them the stream is closed, which stops the server. Any other exception
+        ends the stream and comes through.
+    on_tokens(k): k more tokens have come.
+    cut: when set, the stream is closed; choices that have not ended by themselves have the finish_reason null.
+    stall_timeout: seconds without a byte, after the first one, that count as a failure.
+
+    Raises RequestError.
+    """
+    place = transport.base_url
+    live, events = LiveCompletion(n), Events()
+    if cut is not None and cut.is_set():
+        return live.answers()
+    first = getattr(transport, "read_timeout", None)
+    done = stopped = False
+
+    def take(part: bytes) -> bool:
+        nonlocal done, stopped
+        watch.heard()
+        for data in events.feed(part):
+            if done or data == b"[DONE]":
+                done = True
+            elif _take(decoded_chunk(data, place), live, on_chunk, on_tokens):
+                stopped = True
+                return True
+        if done:
+            watch.limit(LAST_BYTES)
+        stopped = cut is not None and cut.is_set()
+        return stopped
+
+    try:
+        with _Watch(first, stall_timeout, cut) as watch:
+            async with watch.scope:
+                await _feed(transport, body, take)
+    except TimeoutError:
+        if not watch.scope.expired():
+            raise
+        if not (done or live.is_complete or (cut is not None and cut.is_set())):
+            if not watch.has_begun:
+                raise timeout_error(place, first) from None
+            raise RequestError(f"{place}: the stream stalled for {stall_timeout:g} s", "stall") from None
+        if not live.is_finished and not (cut is not None and cut.is_set()):  # [DONE] alone ends no completion
+            raise _broken(place, live) from None
+        return live.answers()
+    except RequestError as error:
+        if error.kind == "connection" and live.is_finished and (done or live.is_complete):
+            return live.answers()
+        raise
+    return live.answers() if stopped else _ended(live, events, n, place, on_chunk, on_tokens)
+
+
+async def _feed(transport: Transport, body: Mapping[str, Any], take: Callable[[bytes], bool]) -> None:
+    """Hands on what the server streams, the shortest way that this transport knows."""
+    feed = getattr(transport, "feed", None)
+    if feed is not None:
+        await feed("/chat/completions", body, take)
+        return
+    async with transport.stream("/chat/completions", body) as parts:
+        async for part in parts:
+            if take(part):
+                return
+
+
+def _ended(
+    live: LiveCompletion, events: Events, n: int, place: str, on_chunk: OnChunk | None, on_tokens: Callable[[int], None] | None
+) -> list[Answer | None]:
+    """The stream has come to its end: has the completion, too?"""
+    data, rest = events.end()
+    if not live.choices and not data and rest.strip():  # no stream at all: the server does not know how, or this is a web page
+        answers = read_answers(rest, n, place)
+        if on_tokens is not None:
+            on_tokens(sum(answer.completion_tokens or 0 for answer in answers if answer is not None))
+        return answers
+    if data != b"[DONE]" and loads(data) is not None:  # otherwise it is half an event: what is missing shows below
+        _take(decoded_chunk(data, place), live, on_chunk, on_tokens)
+    if not live.is_finished:
+        raise _broken(place, live)
+    return live.answers()
+
+
+def _broken(place: str, live: LiveCompletion) -> RequestError:
+    what = "in the middle of a completion" if live.choices else "before anything came"
+    return RequestError(f"{place}: the stream ended {what}", "connection")
+
+
+def _take(
+    chunk: Chunk,
+    live: LiveCompletion,
+    on_chunk: OnChunk | None,
+    on_tokens: Callable[[int], None] | None,
+    shown: Any = None,
+) -> bool:
+    """True where everything has ended, and something of it here. shown: what `on_chunk` sees instead of the chunk."""
+    had_choices = bool(chunk.choices)
+    tokens = live.add(chunk)
+    if tokens and on_tokens is not None:
+        on_tokens(tokens)
+    if on_chunk is None or (had_choices and not chunk.choices):
+        return False
+    try:
+        on_chunk(chunk if shown is None else shown, live)
+    except StopIteration:
+        live.stop([part.index for part in chunk.choices or ()])
+        return live.is_complete
+    return False
+
+
+async def consume_chat_completion_stream(
+    stream: AsyncIterable[Any], on_chunk: OnChunk | None = None, *, n: int = 1
+) -> ChatCompletion:
+    """Puts a stream of chat completion chunks together, with token ids and log-probabilities.
+
+        stream = await client.chat.completions.create(…, stream=True, logprobs=True)
+        completion = await consume_chat_completion_stream(stream)
+
+    stream: the openai client's AsyncStream, or any other async iterable of ChatCompletionChunk or of dicts like it. It is closed.
+    on_chunk(chunk, completion): sees every chunk, and the completion so far. If it raises StopIteration, the choices that it has
+        marked as `stopped_early`, or else those of the chunk, end with the finish_reason "stopped_early".
+    n: choices that were asked for; when `on_chunk` has ended the last of them, nothing more is read.
+
+    Raises RequestError where the stream ends before its completion does, or holds what is no chunk; whatever the stream or
+    `on_chunk` raises comes through.
+    """
+    live = LiveCompletion(n)
+    try:
+        async for item in stream:
+            chunk = item if isinstance(item, Chunk) else decoded_chunk(_chunk_json(item), "stream")
+            if _take(chunk, live, on_chunk, None, shown=item):
+                break
+    finally:
+        close = getattr(stream, "close", None) or getattr(stream, "aclose", None)
+        if close is not None:
+            closing = close()
+            if inspect.isawaitable(closing):
+                await closing
+    if not live.is_finished:
+        raise _broken("stream", live)
+    return chat_completion([answer for answer in live.answers(len(live.choices)) if answer is not None])
+
+
+def _chunk_json(item: Any) -> bytes:
+    if not isinstance(item, BaseModel):
+        return encoded(item)
+    try:
+        return item.model_dump_json(exclude_unset=True, warnings=False).encode()
+    except ValueError:  # halves of surrogate pairs
+        return json.dumps(item.model_dump(exclude_unset=True, warnings=False)).encode()

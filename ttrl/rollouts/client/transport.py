@@ -1,0 +1,109 @@
+"""How requests reach a server: over aiohttp, which costs the client least, or through the caller's own OpenAI client.
+
+`transport_for` takes aiohttp wherever that changes nothing: for base URLs, and for clients whose HTTP client is the default one.
+Clients with an HTTP client, hooks, proxies or credentials of their own are asked themselves, with one parser for both.
+"""
+
+import os
+import urllib.request
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from openai import AsyncOpenAI, OpenAI
+
+from ttrl import __version__
+from ttrl.errors import UserError
+from ttrl.rollouts.client.http_transport import HTTPTransport
+from ttrl.rollouts.client.openai_transport import ClientTransport, plain_settings
+
+
+class Transport(Protocol):
+    """One server. Everything raises RequestError where the server cannot be reached or answers with an error."""
+
+    base_url: str
+    """"http://127.0.0.1:8000/v1", without a slash at its end."""
+    identity: dict[str, str]
+    """Who is asked: base_url, organization, project. Never the key."""
+    read_timeout: float | None
+    """Seconds to wait for the first byte of a stream; None where the transport sees to it, or for ever."""
+
+    async def post(self, path: str, body: Mapping[str, Any], *, root: bool = False) -> bytes:
+        """The whole body of a successful answer. root: the path lies above /v1."""
+        ...
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """Bytes of a successful answer as they come. Leaving it early closes the connection."""
+        ...
+
+    async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
+        """The whole body of a successful answer."""
+        ...
+
+    async def close(self) -> None:
+        """Closes its connections, in the loop in which they were opened."""
+        ...
+
+
+def transport_for(client: AsyncOpenAI | str) -> Transport:
+    """Raises UserError for anything else than an AsyncOpenAI client or an http(s) base URL."""
+    check_client(client)
+    if isinstance(client, str):
+        base_url = client.strip().rstrip("/")
+        key = os.environ.get("OPENAI_API_KEY") or "EMPTY"
+        headers = {"Authorization": f"Bearer {key}", "User-Agent": f"ttrl/{__version__}"}
+        return HTTPTransport(base_url, headers, {"base_url": base_url}, proxy=None if is_local(base_url) else _proxy(base_url))
+    settings = plain_settings(client)
+    return ClientTransport(client) if settings is None else HTTPTransport(**settings)
+
+
+def check_client(client: object) -> None:
+    """Raises UserError for what is neither an AsyncOpenAI client nor an http(s) base URL."""
+    if isinstance(client, OpenAI):
+        raise UserError(f"client is a {type(client).__name__}; sampling is concurrent: give an AsyncOpenAI client")
+    if isinstance(client, str):
+        parts = urlsplit(client.strip())
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"client is {client!r}; give an AsyncOpenAI client, or a base URL such as 'http://127.0.0.1:8000/v1'")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
+            raise UserError(
+                f"client is the URL {shown} with credentials, a query or a fragment; give an AsyncOpenAI client with api_key=…, "
+                "default_query=… instead"
+            )
+    elif not isinstance(client, AsyncOpenAI):
+        raise UserError(f"client is a {type(client).__name__}; give an AsyncOpenAI client, or a base URL")
+
+
+def is_local(base_url: str) -> bool:
+    """Whether a URL names this very machine."""
+    host = (urlsplit(base_url).hostname or "").lower()
+    return host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.") or host.endswith(".localhost")
+
+
+def answer_identity(transports: Sequence[Transport], weights_digest: str | None, *, has_cache: bool) -> Any:
+    """What the keys of a cache say about who answers: the weights, where they are known, else the servers.
+
+    Raises UserError where a cache could not tell the weights of today from those of tomorrow.
+    """
+    if weights_digest is not None:
+        if not isinstance(weights_digest, str) or not weights_digest:
+            raise UserError(f"weights_digest is {weights_digest!r}; give a string that names the weights")
+        return {"weights": weights_digest}
+    local = next((transport.base_url for transport in transports if is_local(transport.base_url)), None)
+    if has_cache and local is not None:
+        raise UserError(
+            f"cache: {local} may serve other weights tomorrow, whose answers must not be taken for today's; "
+            "give weights_digest=…, a name that changes with the weights (VLLMServer.weights_digest() computes one)"
+        )
+    return sorted((transport.identity for transport in transports), key=lambda identity: sorted(identity.items()))
+
+
+def _proxy(base_url: str) -> str | None:
+    """The proxy that the environment names for this server."""
+    parts = urlsplit(base_url)
+    if urllib.request.proxy_bypass(parts.hostname or ""):
+        return None
+    proxies = urllib.request.getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")

@@ -1,0 +1,244 @@
+"""Runs graders: in threads and on the loop, or in processes (`isolated`); each within its limits, and what goes wrong stays with
+its sample.
+
+Threads are daemons and our own, not an executor's: an executor's thread that hangs keeps its slot for ever, and both asyncio.run
+and the interpreter wait for it at the end. Here a call that takes too long is abandoned with its thread, and a fresh thread takes
+its slot. (What cannot be helped from inside one process: a grader that never lets go of the interpreter lock, such as a regular
+expression that backtracks without end, stops everything. `isolated=True` helps.)
+"""
+
+import asyncio
+import contextvars
+import inspect
+import math
+import numbers
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError
+from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
+from ttrl.tasks.task import Grade, Grader, Task
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+Outcome: TypeAlias = "tuple[Any, BaseException | None]"
+"""(value, None) or (None, exception); not raised, because futures and coroutines refuse some exceptions (StopIteration)."""
+
+MAX_ERROR_LENGTH = 8000
+"""Characters of a traceback that are kept with its sample; the middle is cut out."""
+
+
+GRADER_THREADS = 16
+MOST_PROCESSES = 16
+
+
+class TookTooLong(Exception):  # noqa: N818 - never leaves this package
+    """A call ran past its time limit. Not TimeoutError, which a grader may raise itself."""
+
+
+class _Worker:
+    """One daemon thread that runs one call at a time and hands its outcome to the event loop."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="ttrl-grader", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def stop(self) -> None:
+        """Ends the thread after the call that it may still be in."""
+        self._calls.put(None)
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> "asyncio.Future[Outcome]":
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def deliver(outcome: Outcome) -> None:
+            if not future.done():  # otherwise nobody waits any more: time limit or cancellation
+                future.set_result(outcome)
+
+        def call() -> None:
+            outcome: Outcome
+            try:
+                outcome = (context.run(function, *args), None)
+            except BaseException as error:  # noqa: BLE001 - also sys.exit() in a grader costs no more than its sample
+                outcome = (None, error)
+            try:
+                loop.call_soon_threadsafe(deliver, outcome)
+            except RuntimeError:  # the loop was closed while this call ran on, abandoned
+                return
+
+        self._calls.put(call)
+        return future
+
+
+class Threads:
+    """At most `size` sync calls at once. A context manager; leaving it waits for nothing."""
+
+    def __init__(self, size: int) -> None:
+        self._slots = asyncio.Semaphore(size)
+        self._idle: list[_Worker] = []
+
+    def __enter__(self) -> "Threads":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._idle:
+            self._idle.pop().stop()
+
+    async def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Outcome:
+        """Raises TookTooLong after `timeout` seconds of running; waiting for a slot does not count."""
+        async with self._slots:
+            worker = self._idle.pop() if self._idle else _Worker()
+            future = worker.start(function, args)
+            try:
+                # Not asyncio.timeout: where a busy loop looks at the clock late, that throws away an outcome that is there.
+                await asyncio.wait({future}, timeout=timeout)
+            except asyncio.CancelledError:
+                worker.stop()
+                raise
+            if not future.done():
+                future.cancel()
+                worker.stop()
+                raise TookTooLong
+            self._idle.append(worker)
+            return future.result()
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True for `async def` functions and for objects whose `__call__` is one; a sync function may still return an awaitable."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+async def call(function: Callable[..., Any], argument: Any, *, threads: Threads, timeout: float | None) -> Outcome:
+    """Calls a sync function in a thread, an async one on the loop. Raises TookTooLong, and nothing that the function raises."""
+    try:
+        if is_async(function):
+            value = function(argument)
+        else:
+            value, raised = await threads.run(function, argument, timeout=timeout)
+            if raised is not None:
+                return None, raised
+        if inspect.isawaitable(value):
+            limit = asyncio.timeout(timeout)
+            try:
+                async with limit:
+                    value = await value
+            except TimeoutError:
+                if limit.expired():
+                    raise TookTooLong from None
+                raise
+    except TookTooLong:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # it is we who are being cancelled, not something inside the function
+        return None, error
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
+        return None, error
+    return value, None
+
+
+async def grade(grader: Grader, choice: "Choice", *, where: str, threads: Threads, timeout: float) -> Grade:
+    """The grade of one choice; `timeout` is in seconds.
+
+    Raises GraderError, naming `where`, when the grader raises (the traceback follows the first line), takes too long, or returns
+    something that is no finite number.
+    """
+    try:
+        output, error = await call(grader, choice, threads=threads, timeout=timeout)
+    except TookTooLong:
+        raise GraderError(f"{where}: the grader took longer than {timeout:g} s; make it faster or raise grader_timeout") from None
+    if error is not None:
+        raise GraderError(f"{where}: the grader raised {describe(error)}\n{own_traceback(error)}")
+    return Grade.of(output, where)
+
+
+class Graders:
+    """Grades choices, each within its time limit. A context manager; leaving it waits for nothing that a grader does.
+
+    isolated: False runs sync graders in daemon threads and async ones on the event loop. True runs both in processes that can be
+        ended: for graders that may hang, crash, or eat all memory. What differs is said in `ttrl.rollouts.graders.isolated`. It
+        is no sandbox: files and the network are open.
+    timeout: seconds for one grade, waiting for a thread or process not counted.
+    memory: with isolated=True, bytes that one grade may take beyond what its process and its modules take; None for 2 GiB.
+    size: sync grades at once, with isolated=True of any kind; None for 16 threads, or as many processes as there are usable
+        cores, 16 at the most.
+
+    Raises UserError for values out of range.
+    """
+
+    def __init__(
+        self, *, isolated: bool = False, timeout: float = 60.0, memory: int | None = None, size: int | None = None
+    ) -> None:
+        if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+            raise UserError(f"grader_timeout is {timeout!r}; give a positive number of seconds")
+        if memory is not None and (not isinstance(memory, numbers.Integral) or isinstance(memory, bool) or memory < 2**20):
+            raise UserError(f"grader_memory is {memory!r}; give a number of bytes of at least 1 MiB (1048576), or None for 2 GiB")
+        if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1):
+            raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
+        self.isolated, self.timeout = isolated, float(timeout)
+        self._threads = self._processes = None
+        if isolated:
+            count = min(usable_cores(), MOST_PROCESSES) if size is None else int(size)
+            self._processes = IsolatedGraders(timeout=self.timeout, memory=int(memory or DEFAULT_MEMORY), size=count)
+        else:
+            self._threads = Threads(GRADER_THREADS if size is None else int(size))
+
+    def __enter__(self) -> "Graders":
+        if self._processes is not None:
+            self._processes.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._processes is not None:
+            self._processes.close()
+        if self._threads is not None:
+            self._threads.__exit__()
+
+    async def grade(self, task: Task, choice: "Choice", where: str) -> Grade:
+        """Grades one choice, exactly once: a grader that failed is not asked again.
+
+        Raises GraderError, naming `where`, when the grader raises (the traceback follows the first line), breaks a limit, or
+        returns something that is no finite number.
+        """
+        assert task.grader is not None
+        if self._processes is not None:
+            return await self._processes.grade(task.grader, choice, where)
+        assert self._threads is not None
+        return await grade(task.grader, choice, where=where, threads=self._threads, timeout=self.timeout)
+
+
+def describe(error: BaseException) -> str:
+    """`TypeName: message` on one line, also for exceptions whose `__str__` fails."""
+    text = "".join(traceback.format_exception_only(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]
+    return line if len(line) <= 400 else line[:399] + "…"
+
+
+def type_and_message(error: BaseException) -> str:
+    """Our own errors as they are written (a grader's traceback included), others by their type and first line."""
+    if isinstance(error, GraderError | RolloutError | ServerError | TokenizationError):
+        return f"{type(error).__name__}: {error}"
+    return describe(error)
+
+
+def own_traceback(error: BaseException, caller: str = __file__) -> str:
+    """The traceback without the frames of this file (or of another `caller`) that called the user's code."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    half = MAX_ERROR_LENGTH // 2
+    return text if len(text) <= MAX_ERROR_LENGTH else f"{text[:half]}\n[…]\n{text[-half:]}"

@@ -1,0 +1,170 @@
+"""Graders in processes of their own (`isolated=True`): what a grader does wrong costs its own sample, and nothing else.
+
+A grader that never ends (in Python, in C code that holds the interpreter lock, asleep), that ends its process, crashes it, or
+takes too much memory is ended with all that it started; its sample gets a GraderError, and a fresh process takes the next one. A
+grade is made once: only a choice that no grader has seen yet is given to another process.
+
+How it differs from threads:
+- graders travel by cloudpickle (lambdas, closures and functions of a script or notebook work), once per process and grader; each
+  process has its own copy, as the grader was when it was first used, so nothing that a grader changes comes back;
+- async graders run one per process at a time, on a loop that lives as long as the process;
+- what they print is thrown away; context variables do not reach them;
+- environment variables that look like keys (`hidden`) do not reach them.
+
+This is no sandbox: files and the network are open, and whoever means harm can do it.
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from ttrl.errors import GraderError
+from ttrl.rollouts.graders.pickling import pickled
+from ttrl.rollouts.graders.processes import LOAD_SECONDS, End, Keeper, Worker
+from ttrl.rollouts.graders.wire import choice_to_json
+from ttrl.tasks.task import Grade, Grader
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
+
+DEFAULT_MEMORY = 2 * 2**30
+_END_SECONDS = 2.0
+"""From a closed channel to the end of the process that closed it, after which the process is taken to go on."""
+_KEPT_PICKLES = 1024
+_STARTS = 3  # of the keeper, in a row without a single answer, before we give up
+
+
+def usable_cores() -> int:
+    """Of those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class IsolatedGraders:
+    """At most `size` grades at once, each in a process. timeout: seconds; memory: bytes. Belongs to one event loop at a time."""
+
+    def __init__(self, *, timeout: float, memory: int, size: int) -> None:
+        self.timeout, self.memory, self.size = timeout, memory, size
+        self._keeper: Keeper | None = None
+        self._starts = 0
+        self._closed = False
+        self._idle: list[Worker] = []
+        self._pickles: OrderedDict[int, tuple[Grader, int, bytes]] = OrderedDict()
+        self._keys = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(size)
+
+    def start(self) -> None:
+        """Starts the keeper, so that it is ready when the first answers come. Does not wait for it."""
+        self._closed = False
+        if self._keeper is None:
+            self._keeper = Keeper()
+
+    def close(self) -> None:
+        """Ends all processes. Takes some milliseconds, whatever the graders do."""
+        self._closed = True
+        self._idle.clear()
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+
+    async def grade(self, grader: Grader, choice: "Choice", where: str) -> Grade:
+        """As `Graders.grade`."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # sockets and the semaphore belong to the loop before
+            if self._loop is not None:
+                self.close()
+                self.start()
+            self._loop, self._slots = loop, asyncio.Semaphore(self.size)
+        key, pickle_ = self._pickled(grader, where)
+        try:
+            data = choice_to_json(choice)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise GraderError(f"{where}: the choice cannot be sent to the grader's process: {error}") from error
+        async with self._slots:
+            for _ in range(self.size + 10 * _STARTS):  # each may be a worker that has just died, and so may the keeper
+                worker = self._take_worker(where)
+                try:
+                    answer = await worker.grade(key, pickle_, data, where, self.timeout)
+                except End as end:
+                    if end.kind == "not taken":
+                        worker.end()
+                        await asyncio.sleep(0.01)  # so that the loop hears what became of the keeper
+                        continue
+                    raise GraderError(f"{where}: {await self._why(worker, end.kind)}") from None
+                except BaseException:
+                    worker.end()  # cancelled: what the grader still does is of no use
+                    raise
+                self._starts = 0
+                if answer.get("spoilt") or worker.tainted:
+                    worker.end()
+                else:
+                    self._idle.append(worker)
+                return _grade(answer, where)
+            raise GraderError(f"{where}: processes for graders end as soon as they are started; the machine may be out of memory")
+
+    def _pickled(self, grader: Grader, where: str) -> tuple[int, bytes]:
+        """(its number, its pickle). Known by identity, and held, so that no other grader can take its id meanwhile."""
+        known = self._pickles.get(id(grader))
+        if known is None:
+            known = self._pickles[id(grader)] = (grader, next(self._keys), pickled(grader, where))
+            if len(self._pickles) > _KEPT_PICKLES:
+                self._pickles.popitem(last=False)
+        else:
+            self._pickles.move_to_end(id(grader))
+        return known[1], known[2]
+
+    def _take_worker(self, where: str) -> Worker:
+        if self._closed:
+            raise GraderError(f"{where}: grading has ended")
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.broken:
+                return worker
+            worker.end()
+        if self._keeper is None or self._keeper.ended:
+            reason = ""
+            if self._keeper is not None:
+                reason = self._keeper.last_words()
+                self._keeper.close()
+                self._keeper = None
+                self._starts += 1
+            if self._starts >= _STARTS:
+                raise GraderError(f"{where}: the process that runs graders ended {_STARTS} times in a row. {reason}")
+            self.start()
+        assert self._keeper is not None
+        return Worker(self._keeper, self.memory, cpu=self.timeout * usable_cores())
+
+    async def _why(self, worker: Worker, kind: str) -> str:
+        """Ends a worker that gave no answer; says why there was none."""
+        by_itself = kind != "died" or await worker.ends_by_itself(_END_SECONDS)
+        worker.end()
+        if not by_itself:
+            return "the grader closed the channel between its process and ttrl; a grader closes files of its own only"
+        if kind == "timeout":
+            return f"the grader took longer than {self.timeout:g} s; make it faster or raise grader_timeout"
+        if kind == "load":
+            return f"loading the grader took longer than {LOAD_SECONDS:g} s; its modules take too long to import"
+        if kind == "garbage":
+            return "the grader wrote into the channel between its process and ttrl; a grader may write to files of its own only"
+        status = await worker.status()
+        if status is None:
+            return "the processes that run graders were ended from outside; the grade is lost"
+        if status >= 0:
+            return f"the grader ended its process with exit code {status} (os._exit?); a grader returns its reward, or raises"
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        if name == "SIGXCPU":
+            seconds = self.timeout * usable_cores()
+            return f"the grader used more than {seconds:g} s of CPU time; make it faster or raise grader_timeout"
+        hint = {"SIGKILL": "; the machine may have run out of memory", "SIGSEGV": ": a crash in C code, or too deep a recursion"}
+        return f"the grader's process was ended by {name}{hint.get(name, '')}"
+
+
+def _grade(answer: dict[str, Any], where: str) -> Grade:
+    if isinstance(answer.get("error"), str):
+        raise GraderError(f"{where}: {answer['error']}")
+    if isinstance(answer.get("refused"), str):
+        raise GraderError(answer["refused"])
+    return Grade.of((answer.get("reward"), answer.get("metrics")), where)

@@ -1,0 +1,311 @@
+"""What runs graders away from ttrl: one keeper process, and the workers that it forks. Started by `grader_processes`.
+
+    ttrl ── keeper (never runs a grader) ── worker (one grade at a time) ── whatever graders start
+
+The keeper imports what graders need (most of a second, for openai's types) once, while the first answers are being sampled; after
+that a worker is a fork of 3 ms, so that one that a bad grader has spoilt is replaced at no cost. It has a single thread, which
+makes forking safe. It ends every worker with all of its descendants when it is told to, and itself when ttrl is gone: it sees the
+end of its socket, or another parent. It is the subreaper of what it started, so that orphans stay below it and are found; and a
+worker whose keeper was killed is killed by the kernel. This is the guard of `ttrl.system.processes` for many children at once:
+one process more for all workers, where a ChildProcess each would be one more per worker.
+
+ttrl → keeper    JSON lines: {"start": ID, "memory": BYTES, "cpu": SECONDS} with one end of a socket pair, {"end": ID}
+keeper → ttrl    {"ended": ID, "status": exit code, negative for a signal}
+ttrl → worker    `grader_wire.pack`: {"order": NAME, "grader": KEY, "where": TEXT, "forget": [KEY]}, then the pickled grader if it
+                 is new, and the choice's JSON
+worker → ttrl    the same without parts: {"order": NAME, …} with "loaded" after a new grader; then with "reward" and "metrics", or
+                 "error", or "refused" (the whole message of a GraderError)
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import inspect
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+from ttrl.errors import GraderError
+from ttrl.rollouts.graders.grading import Outcome, describe, own_traceback
+from ttrl.rollouts.graders.wire import MAX_ANSWER, choice_from_json, pack, unpack
+from ttrl.system import process_guard
+from ttrl.tasks.task import Grade
+
+_LOOK_INTERVAL = 3.0  # seconds between looks at the parent
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_FDS = 64
+
+
+def main(control: int) -> None:
+    """The keeper. `control`: the descriptor of its socket."""
+    with socket.socket(fileno=control) as connection:
+        choice_from_json(b'{"message": {}}').to_json()  # pydantic makes its tools at the first use: here, not in every worker
+        _Keeper(connection).run()
+    os._exit(0)  # ttrl waits for our end, and taking down the interpreter with all that is loaded takes longer than all the rest
+
+
+class _Keeper:
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.parent = os.getppid()
+        self.workers: dict[int, int] = {}  # id: pid, which is its session and group too
+        self.buffer, self.sockets = b"", list[int]()
+
+    def run(self) -> None:
+        self.control.setblocking(True)
+        wake_read, wake_write = os.pipe()
+        for end in (wake_read, wake_write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        gc.freeze()  # what is imported is shared with the workers; their collectors need not touch it
+        try:
+            while True:
+                readable, _, _ = select.select([self.control, wake_read], [], [], _LOOK_INTERVAL)
+                if wake_read in readable:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                self.look_for_ended()
+                if self.control in readable and not self.obey():
+                    break
+                if os.getppid() != self.parent:  # a fork of ttrl may hold the socket open although ttrl is dead
+                    break
+        finally:
+            self.end(list(self.workers))
+            process_guard.end_processes(lambda: process_guard.descendants(os.getpid()), grace=0.0, reap=_reap_all)
+
+    def obey(self) -> bool:
+        """Reads what there is to read; False at the end of the socket."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.control, 65536, _FDS)
+        except ConnectionError:
+            return False
+        self.sockets += descriptors
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            if "start" in order:
+                self.start(order["start"], self.sockets.pop(0), order["memory"], order["cpu"])
+            else:
+                self.end([order["end"]])
+        return bool(data)
+
+    def start(self, number: int, descriptor: int, memory: int, cpu: float) -> None:
+        keeper, pid = os.getpid(), os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() == keeper:
+                    self.control.close()
+                    for other in self.sockets:  # of workers that are to be started next: held open here, they would not end
+                        os.close(other)
+                    with socket.socket(fileno=descriptor) as connection:
+                        _Worker(connection, memory, cpu).run()
+                    status = 0
+            except BrokenPipeError:
+                status = 0  # ttrl does not listen any more
+            finally:
+                os._exit(status)
+        os.close(descriptor)
+        self.workers[number] = pid
+
+    def end(self, numbers: list[int]) -> None:
+        """Kills workers with everything below them; says how they ended, which may have been before."""
+        for number in numbers:
+            if (pid := self.workers.get(number)) is not None:
+                self.clean_up(pid)
+                self.report(number, _wait(pid))
+
+    def look_for_ended(self) -> None:
+        """Workers that ended by themselves; and orphans, which only need to be collected."""
+        by_pid = {pid: number for number, pid in self.workers.items()}
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                number = by_pid.get(found.si_pid)
+                if number is not None:
+                    self.clean_up(found.si_pid)  # before it is collected: until then its group can be no one else's
+                    self.report(number, _wait(found.si_pid))
+                else:
+                    os.waitpid(found.si_pid, 0)
+
+    def clean_up(self, pid: int) -> None:
+        """Kills a worker's descendants and, as far as they can be told to be its own, its orphans.
+
+        (An orphan that has made itself a session of its own may belong to any worker; it is ended with the keeper.)
+        """
+        known: set[process_guard.ProcessId] = set()
+
+        def find() -> list[process_guard.ProcessId]:
+            known.update(process_guard.descendants(pid))
+            for other in process_guard.all_pids():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    if os.getsid(other) == pid and (process := process_guard.process_id(other)) is not None:
+                        known.add(process)
+            return [process for process in known if process_guard.process_id(process[0]) == process]
+
+        found = find()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        for process in found:
+            process_guard.signal_exactly(process, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while found and time.monotonic() < deadline:
+            time.sleep(0.002)
+            found = find()
+            for process in found:
+                process_guard.signal_exactly(process, signal.SIGKILL)
+
+    def report(self, number: int, status: int) -> None:
+        del self.workers[number]
+        with contextlib.suppress(OSError):
+            self.control.sendall(json.dumps({"ended": number, "status": status}).encode() + b"\n")
+
+
+class _Worker:
+    """Grades what it is sent, until the socket ends.
+
+    memory: bytes of one grade, beyond what the process and its graders' modules take; cpu: seconds of one grade.
+    """
+
+    def __init__(self, connection: socket.socket, memory: int, cpu: float) -> None:
+        self.connection, self.memory, self.cpu = connection, memory, cpu
+        self.pid = os.getpid()
+        self.graders: dict[int, Any] = {}
+        self.order = ""
+        self.base = _address_space()
+        self.runner = asyncio.Runner()
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # what graders print goes nowhere, and what they read is empty
+            os.dup2(null, standard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def run(self) -> None:
+        buffer = bytearray()
+        while True:
+            while (frame := unpack(buffer)) is None:
+                chunk = self.connection.recv(1 << 20)
+                if not chunk:
+                    return
+                buffer += chunk
+            self.order = frame[0]["order"]
+            answer = self.answer(*frame)
+            if os.getpid() != self.pid:  # a grader forked, and the child has come back here as if it were the worker
+                os._exit(0)
+            self.send(answer)
+
+    def send(self, answer: dict[str, Any]) -> None:
+        data = pack({"order": self.order, **answer})
+        if len(data) > MAX_ANSWER:
+            text = f"the grader's answer has {len(data) / 1e6:.1f} MB; it may have {MAX_ANSWER / 1e6:.1f} MB"
+            data = pack({"order": self.order, "error": text})
+        self.connection.sendall(data)
+
+    def answer(self, order: dict[str, Any], parts: list[bytes]) -> dict[str, Any]:
+        for key in order["forget"]:
+            self.graders.pop(key, None)
+        choice = parts.pop()
+        if parts:
+            failure = self.load(order["grader"], parts.pop())  # popped, so that the pickle is gone before its memory would count
+            if failure is not None:
+                return {"error": failure}
+            if os.getpid() == self.pid:
+                self.send({"loaded": True})
+        try:
+            self.limit(resource.RLIMIT_AS, self.base + self.memory)
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            self.limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + self.cpu) + 1)
+            output, error = self.call(self.graders[order["grader"]], choice)
+            if error is None:
+                grade = Grade.of(output, order["where"])
+                return {"reward": grade.reward, "metrics": grade.metrics}
+        except GraderError as refused:
+            return {"refused": str(refused)[: MAX_ANSWER // 8]}
+        except BaseException as failure:  # noqa: BLE001 - reading the output calls methods of it (__float__, __repr__)
+            error = failure
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the grader set for itself must not meet the next one
+            self.limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+        out_of_memory = isinstance(error, MemoryError)
+        text = f"ran out of the {self.memory / 2**20:.0f} MiB of memory that it may use; make it leaner or raise grader_memory"
+        if not out_of_memory:
+            text = f"raised {describe(error)}"
+        return {"error": f"the grader {text}\n{own_traceback(error, __file__)}", "spoilt": out_of_memory}
+
+    def load(self, key: int, pickled: bytes) -> str | None:
+        """Unpickles a grader, which imports its modules; their memory does not count. Returns what went wrong."""
+        before = _address_space()
+        try:
+            self.graders[key] = pickle.loads(pickled)  # from ttrl, our parent, alone
+        except BaseException as error:  # noqa: BLE001 - imports run any code
+            return (
+                f"the grader could not be loaded in its process: {describe(error)}; with isolated=True the modules that it "
+                f"uses must be importable anew\n{own_traceback(error, __file__)}"
+            )
+        self.base += max(0, _address_space() - before)
+        return None
+
+    def call(self, grader: Any, choice: bytes) -> Outcome:
+        try:
+            value = grader(choice_from_json(choice))
+            if inspect.isawaitable(value):
+                return self.runner.run(_outcome(value))
+        except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
+            return None, error
+        return value, None
+
+    def limit(self, kind: int, value: int) -> None:
+        """Sets a soft limit, as far as the hard one and the system let us."""
+        with contextlib.suppress(ValueError, OSError):
+            hard = resource.getrlimit(kind)[1]
+            if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
+                value = hard
+            resource.setrlimit(kind, (value, hard))
+
+
+async def _outcome(awaitable: Awaitable[Any]) -> Outcome:
+    """Caught in here: a loop lets SystemExit through at once, and turns StopIteration into something else."""
+    try:
+        return await awaitable, None
+    except BaseException as error:  # noqa: BLE001 - as above
+        return None, error
+
+
+def _address_space() -> int:
+    """Bytes of our virtual memory; 0 where there is no /proc, and limits on it do not work either."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _reap_all() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _prctl(option: int, value: int) -> None:
+    """Best effort, Linux alone: the other layers remain."""
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,238 @@
+"""One server as the requests see it: what is in flight to it, whether it answers, and what it says of its load."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Hashable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ttrl.errors import RequestError
+from ttrl.rollouts.scheduling.capacity import Load, Room
+from ttrl.rollouts.scheduling.lengths import Lengths
+from ttrl.rollouts.scheduling.vllm_metrics import read_metrics
+
+if TYPE_CHECKING:
+    from ttrl.rollouts.client.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+FAULTS_IN_A_ROW = 3
+"""5xx, timeouts, stalls and unreadable answers without a success between, after which a server is doubted."""
+PROBE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 5.0)
+"""Seconds between the probes of a server that is out; the last one again and again."""
+PROBE_TIMEOUT = 5.0
+POLL_PAUSE = 1.0
+"""Seconds between two looks at /metrics while requests are in flight."""
+ABANDON_AFTER = 30.0
+"""Seconds after which requests in flight to a server that is out are moved: a machine that is gone closes no connection."""
+
+
+class ServerSnapshot(NamedTuple):
+    """One server at one moment, for progress and logs."""
+
+    base_url: str
+    healthy: bool
+    in_flight: int
+    """Requests."""
+    expected_tokens: float
+    """Tokens that those will have when they are done, prompts counted once per request."""
+    capacity_tokens: float | None
+    """Of the KV cache; None where the server does not say."""
+    limit: float
+    """Requests in flight at the most; infinite where the KV cache decides."""
+
+
+class Lease:
+    """One request in flight."""
+
+    __slots__ = ("affinity", "load", "scope", "server")
+
+    def __init__(self, server: "Server", load: Load, affinity: Hashable) -> None:
+        self.server, self.load, self.affinity = server, load, affinity
+        self.scope = asyncio.timeout(None)
+        """Ends the request when its server is given up."""
+
+
+class Server:
+    """Its health is decided by probes: a broken connection or many faults only make it doubtful, and a probe is made at once."""
+
+    def __init__(self, transport: "Transport", lengths: Lengths, changed: Callable[[], None]) -> None:
+        """`changed` is called whenever more may be sent to it, or when it is out."""
+        self.transport, self.room = transport, Room(lengths)
+        self.leases: set[Lease] = set()
+        self.up = True
+        self.was_heard = False
+        """It has answered something, once."""
+        self.last_fault: RequestError | None = None
+        self.held_until = 0.0
+        """It asked for a pause until then, on the loop's clock."""
+        self._changed = changed
+        self._faults = self._rests = 0
+        self._examination: asyncio.Task[bool] | None = None
+        self._hold: asyncio.TimerHandle | None = None
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def base_url(self) -> str:
+        return self.transport.base_url
+
+    def is_open(self, now: float) -> bool:
+        """Whether requests may be sent to it at all."""
+        return self.up and now >= self.held_until and self._examination is None
+
+    def snapshot(self) -> ServerSnapshot:
+        metrics = self.room.metrics
+        return ServerSnapshot(
+            self.base_url,
+            self.up,
+            len(self.leases),
+            self.room.expected,
+            None if metrics is None else metrics.capacity,
+            self.room.limit,
+        )
+
+    async def start(self) -> None:
+        """Looks at /metrics once, and from then on while requests are in flight."""
+        if await self._poll():
+            self._spawn(self._keep_polling())
+
+    async def stop(self) -> None:
+        """Ends everything that runs in the background."""
+        if self._hold is not None:
+            self._hold.cancel()
+        tasks: list[asyncio.Task[None] | asyncio.Task[bool]] = [*self._background]
+        if self._examination is not None:
+            tasks.append(self._examination)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # What requests report
+
+    def succeeded(self) -> None:
+        """A request was answered."""
+        self.was_heard = True
+        self._faults = self._rests = 0
+        self.room.succeeded()
+
+    async def failed(self, error: RequestError, *, has_others: bool) -> bool:
+        """Takes in a failure that is worth a retry; True where the server is out because of it, or already was.
+
+        has_others: another server would take the requests, so that this one may rest although it still answers probes.
+        """
+        loop = asyncio.get_running_loop()
+        self.last_fault = error
+        if error.kind == "status":
+            self.was_heard = True
+        if error.status in (408, 429) or error.kind == "timeout":
+            self.room.refused(loop.time())
+        if error.status == 429:
+            if error.retry_after:
+                self.hold(error.retry_after)
+            self._faults = 0
+            return False
+        if not self.up:
+            return True
+        if error.kind != "connection":
+            self._faults += 1
+            if self._faults < FAULTS_IN_A_ROW:
+                return False
+        rest = has_others and error.kind != "connection"
+        if self._examination is None:
+            self._examination = loop.create_task(self._examine(rest))
+        return not await asyncio.shield(self._examination)
+
+    def hold(self, seconds: float) -> None:
+        """Nothing new is sent for so long."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        if until > self.held_until:
+            self.held_until = until
+            if self._hold is not None:
+                self._hold.cancel()
+            self._hold = loop.call_at(until, self._changed)
+
+    # Health
+
+    async def _examine(self, rest: bool) -> bool:
+        """Whether it is still in after a doubt."""
+        try:
+            alive = await self._answers()
+        finally:
+            self._examination = None
+        self._faults = 0
+        if alive and not rest:
+            self._changed()
+            return True
+        self.up = False
+        state = f"{FAULTS_IN_A_ROW} faults in a row" if alive else "it does not answer"
+        logger.warning("%s is taken out, %s; the last fault: %s", self.base_url, state, self.last_fault)
+        self._spawn(self._bring_back(self._rests if alive else 0))
+        self._rests += alive
+        self._changed()
+        return False
+
+    async def _bring_back(self, number: int) -> None:
+        """Probes with growing pauses, from the one of this number on, until it answers."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            await asyncio.sleep(PROBE_PAUSES[min(number, len(PROBE_PAUSES) - 1)])
+            if await self._answers():
+                break
+            number += 1
+            if loop.time() - began >= ABANDON_AFTER:
+                for lease in self.leases:
+                    if not lease.scope.expired():
+                        lease.scope.reschedule(loop.time())
+        self.up = True
+        logger.warning("%s is back after %.1f s", self.base_url, loop.time() - began)
+        self._changed()
+
+    async def _answers(self) -> bool:
+        """Any answer below 500 to GET /models is a sign of life."""
+        try:
+            async with asyncio.timeout(2 * PROBE_TIMEOUT):  # should a transport not keep to its own
+                await self.transport.get("/models", timeout=PROBE_TIMEOUT)
+        except RequestError as error:
+            alive = error.kind == "malformed" or (error.kind == "status" and (error.status or 0) < 500)
+            if not alive:
+                self.last_fault = error
+            self.was_heard |= error.kind in ("status", "malformed")
+            return alive
+        except TimeoutError:
+            return False
+        self.was_heard = True
+        return True
+
+    # Load
+
+    async def _poll(self) -> bool:
+        """Looks at /metrics; False where there are none."""
+        try:
+            text = await self.transport.get("/metrics", root=True, timeout=PROBE_TIMEOUT)
+        except RequestError as error:
+            logger.debug("no metrics of %s: %s", self.base_url, error)
+            self.was_heard |= error.kind in ("status", "malformed")
+            if error.kind == "connection" and self.up and self._examination is None:
+                self.last_fault = error
+                self._examination = asyncio.get_running_loop().create_task(self._examine(rest=False))
+            return error.kind != "status" or (error.status or 0) >= 500
+        self.was_heard = True
+        metrics = read_metrics(text.decode(errors="replace"))
+        if metrics is None:
+            logger.debug("%s says nothing of a KV cache at /metrics", self.base_url)
+            return False
+        self.room.update(metrics, asyncio.get_running_loop().time())
+        self._changed()
+        return True
+
+    async def _keep_polling(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_PAUSE)
+            if self.leases and self.up and not await self._poll():
+                return
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,361 @@
+"""Sends requests to servers: as many at once as they have room for, to the one that has most, again where they fail.
+
+    async with Servers(transports, concurrency=None) as servers:
+        answers = await servers.send(attempt, size=Size(prompt=2000, n=16, max_tokens=512), max_retries=4)
+
+Requests wait in one queue, first come, first served; a request that is tried again keeps its place. A server that does not answer
+is taken out and probed until it is back; its requests move to the others, or wait, and neither counts as a retry. Completions
+that a server broke off, as vLLM does with all of them when it is ended, count as not answered.
+"""
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import random
+import re
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from ttrl.errors import RequestError, UserError
+from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.scheduling.capacity import Load
+from ttrl.rollouts.scheduling.lengths import Lengths
+from ttrl.rollouts.scheduling.open_files import OpenFiles
+from ttrl.rollouts.scheduling.server_state import Lease, Server, ServerSnapshot
+
+if TYPE_CHECKING:
+    from ttrl.rollouts.client.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY = 0.5
+"""Seconds before the first retry; doubled each time, with up to a quarter taken off at random."""
+LONGEST_DELAY = 8.0
+LONGEST_RETRY_AFTER = 120.0
+"""A server's Retry-After is obeyed up to this many seconds."""
+FIRST_PATIENCE = 10.0
+"""Seconds to wait for servers of which none has ever answered: the address is probably wrong."""
+_MOST_MOVES = 8
+"""From servers that went out, without it counting as a retry: a request that kills its server must not be sent for ever."""
+_AFFINITY_SLACK = 0.1
+"""A server keeps the requests of one affinity while it is fuller than the emptiest by no more than this share of its room."""
+_AFFINITIES = 100_000
+_START_SECONDS = 2.0
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+"""In the JSON of a choice; within a string its quotation marks would have backslashes before them."""
+
+Attempt: TypeAlias = "Callable[[Transport], Awaitable[list[Answer | None]]]"
+
+
+class Size(NamedTuple):
+    """How large a request is."""
+
+    prompt: int
+    """Characters of its messages."""
+    n: int
+    """Samples."""
+    max_tokens: int | None
+    """Of each sample; None where the server decides."""
+
+
+class _Waiter:
+    __slots__ = ("affinity", "lease", "load")
+
+    def __init__(self, lease: "asyncio.Future[Lease]", load: Load, affinity: Hashable) -> None:
+        self.lease, self.load, self.affinity = lease, load, affinity
+
+
+class Servers:
+    """Use it as a context manager, within one event loop."""
+
+    def __init__(
+        self,
+        transports: "Sequence[Transport]",
+        *,
+        concurrency: int | asyncio.Semaphore | None,
+        max_downtime: float = 60.0,
+        lengths: Lengths | None = None,
+    ) -> None:
+        """transports: one per server; they are not closed here.
+
+        concurrency: requests in flight at the most, over all servers; or a semaphore that is held for each; None leaves it to
+            what the servers have room for.
+        max_downtime: seconds to wait while no server answers.
+        lengths: what is known of prompts and completions, from an earlier call with the same model.
+
+        Raises UserError for values that cannot be meant.
+        """
+        if not transports:
+            raise UserError("no servers are given; give at least one client or base URL")
+        if isinstance(max_downtime, bool) or not isinstance(max_downtime, int | float) or not 0 <= max_downtime < float("inf"):
+            raise UserError(f"max_downtime is {max_downtime!r}; give a number of seconds of at least 0")
+        self._semaphore = concurrency if isinstance(concurrency, asyncio.Semaphore) else None
+        self._most: int | None = None
+        if self._semaphore is None and concurrency is not None:
+            if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
+                raise UserError(
+                    f"concurrency is {concurrency!r}; give a number of requests of at least 1, an asyncio.Semaphore, or None"
+                )
+            self._most = concurrency
+        self.lengths = lengths or Lengths()
+        self.max_downtime = float(max_downtime)
+        self._servers = [Server(transport, self.lengths, self._changed) for transport in transports]
+        if self._most is not None:  # who names a number means it: servers that say nothing of their room begin with it
+            for server in self._servers:
+                server.room.limit = max(server.room.limit, math.ceil(self._most / len(transports)))
+        self._queue: list[tuple[tuple[int, int], _Waiter]] = []
+        self._tickets, self._arrivals = itertools.count(), itertools.count()
+        self._in_flight = 0
+        self._files = OpenFiles()
+        self._last_served: dict[Hashable, Server] = {}
+        self._nobody_since: float | None = None
+        self._give_up: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> "Servers":
+        # A server that is slow to say what it has room for is used as one that does not say.
+        starts = [asyncio.create_task(server.start()) for server in self._servers]
+        try:
+            _, self._slow_starts = await asyncio.wait(starts, timeout=_START_SECONDS)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await self._stop(starts)
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for start in self._slow_starts:
+            start.cancel()
+        await self._stop(self._slow_starts)
+
+    async def _stop(self, starts: "Sequence[asyncio.Task[None]] | set[asyncio.Task[None]]") -> None:
+        if self._give_up is not None:
+            self._give_up.cancel()
+        await asyncio.gather(*starts, *(server.stop() for server in self._servers), return_exceptions=True)
+
+    def snapshot(self) -> list[ServerSnapshot]:
+        """Each server as it is now."""
+        return [server.snapshot() for server in self._servers]
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait to be sent (those of cancelled callers may be counted for a while)."""
+        return len(self._queue)
+
+    def ticket(self) -> int:
+        """A place in the queue, for requests of one sample that come one after another: see `send`."""
+        return next(self._tickets)
+
+    async def send(
+        self, attempt: Attempt, *, size: Size, max_retries: int, affinity: Hashable = None, ticket: int | None = None
+    ) -> list[Answer | None]:
+        """Runs `attempt` with the transport of a server that has room, again after failures that another try may mend.
+
+        max_retries: further attempts after connection errors, timeouts, stalls, unreadable answers, 408, 429 and 5xx, with pauses
+            of 0.5, 1, 2 … 8 seconds or as long as the server asks for. Moving away from a server that is out is not counted.
+        affinity: requests with an equal one go to the same server if they can: its prefix cache knows their prompt.
+        ticket: the place in the queue, the lowest is first; None: behind all that came before. A conversation that keeps its own
+            goes on before new ones are begun, while the server's prefix cache still has it.
+
+        Raises RequestError: the last one of this request, or, after `max_downtime` seconds in which no server answered, one that
+        says so. Whatever else `attempt` raises comes through.
+        """
+        ticket = next(self._tickets) if ticket is None else ticket
+        attempts = moves = 0
+        while True:
+            async with self._semaphore or contextlib.nullcontext():
+                lease = await self._admitted(ticket, size, affinity)
+                try:
+                    answers, error = await self._run(attempt, lease)
+                    if error is None:
+                        self._learn(lease, size, answers)
+                        return answers
+                finally:
+                    self._release(lease)
+            if not error.worth_retry:
+                lease.server.was_heard = True
+                raise _with_attempts(error, attempts + 1) from error
+            others = self._others(lease.server)
+            is_out = await lease.server.failed(_shortened(error), has_others=others)
+            if is_out and moves < _MOST_MOVES:
+                moves += 1
+                continue
+            attempts += 1
+            if attempts > max_retries:
+                raise _with_attempts(error, attempts) from error
+            delay = _delay(error, attempts, elsewhere=others)
+            logger.debug("%s; trying again in %.1f s", error, delay)
+            await asyncio.sleep(delay)
+
+    async def _run(self, attempt: Attempt, lease: Lease) -> tuple[list[Answer | None], RequestError | None]:
+        try:
+            async with lease.scope:
+                return _without_aborted(await attempt(lease.server.transport), lease.server.base_url), None
+        except RequestError as error:
+            return [], error
+        except TimeoutError:
+            if not lease.scope.expired():
+                raise
+            return [], RequestError(f"{lease.server.base_url}: the server was gone while it had this request", "connection")
+
+    def _learn(self, lease: Lease, size: Size, answers: Sequence[Answer | None]) -> None:
+        lease.server.succeeded()
+        got = [answer for answer in answers if answer is not None]
+        completions = [answer.completion_tokens for answer in got if answer.completion_tokens is not None]
+        if got:
+            window = min(max(2 * sum(server.room.samples for server in self._servers), 256), 16384)
+            self.lengths.observe(size.prompt, got[0].prompt_tokens, completions, window=window)
+
+    # Admission
+
+    async def _admitted(self, ticket: int, size: Size, affinity: Hashable) -> Lease:
+        load = Load(size.prompt, size.n, size.max_tokens)
+        if not self._queue:
+            server = self._choose(load, affinity)
+            if server is not None:
+                return self._lease(server, load, affinity)
+        self._check_patience()
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), load, affinity)
+        heapq.heappush(self._queue, ((ticket, next(self._arrivals)), waiter))
+        self._pump()
+        try:
+            return await waiter.lease
+        except asyncio.CancelledError:
+            if waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
+                self._release(waiter.lease.result())
+            else:
+                waiter.lease.cancel()
+                self._pump()  # it may have stood at the head for want of room for just this one
+            raise
+
+    def _lease(self, server: Server, load: Load, affinity: Hashable) -> Lease:
+        lease = Lease(server, load, affinity)
+        server.leases.add(lease)
+        server.room.add(load, asyncio.get_running_loop().time())
+        self._in_flight += 1
+        if affinity is not None and len(self._servers) > 1:
+            self._last_served.pop(affinity, None)
+            self._last_served[affinity] = server
+            if len(self._last_served) > _AFFINITIES:
+                del self._last_served[next(iter(self._last_served))]
+        return lease
+
+    def _release(self, lease: Lease) -> None:
+        if lease in lease.server.leases:
+            lease.server.leases.discard(lease)
+            lease.server.room.remove(lease.load)
+            self._in_flight -= 1
+            self._pump()
+
+    def _pump(self) -> None:
+        """Sends as many of those that wait as there is room for, in their order; wakes nobody else."""
+        while self._queue:
+            waiter = self._queue[0][1]
+            if waiter.lease.done():
+                heapq.heappop(self._queue)
+                continue
+            server = self._choose(waiter.load, waiter.affinity)
+            if server is None:
+                return
+            heapq.heappop(self._queue)
+            waiter.lease.set_result(self._lease(server, waiter.load, waiter.affinity))
+
+    def _choose(self, load: Load, affinity: Hashable) -> Server | None:
+        """The emptiest server that has room, or the one that last served this affinity."""
+        if self._most is not None and self._in_flight >= self._most:
+            return None
+        if self._in_flight and not self._files.allows(self._in_flight + 1):
+            return None
+        now = asyncio.get_running_loop().time()
+        best, least = None, 0.0
+        last = self._last_served.get(affinity) if affinity is not None else None
+        last_share = None
+        for server in self._servers:
+            if not server.is_open(now) or not server.room.admits(load, now):
+                continue
+            share = server.room.share()
+            if best is None or share < least:
+                best, least = server, share
+            if server is last:
+                last_share = share
+        return last if last_share is not None and last_share <= least + _AFFINITY_SLACK else best
+
+    def _others(self, server: Server) -> bool:
+        now = asyncio.get_running_loop().time()
+        return any(other is not server and other.is_open(now) for other in self._servers)
+
+    # When no server is left
+
+    def _changed(self) -> None:
+        """A server went out, came back, or has more room."""
+        loop = asyncio.get_running_loop()
+        if any(server.up for server in self._servers):
+            self._nobody_since = None
+            if self._give_up is not None:
+                self._give_up.cancel()
+                self._give_up = None
+        elif self._nobody_since is None:
+            self._nobody_since = loop.time()
+            self._give_up = loop.call_later(self._patience(), self._fail_all)
+        self._pump()
+
+    def _patience(self) -> float:
+        if any(server.was_heard for server in self._servers):
+            return self.max_downtime
+        return min(FIRST_PATIENCE, self.max_downtime)
+
+    def _check_patience(self) -> None:
+        """Raises where nobody has answered for too long."""
+        if self._nobody_since is not None and self._give_up is None:
+            raise self._nobody()
+
+    def _fail_all(self) -> None:
+        self._give_up = None
+        waiters, self._queue = self._queue, []
+        for _, waiter in waiters:
+            if not waiter.lease.done():
+                waiter.lease.set_exception(self._nobody())
+
+    def _nobody(self) -> RequestError:
+        assert self._nobody_since is not None
+        seconds = asyncio.get_running_loop().time() - self._nobody_since
+        said = "; ".join(f"{server.last_fault or server.base_url}" for server in self._servers)
+        who = "the server has" if len(self._servers) == 1 else f"none of the {len(self._servers)} servers has"
+        return RequestError(f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}", "connection")
+
+
+def _without_aborted(answers: list[Answer | None], base_url: str) -> list[Answer | None]:
+    """None for the completions that the server broke off: they are asked for again, as those that it left out are. Raises
+    RequestError where there are no others."""
+    kept = [None if answer is not None and _ABORTED.search(answer.choice) else answer for answer in answers]
+    if any(answers) and not any(kept):
+        why = "the server ended the completion with finish_reason 'abort', as it does when it is ended or paused"
+        raise RequestError(f"{base_url}: {why}", "connection")
+    return kept
+
+
+def _shortened(error: RequestError) -> RequestError:
+    """Without its traceback: it is kept for a message, and would keep alive whatever the frames hold."""
+    return RequestError(str(error), error.kind, status=error.status, retry_after=_bounded(error.retry_after))
+
+
+def _bounded(retry_after: float | None) -> float | None:
+    return None if retry_after is None else min(max(retry_after, 0.0), LONGEST_RETRY_AFTER)
+
+
+def _with_attempts(error: RequestError, attempts: int) -> RequestError:
+    if attempts == 1:
+        return error
+    return RequestError(f"{error} ({attempts} attempts)", error.kind, status=error.status, retry_after=error.retry_after)
+
+
+def _delay(error: RequestError, attempts: int, *, elsewhere: bool) -> float:
+    """elsewhere: another server may take it, so what this one asked for does not matter."""
+    asked = _bounded(error.retry_after)
+    if asked is not None and not elsewhere:
+        return asked
+    return min(FIRST_DELAY * 2 ** min(attempts - 1, 16), LONGEST_DELAY) * (1.0 - 0.25 * random.random())

@@ -1,0 +1,148 @@
+"""What changed in a run's config since it was begun: shown as a difference, refused unless it is allowed, and remembered.
+
+Settings are compared one by one, those inside `training`, `server` and `sampling` too, under names such as `training.lr`.
+config_history.jsonl has a line for each start that changed something: when, the first iteration that it holds for, and each
+setting's value before and after.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ttrl.configs.without_secrets import without_secrets
+from ttrl.errors import RunFolderError
+from ttrl.system.files import append_jsonl, read_jsonl
+
+ALLOW_VARIABLE = "TTRL_ALLOW_CHANGES"
+HISTORY_FILE = "config_history.jsonl"
+ALL = "all"
+
+# On resume; everything else would make another run of it. (seq_len and share decide where samples lie, not what they weigh, and a
+# row that turns out to be too short for them must not be the end of a run.)
+MAY_CHANGE = {
+    "run",
+    "iterations",
+    "stop_at",
+    "keep_checkpoints",
+    "keep_best",
+    "keep_every",
+    "mirror",
+    "cache",
+    "seq_len",
+    "too_long",
+    "share",
+    "weight_sync",
+    "weight_check",
+    "servers",
+    "joined_servers",
+    "joined_key_file",
+    "joined_run",
+    "adapters",
+    "trainer",
+    "trainer_memory",
+    "trainer_restarts",
+    "rdzv_endpoint",
+    "join_timeout",
+    "training.collective_timeout",
+    "training.sampler_rows",
+    "loggers",
+    "drift",
+    "drift_limits",
+    "server.gpu_memory_utilization",
+    "server.max_num_seqs",
+}
+# What another machine brings along by itself. It changes no more than the rounding of sums, so it is said, not refused.
+MAY_CHANGE_WITH_A_NOTE = {
+    "num_threads": "sums are rounded otherwise, so results are no longer the same bit for bit",
+}
+_NESTED = ("training", "server", "sampling")
+_MISSING = "not set"
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """One value per setting; those of the mappings inside it under dotted names."""
+    flattened: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _NESTED and isinstance(value, Mapping):
+            flattened |= {f"{key}.{name}": one for name, one in value.items()}
+        else:
+            flattened[key] = value
+    return flattened
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """(before, now) of each setting that differs, by name; `_MISSING` where it was not there."""
+    old, new = flat(before), flat(now)
+    names = sorted(old.keys() | new.keys())
+    pairs = {name: (old.get(name, _MISSING), new.get(name, _MISSING)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def as_diff(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Two lines per setting, as in a patch."""
+    lines = []
+    for name, pair in changed.items():
+        lines += [f"  {sign} {name}: {_shown(without_secrets(value, name))}" for sign, value in zip("-+", pair, strict=True)]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if value == _MISSING:
+        return f"({_MISSING})"
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000).strip()
+    return text.removesuffix("...").strip()
+
+
+def allowed_names(allow: Sequence[str]) -> list[str]:
+    """What the caller allows, and what the environment does: TTRL_ALLOW_CHANGES=lr,seed for scripts without an option for it."""
+    words = os.environ.get(ALLOW_VARIABLE, "").replace(",", " ").split()
+    return [*allow, *words]
+
+
+def check_changes(changed: Mapping[str, tuple[Any, Any]], allow: Sequence[str], where: Path) -> list[str]:
+    """The notes on changes that are allowed anyway. `allow`: names such as "training.lr", or "lr" where that is clear, or "all".
+
+    Raises RunFolderError with the difference where a change is not allowed.
+    """
+    free = MAY_CHANGE | MAY_CHANGE_WITH_A_NOTE.keys()
+    refused = {name: pair for name, pair in changed.items() if name not in free and not _is_allowed(name, allow)}
+    if refused:
+        names = ",".join(refused)
+        raise RunFolderError(
+            f"{where} was started with another config:\n{as_diff(refused)}\n"
+            f"Choose another run folder, or put the settings back; or go on with them from here on: train(..., allow_changes="
+            f"{sorted(refused)}), or start the command with {ALLOW_VARIABLE}={names} (or =all)"
+        )
+    return [
+        f"{name} was {_shown(changed[name][0])} and is {_shown(changed[name][1])} now: {note}"
+        for name, note in MAY_CHANGE_WITH_A_NOTE.items()
+        if name in changed
+    ]
+
+
+def _is_allowed(name: str, allow: Sequence[str]) -> bool:
+    return any(word in (ALL, name, name.split(".")[0], name.split(".")[-1]) for word in allow)
+
+
+def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteration: int) -> None:
+    """Appends to config_history.jsonl, unless a start that was killed right afterwards has said the same. `iteration`: the first
+    that the changes hold for (a part of it may have been done before)."""
+    told = {name: list(pair) for name, pair in changed.items() if name != "run"}
+    if not told:
+        return
+    past = history(run)
+    if past and (past[-1]["iteration"], past[-1]["changes"]) == (iteration, told):
+        return
+    append_jsonl(run / HISTORY_FILE, {"iteration": iteration, "time": time.time(), "changes": told})
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """The lines of config_history.jsonl: {"iteration", "time", "changes": {name: [before, now]}}. Raises RunFolderError."""
+    try:
+        return read_jsonl(run / HISTORY_FILE)
+    except ValueError as error:
+        raise RunFolderError(f"{error}; move the file away: it is only read for reports") from error

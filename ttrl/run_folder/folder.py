@@ -1,0 +1,246 @@
+"""The run folder: an iteration is a folder, and a phase is done when its marker is there.
+
+That one rule gives resume, inspection and replay. A marker (done/PHASE.json) is written last and durably; it holds the digests
+of the phase's files and what the phase has to say (seconds, counts), so that metrics can be put together from markers alone,
+after a crash too.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ttrl.errors import RunFolderError
+from ttrl.run_folder.config_changes import changes, check_changes, remember_changes
+from ttrl.run_folder.lock import RunLock
+from ttrl.system.files import (
+    TEMPORARY_PREFIX,
+    digest,
+    read_jsonl,
+    remove_folder,
+    remove_leftovers,
+    write_json,
+    write_jsonl,
+    write_text,
+)
+
+
+class IterationFolder:
+    """iterations/0007 and its markers."""
+
+    def __init__(
+        self,
+        path: Path,
+        number: int,
+        check_lock: Callable[[], None] = lambda: None,
+        marked: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path, self.number, self._check_lock, self._marked = path, number, check_lock, marked
+
+    def marker(self, phase: str) -> dict[str, Any] | None:
+        """What a finished phase left behind, or None where it is not done. Raises RunFolderError for a damaged marker."""
+        content = self._marker(phase)
+        return None if content is None else content["facts"]
+
+    def verify(self, phase: str) -> None:
+        """Raises RunFolderError where a file of a finished phase is gone, or not what that phase wrote."""
+        for name, expected in self.files(phase).items():
+            path = self.path / name
+            if not path.is_file() or digest(path) != expected:
+                what = "was changed after it was written" if path.exists() else "is gone"
+                raise RunFolderError(f"{path} {what}; put it back, or remove {self._path(phase)} to run that phase again")
+
+    def files(self, phase: str) -> dict[str, str]:
+        """SHA-256 by name of what a finished phase wrote; empty where it is not done. Raises RunFolderError."""
+        content = self._marker(phase)
+        return {} if content is None else content["files"]
+
+    def _path(self, phase: str) -> Path:
+        return self.path / "done" / f"{phase}.json"
+
+    def _marker(self, phase: str) -> dict[str, Any] | None:
+        path = self._path(phase)
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(content["facts"], dict) or not isinstance(content["files"], dict):
+                raise ValueError("facts and files must be objects")
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(
+                f"{path} is damaged ({type(error).__name__}: {error}); remove it to run the phase again"
+            ) from error
+        return content
+
+    def mark(self, phase: str, files: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
+        """Says durably that a phase is done. `files` are names of files and folders of this iteration that it wrote.
+
+        Raises RunFolderError where another process has taken the run over, StorageError.
+        """
+        tops = [self.path / name for name in files]
+        paths = [path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]) if path.is_file()]
+        names = [str(path.relative_to(self.path)) for path in paths]
+        with ThreadPoolExecutor(4) as threads:  # checkpoint and state side by side: nothing else runs meanwhile
+            digests = dict(zip(names, threads.map(digest, paths), strict=True))
+        self._check_lock()
+        write_json(self._path(phase), {"phase": phase, "finished": time.time(), "facts": facts, "files": digests})
+        self._marked()
+        return facts
+
+
+class RunFolder:
+    """A run on disk. Use `locked` while anything is written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._lock = RunLock(self.path)
+        self._trained: dict[int, bool] = {}
+        """Whether a finished iteration made a policy: a marker that is there stays as it is."""
+        self.on_mark: Callable[[], None] = lambda: None
+        """Called after each marker, by the thread that wrote it."""
+
+    def iteration(self, number: int) -> IterationFolder:
+        """The folder of an iteration; 0 is the model before training."""
+        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, self._marked)
+
+    def _marked(self) -> None:
+        self.on_mark()
+
+    def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
+        """Holds the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming the owner where another
+        process works on it. take_over: also from a silent owner on another machine."""
+        return self._lock.held(take_over=take_over)
+
+    def remember_config(
+        self, config: dict[str, Any], defaults: Mapping[str, Any] | None = None, allow: Sequence[str] = ()
+    ) -> list[str]:
+        """Writes config.yaml, or compares with the one that is there; returns notes on what changed. What changed is appended to
+        config_history.jsonl. Raises RunFolderError with the differences where one is not allowed.
+
+        defaults: of settings that may be younger than the run folder; what its config.yaml does not name was that then.
+        allow: names of settings that may differ, see `ttrl.run_folder.config_changes`.
+        """
+        path = self.path / "config.yaml"
+        config = yaml.safe_load(yaml.safe_dump(config))  # compared as it will be read: tuples are lists there
+        notes = []
+        if path.exists():
+            try:
+                before = yaml.safe_load(path.read_text(encoding="utf-8"))
+            except (ValueError, yaml.YAMLError):
+                before = None
+            if not isinstance(before, dict):
+                raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
+            changed = changes(yaml.safe_load(yaml.safe_dump(dict(defaults or {}))) | before, config)
+            notes = check_changes(changed, allow, self.path)
+            remember_changes(self.path, changed, self.first_unfinished())
+        write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        return notes
+
+    def first_unfinished(self) -> int:
+        """The first iteration that is not in metrics.jsonl."""
+        return max((row["iteration"] for row in self.metrics()), default=-1) + 1
+
+    def remember_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
+        """Writes tasks.json (for each list of tasks its count and digest), or compares with the one that is there: the order of
+        training and every held-out number mean something for these tasks alone. Raises RunFolderError."""
+        path = self.path / "tasks.json"
+        if path.exists():
+            try:
+                before = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise RunFolderError(f"{path} is damaged ({error}); remove it if the tasks are the same as before") from error
+            changed = [name for name in tasks if before.get(name) != tasks[name]]
+            if changed:
+                counts = ", ".join(f"{n}: {before.get(n, {}).get('count')} before, {tasks[n]['count']} now" for n in changed)
+                raise RunFolderError(
+                    f"{self.path} was started with other tasks ({counts}; ids and messages are compared). Choose another run "
+                    f"folder, or remove {path} to go on with the new ones: numbers before and after cannot be compared then"
+                )
+        write_json(path, tasks)
+
+    def clean(self) -> None:
+        """Removes what a killed process left half written or of no use; not in replays, which others may work on."""
+        for place in self.path.iterdir():
+            if place.name.startswith(TEMPORARY_PREFIX) or (place.is_dir() and place.name != "replays"):
+                remove_leftovers(place)
+        for partial in self.path.glob("iterations/*/rollouts.partial.jsonl"):
+            if (partial.parent / "done" / "rollouts.json").exists():  # killed between the marker and its removal
+                partial.unlink()
+
+    def policy_version(self, number: int) -> int:
+        """The iteration whose checkpoint is the policy after iteration `number`: itself, or an earlier one where nothing was
+        trained."""
+        while number > 0 and not (self.iteration(number).marker("train") or {}).get("trained"):
+            number -= 1
+        return number
+
+    def checkpoint(self, number: int) -> Path:
+        """The model folder of the policy after iteration `number`."""
+        return self.iteration(self.policy_version(number)).path / "checkpoint"
+
+    def sampler(self, sampled_by: int, number: int) -> int | None:
+        """The weights version that sampled iteration `number`'s rollouts, by the policy after iteration `sampled_by`, where that
+        is an older one than the one that training starts from, and still there; else None."""
+        version = self.policy_version(sampled_by)
+        if version == self.policy_version(number - 1) or not (self.checkpoint(version) / "config.json").is_file():
+            return None
+        return version
+
+    def state(self, number: int) -> Path | None:
+        """The optimizer state after iteration `number`; None before the first update."""
+        version = self.policy_version(number)
+        return self.iteration(version).path / "state" if version else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, one row per iteration, ascending. Raises RunFolderError for a damaged one."""
+        try:
+            rows = read_jsonl(self.path / "metrics.jsonl", key="iteration")
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(
+                f"{error}; remove metrics.jsonl: starting the run again writes it anew from the markers"
+            ) from error
+        return sorted(rows, key=lambda row: row["iteration"])
+
+    def trained_until(self, newest: int) -> list[int]:
+        """The iterations up to `newest` that made a policy, newest first, and 0."""
+        for number in range(1, newest + 1):
+            if number not in self._trained and (marker := self.iteration(number).marker("train")) is not None:
+                self._trained[number] = bool(marker.get("trained"))
+        return [number for number in range(newest, -1, -1) if number == 0 or self._trained.get(number)]
+
+    def remove(self, newest: int, checkpoints: Collection[int], states: Collection[int]) -> list[int]:
+        """Removes checkpoints and states of iterations up to `newest`, but for those of the iterations that are given; markers
+        stay, and the newest policy does in any case. Returns the numbers of the iterations that lost something. Raises
+        StorageError."""
+        removed = []
+        for number in self.trained_until(newest)[1:]:
+            folder = self.iteration(number).path
+            for name, kept in (("state", states), ("checkpoint", checkpoints)):
+                if number not in kept and (folder / name).exists():
+                    remove_folder(folder / name)
+                    removed.append(number)
+        return sorted(set(removed))
+
+    def throw_away(self, first: int) -> list[int]:
+        """Removes the iterations from `first` on, the newest first, after their lines in metrics.jsonl; returns their numbers.
+        Raises StorageError."""
+        rows = self.metrics()
+        if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
+            write_jsonl(self.path / "metrics.jsonl", kept)
+        paths = [path for path in (self.path / "iterations").glob("[0-9]*") if path.name.isdigit() and int(path.name) >= first]
+        for path in sorted(paths, key=lambda path: -int(path.name)):
+            remove_folder(path)
+        self._trained = {}
+        return [int(path.name) for path in paths]
+
+    def prune(self, newest: int, keep: int, best: int | None) -> list[int]:
+        """Keeps checkpoints and states of the `keep` newest policies alone, and the best checkpoint. Returns and raises as
+        `remove`. (The rules of a whole run: `ttrl.run_folder.pruning`.)"""
+        last = self.trained_until(newest)[:keep]
+        return self.remove(newest, last if best is None else [*last, best], last)

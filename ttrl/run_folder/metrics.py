@@ -1,0 +1,90 @@
+"""The line of metrics.jsonl of an iteration, put together from what its phases left in their markers."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ttrl.run_folder.folder import IterationFolder
+
+PHASES = ("prepare", "rollouts", "pack", "train", "validate")
+TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "in longer rows"}
+"""What `PackedTensors.dropped` counts of samples that are longer than a row, for people."""
+_COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train": "train", "validate": "validate"}
+
+
+def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
+    """The line of metrics.jsonl, put together from the markers alone."""
+    markers = {phase: iteration.marker(phase) for phase in PHASES}
+    done = {phase: marker for phase, marker in markers.items() if marker is not None}
+    seconds = {_COLUMNS[phase]: marker["seconds"] for phase, marker in done.items()}
+    seconds["sync"] = sum(marker.get("sync_seconds", 0.0) for marker in done.values())
+    row: dict[str, Any] = {"iteration": iteration.number, "seconds": seconds | {"total": sum(seconds.values())}}
+    if "rollouts" in done:
+        stats = done["rollouts"]["stats"]
+        row |= {"reward": stats["mean_reward"], "metrics": stats["metrics"]}
+        row |= {"samples": stats["num_samples"], "failed": stats["num_failed"], "finish_reasons": stats["finish_reasons"]}
+        row |= {name: stats[name] for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")}
+        names = ("new_completion_tokens", "staleness", "unfinished", "dropped_groups", "extra_tasks")
+        row |= {name: done["rollouts"][name] for name in names if name in done["rollouts"]}
+    if "pack" in done:
+        row |= {"groups": done["pack"]["groups"]}
+        row |= {"rollouts": done["pack"]["rollouts"]} if "rollouts" in done["pack"] else {}
+        row |= {"pack": {k: v for k, v in done["pack"].items() if k not in ("groups", "rollouts", "seconds")}}
+    if "train" in done:
+        row |= {"trained": done["train"]["trained"]} | _training_summary(done["train"].get("steps", []))
+        if "train" in row and _same_weights(iteration):
+            row["train"]["unchanged"] = True
+    if "validate" in done:
+        stats = done["validate"]["stats"]
+        row |= {"validation_reward": stats["mean_reward"], "validation": stats["metrics"]}
+        row |= {"validation_samples": stats["num_graded"], "validation_failed": stats["num_failed"]}
+    syncs = [marker["sync"] for marker in done.values() if marker.get("sync")]
+    return row | ({"sync": syncs[-1]} if syncs else {})
+
+
+def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the optimizer steps of an iteration, and the comparison of sampler and trainer."""
+    if not steps:
+        return {}
+    names = ("loss", "policy_loss", "value_loss", "kl", "kl_share", "entropy", "grad_norm", "ess", "peak_share")
+    train: dict[str, Any] = {}
+    more = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction", "correction", "capped_fraction", "value_error")
+    more += ("matmul_peak",)
+    for name in (*names, *more, "tokens_per_second"):
+        # Steps that were skipped have no loss; some have no KL yet.
+        values = [step[name] for step in steps if step.get(name) is not None and "skipped" not in step]
+        train |= {name: sum(values) / len(values)} if values else {}
+    train |= {"lr": steps[-1]["lr"], "steps": len(steps), "global_step": steps[-1]["global_step"]}
+    counts = ("flops", "padding_tokens", "logical_tokens")
+    train |= {name: sum(step[name] for step in steps) for name in counts if name in steps[0]}
+    train |= _added_up("seconds_by_part", sum, steps) | _added_up("memory_peaks", max, steps)
+    skipped = sum("skipped" in step for step in steps)
+    train |= {"skipped": skipped} if skipped else {}
+    compared = steps[0].get("sampler_trainer")
+    if isinstance(compared, dict):  # the tokens themselves stay in train.jsonl
+        compared = {name: value for name, value in compared.items() if name != "worst"}
+        if isinstance(own := compared.get("own_weights"), dict):
+            compared["own_weights"] = {name: value for name, value in own.items() if name != "worst"}
+    return {"train": train, "sampler_trainer": compared}
+
+
+def _same_weights(iteration: IterationFolder) -> bool:
+    """Whether training left every file of weights as it was, bit for bit."""
+
+    def weights(folder: IterationFolder, phase: str) -> dict[str, str]:
+        files = folder.files(phase).items()
+        return {name: value for name, value in files if name.startswith("checkpoint/") and name.endswith(".safetensors")}
+
+    after = weights(iteration, "train")
+    for number in range(iteration.number - 1, -1, -1):
+        before = IterationFolder(iteration.path.parent / f"{number:04d}", number)
+        if number == 0 or (before.marker("train") or {}).get("trained"):
+            return bool(after) and weights(before, "prepare" if number == 0 else "train") == after
+    return False
+
+
+def _added_up(name: str, how: Callable[[list[float]], float], steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """A mapping that steps have, over all of them; nothing where none has it."""
+    parts = [step[name] for step in steps if isinstance(step.get(name), dict)]
+    keys = dict.fromkeys(key for part in parts for key in part)
+    found = {key: how([part[key] for part in parts if part.get(key) is not None]) for key in keys}
+    return {name: found} if found else {}

@@ -1,0 +1,198 @@
+"""What a machine takes from a run's mirror before it goes on: of another machine's work, only what the next iterations need.
+
+Markers are unlike each other (they hold times), so two copies of a run are told apart by them: here and there, one must be the
+beginning of the other. Where the mirror is ahead, it is taken from:
+
+    all markers, and the files right in the run folder
+    checkpoint and state of the newest policy, and of the one before where they are there
+    everything else of the last two iterations
+
+Everything else stays in the mirror alone. Where the newest policy's checkpoint is not there as a whole (it was pruned here before
+it could be uploaded, or the run ended in between), the run goes on from the newest that is.
+"""
+
+import contextlib
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrl.errors import RunFolderError
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.mirror_store import MirrorStore, patiently
+from ttrl.system.files import atomic_folder, digest, make_folders, write_text
+
+logger = logging.getLogger(__name__)
+
+_LAST_ITERATIONS = 2
+_READERS = 16
+"""Markers are small, and many after a long run."""
+_POLICY_FOLDERS = ("checkpoint/", "state/")
+_NOT_TAKEN = {"owner.json", "metrics.jsonl"}
+_TAKEN_SUFFIXES = {".yaml", ".json", ".jsonl", ".html"}  # whatever else lies in that place
+
+
+@dataclass(frozen=True)
+class Marker:
+    """One of the mirror."""
+
+    iteration: int
+    phase: str
+    key: str
+    text: str
+    content: dict[str, Any]
+
+    @property
+    def folder(self) -> str:
+        return f"iterations/{self.iteration:04d}"
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Digests by key."""
+        return {f"{self.folder}/{name}": sha for name, sha in self.content["files"].items()}
+
+    @property
+    def makes_policy(self) -> bool:
+        return self.phase == "prepare" or (self.phase == "train" and bool(self.content["facts"].get("trained")))
+
+
+def take_from(store: MirrorStore, folder: RunFolder) -> None:
+    """Brings the run folder, which this process holds, to where the mirror is, if that is further. Raises RunFolderError where
+    the two are copies of different runs, or where the mirror holds nothing to go on from; OSError, StorageError."""
+    sizes = patiently(store.keys)
+    here = {_key(path, folder): path.read_text(encoding="utf-8") for path in folder.path.glob("iterations/*/done/[!.]*.json")}
+    keys = {key for key in sizes if key.startswith("iterations/") and "/done/" in key}
+    ahead = bool(keys - here.keys())
+    # Where there is nothing to take, the newest of both tells enough: after a difference, everything differs.
+    read = keys if ahead else sorted(keys, key=lambda key: _finished(key, here[key]))[-1:]
+    with ThreadPoolExecutor(_READERS) as pool:
+        there = dict(zip(read, pool.map(lambda key: _read_marker(store, key), read), strict=True))
+    _check_same_run(store, folder, here, there, keys)
+    if not ahead:
+        return
+    markers, dropped = _usable(store, list(there.values()), sizes)
+    missing = [marker for marker in markers if marker.key not in here]
+    logger.warning("%s: taking %d finished phases from %s", folder.path, len(missing), store.shown)
+    if dropped:  # first of all: a copy must always be the beginning of what follows
+        logger.warning("%s: the last %d phases there are not whole and are done again", store.shown, len(dropped))
+        store.remove([marker.key for marker in dropped])
+    for key, sha in _wanted(markers, sizes).items():
+        _fetch(store, folder.path / key, key, sizes[key], sha)
+    for key in sizes:
+        if "/" not in key and key not in _NOT_TAKEN and Path(key).suffix in _TAKEN_SUFFIXES:
+            _fetch(store, folder.path / key, key, sizes[key], None)
+    _take_metrics(store, folder, markers)
+    for marker in sorted(missing, key=lambda one: one.content["finished"]):
+        write_text(folder.path / marker.key, marker.text)
+
+
+def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) -> None:
+    """Takes one more folder of an iteration, such as an old checkpoint, as a whole. Raises OSError where it is not all there,
+    RunFolderError."""
+    iteration = folder.iteration(number)
+    files = {k: sha for phase in ("prepare", "train") for k, sha in iteration.files(phase).items() if k.startswith(f"{name}/")}
+    sizes = patiently(store.keys)
+    keys = {file: _key(iteration.path / file, folder) for file in files}
+    missing = [key for key in keys.values() if key not in sizes]
+    if missing or not files:
+        raise OSError(f"{store.shown} has no {missing[0] if missing else _key(iteration.path / name, folder)}")
+    with atomic_folder(iteration.path / name, sum(sizes[key] for key in keys.values())) as temporary:
+        for file, sha in files.items():
+            _fetch(store, temporary / file.removeprefix(f"{name}/"), keys[file], sizes[keys[file]], sha)
+
+
+def _key(path: Path, folder: RunFolder) -> str:
+    return path.relative_to(folder.path).as_posix()
+
+
+def _finished(key: str, text: str) -> float:
+    try:
+        return float(json.loads(text)["finished"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"the marker {key} is damaged; remove it to do that phase again") from error
+
+
+def _read_marker(store: MirrorStore, key: str) -> Marker:
+    data = patiently(lambda: store.read(key))
+    try:
+        text = (data or b"").decode()
+        content = json.loads(text)
+        _, number, _, file = key.split("/")
+        assert isinstance(content["facts"], dict) and isinstance(content["files"], dict)
+        return Marker(int(number), file.removesuffix(".json"), key, text, content)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise RunFolderError(f"{store.shown}: the marker {key} is damaged; remove it to do that phase again") from error
+
+
+def _check_same_run(
+    store: MirrorStore, folder: RunFolder, here: dict[str, str], there: dict[str, Marker], keys: set[str]
+) -> None:
+    """`keys` of all markers there, of which `there` were read."""
+    different = sorted(key for key in here.keys() & there.keys() if here[key] != there[key].text)
+    only_here, only_there = here.keys() - keys, keys - here.keys()
+    if different or (only_here and only_there):
+        first = min(different or [*only_here, *only_there])
+        raise RunFolderError(
+            f"{folder.path} and its mirror {store.shown} went different ways (the first difference: {first}). To go on from the "
+            "mirror, move the folder away; to go on from the folder, give another `mirror`"
+        )
+
+
+def _usable(store: MirrorStore, markers: list[Marker], sizes: dict[str, int]) -> tuple[list[Marker], list[Marker]]:
+    """Markers up to the newest policy that is there as a whole, and those after it."""
+    policies = sorted((marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration)
+    whole = next((marker for marker in policies if all(key in sizes for key in marker.files)), None)
+    if whole is None:
+        raise RunFolderError(
+            f"{store.shown} has markers of a run, but no policy that is there as a whole, so nothing to go on from; give another "
+            "`mirror`, or empty it"
+        )
+    lost = min((marker.iteration for marker in policies if marker.iteration > whole.iteration), default=None)
+    if lost is None:
+        return markers, []
+    # What came before the training that is lost stays: it was sampled from policies up to `whole`.
+    kept = [m for m in markers if m.iteration < lost or (m.iteration == lost and m.phase in ("rollouts", "pack"))]
+    return kept, [marker for marker in markers if marker not in kept]
+
+
+def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
+    """Digests by key of what is to be taken."""
+    last = max(marker.iteration for marker in markers)
+    policies = sorted((marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration)
+    wanted: dict[str, str] = {}
+    for marker in policies[:2]:
+        if all(key in sizes for key in marker.files):
+            wanted |= marker.files
+    for marker in markers:
+        if marker.iteration > last - _LAST_ITERATIONS:
+            for key, sha in marker.files.items():
+                if key in sizes and not key.removeprefix(f"{marker.folder}/").startswith(_POLICY_FOLDERS):
+                    wanted[key] = sha
+    return wanted
+
+
+def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) -> None:
+    """The lines of the iterations whose policy is there; the rest is put together from the markers, and so is what was copied
+    while it was being written."""
+    data = patiently(lambda: store.read("metrics.jsonl"))
+    newest = max(marker.iteration for marker in markers if marker.phase in ("prepare", "train"))
+    kept = []
+    for line in (data or b"").split(b"\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["iteration"] <= newest:
+                kept.append(line.decode())
+    if kept:
+        write_text(folder.path / "metrics.jsonl", "\n".join(kept) + "\n")
+
+
+def _fetch(store: MirrorStore, target: Path, key: str, size: int, sha: str | None) -> None:
+    """Takes one file, unless it is here already. Raises RunFolderError where it is not what its marker says."""
+    if sha is not None and target.is_file() and digest(target) == sha:
+        return
+    make_folders(target.parent)
+    patiently(lambda: store.fetch(key, size, target))
+    if sha is not None and digest(target) != sha:
+        target.unlink()
+        raise RunFolderError(f"{store.shown}: {key} is not what its phase wrote; remove it there to go on from an older policy")

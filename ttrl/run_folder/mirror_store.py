@@ -1,0 +1,123 @@
+"""The object store that a run folder is mirrored to: files in and out, by the same relative paths. See `ttrl.run_folder.mirror`.
+
+Addresses, credentials (from the environment alone) and what is hidden in messages are those of the cache of completions.
+"""
+
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import obstore
+from obstore import exceptions
+
+from ttrl.errors import StorageError
+from ttrl.system.files import atomic_file
+from ttrl.system.object_store import Store, reason
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT = timedelta(minutes=3)
+PART_BYTES = 16 * 2**20
+"""Larger objects are moved in parts, each with a request of its own."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
+T = TypeVar("T")
+
+
+class MirrorStore:
+    """Whole objects by key. Every method raises OSError, with the reason, for what does not work."""
+
+    def __init__(self, address: str) -> None:
+        """Raises UserError for an address that cannot be one."""
+        self._store = Store(address, what="a mirror", request_timeout=REQUEST_TIMEOUT)
+        self.shown = self._store.shown
+
+    def keys(self) -> dict[str, int]:
+        """Sizes of all objects by key."""
+
+        def list_all() -> dict[str, int]:
+            store = self._store.open()
+            return {} if store is None else {one["path"]: one["size"] for page in obstore.list(store) for one in page}
+
+        return self._doing("list", list_all)
+
+    def read(self, key: str) -> bytes | None:
+        """None where there is no such object."""
+
+        def get() -> bytes | None:
+            store = self._store.open()
+            try:
+                return None if store is None else bytes(obstore.get(store, key).bytes())
+            except FileNotFoundError:
+                return None
+
+        return self._doing(f"read {key}", get)
+
+    def write(self, key: str, content: bytes | Path) -> None:
+        """Replaces what is there, in one step. Raises FileNotFoundError where `content` is a file that is gone."""
+
+        def put() -> None:
+            store = self._store.open(make=True)
+            assert store is not None
+            obstore.put(store, key, content, chunk_size=PART_BYTES)
+
+        if isinstance(content, Path):
+            content = content.resolve(strict=True)  # links are stored as what they point to
+        self._doing(f"write {key}", put)
+
+    def fetch(self, key: str, size: int, target: Path) -> None:
+        """Writes an object to a file, atomically."""
+
+        def get() -> None:
+            store = self._store.open()
+            if store is None:
+                raise OSError("it is gone")
+            with atomic_file(target, size) as temporary, open(temporary, "wb") as file:
+                for start in range(0, size, PART_BYTES):
+                    file.write(obstore.get_range(store, key, start=start, end=min(size, start + PART_BYTES)))
+
+        self._doing(f"read {key}", get)
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Harmless for what is not there."""
+        listed = list(keys)
+
+        def delete() -> None:
+            store = self._store.open()
+            for key in listed if store is not None else ():
+                with contextlib.suppress(FileNotFoundError):
+                    obstore.delete(store, key)
+
+        self._doing("remove", delete)
+
+    def _doing(self, what: str, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except StorageError:
+            raise  # of our own disk
+        except (exceptions.BaseError, OSError, ValueError) as error:
+            raise OSError(f"{self.shown}: could not {what}: {reason(error)}") from error
+
+
+def patiently(work: Callable[[], T], tries: int = 4) -> T:
+    """Tries again after growing pauses. Raises what the last try raised."""
+    for number in range(tries):
+        try:
+            return work()
+        except StorageError:
+            raise
+        except OSError as error:
+            if number == tries - 1:
+                raise
+            logger.warning("%s; trying again", error)
+            time.sleep(pause_before(number + 1))
+    raise AssertionError("unreachable")
+
+
+def pause_before(number: int) -> float:
+    """Seconds before the n-th new try, a little random, so that many runs do not come at once."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * random.uniform(0.75, 1.25)

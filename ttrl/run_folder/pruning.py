@@ -1,0 +1,63 @@
+"""Which checkpoints and optimizer states a run keeps: the newest n, the best k, every n-th. Markers always stay.
+
+Never removed: the newest policy, whatever the rules say, and what the last two iterations need to be trained again (so
+`keep_checkpoints` is at least 3). Policies that are being trained, sampled or synced are newer than those, so no server and no
+trainer reads what is removed. Each folder disappears in one step (`ttrl.system.files.remove_folder`), and a pruning that was cut
+off is made up for by the next one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ttrl.configs.run import TrainConfig
+from ttrl.monitoring.progress_line import validation_metric
+from ttrl.run_folder.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Iterations whose checkpoint, and whose state, stays."""
+
+    checkpoints: frozenset[int]
+    states: frozenset[int]
+
+
+def kept_of(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig, newest: int) -> Kept:
+    """By the rules of `config`, after iteration `newest`; of policies after it, all is kept.
+
+    rows: of metrics.jsonl, from which the best are told; without validation there are none.
+    """
+    trained = folder.trained_until(newest)
+    last = trained[: config.keep_checkpoints]
+    every = [] if config.keep_every is None else [number for number in trained if number and number % config.keep_every == 0]
+    return Kept(frozenset([*last, *best_policies(folder, rows, config), *every]), frozenset(last))
+
+
+def best_policies(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig) -> list[int]:
+    """The `keep_best` policies with the best validation metric, best first; of equals the newest."""
+    scored = [(value, row["iteration"]) for row in rows if (value := validation_metric(row, config)) is not None]
+    trained = folder.trained_until(max((number for _, number in scored), default=0))
+    best: list[int] = []
+    for _, number in sorted(scored, reverse=True):
+        version = next(one for one in trained if one <= number)
+        if version not in best:
+            best.append(version)
+        if len(best) == config.keep_best:
+            break
+    return best
+
+
+def prune(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig, newest: int) -> Kept:
+    """Removes what the rules do not keep; returns what they do. Raises StorageError."""
+    kept = kept_of(folder, rows, config, newest)
+    folder.remove(newest, kept.checkpoints, kept.states)
+    return kept
+
+
+def most_kept(config: TrainConfig, iteration: int) -> tuple[int, int]:
+    """Checkpoints and states that are there at most while iteration `iteration` is trained, its own included. Iteration 0's
+    checkpoint holds links alone, and is not counted."""
+    before = iteration - 1
+    every = 0 if config.keep_every is None else before // config.keep_every
+    return min(before, config.keep_checkpoints + config.keep_best + every) + 1, min(before, config.keep_checkpoints) + 1

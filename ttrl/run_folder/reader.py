@@ -1,0 +1,218 @@
+"""What a report says, read from a run folder: metrics by iteration, example conversations, words for numbers.
+
+Everything may be missing: a run that stopped in its first iteration, one of an older version, a pruned file. Missing is None or
+an empty list here, and left out on the page.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ttrl.errors import RunFolderError
+from ttrl.report.charts import is_number
+from ttrl.run_folder.config_changes import HISTORY_FILE
+from ttrl.system.files import read_jsonl
+
+PHASES = ("sample", "pack", "train", "sync", "validate")
+
+
+@dataclass
+class RunData:
+    """A run folder's content, as far as it is there."""
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    """metrics.jsonl by iteration, ascending; iteration 0 is the starting model."""
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    config_history: list[dict[str, Any]] = field(default_factory=list)
+    """Settings that were changed when the run was continued (`ttrl.run_folder.config_changes`): {"iteration": the first that it
+    holds for, "time", "changes": {name: [before, now]}}."""
+
+    @property
+    def iterations(self) -> list[int]:
+        """Numbers of the rows."""
+        return [row["iteration"] for row in self.rows]
+
+    @property
+    def trained(self) -> list[dict[str, Any]]:
+        """The rows of real iterations, without the starting model's."""
+        return [row for row in self.rows if row["iteration"] > 0]
+
+    @functools.cached_property
+    def flat(self) -> list[dict[str, float]]:
+        """The numbers of each row by dotted names."""
+        return [_flat(row) for row in self.rows]
+
+    def column(self, path: str) -> list[float | None]:
+        """One value per row: column("train.entropy"); None where it is missing or no finite number."""
+        return [row.get(path) for row in self.flat]
+
+    def iteration_folder(self, iteration: int) -> Path:
+        """iterations/0001 and so on."""
+        return self.folder / "iterations" / f"{iteration:04d}"
+
+    def numbers_with(self, name: str) -> list[int]:
+        """The iterations of the metrics whose folder holds the file `name`."""
+        known = _FILES.setdefault((self.folder, name), set())
+        for one in self.iterations:
+            if one not in known and (self.iteration_folder(one) / name).is_file():
+                known.add(one)
+        return [one for one in self.iterations if one in known]
+
+
+_FILES: dict[tuple[Path, str], set[int]] = {}
+"""Iterations that had a file when a report looked: a long run is not searched anew for each one. Nothing that a report shows is
+ever removed from a run; where a person did it, it is left out when it cannot be read."""
+_FLAT: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
+"""By identity of the row, which is held here, so that no other can have it."""
+
+
+def _flat(row: dict[str, Any]) -> dict[str, float]:
+    """The row's numbers by dotted names. A run gives the same rows to each of its reports."""
+    known = _FLAT.get(id(row))
+    if known is not None and known[0] is row:
+        return known[1]
+    flat: dict[str, float] = {}
+    _flatten(row, "", flat)
+    if len(_FLAT) > 5000:
+        _FLAT.clear()
+    _FLAT[id(row)] = row, flat
+    return flat
+
+
+def _flatten(row: Mapping[str, Any], prefix: str, flat: dict[str, float]) -> None:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            _flatten(value, f"{prefix}{key}.", flat)
+        elif is_number(value):
+            flat[f"{prefix}{key}"] = float(value)
+
+
+def number(row: dict[str, Any], path: str) -> float | None:
+    """The value at a dotted path, None when it is not there or no finite number."""
+    value: Any = row
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return float(value) if is_number(value) else None
+
+
+def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunData:
+    """Reads a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError when it is none, or when its metrics are
+    damaged."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file() and not (folder / "iterations").is_dir():
+        there = sorted(path.parent.name for path in folder.parent.glob("*/metrics.jsonl"))
+        others = f"; there are: {', '.join(there)}" if there else ""
+        what = "has neither metrics.jsonl nor iterations/" if folder.exists() else "does not exist"
+        raise RunFolderError(f"{folder} is no run folder: it {what}; give the folder of a run, such as runs/NAME{others}")
+    try:
+        lines = read_jsonl(metrics) if rows is None else list(rows)
+    except ValueError as error:
+        raise RunFolderError(f"{error}; remove that line, or move the file away: it is only read for reports") from error
+    known = {row["iteration"]: row for row in lines if isinstance(row, dict) and isinstance(row.get("iteration"), int)}
+    ordered = [known[key] for key in sorted(known)]
+    return RunData(
+        folder, ordered, _mapping(folder / "config.yaml"), _mapping(folder / "environment.json"), _lines(folder / HISTORY_FILE)
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """A file of JSON lines; empty when it cannot be read."""
+    try:
+        return read_jsonl(path)
+    except ValueError:
+        return []
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file (JSON is YAML) as a dictionary; empty when it cannot be read."""
+    try:
+        stat = path.stat()
+        return copy.deepcopy(_parsed(path, stat.st_mtime_ns, stat.st_size))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
+    """Kept while the file stays what it is: YAML takes longer to parse than the rest of a run folder to look at."""
+    value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}
+
+
+def wilson(share: float, count: float, z: float = 1.96) -> tuple[float, float]:
+    """The 95% interval (Wilson's) of a share of `count` independent trials; good near 0 and 1, unlike share ± z·error."""
+    center = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def interval(row: dict[str, Any], metric: str) -> tuple[float, float] | None:
+    """The interval of a held-out share; None when the value is no count of successes or the count is unknown."""
+    share, count = number(row, metric), number(row, "validation_samples")
+    if share is None or count is None or count < 1 or not 0 <= share <= 1:
+        return None
+    if abs(share * count - round(share * count)) > 1e-6 * count:
+        return None  # partial credit: not a number of successes
+    return wilson(share, count)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is compared between start and end."""
+
+    path: str
+    label: str
+    """In a legend: "exact match"."""
+    is_share: bool
+    """All its values lie between 0 and 1, and it is no reward: shown in percent."""
+
+
+def held_out_metric(run: RunData) -> Metric | None:
+    """What the run's config calls its validation metric, else exact match, else the held-out reward; None without any."""
+    names = [name for name in (run.config.get("validation_metric"), "exact") if isinstance(name, str) and name != "reward"]
+    for path, label in [*((f"validation.{name}", name) for name in names), ("validation_reward", "reward")]:
+        values = [value for value in run.column(path) if value is not None]
+        if values:
+            is_share = label != "reward" and all(0 <= value <= 1 for value in values)
+            return Metric(path, "exact match" if label == "exact" else label, is_share)
+    return None
+
+
+def duration(seconds: float) -> str:
+    """3.4 s, 2 min 41 s, 1 h 05 min."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds + 0.5) // 60
+    if minutes < 60:
+        return f"{minutes} min {int(seconds + 0.5) % 60:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def percent(value: float) -> str:
+    """0.945 → 94.5%."""
+    return f"{value * 100:.1f}".removesuffix(".0") + "%"
+
+
+def phase_columns(run: RunData) -> dict[str, list[float | None]]:
+    """Seconds per phase and row; "other" is what remains of the total."""
+    columns = {phase: run.column(f"seconds.{phase}") for phase in PHASES}
+    other: list[float | None] = []
+    for index, total in enumerate(run.column("seconds.total")):
+        known = sum(columns[phase][index] or 0.0 for phase in PHASES)
+        other.append(max(total - known, 0.0) if total is not None else None)
+    return columns | {"other": other}
+
+
+def total_seconds(run: RunData) -> float:
+    """Of all rows together; phases that overlap are counted once, as far as the total of an iteration is known."""
+    phases = zip(*(run.column(f"seconds.{phase}") for phase in PHASES), strict=True)
+    totals = zip(run.column("seconds.total"), phases, strict=True)
+    return sum(sum(value or 0.0 for value in known) if total is None else total for total, known in totals)

@@ -1,0 +1,132 @@
+"""Our C code: compiled once per user, kept in a cache, loaded with ctypes. Needs the standard library alone.
+
+There is one source, attention on CPUs (`ttrl.training.kernels.native_attention`). Where it cannot be had, PyTorch's kernel is
+taken, whose results differ by rounding; so the log, `ttrl doctor` and environment.json say which one it is and why.
+
+The cache is `ttrl` in XDG_CACHE_HOME, else in ~/.cache. A file's name holds what it was made of, and its last bytes the digest of
+those before: a truncated library would end the process that runs it. A folder that other users can write to is not used. Where
+there is no usable cache, each process compiles for itself, which takes a second or two.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).parent.parent / "training" / "kernels" / "native_attention.c"
+_FLAGS = ("-O3", "-mavx512f", "-mavx512dq", "-mfma", "-fno-math-errno", "-shared", "-fPIC")
+_COMPILERS = ("cc", "gcc", "clang")
+_COMPILE_SECONDS = 120
+_LAST_LINES = 3  # of a compiler's output
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel of attention that this machine takes where shapes allow."""
+
+    library: ctypes.CDLL | None
+    """None: PyTorch's."""
+    why: str
+    trouble: Literal["", "no compiler", "failed"] = ""
+    """Why ours is not there although it could be."""
+
+    @property
+    def name(self) -> str:
+        """For environment.json: no paths."""
+        return "PyTorch's kernel" if self.library is None else "ttrl's kernel (AVX-512)"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+@functools.cache
+def attention_kernel() -> Kernel:
+    """Compiles where need be, and logs what was found. Never raises."""
+    found = _find()
+    logger.log(logging.WARNING if found.trouble == "failed" else logging.INFO, "attention on CPUs by %s", found)
+    return found
+
+
+def _find() -> Kernel:
+    if os.environ.get("TTRL_NATIVE") == "0":
+        return Kernel(None, "TTRL_NATIVE is 0")
+    if os.environ.get("ATEN_CPU_CAPABILITY", "avx512").lower() != "avx512":
+        return Kernel(None, "ATEN_CPU_CAPABILITY forbids AVX-512")
+    if not {"avx512f", "avx512dq", "fma"} <= _cpu_flags():
+        return Kernel(None, "no Linux on a CPU with AVX-512")
+    compiler = next((path for name in (os.environ.get("CC", "cc"), *_COMPILERS) if (path := shutil.which(name))), None)
+    if compiler is None:
+        return Kernel(None, f"no C compiler ({', '.join(_COMPILERS)})", "no compiler")
+    try:
+        return Kernel(_load(compiler), f"compiled by {compiler}")
+    except subprocess.CalledProcessError as error:
+        last = " / ".join(error.stderr.decode(errors="replace").strip().splitlines()[-_LAST_LINES:])
+        return Kernel(None, f"{compiler} failed with exit code {error.returncode}: {last or 'no output'}", "failed")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Kernel(None, f"could not be compiled by {compiler} and loaded: {error}", "failed")
+
+
+def _cpu_flags() -> set[str]:
+    """What the system lets programs use of the CPU; empty where there is no such list."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _load(compiler: str) -> ctypes.CDLL:
+    made_of = [compiler, *_FLAGS, platform.machine(), *platform.libc_ver()]  # a home may be shared by different systems
+    name = f"attention-{hashlib.sha256(' '.join(made_of).encode() + _SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    try:
+        file = _cache() / name
+        if not _is_whole(file):
+            _compile(compiler, file)
+        return ctypes.CDLL(os.fspath(file))
+    except OSError as error:
+        logger.warning("compiled for this process alone, since there is no usable cache: %s", error)
+    with tempfile.TemporaryDirectory() as folder:  # what is loaded stays when its file goes
+        return ctypes.CDLL(os.fspath(_compile(compiler, Path(folder, name))))
+
+
+def _cache() -> Path:
+    """Our folder, which is made where need be.
+
+    Raises:
+        OSError: there can be none, or one whose code it would be unwise to run.
+    """
+    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # which stays as it is where there is no home
+    if not os.path.isabs(parent):
+        raise FileNotFoundError(f"{parent} is no absolute path; set XDG_CACHE_HOME or HOME")
+    folder = Path(parent, "ttrl")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to another user, or others can write to it; chown it, and chmod go-w")
+    return folder
+
+
+def _is_whole(file: Path) -> bool:
+    content = file.read_bytes() if file.exists() else b""
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _compile(compiler: str, file: Path) -> Path:
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        new = Path(folder, file.name)
+        command = [compiler, *_FLAGS, "-o", new, _SOURCE, "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+        content = new.read_bytes()
+        new.write_bytes(content + hashlib.sha256(content).digest())  # loaders do not read behind the last section
+        new.replace(file)  # whole, or not at all: other processes may compile at the same time
+    return file

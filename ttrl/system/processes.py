@@ -1,0 +1,268 @@
+"""Child processes (inference servers, trainers) that never outlive us, not even when we are killed with -9.
+
+Every child runs below a guard of its own (`ttrl.system.process_guard`, which explains how nothing can stay behind) and writes to
+a log. Nothing is ever found or killed by name. `reap_leftovers` ends what a run left behind whose guard was killed, too.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ttrl.errors import StorageError, UserError
+from ttrl.system import process_guard
+from ttrl.system.process_guard import MARK_VARIABLE, ProcessId
+
+logger = logging.getLogger(__name__)
+
+RECORD_SUFFIX = ".pids.json"  # beside the log: what `reap_leftovers` looks for
+_LONGEST_LINE = 400  # characters of one log line in an error message; vLLM dumps its whole config into single lines
+
+
+class ChildProcess:
+    """One child process with its own session, a log file, and a guard that ends it and all of its descendants with us.
+
+        with ChildProcess(["tune", "run", ...], "runs/NAME/logs/trainer.log") as child:
+            returncode = child.wait()
+
+    command: as for `subprocess.Popen`, without a shell.
+    log_path: gets stdout and stderr, appended; `log_path` + ".pids.json" stands beside it while the child may be alive.
+    env: the child's whole environment, as for `subprocess.Popen`; None inherits ours. Never written to a file or command line.
+    cwd: the folder to start in.
+
+    An object belongs to one thread at a time. A child that nobody stops is ended when our process ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | os.PathLike[str]],
+        log_path: str | os.PathLike[str],
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.command = [os.fspath(part) for part in command]
+        self.log_path = Path(log_path).absolute()
+        self.record_path = self.log_path.with_name(self.log_path.name + RECORD_SUFFIX)
+        self.pid = 0
+        """Of the child itself, not of its guard; 0 before the start."""
+        self.returncode: int | None = None
+        """The child's exit code, negative for a signal; None until it and its descendants are gone."""
+        self._env = dict(os.environ if env is None else env)
+        self._cwd = None if cwd is None else os.fspath(cwd)
+        self._mark = secrets.token_hex(16)
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._orders = self._reports = -1  # our ends of the two pipes
+        # Told by the end of its pipe: a dying process closes its files a moment before its parent can wait for it.
+        self._guard_ended = False
+        self._buffer = b""
+        self._log_start = 0
+
+    def start(self) -> "ChildProcess":
+        """Starts the child. Raises UserError when the command cannot be executed, StorageError when the log cannot be written."""
+        if self._guard is not None:
+            raise RuntimeError(f"{self.command[0]} was started already; a ChildProcess is started once")
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = open(self.log_path, "ab")  # noqa: SIM115 - handed to the guard below
+        except OSError as error:
+            raise StorageError(error.errno or 0, f"cannot write the log {self.log_path}: {error.strerror}") from error
+        orders_read, self._orders = os.pipe()
+        self._reports, reports_write = os.pipe()
+        with log:
+            self._log_start = log.tell()
+            # -I and -S: nothing of the user's environment or site-packages is loaded; the guard needs the standard library alone.
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", process_guard.__file__, str(orders_read), str(reports_write)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(orders_read, reports_write),
+                start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+            )
+        os.close(orders_read)
+        os.close(reports_write)
+        own = process_guard.process_id(os.getpid())
+        head = {"mark": self._mark, "boot": process_guard.boot_id(), "owner": own, "program": self.command[0]}
+        order = {
+            "command": self.command,
+            "env": self._env,
+            "cwd": self._cwd,
+            "parent": os.getpid(),
+            "record": str(self.record_path),
+            "record_head": head,
+        }
+        with contextlib.suppress(BrokenPipeError):  # the guard ended at once: there will be no report
+            self._tell(order)
+        report = self._next_report(timeout=30.0)
+        if report is None or "started" not in report:
+            self._guard.wait()
+            self._close()
+            self.returncode = 127
+            reason = report["text"] if report else "its guard process ended; see " + str(self.log_path)
+            where = f" in {self._cwd}" if self._cwd else ""
+            raise UserError(f"cannot start {self.command[0]!r}{where}: {reason}")
+        self.pid = report["started"]
+        return self
+
+    def poll(self) -> int | None:
+        """The exit code, or None while the child or a descendant of it lives. Does not wait."""
+        if self.returncode is None:
+            self._take_end(timeout=0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the child to end by itself; returns its exit code. Raises TimeoutError after `timeout` seconds."""
+        if self.returncode is None:
+            self._take_end(timeout)
+        if self.returncode is None:
+            raise TimeoutError(
+                f"{self.command[0]} (pid {self.pid}) is still running after {timeout:g} s; its log: {self.log_path}"
+            )
+        return self.returncode
+
+    def stop(self, timeout: float = 10.0) -> int | None:
+        """Asks the child to end (TERM), ends what is left after `timeout` seconds (KILL), and returns when all are gone.
+
+        Returns the exit code: the child's own if it had ended before. Harmless when repeated; None if it was never started.
+        """
+        if self._guard is not None and self.poll() is None:
+            with contextlib.suppress(BrokenPipeError):  # the guard has just ended: its report is waiting
+                self._tell({"stop": timeout})
+            self._take_end(timeout=None)
+        return self.returncode
+
+    def log_tail(self, n_lines: int = 30) -> str:
+        """The last lines that this child wrote, long ones shortened; "" when there are none."""
+        return log_tail(self.log_path, self._log_start, n_lines)
+
+    def __enter__(self) -> "ChildProcess":
+        return self if self._guard is not None else self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _tell(self, order: dict[str, Any]) -> None:
+        data = memoryview(json.dumps(order).encode() + b"\n")
+        while data:
+            data = data[os.write(self._orders, data) :]
+
+    def _next_report(self, timeout: float | None) -> dict[str, Any] | None:
+        """The guard's next message; None when there is none within `timeout` seconds, or no guard any more (`_guard_ended`)."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._reports], [], [], patience)[0]:
+                return None
+            chunk = os.read(self._reports, 65536)
+            if not chunk:
+                self._guard_ended = True
+                return None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def _take_end(self, timeout: float | None) -> None:
+        """Waits up to `timeout` seconds for the end of everything and sets `returncode`."""
+        assert self._guard is not None, "start() first"
+        report = self._next_report(timeout)
+        if report is None and not self._guard_ended:
+            return
+        self._guard.wait()
+        self._close()
+        if report is not None and report["returncode"] is not None:
+            self.returncode = report["returncode"]
+            if report["left"]:
+                logger.warning("%s: processes %s could not be ended, not even by KILL", self.command[0], report["left"])
+        else:
+            # The guard was killed, and the kernel killed the child with it; descendants of the child may be left.
+            ended = _reap(self.record_path, even_of_living_owner=True)
+            logger.warning("the guard of %s was killed; ended what was left: %s", self.command[0], ended)
+            self.returncode = -signal.SIGKILL
+
+    def _close(self) -> None:
+        os.close(self._orders)
+        os.close(self._reports)
+
+
+def log_tail(path: Path, start: int, n_lines: int) -> str:
+    """The last lines of a log from byte `start` on, long ones shortened; "" when there are none."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - 1000 * n_lines - 100_000))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = text.rstrip().splitlines()[-n_lines:] if n_lines > 0 else []
+    return "\n".join(line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in lines)
+
+
+def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
+    """Ends the processes that killed runs left behind whose logs lie anywhere below `folder`; returns their pids.
+
+    Processes are recognised by pid and start time, or by the random mark in their environment, both from the record files beside
+    the logs. Children of a ttrl process that is alive are left alone. Linux only; elsewhere it finds nothing.
+    """
+    ended = []
+    for record_path in sorted(Path(folder).rglob("*" + RECORD_SUFFIX)):
+        ended += _reap(record_path)
+    return ended
+
+
+def _reap(record_path: Path, *, even_of_living_owner: bool = False) -> list[int]:
+    try:
+        record = json.loads(record_path.read_text())
+        mark, boot, owner = record["mark"], record["boot"], record["owner"]
+        known = {(pid, start) for pid, start in record.get("processes", [])}
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be read, so processes that it names may still run: %s", record_path, error)
+        return []
+    if (
+        not even_of_living_owner
+        and boot == process_guard.boot_id()
+        and owner
+        and process_guard.process_id(owner[0]) == tuple(owner)
+    ):
+        return []
+    ended: list[int] = []
+    if boot == process_guard.boot_id():
+        found = _marked(mark, known)
+        ended = [pid for pid, _ in found]
+        if found:
+            logger.warning("ending processes that a killed run left behind: %s (%s)", ended, record["program"])
+        left = process_guard.end_processes(lambda: _marked(mark, known), grace=3.0)
+        if left:
+            logger.warning("processes %s could not be ended, not even by KILL", [pid for pid, _ in left])
+            return ended
+    record_path.unlink(missing_ok=True)
+    return ended
+
+
+def _marked(mark: str, known: set[ProcessId]) -> list[ProcessId]:
+    """The living processes of a record: known by pid and start time, or carrying its mark. Never ourselves."""
+    needle = f"{MARK_VARIABLE}={mark}".encode()
+    found = []
+    for pid in process_guard.all_pids():
+        process = process_guard.process_id(pid)
+        if process is None or pid == os.getpid():
+            continue
+        if process not in known:
+            try:
+                if needle not in Path(f"/proc/{pid}/environ").read_bytes():
+                    continue
+            except OSError:  # another user's, or gone
+                continue
+        found.append(process)
+    return found

@@ -1,0 +1,227 @@
+"""The arithmetic of an output head on one chunk of positions: probabilities, entropies, divergences, gradients in closed form.
+
+With raw logits r = h·Wᵀ + b, z = cap·tanh(r/cap)/temperature (the cap where a model has one), p = softmax(z), and per position a
+label y, H = -Σ p log p and D = Σ p (log p - log q):
+
+    ∂ log p(y)/∂z = onehot(y) - p        ∂H/∂z = -p (log p + H)        ∂D/∂z = p (log p - log q - D)
+
+so one buffer of logits becomes, in place, the gradient to be multiplied with W and h. It is worked on a few rows at a time, which
+stay in the cache. Where the vocabulary is sharded, each rank holds its columns, and only numbers per position are exchanged.
+
+Shapes: n positions of a chunk, r of them at a time, D width, V vocabulary (this rank's).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ttrl.training.kernels.cpu_products import fast, product, product_into
+
+_CACHED_ELEMENTS = 2**19  # of a block of rows on the CPU: 2 MB in fp32
+_GRADIENT_COLUMNS = 8192  # of the vocabulary, when products in bf16 are added up in fp32
+
+
+@dataclass(frozen=True, eq=False)
+class VocabShards:
+    """Which part of the vocabulary this rank holds, and the sums over all parts."""
+
+    group: dist.ProcessGroup | None
+    first: int
+    total: int
+
+    @classmethod
+    def of(cls, size: int, group: dist.ProcessGroup | None, device: torch.device) -> "VocabShards":
+        """From the rows on this rank; a collective. Shards follow each other in the order of ranks."""
+        if group is None:
+            return cls(None, 0, size)
+        own = torch.tensor([size], device=device)
+        sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(sizes, own, group=group)
+        every = [int(s) for s in sizes]
+        return cls(group, sum(every[: dist.get_rank(group)]), sum(every))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """In place, over the ranks."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def logsumexp(self, x: Tensor) -> Tensor:
+        """log Σ exp over the ranks."""
+        if self.group is None:
+            return x
+        largest = x.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return self.sum(torch.exp(x - largest)).log_().add_(largest)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """One output projection and what follows it. `weight` and `bias` are in the dtype of the products."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    soft_cap: float | None
+    shards: VocabShards
+
+    def logits(self, h_nD: Tensor, buffer: Tensor) -> Tensor:
+        """Raw logits [n, V], written into the buffer's first n rows."""
+        raw_nV = buffer[: len(h_nD)]
+        if fast(h_nD, self.weight):
+            product_into(h_nD, self.weight, raw_nV)
+        else:
+            torch.mm(h_nD, self.weight.T, out=raw_nV)
+        return raw_nV if self.bias is None else raw_nV.add_(self.bias)
+
+    def final(self, raw: Tensor) -> Tensor:
+        """z from r, fp32 or wider; may be the same memory."""
+        z = raw.to(torch.promote_types(raw.dtype, torch.float32))
+        if self.soft_cap is not None:
+            z = torch.tanh(z / self.soft_cap).mul_(self.soft_cap)
+        return z if self.temperature == 1.0 else z / self.temperature
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """∂z/∂r as a function of z."""
+        if self.soft_cap is None:
+            return 1.0 / self.temperature
+        return (1.0 - (z * (self.temperature / self.soft_cap)) ** 2) / self.temperature
+
+    def log_normaliser(self, raw_nV: Tensor) -> Tensor:
+        """log Σ exp z over the whole vocabulary, [n]."""
+        parts = [torch.logsumexp(self.final(raw_nV[rows]), dim=-1) for rows in blocks(raw_nV)]
+        return self.shards.logsumexp(torch.cat(parts))
+
+    def mine(self, labels_n: Tensor) -> tuple[Tensor, Tensor]:
+        """Which labels are in this rank's part, and their columns in it, both [m]."""
+        local = labels_n - self.shards.first
+        here = ((local >= 0) & (local < self.weight.shape[0])).nonzero().squeeze(1)
+        return here, local[here]
+
+    def label_logits(self, raw_nV: Tensor, labels_n: Tensor) -> Tensor:
+        """z of the labels, [n]."""
+        here, columns = self.mine(labels_n)
+        values = self.final(raw_nV[here, columns])
+        result = values.new_zeros(len(labels_n)).index_put_((here,), values)
+        return self.shards.sum(result)
+
+
+def blocks(raw_nV: Tensor) -> Iterator[slice]:
+    """Row ranges that fit into a CPU's cache; on other devices all rows at once."""
+    n, V = raw_nV.shape
+    rows = max(1, _CACHED_ELEMENTS // max(1, V)) if raw_nV.device.type == "cpu" else n
+    return (slice(start, min(start + rows, n)) for start in range(0, n, max(1, rows)))
+
+
+@dataclass(eq=False)
+class Distribution:
+    """What is known of each position of a chunk, all [n]; `divergence` only with a reference."""
+
+    logprobs: Tensor
+    log_normaliser: Tensor
+    entropy: Tensor
+    divergence: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Chunk:
+    """The logits of n positions, and of the reference where there is one."""
+
+    weights: HeadWeights
+    labels: Tensor
+    raw: Tensor
+    reference: HeadWeights | None = None
+    reference_raw: Tensor | None = None
+
+    def measure(self) -> Distribution:
+        """Log-probabilities of the labels and log-normalisers; entropies are not filled in yet."""
+        normaliser = self.weights.log_normaliser(self.raw)
+        logprobs = self.weights.label_logits(self.raw, self.labels).sub_(normaliser)
+        return Distribution(logprobs, normaliser, torch.zeros_like(logprobs))
+
+    def finish(self, known: Distribution, gradients: "Gradients | None", entropies: bool = True) -> None:
+        """Fills in entropy and divergence (unless they are known: `entropies` False), and with `gradients` turns the raw logits
+        into the gradient with respect to them, in place."""
+        reference_normaliser = None
+        if self.reference is not None and self.reference_raw is not None:
+            reference_normaliser = self.reference.log_normaliser(self.reference_raw)
+            if entropies:
+                known.divergence = torch.zeros_like(known.entropy)
+        for rows in blocks(self.raw):
+            z = self.weights.final(self.raw[rows])
+            slope = None if gradients is None else self.weights.slope(z)
+            normaliser = known.log_normaliser[rows].unsqueeze(1)
+            # z may be the raw logits themselves, which are needed no more once the slope is known
+            logp = z.sub_(normaliser) if gradients is not None or z.data_ptr() != self.raw[rows].data_ptr() else z - normaliser
+            p = torch.exp(logp)
+            log_ratio = None
+            if self.reference is not None and self.reference_raw is not None and reference_normaliser is not None:
+                logq = self.reference.final(self.reference_raw[rows]) - reference_normaliser[rows].unsqueeze(1)
+                log_ratio = torch.sub(logp, logq, out=logq)
+            if entropies:
+                known.entropy[rows] = -_row_dots(p, logp)
+                if log_ratio is not None and known.divergence is not None:
+                    known.divergence[rows] = _row_dots(p, log_ratio)
+            if gradients is not None:
+                factor = gradients.factor(rows, known, logp, log_ratio)
+                # The label's own part is added before bf16 rounds: what is left of 1 - p where p is near 1 would be lost.
+                into = self.raw[rows] if self.raw.dtype == p.dtype else p
+                torch.mul(p, factor.mul_(slope) if isinstance(slope, float) else factor * slope, out=into)
+                here, columns = self.weights.mine(self.labels[rows])
+                of_label = (known.logprobs[rows] + normaliser.squeeze(1))[here]  # z
+                into.index_put_((here, columns), gradients.logprobs[rows][here] * self.weights.slope(of_label), accumulate=True)
+                if into is p:
+                    self.raw[rows] = p
+        if entropies:
+            self.weights.shards.sum(known.entropy)
+            if known.divergence is not None:
+                self.weights.shards.sum(known.divergence)
+
+
+@dataclass(eq=False)
+class Gradients:
+    """∂loss/∂ of the three numbers of each position, all [n]."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
+
+    def factor(self, rows: slice, known: Distribution, logp: Tensor, log_ratio: Tensor | None) -> Tensor:
+        """∂loss/∂z without the label's own part, divided by p: [r, V] or [r, 1]. Overwrites the last two."""
+        constant = -self.logprobs[rows]
+        factor: Tensor | None = None
+        if self.entropy is not None:
+            factor = logp.mul_(-self.entropy[rows].unsqueeze(1))
+            constant = constant - self.entropy[rows] * known.entropy[rows]
+        if self.divergence is not None:
+            assert log_ratio is not None and known.divergence is not None
+            share = log_ratio.mul_(self.divergence[rows].unsqueeze(1))
+            factor = share if factor is None else factor.add_(share)
+            constant = constant - self.divergence[rows] * known.divergence[rows]
+        return constant.unsqueeze(1) if factor is None else factor.add_(constant.unsqueeze(1))
+
+
+def _row_dots(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten()
+
+
+def hidden_gradient(gradient_nV: Tensor, weight_VD: Tensor) -> Tensor:
+    """gradient·W, [n, D]."""
+    return product(gradient_nV, weight_VD.T) if fast(gradient_nV, weight_VD) else gradient_nV @ weight_VD
+
+
+def add_weight_gradient(total_VD: Tensor, gradient_nV: Tensor, h_nD: Tensor, first: bool) -> None:
+    """total += gradientᵀ·h, or = for the first chunk. Products in bf16 are added up in the total's dtype."""
+    if total_VD.dtype == gradient_nV.dtype:
+        total_VD.addmm_(gradient_nV.T, h_nD, beta=0.0 if first else 1.0)
+        return
+    for start in range(0, total_VD.shape[0], _GRADIENT_COLUMNS):
+        columns = slice(start, start + _GRADIENT_COLUMNS)
+        product = torch.mm(gradient_nV[:, columns].T, h_nD)
+        if first:
+            total_VD[columns].copy_(product)
+        else:
+            total_VD[columns].add_(product)

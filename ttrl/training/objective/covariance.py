@@ -1,0 +1,78 @@
+"""Which tokens Clip-Cov and KL-Cov act on (arXiv 2505.22617): those that would lower the entropy most.
+
+The covariance of a token is (log π - mean log π)·(A - mean A), the means over all trained tokens of the optimizer step (equation
+11 there). So the choice is made over the whole step, on values from a pass without gradient; whether the step is then trained in
+one microbatch or many, on one rank or several, changes nothing. N: trained positions of the whole step, over all ranks.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from ttrl.data.packing.pack import PackedTensors
+
+
+def token_keys(rows: PackedTensors) -> Tensor:
+    """A number for every position [R, T], int64, the same wherever its sample is packed: made of the task's id, the number of the
+    sample, the lengths of its prompt and completion, the position and the label. Of use at labels alone."""
+    texts = [f"{one.task_id}\0{one.sample}\0{one.prompt_length}\0{one.completion_length}" for one in rows.samples]
+    table_S = torch.tensor([*map(_number, texts), 0], dtype=torch.int64)  # the last one is for sample_ids of -1
+    return _mixed(_mixed(table_S[rows.sample_ids] + rows.input_pos) + rows.labels)
+
+
+def covariances(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """(log π - mean)·(A - mean) [N], float64, on the CPU. The means are exact sums, rounded once: the order of the tokens does
+    not matter."""
+    logprobs, advantages = logprobs_N.detach().double().cpu(), advantages_N.detach().double().cpu()
+    return (logprobs - _mean(logprobs)) * (advantages - _mean(advantages))
+
+
+def choose_by_covariance(
+    logprobs_N: Tensor,
+    advantages_N: Tensor,
+    keys_N: Tensor,
+    share: float,
+    *,
+    bounds: tuple[float, float] | None = None,
+    allowed_N: Tensor | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Chooses share·N tokens, at least one where there is a candidate: bool [N], on the CPU.
+
+    bounds: Clip-Cov: tokens whose covariance lies strictly between them are drawn from, all with the same probability; fewer are
+        chosen where there are not enough. None: KL-Cov: those of the highest covariances, equal ones in the order of their keys.
+    keys: see `token_keys`. The draw depends on (seed, key) alone, so that the order of the tokens does not matter.
+    allowed: False for tokens that are no candidates: those that PPO's clipping silences already.
+    """
+    covariance_N = covariances(logprobs_N, advantages_N)
+    candidates_N = torch.ones_like(covariance_N, dtype=torch.bool) if allowed_N is None else allowed_N.cpu().clone()
+    keys_N = keys_N.cpu()
+    if bounds is not None:
+        candidates_N &= (covariance_N > bounds[0]) & (covariance_N < bounds[1])
+        rank_N = _mixed(keys_N ^ _number(f"seed {seed}"))
+    else:
+        rank_N = keys_N
+    places = torch.nonzero(candidates_N).squeeze(1)
+    places = places[torch.argsort(rank_N[places], stable=True)]
+    if bounds is None:
+        places = places[torch.argsort(covariance_N[places], descending=True, stable=True)]
+    chosen_N = torch.zeros_like(candidates_N)
+    chosen_N[places[: max(1, int(share * len(covariance_N)))]] = True
+    return chosen_N
+
+
+def _mean(values: Tensor) -> float:
+    return math.fsum(values.tolist()) / len(values) if len(values) else 0.0
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """A permutation of int64 that leaves no order (the finaliser of MurmurHash3; logical shifts, multiplication modulo 2^64)."""
+    for factor in (-49064778989728563, -4265267296055464877):
+        values = (values ^ ((values >> 33) & 0x7FFFFFFF)) * factor
+    return values ^ ((values >> 33) & 0x7FFFFFFF)

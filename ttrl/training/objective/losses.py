@@ -1,0 +1,138 @@
+"""Per-token losses: small pure functions of [N] tensors over trained positions, to be minimised.
+
+With ρ = π/π_old, A the advantage, sg the value without gradient:
+
+reinforce    -A·log π                                                    Williams 1992
+ppo          -min(ρA, clip(ρ, 1 - low, 1 + high)·A)                      arXiv 1707.06347; dual clip: 1912.09729
+tanh         -tanh(log ρ)·A
+cispo        -sg(clip(ρ, 1 - low, 1 + high))·A·log π                     arXiv 2506.13585
+gspo         ppo with sg(s)·π/sg(π) for ρ, s the sample's mean ratio     arXiv 2507.18071
+clip_cov     ppo, the chosen tokens without gradient                     arXiv 2505.22617
+kl_cov       -ρA, plus c·|log ρ| on the chosen tokens                    arXiv 2505.22617
+
+Where ρ = 1 all of them have the gradient of REINFORCE, but for the chosen tokens. `old_logprobs` must be known everywhere:
+unknown log-probabilities are NaN and are replaced by `where` before any arithmetic (`known_or_current`); multiplying with a mask
+would keep the NaN, and its gradient. N: trained positions; 0 is as good as any number.
+"""
+
+import torch
+from torch import Tensor
+
+_LARGEST_LOG_RATIO = (
+    20.0  # beyond it the exponential is of no use, and soon infinite: such a token has a constant loss, no gradient
+)
+
+
+def known_or_current(old_logprobs_N: Tensor, logprobs_N: Tensor) -> Tensor:
+    """The sampler's log-probabilities; where unknown (NaN), the current ones without gradient, so that the ratio is 1 and the
+    token is still trained. An exact 0.0 (probability one) is a known value."""
+    return torch.where(torch.isnan(old_logprobs_N), logprobs_N.detach(), old_logprobs_N)
+
+
+def probability_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
+    """ρ = π/π_old [N], between e^-20 and e^20: constant beyond, without gradient."""
+    return torch.exp((logprobs_N - old_logprobs_N).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
+
+
+def reinforce_loss(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """-A·log π (R. Williams, "Simple statistical gradient-following algorithms", 1992). Knows nothing of the policy that sampled:
+    right for tokens of the current one, or with an off-policy correction (`ttrl.training.objective.off_policy`)."""
+    return -advantages_N * logprobs_N
+
+
+def clipped_ratio_loss(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """-min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A) with ρ = π/π_old: PPO's surrogate (arXiv 1707.06347), with separate
+    bounds as in DAPO (arXiv 2503.14476).
+
+    dual_clip: c > 1, which bounds the objective of negative advantages from below by c·A, -max(min(…), cA), so that a ratio that
+    has run away does not decide the step (arXiv 1912.09729, equation 5; there c = 3). Positive advantages are not concerned.
+    """
+    return _clipped(probability_ratio(logprobs_N, old_logprobs_N), advantages_N, clip_low, clip_high, dual_clip)
+
+
+def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None) -> Tensor:
+    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    objective_N = torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+    if dual_clip is not None:
+        bounded_N = torch.maximum(objective_N, dual_clip * advantages_N)
+        objective_N = torch.where(advantages_N < 0, bounded_N, objective_N)
+    return -objective_N
+
+
+def tanh_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """-tanh(log π - log π_old)·A: soft clipping. The gradient is A·(1 - tanh²)·∇log π, which fades in both directions and for
+    either sign of A: unlike PPO's, a token that has run away in the wrong direction is not called back."""
+    return -torch.tanh(logprobs_N - old_logprobs_N) * advantages_N
+
+
+def cispo_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """-sg(clip(ρ, 1 - clip_low, 1 + clip_high))·A·log π (MiniMax-M1, arXiv 2506.13585, equation 4): every token keeps its
+    gradient, however far its ratio; what is clipped is its weight. The paper has no lower bound: clip_low = 1."""
+    weight_N = probability_ratio(logprobs_N, old_logprobs_N).clamp(1 - clip_low, 1 + clip_high).detach()
+    return -weight_N * advantages_N * logprobs_N
+
+
+def sequence_log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) -> Tensor:
+    """Mean of log π - log π_old over the tokens of each token's sample [N], without gradient. samples: int64, any ids; all
+    trained tokens of a sample must be there."""
+    difference_N = (logprobs_N - old_logprobs_N).detach()
+    sums_S, counts_S, places_N = sums_by_sample(difference_N, samples_N)
+    return (sums_S / counts_S).to(difference_N.dtype)[places_N]
+
+
+def sums_by_sample(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum of the values of each of S samples [S], in float64; number of their tokens [S]; which of them each token belongs
+    to [N])."""
+    names_S, places_N, counts_S = torch.unique(samples_N, return_inverse=True, return_counts=True)
+    sums_S = torch.zeros(len(names_S), dtype=torch.float64, device=values_N.device)
+    return sums_S.index_add(0, places_N, values_N.double()), counts_S, places_N
+
+
+def gspo_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) -> Tensor:
+    """sg(s)·π/sg(π) [N], s = exp(mean over the sample of log π - log π_old): equal to s, and each token has its own gradient
+    (GSPO-token, arXiv 2507.18071, equation 14)."""
+    log_ratio_N = sequence_log_ratio(logprobs_N, old_logprobs_N, samples_N)
+    return torch.exp(log_ratio_N.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)) * torch.exp(logprobs_N - logprobs_N.detach())
+
+
+def gspo_loss(
+    logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, samples_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """PPO's surrogate with the ratio of the whole sample, normalised by its length (GSPO, arXiv 2507.18071).
+
+    Written in the form with a term for each token (equations 13 and 14), which has the value and the gradient of the sequence
+    form (equation 5) where the tokens of a sample share one advantage and are weighed 1/length: aggregation "sequence". samples:
+    the sample of each token, int64; all trained tokens of a sample must be in the same call.
+    """
+    return _clipped(gspo_ratio(logprobs_N, old_logprobs_N, samples_N), advantages_N, clip_low, clip_high)
+
+
+def clip_cov_loss(
+    logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, chosen_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """PPO's surrogate with the chosen tokens (bool) left out: loss and gradient 0 (Clip-Cov, arXiv 2505.22617, equation 12; its
+    code clips the ratio too). They are chosen by `ttrl.training.objective.covariance`; the entropy falls by what they would have
+    learnt."""
+    loss_N = clipped_ratio_loss(logprobs_N, old_logprobs_N, advantages_N, clip_low, clip_high)
+    return torch.where(chosen_N, torch.zeros_like(loss_N), loss_N)
+
+
+def kl_cov_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, chosen_N: Tensor, coefficient: float) -> Tensor:
+    """-ρA, and on the chosen tokens (bool) -ρA + coefficient·|log π - log π_old| (KL-Cov, arXiv 2505.22617, equation 14; the
+    absolute difference is how its code estimates KL(π_old ‖ π)). No clipping. At ρ = 1 the penalty has no gradient: it holds back
+    from the second step of an iteration on."""
+    difference_N = (logprobs_N - old_logprobs_N).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    loss_N = -torch.exp(difference_N) * advantages_N
+    return torch.where(chosen_N, loss_N + coefficient * difference_N.abs(), loss_N)
+
+
+def negative_log_likelihood(logprobs_N: Tensor) -> Tensor:
+    """-log π: the loss of supervised training."""
+    return -logprobs_N

@@ -1,0 +1,130 @@
+"""The optimizer, and its learning rate as a function of the global step. Its state on disk: `ttrl.training.optimizer.state`."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ttrl.configs import TrainingConfig
+from ttrl.errors import ConfigError
+from ttrl.training.parallel.gradients import SquaredNorm, clip_gradients, settle
+from ttrl.training.policy.policy import Policy
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """The learning rate of global step `step` (from 0): linear warm-up, then constant, or falling to 0 at `total_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    assert config.total_steps is not None
+    done = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    return config.lr * ((1 - done) if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+
+
+class OptimizerInBackward:
+    """One optimizer per parameter, stepped as soon as the backward pass has the parameter's gradient, which is freed at once.
+
+    Works with one backward pass a step. A gradient that is not finite spoils its parameter: the norm tells when it is too late.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+        self.by_parameter: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        self._stepped: set[Tensor] = set()
+        self._squares = SquaredNorm()
+        for group in groups:
+            for parameter in group["params"]:
+                self.by_parameter[parameter] = make([{**group, "params": [parameter]}])
+                parameter.register_post_accumulate_grad_hook(self._step)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all optimizers."""
+        return [group for optimizer in self.by_parameter.values() for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def _step(self, parameter: Tensor) -> None:
+        if parameter in self._stepped:
+            raise ConfigError(
+                "config",
+                ["optimizer_in_backward with more than one microbatch a step; raise rows_per_microbatch, or switch it off"],
+            )
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        self._stepped.add(parameter)
+        settle([parameter])
+        self._squares.add(parameter.grad)
+        self.by_parameter[parameter].step()
+        parameter.grad = None
+
+    def finish_step(self) -> float:
+        """The global norm of the gradients that the step saw; a collective where they are sharded."""
+        norm = float(self._squares.norm())
+        self._squares = SquaredNorm()
+        self._stepped.clear()
+        return norm
+
+
+Optimizer = torch.optim.Optimizer | OptimizerInBackward
+
+
+def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+    if config.optimizer == "sgd":
+        return functools.partial(torch.optim.SGD, lr=config.lr)  # the fused one knows no sharded parameters
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.optimizer == "adamw_8bit":
+        from torchao.optim import AdamW8bit
+
+        return functools.partial(AdamW8bit, **adamw)
+    if config.optimizer_on_cpu:
+        from torchao.optim import CPUOffloadOptimizer
+
+        return functools.partial(CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW, **adamw)
+    return functools.partial(torch.optim.AdamW, fused=True, **adamw)
+
+
+def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
+    """AdamW (arXiv 1711.05101), or what the config says; weight decay on matrices alone, not on norms and biases. Make it after
+    the policy has its final place: its state lives where the parameters do.
+
+    8 bits and the CPU's memory (torchao): never run on a GPU.
+    """
+    parameters = [parameter for parameter in policy.parameters_by_name().values() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    make = _maker(config)
+    return OptimizerInBackward(groups, make) if config.optimizer_in_backward else make(groups)
+
+
+def begin_step(optimizer: Optimizer, config: TrainingConfig, global_step: int, lr_scale: float = 1.0) -> None:
+    """Sets the learning rate of `global_step`. Before the step's first backward pass where the optimizer works in it."""
+    rate = learning_rate(config, global_step) * lr_scale
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)  # torchao's optimizers are compiled: a new number would be a new program, and raises
+        else:
+            group["lr"] = rate
+
+
+def clip_and_step(
+    policy: Policy, optimizer: Optimizer, config: TrainingConfig, global_step: int, *, lr_scale: float = 1.0
+) -> float:
+    """One clip, one step at the learning rate of `global_step` times `lr_scale`, one zero_grad. Returns the global gradient norm
+    before clipping.
+
+    Where that is not finite the step is not taken, and the gradients are thrown away: look at the norm. (An optimizer that works
+    in the backward pass has taken it by then.)
+    """
+    if isinstance(optimizer, OptimizerInBackward):
+        return optimizer.finish_step()
+    norm = clip_gradients(policy.parameters(), config.max_grad_norm)
+    if math.isfinite(norm):
+        begin_step(optimizer, config, global_step, lr_scale)
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm

@@ -1,0 +1,91 @@
+"""The value head's own training: a small replicated module beside a policy that may be sharded.
+
+Every rank holds the whole head and adds up the ranks' gradients by hand. Its weights and Adam's moments lie in the folder of the
+optimizer's state: value_head.safetensors and value_optimizer.safetensors. Has run on CPU; never run on a GPU.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ttrl.configs import GRPOConfig
+from ttrl.errors import RunFolderError
+from ttrl.training.batches import derived_generator
+from ttrl.training.optimizer.optimizer import learning_rate
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.value_head import ValueHead, load_value_head, save_value_head
+
+_OPTIMIZER_FILE = "value_optimizer.safetensors"
+_STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+class ValueTraining:
+    """A value head with its AdamW. `dim` is the width of the hidden states. Starts afresh where the config's state has none."""
+
+    def __init__(self, config: GRPOConfig, dim: int, here: Ranks) -> None:
+        self._config, self._here = config, here
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derived_generator(config.seed, "value head").initial_seed())  # the same on all ranks
+            self.head = ValueHead(dim, grad_in_decoder=config.value_grad_in_decoder)
+        found = config.state is not None and load_value_head(self.head, config.state)
+        self.head.to(here.device)
+        self._optimizer = torch.optim.AdamW(
+            self.head.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=0.0
+        )
+        if found:
+            assert config.state is not None
+            self._load_optimizer(Path(config.state, _OPTIMIZER_FILE))
+
+    def gradient_norm(self) -> float:
+        """Sums up the ranks' gradients, clips them on their own to `max_grad_norm`, and returns the norm before. A collective."""
+        for parameter in self.head.parameters():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            parameter.grad = self._here.sum(gradient) / self._here.world_size  # each was multiplied by their number
+        limit = self._config.max_grad_norm
+        return float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), math.inf if limit is None else limit))
+
+    def step(self, global_step: int, lr_scale: float) -> None:
+        """One optimizer step, at `value_lr` in place of `lr`."""
+        config = self._config
+        rate = learning_rate(config if config.value_lr is None else dataclasses.replace(config, lr=config.value_lr), global_step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * lr_scale
+        self._optimizer.step()
+        self.forget()
+
+    def move(self, device: torch.device) -> None:
+        """Head and optimizer state to another device. Never run on a GPU."""
+        self.head.to(device)
+        for state in self._optimizer.state.values():
+            state |= {name: value.to(device) for name, value in state.items() if name != "step"}
+
+    def forget(self) -> None:
+        """Throws the gradients away."""
+        self._optimizer.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        """Writes both files; for one rank."""
+        save_value_head(self.head.state_dict(), folder)
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.head.named_parameters():
+            state = self._optimizer.state.get(parameter, {})
+            tensors |= {f"{name}.{part}": state[part].detach().cpu().reshape(-1) for part in _STATE if part in state}
+        save_file(tensors, folder / _OPTIMIZER_FILE)
+
+    def _load_optimizer(self, file: Path) -> None:
+        try:
+            tensors = load_file(file)
+            for name, parameter in self.head.named_parameters():
+                if f"{name}.step" in tensors:
+                    shapes = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size(())}
+                    state = {part: tensors[f"{name}.{part}"].reshape(shape) for part, shape in shapes.items()}
+                    self._optimizer.state[parameter] = {
+                        part: value if part == "step" else value.to(parameter.device) for part, value in state.items()
+                    }
+        except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+            raise RunFolderError(f"{file}: the value head's optimizer state cannot be read: {error}") from error

@@ -1,0 +1,160 @@
+"""Parameters spread over processes: FSDP2 over the data ranks, tensor parallelism over those that share a layer, or both.
+
+Tensor parallelism (Megatron-LM, arXiv 1909.08053) deals out the columns of q, k, v, w1, w3 (whole heads, so attention itself
+needs no communication), the rows of the output projections, and the vocabulary of embeddings and head. Norms are computed by
+every process alike; q/k norms see only the local heads, so their gradients are summed.
+
+Shapes: B rows, T tokens, H heads, E dimension of a head, D width, V vocabulary.
+Has run on CPU over gloo; CUDA and NCCL, mixed precision and CPU offload among them: never run on a GPU.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from ttrl.configs import TrainingConfig
+from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; a collective if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that may be sharded; the gradient flows through."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of `whole` that this process holds of `like`: a view, so that of a file's tensor nothing else is read."""
+    if not isinstance(like, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    return whole
+
+
+@torch.no_grad()
+def copy_whole(target: Tensor, whole: Tensor) -> None:
+    """Copies a whole tensor into one that may be sharded, converting dtype and device."""
+    local_part(target).copy_(part_of(whole, target))
+
+
+def materialise(module: nn.Module, device: torch.device, but: Iterable[Tensor] = ()) -> None:
+    """Gives every parameter on the meta device memory on `device`, unset; buffers, and those in `but`, stay as they are."""
+    left = {id(tensor) for tensor in but}
+
+    def give(tensor: Tensor) -> Tensor:
+        wanted = tensor.is_meta and isinstance(tensor, nn.Parameter) and id(tensor) not in left
+        return torch.empty_like(tensor, device=device) if wanted else tensor
+
+    module._apply(give)
+
+
+class _SameEverywhere(ParallelStyle):
+    """A module whose whole parameters every process holds, on an input that all have (or, with `shard`, hold a part of along that
+    dimension, so that the parameters' gradients are partial sums)."""
+
+    def __init__(self, shard: int | None = None) -> None:
+        super().__init__()
+        self.placement = Replicate() if shard is None else Shard(shard)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            first, *rest = inputs
+            return (DTensor.from_local(first, mesh, (self.placement,), run_check=False), *rest)
+
+        def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)  # type: ignore[arg-type]
+
+
+class TiedHead:
+    """The output projection that uses vocabulary-sharded embeddings: h [..., D], the same on all → logits [..., V], whole."""
+
+    def __init__(self, embeddings: nn.Embedding, mesh: DeviceMesh) -> None:
+        self.tied_module, self._mesh = embeddings, mesh
+
+    def __call__(self, h: Tensor) -> Tensor:
+        spread = DTensor.from_local(h, self._mesh, (Replicate(),), run_check=False)
+        return F.linear(spread, self.tied_module.weight).redistribute(placements=(Replicate(),)).to_local()
+
+
+_COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
+_ROWS = ("attn.output_proj", "mlp.w2")
+_OVER_HEADS = ("attn.q_norm", "attn.k_norm")  # on [B, T, H, E] with this process's heads
+
+
+def tensor_parallel_plan(decoder: nn.Module) -> dict[str, ParallelStyle]:
+    """How each module of a decoder that has parameters of its own is spread, by its name."""
+    plan: dict[str, ParallelStyle] = {}
+    for name, module in decoder.named_modules():
+        if not list(module.parameters(recurse=False)):
+            continue
+        if name == "tok_embeddings":
+            plan[name] = RowwiseParallel(input_layouts=Replicate())
+        elif name == "output":
+            plan[name] = ColwiseParallel(output_layouts=Replicate())
+        elif name.endswith(_COLUMNS):
+            plan[name] = ColwiseParallel()
+        elif name.endswith(_ROWS):
+            plan[name] = RowwiseParallel()
+        else:
+            plan[name] = _SameEverywhere(2 if name.endswith(_OVER_HEADS) else None)
+    return plan
+
+
+def apply_tensor_parallel(decoder: Any, mesh: DeviceMesh) -> None:
+    """Spreads a decoder over the processes of a one-dimensional mesh; its hidden states and logits stay whole on each."""
+    tied = decoder.output.tied_module if hasattr(decoder.output, "tied_module") else None
+    parallelize_module(decoder, mesh, tensor_parallel_plan(decoder))
+    if tied is not None:
+        decoder.output = TiedHead(tied, mesh)
+
+
+def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPrecisionPolicy:
+    """On CUDA with bf16, parameters are gathered in bf16 and gradients reduced in fp32; else both stay fp32, and autocast
+    converts as without FSDP. So do DoRA's: a magnitude, or the length of a row, that is rounded to bf16 (0.4%) would hide what
+    it learns, and a checkpoint is merged from those that are not rounded."""
+    mixed = config.dtype == "bf16" and device.type == "cuda" and config.lora_kind != "dora"
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+
+
+def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ranks) -> None:
+    """Shards each layer, and what is left in the root, over the data ranks (FSDP2)."""
+    assert here.mesh is not None
+    settings: dict[str, Any] = {
+        "mesh": here.mesh[DATA],
+        "mp_policy": gathered_precision(config, here.device),
+        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+    }
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **settings)
+    fully_shard(policy, **settings)
+
+
+def shard(policy: Any, config: TrainingConfig, here: Ranks, between: Callable[[], None] = lambda: None) -> None:
+    """Spreads a policy whose parameters may still be on the meta device. `between` is what wraps layers (checkpointing,
+    compilation): after tensor parallelism, before FSDP."""
+    if here.tensor_ranks > 1:
+        assert here.mesh is not None
+        apply_tensor_parallel(policy.decoder, here.mesh[TENSOR])
+        policy.vocab_group = here.tensor_group
+    between()
+    if here.world_size > 1 and here.tensor_ranks > 1:
+        # It warns of each gathering of a tensor that is sharded twice over; there is no other way to gather one.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if here.world_size > 1 or config.cpu_offload:
+        apply_fsdp(policy, policy.decoder.layers, config, here)

@@ -1,0 +1,62 @@
+"""What the backward pass needs of the forward pass: kept, recomputed, or moved to the CPU's memory and back.
+
+- Full checkpointing (arXiv 1604.06174) keeps a layer's input alone; every k-th layer can be recomputed, the others kept.
+- Selective checkpointing keeps what is dear and recomputes what is cheap (arXiv 2205.05198): results of matrix products and of
+  attention stay.
+
+Both are exact: what is recomputed are the same operations on the same numbers. Layers have no dropout, so no random state is
+stored; but adapters may have.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torchtune.training import OffloadActivations
+
+from ttrl.configs import TrainingConfig
+from ttrl.training.kernels import native_attention  # noqa: F401  # defines an operation
+from ttrl.training.kernels.cpu_products import PRODUCT
+
+_aten = torch.ops.aten
+PRODUCTS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.ttrl.tree_attention.default,
+    torch.ops.higher_order.flex_attention,
+    *([] if PRODUCT is None else [PRODUCT.default]),
+]
+"""Operations whose results selective checkpointing keeps."""
+
+
+def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
+    """Wraps the layers that are to be recomputed: those of number 0, k, 2k, … for `checkpoint_every` k."""
+    settings: dict[str, Any] = {"preserve_rng_state": config.lora_dropout > 0}
+    if config.checkpoint_keeps == "products":
+        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+    for number in range(0, len(layers), config.checkpoint_every):
+        layers[number] = checkpoint_wrapper(layers[number], checkpoint_impl=CheckpointImpl.NO_REENTRANT, **settings)
+
+
+def offload_activations(policy: nn.Module) -> None:
+    """Moves what the forward pass saves to pinned memory of the CPU while it goes on, and back when the backward pass nears it
+    (torchtune's OffloadActivations on a stream of its own). Never run on a GPU; it cannot be made on a machine without one."""
+    forward: Callable[..., Any] = policy.forward
+    offloading = OffloadActivations()
+
+    def offloaded(*inputs: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **options)
+        with offloading:
+            return forward(*inputs, **options)
+
+    policy.forward = offloaded  # type: ignore[method-assign]

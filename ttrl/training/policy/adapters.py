@@ -1,0 +1,352 @@
+"""Adapters on disk, in the layout of peft, and a base's parameters around them.
+
+    checkpoint/                            the merged model, as any other checkpoint; or no weights at all
+    checkpoint/adapter/                    what peft, and vLLM with --enable-lora, load
+        adapter_config.json                rank, scale, targets, and the folder of the base, in peft's words
+        adapter_model.safetensors          base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, …, in fp32
+        ttrl_adapter.json                  the same in ours
+
+Training goes on from base and adapter: what was merged is only served. Where a family stores matrices fused (Phi-3: q, k and v),
+peft sees one matrix: its A is ours below each other, its B has ours along the diagonal, its rank and alpha are as many times as
+large.
+"""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ttrl.configs import GRPOConfig, TrainingConfig
+from ttrl.errors import ConfigError, ModelFolderError
+from ttrl.system.files import write_json
+from ttrl.training.batches import derived_generator
+from ttrl.training.models.weights import check_weights, composite_of, files_of, stored_as
+from ttrl.training.parallel.sharding import copy_whole, full_tensor
+from ttrl.training.policy.lora import AdaptedLinear, adapted, is_adapter, merge, plain, without_adapters
+from ttrl.training.policy.policy import Policy
+from ttrl.training.policy.weights import fill_parameters
+
+ADAPTER_FOLDER = "adapter"
+PEFT_FILE, WEIGHTS_FILE, OWN_FILE = "adapter_config.json", "adapter_model.safetensors", "ttrl_adapter.json"
+_PREFIX = "base_model.model."  # of peft's wrappers
+_THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+
+
+# The base
+
+
+def base_folder(config: TrainingConfig) -> str:
+    """The folder with the weights that stay frozen; `config.model` where there are no adapters.
+
+    Raises ModelFolderError where `config.model` holds neither that base nor an adapter, ConfigError where the adapter is of
+    another kind than the config's, or the config's reference is another model than the base.
+    """
+    if config.lora_rank is None:
+        return config.model
+    folder = Path(config.model, ADAPTER_FOLDER)
+    base = config.lora_base or config.model
+    if folder.is_dir():
+        stored = _read_json(folder / OWN_FILE)
+        base = config.lora_base or str(stored.get("lora_base"))
+        different = [
+            f"{name} is {wanted!r} and there {stored.get(name)!r}"
+            for name, wanted in _settings(config, base).items()
+            if name != "lora_base" and wanted != stored.get(name)
+        ]
+        if different:
+            raise ConfigError("config", [f"{folder} holds another kind of adapter: {'; '.join(different)}"])
+        if not Path(base, "config.json").is_file():
+            raise ModelFolderError(f"{folder} is an adapter to {base}, which is not there; say where it is now with lora_base")
+    elif not _same_weights(config.model, base):
+        raise ModelFolderError(
+            f"{config.model} has no {ADAPTER_FOLDER}/, and its weights are not those of lora_base, {base}; leave lora_base "
+            "out to begin an adapter to this model"
+        )
+    reference = getattr(config, "reference_model", None)
+    if reference is not None and not _same_weights(reference, base):
+        raise ConfigError(
+            "config",
+            [
+                f"reference_model is {reference}, and the adapters' base is {base}; with adapters the base itself is "
+                "the reference: leave reference_model out, or store the other model's log-probabilities with the pack "
+                "(python -m ttrl.training.prepass)"
+            ],
+        )
+    return base
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelFolderError(f"{path} cannot be read ({error}); copy the checkpoint again") from error
+
+
+def _same_weights(one: str, other: str) -> bool:
+    """Whether two folders hold the same files of weights: one may link to the other's."""
+    first, second = Path(one), Path(other)
+    if not (first.is_dir() and second.is_dir()):
+        return False
+    if first.samefile(second):
+        return True
+    files = files_of(second)
+    return files == files_of(first) and all((first / name).samefile(second / name) for name in files)
+
+
+# Loading
+
+
+def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
+    """Gives memory that is already there its content: the base's weights, frozen, and the adapter that lies with `config.model`,
+    or a new one. A collective when sharded. Raises ModelFolderError."""
+    parameters, layers = policy.parameters_by_name(), adapted(policy)
+    device = next(p.device for name, p in parameters.items() if is_adapter(name))
+    in_four_bits = {id(layer.weight): layer for layer in layers.values() if layer.weight.is_meta}
+
+    def put(target: Tensor, whole: Tensor) -> None:
+        if id(target) in in_four_bits:
+            in_four_bits[id(target)].quantise(whole.to(device, torch.float32))
+        else:
+            copy_whole(target, whole)
+
+    fill_parameters({name: p for name, p in parameters.items() if not is_adapter(name)}, base, put)
+    folder = Path(config.model, ADAPTER_FOLDER)
+    if folder.is_dir():
+        _load(folder, policy, base)
+    else:
+        _begin(layers, config.seed)
+
+
+@torch.no_grad()
+def _begin(layers: Mapping[str, AdaptedLinear], seed: int) -> None:
+    """An adapter that changes nothing yet: A random (uniform within ±1/√D, as peft's), B zero, magnitudes the rows' lengths."""
+    for name, layer in layers.items():
+        bound = 1 / math.sqrt(layer.in_features)
+        a = torch.rand(layer.lora_a.shape, generator=derived_generator(seed, "lora", name)) * 2 * bound - bound
+        copy_whole(layer.lora_a, a)
+        layer.lora_b.zero_()
+        if layer.magnitude is not None:
+            copy_whole(layer.magnitude, torch.linalg.vector_norm(plain(full_tensor(layer.weight)), dim=1))
+
+
+def _load(folder: Path, policy: Policy, base: str) -> None:
+    try:
+        tensors = {name: tensor.float() for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    except (SafetensorError, OSError) as error:
+        raise ModelFolderError(f"{folder / WEIGHTS_FILE} cannot be read ({error}); copy the checkpoint again") from error
+    fused = _fused(policy, base)
+    wanted = {name: _together(one, part) for one in fused for name, part in one.names()}
+    check_weights(wanted, tensors, folder)
+    for one in fused:
+        for name, part in one.names():
+            for layer, piece in zip(one.layers, _apart(one, part, tensors[name]), strict=True):
+                if layer is not None:
+                    copy_whole(getattr(layer, part), piece)
+            if not torch.equal(tensors[name], _together(one, part)):
+                raise ModelFolderError(f"{folder}: {name} mixes matrices that ttrl has apart; it cannot be continued")
+
+
+# A matrix as peft sees it
+
+
+class _Fused(NamedTuple):
+    """A matrix of a checkpoint that has adapters, made of one matrix of ours or several."""
+
+    name: str
+    """Of the module, as peft has it."""
+    layers: tuple[AdaptedLinear | None, ...]
+    """None for parts without an adapter."""
+    rows: tuple[int, ...]
+    """Of each part."""
+
+    @property
+    def adapted(self) -> list[AdaptedLinear]:
+        """The parts with an adapter."""
+        return [layer for layer in self.layers if layer is not None]
+
+    def names(self) -> list[tuple[str, str]]:
+        """What its tensors are called, by theirs and by our names."""
+        return [
+            (f"{_PREFIX}{self.name}.{theirs}", ours)
+            for ours, theirs in _THEIRS.items()
+            if getattr(self.adapted[0], ours) is not None
+        ]
+
+
+def _fused(policy: Policy, base: str | Path) -> list[_Fused]:
+    layers, composite = adapted(policy), composite_of(base)
+    shapes = {name: p.shape for name, p in policy.parameters_by_name().items() if not is_adapter(name)}
+    found = []
+    for stored in stored_as(shapes, policy.decoder.config):
+        parts = tuple(layers.get(name.removesuffix(".weight")) for name in stored.parameters)
+        if not stored.name.endswith(".weight") or not any(parts):
+            continue
+        name = stored.name.removesuffix(".weight")
+        for plain_prefix, prefix in (composite.layouts[0] if composite is not None else {}).items():
+            if name.startswith(plain_prefix):
+                name = prefix + name.removeprefix(plain_prefix)
+                break
+        found.append(_Fused(name, parts, tuple(shapes[parameter][0] for parameter in stored.parameters)))
+        if None in parts and found[-1].adapted[0].magnitude is not None:
+            missing = stored.parameters[parts.index(None)].split(".")[-2]
+            raise ConfigError(
+                "config",
+                [
+                    f"lora_targets has no {missing}, which the model stores in one matrix with others that are there; with "
+                    f"lora_kind 'dora', which has a length for each row of a matrix, add {missing}"
+                ],
+            )
+    return found
+
+
+@torch.no_grad()
+def _together(one: _Fused, part: str) -> Tensor:
+    """A tensor of peft's from ours, on the CPU; a collective when sharded."""
+    whole = [None if layer is None else full_tensor(getattr(layer, part).detach()).cpu() for layer in one.layers]
+    pieces = [piece for piece in whole if piece is not None]
+    if part != "lora_b":
+        return torch.cat(pieces)
+    rank = pieces[0].shape[1]
+    fused = pieces[0].new_zeros(sum(one.rows), rank * len(pieces))
+    row = column = 0
+    for piece, rows in zip(whole, one.rows, strict=True):
+        if piece is not None:
+            fused[row : row + rows, column : column + rank] = piece
+            column += rank
+        row += rows
+    return fused
+
+
+def _apart(one: _Fused, part: str, fused: Tensor) -> list[Tensor | None]:
+    """The inverse."""
+    if part == "magnitude":
+        return list(fused.split(list(one.rows)))
+    pieces: list[Tensor | None] = []
+    row = column = 0
+    for layer, rows in zip(one.layers, one.rows, strict=True):
+        if layer is None:
+            pieces.append(None)
+        else:
+            rank = layer.lora_a.shape[0]
+            own = slice(column, column + rank)
+            pieces.append(fused[own] if part == "lora_a" else fused[row : row + rows, own])
+            column += rank
+        row += rows
+    return pieces
+
+
+# Saving
+
+
+class Adapter(NamedTuple):
+    """What is written into a checkpoint's adapter/."""
+
+    tensors: dict[str, Tensor]
+    peft_config: dict[str, Any]
+    settings: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Makes the folder."""
+        folder.mkdir()
+        save_file(self.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        write_json(folder / PEFT_FILE, self.peft_config)
+        write_json(folder / OWN_FILE, self.settings)
+
+
+def gather_adapter(policy: Policy, config: TrainingConfig, base: str) -> Adapter:
+    """A collective when the policy is sharded: all ranks must call it."""
+    fused = _fused(policy, base)
+    tensors = {name: _together(one, part).contiguous() for one in fused for name, part in one.names()}
+    return Adapter(tensors, _peft_config(fused, config, base), _settings(config, base))
+
+
+def _settings(config: TrainingConfig, base: str) -> dict[str, Any]:
+    return {
+        "lora_base": str(Path(base).absolute()),
+        "lora_rank": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_targets": sorted(config.lora_targets),
+        "lora_kind": config.lora_kind,
+        "lora_base_dtype": config.lora_base_dtype,
+    }
+
+
+def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict[str, Any]:
+    assert config.lora_rank is not None
+    alpha = int(config.lora_alpha) if config.lora_alpha.is_integer() else config.lora_alpha
+    modules = sorted({one.name.rpartition(".")[2] for one in fused})
+    several = {one.name.rpartition(".")[2]: len(one.adapted) for one in fused if len(one.adapted) > 1}
+    targets: str | list[str] = modules
+    if (composite := composite_of(base)) is not None:  # a vision tower has modules of these names too
+        beginnings = "|".join(re.escape(prefix) for prefix in composite.layouts[0].values())
+        targets = rf"({beginnings}).*({'|'.join(modules)})"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).absolute()),
+        "r": config.lora_rank,
+        "lora_alpha": alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": targets,
+        "rank_pattern": {name: config.lora_rank * count for name, count in several.items()},
+        "alpha_pattern": {name: alpha * count for name, count in several.items()},
+        "use_dora": config.lora_kind == "dora",
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def merged_weight(parameter: Tensor, layer: AdaptedLinear | None) -> Tensor:
+    """A parameter of the base, with its adapter if it has one: whole, on its device. A collective when sharded."""
+    whole = full_tensor(parameter.detach())
+    if layer is None:
+        return whole
+    parts = [None if part is None else full_tensor(part.detach()) for part in (layer.lora_a, layer.lora_b, layer.magnitude)]
+    return merge(whole, *parts, layer.scaling)
+
+
+# The reference
+
+
+@contextlib.contextmanager
+def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
+    """Inside, the policy computes what the reference model does: the base where there are adapters, which are switched off, and
+    else `config.reference_model`, whose weights are swapped in. A collective when sharded."""
+    if config.lora_rank is not None:
+        with without_adapters(policy):
+            yield
+        return
+    assert config.reference_model is not None, "the config's own check asks for it"
+    with as_policy_of(policy, config, config.reference_model):
+        yield
+
+
+@contextlib.contextmanager
+def as_policy_of(policy: Policy, config: GRPOConfig, folder: str) -> Iterator[None]:
+    """Inside, the policy computes what another folder of the same model does: its weights, or its adapter, are swapped in, and
+    those of `config.model` again afterwards. A collective when sharded. Raises ModelFolderError."""
+    if config.lora_rank is None:
+        policy.load_folder(folder)
+        yield
+        policy.load_folder(config.model)
+        return
+    theirs, own, base = Path(folder, ADAPTER_FOLDER), Path(config.model, ADAPTER_FOLDER), base_folder(config)
+    if not theirs.is_dir() or not own.is_dir():  # the base: before the first update there is no adapter
+        with without_adapters(policy) if not theirs.is_dir() else contextlib.nullcontext():
+            yield
+        return
+    _load(theirs, policy, base)
+    yield
+    _load(own, policy, base)

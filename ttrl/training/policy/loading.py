@@ -1,0 +1,64 @@
+"""From a model folder to the policy on its devices, without ever holding the model more than once.
+
+The decoder is built without memory (on the meta device), spread over the processes, and only then given memory: each process's
+own part. Files are mapped, not read: a process touches the pages of its part, tensor by tensor, so that a machine holds the model
+once however many processes it runs.
+"""
+
+import torch
+
+from ttrl.configs import TrainingConfig
+from ttrl.training.batches import derived_generator
+from ttrl.training.models import build_decoder, read_config
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.sharding import materialise, shard
+from ttrl.training.policy.activations import checkpoint_layers, offload_activations
+from ttrl.training.policy.adapters import base_folder, fill_policy
+from ttrl.training.policy.lora import adapted, apply_lora
+from ttrl.training.policy.policy import Policy
+from ttrl.training.policy.weights import fill_parameters
+
+
+def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
+    """The policy of `config.model` on this rank's device: fp32 parameters, sharded over the ranks where there are several.
+
+    Raises ModelFolderError for folders that are missing, incomplete or of a family that is not supported.
+    """
+    base = base_folder(config)
+    hf_config = read_config(base)
+    with torch.device("meta"):
+        decoder = build_decoder(hf_config, config.context)
+        if config.lora_rank is not None:
+            apply_lora(decoder, config)
+    policy = Policy(
+        decoder,
+        num_output_chunks=config.num_output_chunks,
+        compute_dtype=torch.bfloat16 if config.dtype == "bf16" else torch.float32,
+        temperature=getattr(config, "temperature", 1.0),
+    )
+
+    def wrap_layers() -> None:
+        if config.compile:
+            for layer in decoder.layers:
+                layer.compile()
+        if config.activation_checkpointing:
+            checkpoint_layers(decoder.layers, config)
+
+    shard(policy, config, ranks, wrap_layers)
+    in_four_bits = [layer.weight for layer in adapted(policy).values()] if config.lora_base_dtype == "nf4" else []
+    materialise(policy, torch.device("cpu") if config.cpu_offload else ranks.device, but=in_four_bits)
+    decoder.materialise_buffers(ranks.device)
+    if config.lora_rank is None:
+        fill_parameters(policy.parameters_by_name(), base)
+    else:
+        fill_policy(policy, config, base)
+        seed_dropout(config, ranks)
+    if config.activation_offloading:
+        offload_activations(policy)
+    return policy
+
+
+def seed_dropout(config: TrainingConfig, ranks: Ranks) -> None:
+    """What adapters drop depends on (seed, iteration, rank), and on nothing that this process did before."""
+    if config.lora_dropout:
+        torch.manual_seed(derived_generator(config.seed, getattr(config, "iteration", 0), ranks.rank).initial_seed())

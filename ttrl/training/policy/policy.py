@@ -1,0 +1,175 @@
+"""The policy that both recipes train: a decoder that goes from packed rows to the log-probabilities of their labels.
+
+Everything happens inside one `forward`, so that FSDP's hooks on the root see embeddings, norm and output projection being used.
+Shapes: B rows, T tokens, N trained positions (in row-major order), D width, V vocabulary.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from ttrl.training.kernels.attention import attention_plan
+from ttrl.training.kernels.logprobs import IGNORE, ReferenceHead, TokenLoss, run_head
+from ttrl.training.models import Decoder, check_same_architecture, read_config
+from ttrl.training.parallel.sharding import full_tensor, local_part
+from ttrl.training.policy.lora import AdaptedLinear
+from ttrl.training.policy.value_head import ValueHead
+from ttrl.training.policy.weights import fill_parameters
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What is wanted of the positions with a label, beside log-probabilities and entropies. See
+    `ttrl.training.kernels.logprobs.run_head` for the first four."""
+
+    token_loss: TokenLoss | None = None
+    reference: ReferenceHead | None = None
+    """With the whole output projection, also under tensor parallelism."""
+    entropy_grad: bool = False
+    divergence_grad: bool = False
+    value_head: ValueHead | None = None
+    """A value for each position."""
+    hidden: bool = False
+    """The hidden states, and nothing else."""
+    distributions: bool = False
+    """Whole distributions at temperature 1 [N, V] in the place of log-probabilities, and nothing else: for a few positions."""
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy says of the N positions with a label, in row-major order. A tuple, so that FSDP finds the tensors in it."""
+
+    logprobs: Tensor
+    """[N], nats."""
+    entropy: Tensor
+    """[N], nats."""
+    divergence: Tensor | None = None
+    """[N]: KL to the reference over the whole vocabulary."""
+    loss: Tensor | None = None
+    """Σ of the weighted token losses, for the backward pass."""
+    values: Tensor | None = None
+    """[N], of the value head."""
+    hidden: Tensor | None = None
+    """[N, D]"""
+
+
+class Policy(nn.Module):
+    """A decoder with its head. `compute_dtype` is what matrix products run in; parameters keep their own dtype. `temperature` is
+    the sampler's: log-probabilities are those of the distribution that it drew from. `num_output_chunks`: None leaves the chunks
+    to the head."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_output_chunks: int | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.num_output_chunks = num_output_chunks
+        self.compute_dtype = compute_dtype
+        self.temperature = temperature
+        self.vocab_group: ProcessGroup | None = None
+        """Under tensor parallelism, the processes that share the vocabulary."""
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        group_ids_BT: Tensor,
+        parent_ids_BT: Tensor,
+        input_pos_BT: Tensor,
+        options: HeadOptions = HeadOptions(),
+    ) -> PolicyOutput:
+        """Packed rows → what the head says of the positions whose label is not -100. `labels` stand at the position that predicts
+        them."""
+        lower = self.compute_dtype not in (torch.float32, torch.float64)
+        with torch.autocast(tokens_BT.device.type, self.compute_dtype) if lower else contextlib.nullcontext():
+            plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
+            h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan)
+            trained_BT = labels_BT != IGNORE
+            return self._head(h_BTD[trained_BT], labels_BT[trained_BT], options)
+
+    def _head(self, h_ND: Tensor, labels_N: Tensor, options: HeadOptions) -> PolicyOutput:
+        nothing = h_ND.new_zeros(0)
+        if options.hidden:
+            return PolicyOutput(nothing, nothing, hidden=h_ND)
+        if options.distributions:  # their entropies would take twice their memory once more
+            return PolicyOutput(torch.log_softmax(self.decoder.logits(h_ND).float(), dim=-1), nothing)
+        out = run_head(
+            h_ND,
+            labels_N,
+            self.head_weight(),
+            num_chunks=self.num_output_chunks,
+            temperature=self.temperature,
+            soft_cap=self.decoder.output_soft_cap,
+            bias_V=self.head_bias(),
+            reference=self._own_part(options.reference),
+            entropy_grad=options.entropy_grad,
+            divergence_grad=options.divergence_grad,
+            token_loss=options.token_loss,
+            vocab_group=self.vocab_group,
+        )
+        values = None if options.value_head is None else options.value_head(h_ND)
+        return PolicyOutput(out.logprobs_N, out.entropy_N, out.divergence_N, out.loss, values)
+
+    def head_weight(self) -> Tensor:
+        """The output projection [V, D] inside of a forward pass, this rank's rows of it under tensor parallelism; the gradient
+        flows through."""
+        output = self.decoder.output
+        weight = local_part(getattr(output, "tied_module", output).weight)
+        return output.merged(weight) if isinstance(output, AdaptedLinear) else weight
+
+    def head_bias(self) -> Tensor | None:
+        """Of the output projection [V], as `head_weight`; None where it has none."""
+        output = self.decoder.output
+        bias = getattr(getattr(output, "tied_module", output), "bias", None)
+        return None if bias is None else local_part(bias)
+
+    def whole_head(self) -> tuple[Tensor, Tensor | None]:
+        """Copies of the output projection [V, D] and its bias, whole, outside of a forward pass. A collective when sharded."""
+        names = self.parameters_by_name()
+        weight = names["output.weight" if "output.weight" in names else "tok_embeddings.weight"]
+        bias = names.get("output.bias")
+        return full_tensor(weight.detach()).clone(), None if bias is None else full_tensor(bias.detach()).clone()
+
+    def _own_part(self, reference: ReferenceHead | None) -> ReferenceHead | None:
+        """This rank's rows of the reference's output projection, under tensor parallelism."""
+        if reference is None or self.vocab_group is None:
+            return reference
+        size, rank = self.vocab_group.size(), self.vocab_group.rank()
+        bias = reference.bias_ref_V
+        return ReferenceHead(
+            reference.h_ref_ND,
+            reference.weight_ref_VD.chunk(size)[rank],
+            None if bias is None else bias.chunk(size)[rank],
+        )
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Parameters under torchtune's names; a tied weight appears once. Sharded ones are the shards, also right after a forward
+        pass without a backward pass, which leaves parameters whole: the root's, and the layers' too without resharding."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return {
+            name.removeprefix("decoder.").replace("_checkpoint_wrapped_module.", ""): p for name, p in self.named_parameters()
+        }
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whole parameters on the CPU under torchtune's names; a collective when sharded: all ranks must call it."""
+        return {name: full_tensor(parameter.detach()).cpu() for name, parameter in self.parameters_by_name().items()}
+
+    def load_folder(self, folder: str | Path) -> None:
+        """Replaces all weights by those of another folder of the same architecture; sharded policies keep each rank's part.
+
+        Raises ModelFolderError where the folder's config computes anything else than this policy does.
+        """
+        check_same_architecture(read_config(folder), self.decoder.config, folder)
+        fill_parameters(self.parameters_by_name(), folder)

@@ -1,0 +1,255 @@
+"""What runs inside vLLM's workers: new weights in place, and a comparison of what a worker holds with a checkpoint's files.
+Either switches on that prompts are computed once for all their samples (`ttrl.vllm_worker.shared_prompts`).
+
+vLLM mixes `WeightSync` into its worker class (`--worker-extension-cls ttrl.vllm_worker.WeightSync`); its methods are called over
+/collective_rpc, by `ttrl.server.weights`. Written for vLLM 0.32's way to reload (`vllm.model_executor.model_loader.reload`).
+
+Loading. On CPU, vLLM computes linear layers from packed copies, which `process_weights_after_loading` makes. Its reload re-runs
+that for layers that are loaded; a tied head is not (a tied checkpoint has no lm_head.weight), so it goes on computing with the
+packed copy of the old embeddings although its parameter is the new ones. Here, every layer that keeps its parameter beside a
+packed copy gets a new copy after a reload.
+
+Comparing. `ttrl_compare_weights` gives the checkpoint's tensors to the model's own `load_weights`, under a mode in which a copy
+into a parameter compares and writes nothing. So vLLM's own names, fusing and sharding decide what belongs where, and every
+element of every parameter is held to the file, bit for bit. Where a parameter was thrown away after packing, the file's goes into
+a buffer, and the packed copy is asked: given the rows of the identity it tells its content bit for bit; where that costs too
+much, it is asked for sums with random signs. Not compared: quantised layers, experts, adapters, and buffers (tables of rotary
+embeddings); the canary speaks for those. It has not run on a GPU.
+"""
+
+import copy
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+logger = logging.getLogger(__name__)
+
+EXACT_FLOPS = 2e10
+"""Packed copies are read out whole where that costs no more than this; else they are probed."""
+PROBES = 8
+_HASH_THREADS = 4
+_MOST_NAMED = 8
+_PLAIN = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+class WeightSync:
+    """Methods for vLLM's worker; `self` is the worker."""
+
+    def ttrl_load_weights(self, folder: str) -> None:
+        """Loads the checkpoint in `folder` in place of what is there. Raises what vLLM raises."""
+        _share_prompts(self)
+        self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
+            for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
+                if hasattr(layer, "cpu_linear") and layer.weight.numel() and not layer.weight.is_meta:
+                    layer.quant_method.process_weights_after_loading(layer)
+
+    def ttrl_compare_weights(self, folder: str) -> dict[str, Any]:
+        """Compares what this worker computes with to the files of `folder`.
+
+        {"problems": what differs, in words; "tensors": name in the files → SHA-256 of the bytes that were read;
+        "compared": elements held to the files, "exact": whether packed copies were compared bit for bit too;
+        "unchecked": elements of parameters that cannot be compared; "failed": why nothing could be compared, or None}
+        """
+        _share_prompts(self)
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
+            try:
+                return _compare(self, folder) | {"failed": None}
+            except Exception as error:  # a model or a vLLM that does this otherwise: the canary can still speak
+                logger.exception("weights cannot be compared")
+                why = f"{type(error).__name__}: {error}"
+                return {"problems": [], "tensors": {}, "compared": 0, "unchecked": 0, "exact": False, "failed": why}
+
+
+def _share_prompts(worker: Any) -> None:
+    if worker.model_runner.device.type == "cpu":
+        try:
+            from ttrl.vllm_worker.shared_prompts import share_prompts
+        except ImportError as error:  # another vLLM: it goes its own way
+            logger.warning("prompts of several samples are computed for each: %s", error)
+        else:
+            share_prompts(worker)
+
+
+def _compare(worker: Any, folder: str) -> dict[str, Any]:
+    model = worker.model_runner.get_model()
+    config = copy.copy(worker.vllm_config.model_config)
+    config.model, config.model_weights, config.revision = folder, "", None
+    held = _Held(model)
+    digests: dict[str, Future[str]] = {}
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+
+        def read(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                digests[name] = pool.submit(_digest, tensor)
+                yield name, tensor
+
+        with held.in_place_of_what_is_packed(), _CompareInsteadOfCopying(held):
+            model.load_weights(read(get_model_loader(worker.vllm_config.load_config).get_all_weights(config, model)))
+        held.compare_packed()
+        tensors = {name: digest.result() for name, digest in digests.items()}
+    return {
+        "problems": held.problems(),
+        "tensors": tensors,
+        "compared": held.compared,
+        "unchecked": held.unchecked + held.not_reached,
+        "exact": held.exact,
+    }
+
+
+def _digest(tensor: Tensor) -> str:
+    """As `ttrl.training.checkpoints` computes it when it writes the tensor."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy() if flat.numel() else b"").hexdigest()
+
+
+class _Held:
+    """A model's parameters, and what was found of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.compared = self.unchecked = 0
+        self.exact = True
+        self._live: dict[int, str] = {}  # address of the storage → name of the parameter
+        self._left: dict[str, int] = {}  # elements that no tensor of the files was compared to yet
+        self._wrong: dict[str, int] = {}  # elements that differ
+        self._packed: dict[str, nn.Module] = {}
+        self._gone: set[str] = set()  # parameters of which there is but a packed copy
+        self._stand_ins: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._expected: dict[str, Tensor] = {}
+        names = {name for name, _ in model.named_parameters()}  # a tied one under its first name only
+        for prefix, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._sort(f"{prefix}.{key}".lstrip("."), module, key, parameter, names)
+
+    def _sort(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, names: set[str]) -> None:
+        original = get_layerwise_info(module).restore_metadata[0].get(key, parameter)
+        if not isinstance(getattr(module, "quant_method", None), _PLAIN) or parameter.is_meta:
+            self.unchecked += original.numel()
+            self._stand_ins.append((module, key, _restored(original, module)))  # on the meta device: copies do nothing
+            return
+        is_packed = key == "weight" and hasattr(module, "cpu_linear")
+        if is_packed and not parameter.numel():
+            parameter = materialize_meta_tensor(_restored(original, module))
+            parameter.fill_(math.nan)  # what no tensor of the files fills is told from what one does
+            self._stand_ins.append((module, key, parameter))
+            self._gone.add(name)
+        elif name in names:
+            self._live[parameter.untyped_storage().data_ptr()] = name
+            self._left[name] = parameter.numel()
+        if is_packed:
+            self._packed[name], self._expected[name] = module, parameter
+
+    def in_place_of_what_is_packed(self) -> "_Swapped":
+        """Inside, layers whose parameter is gone, or is no longer what a checkpoint has, have one that can be loaded."""
+        return _Swapped(self._stand_ins)
+
+    def owner(self, tensor: Tensor) -> str | None:
+        """Which parameter a tensor is a part of."""
+        return None if tensor.is_meta else self._live.get(tensor.untyped_storage().data_ptr())
+
+    def take(self, name: str, held: Tensor, file: Tensor) -> None:
+        """Compares a part of a parameter."""
+        self.compared += held.numel()
+        self._left[name] -= held.numel()
+        wanted = file.to(device=held.device, dtype=held.dtype).expand_as(held)
+        if not torch.equal(held, wanted):
+            self._wrong[name] = self._wrong.get(name, 0) + int((held != wanted).sum())
+
+    def compare_packed(self) -> None:
+        """Compares what packed copies compute to the same of the files' tensors, or of the parameters that were compared."""
+        total = sum(2 * weight.numel() * weight.shape[1] for weight in self._expected.values())
+        self.exact = total <= EXACT_FLOPS
+        for name, module in self._packed.items():
+            weight = self._expected[name]
+            wrong = _differences(module.cpu_linear, weight, self.exact)
+            if name in self._gone:  # else the parameter itself was compared, too
+                self.compared += weight.numel()
+            if wrong:
+                label = name if name in self._gone else f"{name} (its packed copy)"
+                self._wrong[label] = self._wrong.get(label, 0) + wrong
+
+    @property
+    def not_reached(self) -> int:
+        """Elements that no tensor of the files was compared to, such as the bias of Phi's head; the canary speaks for them."""
+        return sum(max(0, left) for left in self._left.values())
+
+    def problems(self) -> list[str]:
+        """In words, a line each."""
+        what = "elements" if self.exact else "elements, or rows of a packed copy,"
+        found = [f"{name}: {count} {what} are not those of the files" for name, count in self._wrong.items()]
+        return found if len(found) <= _MOST_NAMED else [*found[:_MOST_NAMED], f"and {len(found) - _MOST_NAMED} more"]
+
+
+def _restored(original: Tensor, module: nn.Module) -> nn.Parameter:
+    """A parameter on the meta device, with its loader, as vLLM made it at first."""
+    parameter = restore_layer_refs(to_meta_tensor(original), module)
+    parameter.weight_loader = _get_original_loader(parameter)  # not the wrapper that an earlier reload has put around it
+    return parameter  # type: ignore[return-value]
+
+
+class _Swapped:
+    """Puts parameters into layers for a while."""
+
+    def __init__(self, stand_ins: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        self._stand_ins, self._own = stand_ins, [(module, key, module._parameters[key]) for module, key, _ in stand_ins]
+
+    def __enter__(self) -> None:
+        for module, key, parameter in self._stand_ins:
+            module._parameters[key] = parameter
+
+    def __exit__(self, *_: object) -> None:
+        for module, key, parameter in self._own:
+            module._parameters[key] = parameter
+
+
+class _CompareInsteadOfCopying(TorchDispatchMode):
+    """Weight loaders narrow and copy; what they would write to a parameter is compared to it."""
+
+    def __init__(self, held: _Held) -> None:
+        super().__init__()
+        self._held = held
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        writes = {torch.ops.aten.copy_.default: 1, torch.ops.aten.fill_.Scalar: 1, torch.ops.aten.zero_.default: None}
+        if func in writes and (name := self._held.owner(args[0])) is not None:
+            place = writes[func]
+            value = 0 if place is None else args[place]
+            self._held.take(name, args[0], value if isinstance(value, Tensor) else torch.tensor(value, dtype=args[0].dtype))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _differences(packed: Callable[..., Tensor], weight: Tensor, exact: bool) -> int:
+    """How many elements [rows, columns] of a packed copy are not `weight`'s; rows with such elements where it is probed."""
+    columns = weight.shape[1]
+    if exact:
+        wrong = 0
+        for part in torch.arange(columns).split(256):
+            one_hot = torch.zeros(len(part), columns, dtype=weight.dtype)
+            one_hot[torch.arange(len(part)), part] = 1
+            wrong += int((packed(one_hot, weight, None) != weight[:, part].T).sum())
+        return wrong
+    # Sums with random signs: one element that is off by d is off by d in each. Products are exact; sums are rounded, in float32,
+    # by about sqrt(columns)·2⁻²⁴ of the sum of magnitudes, and then to the weights' type.
+    signs = torch.randint(2, (PROBES, columns), generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
+    wanted = signs.double() @ weight.double().T
+    rounding = 4 * math.sqrt(columns) * 2**-24 * weight.double().abs().sum(1) + torch.finfo(weight.dtype).eps * wanted.abs()
+    off = (packed(signs.to(weight.dtype), weight, None).double() - wanted).abs()
+    return int((~(off <= rounding)).any(0).sum())
