@@ -19,10 +19,9 @@ from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_
 from ttrl.errors import ConfigError, DivergedError, ModelFolderError, PackError, RunFolderError, TrainerMemoryError
 from ttrl.system.files import read_jsonl
 from ttrl.training import prepass
-from ttrl.training.batches import derived_generator
 from ttrl.training.models import read_config
 from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages
-from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.references import model_digest
 from ttrl.training.step import GradientStep

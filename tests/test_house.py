@@ -23,12 +23,15 @@ def tool() -> ModuleType:
     return module
 
 
+LONG_ENOUGH = "x = 1\n" * 40
+
+
 def make_tree(root: Path, files: dict[str, str], dependencies: str = '"torch", "openai"') -> Path:
-    """A made-up house; every file not given is missing."""
+    """Make up a house; every file not given is missing. Files that are not about their length are long enough."""
     for name, text in {"ttrl/__init__.py": "", **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text if text.startswith("x = 1\n") else text + LONG_ENOUGH, encoding="utf-8")
     (root / "pyproject.toml").write_text(
         f'[project]\ndependencies = [{dependencies}]\n[project.optional-dependencies]\ndev = ["pytest"]\n'
     )
@@ -74,7 +77,7 @@ def test_our_house_is_in_order() -> None:
             id="room from ttrl",
         ),
         pytest.param(
-            {"ttrl/__init__.py": "_HOME = {'Task': 'ttrl.tasks.task'}\n", "ttrl/data/a.py": "from ttrl import Task\n"},
+            {"ttrl/__init__.py": "_HOME = {'Task': ''}\n", "ttrl/data/a.py": "from ttrl import Task\n"},
             "ttrl/data/a.py:1: takes Task from ttrl; inside the package, import from the file that defines it",
             id="public name",
         ),
@@ -82,14 +85,14 @@ def test_our_house_is_in_order() -> None:
             {"ttrl/loop/a.py": "import torchtune\n"}, "ttrl/loop/a.py:1: loop must not import torchtune", id="torchtune"
         ),
         pytest.param(
-            {"ttrl/rollouts/a.py": "import obstore\n"},
-            "ttrl/rollouts/a.py:1: imports obstore, which pyproject.toml does not declare",
+            {"ttrl/rollouts/cache/a.py": "import obstore\n"},
+            "ttrl/rollouts/cache/a.py:1: imports obstore, which pyproject.toml does not declare",
             id="undeclared",
         ),
         pytest.param(
-            {"ttrl/system/files.py": "import ttrl.system.processes\n", "ttrl/system/processes.py": ""},
-            "ttrl/system/files.py:1: files must not import processes",
-            id="files",
+            {"ttrl/system/files.py": "import ttrl.records\n", "ttrl/records.py": ""},
+            "ttrl/system/files.py:1: system must not import records",
+            id="system",
         ),
         pytest.param(
             {"ttrl/new_room/a.py": "import torch\n"},
@@ -101,10 +104,39 @@ def test_our_house_is_in_order() -> None:
             "ttrl/__init__.py:1: ttrl/__init__.py imports torch; importing ttrl must cost nothing",
             id="top",
         ),
-        pytest.param({"ttrl/data/a.py": "x = 1\n" * 401}, "ttrl/data/a.py:401: 401 lines; 400 at the most", id="long"),
+        pytest.param({"ttrl/data/a.py": "x = 1\n" * 601}, "ttrl/data/a.py:601: 601 lines; 600 at the most", id="long"),
+        pytest.param(
+            {"ttrl/data/a.py": "x = 1\n" * 39},
+            "ttrl/data/a.py:39: 39 lines; at least 40, or a line in SMALL_FILES: which noun is it?",
+            id="small",
+        ),
+        pytest.param(
+            {f"ttrl/data/a{number}.py": LONG_ENOUGH for number in range(21)},
+            "ttrl/data:1: 21 files; 20 at the most: which two ideas live here?",
+            id="full room",
+        ),
+        pytest.param(
+            {"ttrl/data/chat/a.py": "from ttrl.data.packing.b import c\n", "ttrl/data/packing/b.py": ""},
+            "ttrl/data/chat/a.py:1: data.chat must not import data.packing",
+            id="room in a room",
+        ),
+        pytest.param(
+            {"ttrl/data/a.py": "# See `ttrl.data.gone.f`.\n"}, "ttrl/data/a.py:1: there is no ttrl.data.gone.f", id="dotted name"
+        ),
+        pytest.param(
+            {"ttrl/data/a.py": "# ttrl/data/gone.py\n"}, "ttrl/data/a.py:1: there is no ttrl/data/gone.py", id="path in a comment"
+        ),
+        pytest.param(
+            {
+                "ttrl/data/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ttrl.data.b import B\n",
+                "ttrl/data/b.py": "from ttrl.data.a import A\n",
+            },
+            "ttrl/data/b.py:1: import circle ttrl.data.a → ttrl.data.b → ttrl.data.a",
+            id="circle of types",
+        ),
         pytest.param(
             {"ttrl/data/a.py": "from ttrl.data import b\n", "ttrl/data/b.py": "def f():\n    import ttrl.data.a\n"},
-            "ttrl/data/b.py:2: import cycle ttrl.data.a → ttrl.data.b → ttrl.data.a",
+            "ttrl/data/b.py:2: import circle ttrl.data.a → ttrl.data.b → ttrl.data.a",
             id="lazy cycle",
         ),
         pytest.param(
@@ -133,8 +165,8 @@ def test_what_is_allowed_is_not_reported(tool: ModuleType, tmp_path: Path) -> No
         "ttrl/records.py": "import dataclasses\nfrom ttrl.errors import UserError\n",
         "ttrl/tasks/task.py": "import typing\nfrom ttrl.records import Sample\nif typing.TYPE_CHECKING:\n    import torch\n",
         "ttrl/rollouts/a.py": "import openai\nfrom ttrl.tasks.task import Task\nfrom ttrl import __version__\n",
-        "ttrl/data/a.py": "import torch.nn\nfrom . import b\n",
-        "ttrl/data/b.py": "from ttrl.system.files import digest\n",
+        "ttrl/data/packing/a.py": "import torch.nn\nfrom . import b\n",
+        "ttrl/data/packing/b.py": "from ttrl.system.files import digest\n",
         "recipes/sort_letters.py": "from ttrl import Task\n",
     }
     assert tool.Checker(make_tree(tmp_path, tree)).problems() == []

@@ -30,7 +30,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from ttrl import grpo_recipe, sft_recipe
 from ttrl.configs import GRPOConfig, SFTConfig
-from ttrl.data.advantages import AdvantageConfig, advantages_of
+from ttrl.configs.data import AdvantageConfig
+from ttrl.data.advantages import advantages_of
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.records import Sample, TaskResult

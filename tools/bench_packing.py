@@ -29,8 +29,7 @@ import torch
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.placement import Forest, in_order, place
 from ttrl.data.packing.placement_bounds import lower_bound
-from ttrl.data.packing.row_balance import deal, waiting
-from ttrl.data.packing.row_work import row_work
+from ttrl.data.packing.row_balance import deal, row_work, waiting
 from ttrl.records import TokenizedResult
 
 SETTINGS = [

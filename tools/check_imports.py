@@ -2,15 +2,17 @@
 
 Data flows one way (tasks → rollouts → data → file → recipe → file → server), and a process loads only what it needs: one that
 only samples never loads torch, a recipe never loads openai or vllm. Both follow from which file may name which package: that is
-checked, over the syntax tree of every file in ttrl/. Imports inside functions count like any other; only
-`if TYPE_CHECKING:` blocks do not, because they never run. Reported as `file:line: what`:
+checked, over the syntax tree of every file in ttrl/. Imports inside functions count like any other. A room is a folder; a folder
+inside it is a room of its own, with a line of its own. Reported as `file:line: what`:
 
 - a room that imports a room or a third-party package outside its line of the table, or that has no line;
-- cycles between files, lazy imports included;
+- circles of files and of rooms, imports inside functions and below `if TYPE_CHECKING:` included;
 - third-party packages that pyproject.toml does not declare;
-- files of more than 400 lines, and anything in recipes/ that could be mistaken for a package or a library.
+- files of more than 600 lines, files under 40 that are not named in SMALL_FILES, rooms of more than 20 files;
+- dotted names such as `ttrl.data.masks` in strings and in the docs that lead nowhere;
+- anything in recipes/ that could be mistaken for a package or a library.
 
-Exit status 1 when there is anything to report.
+Exit status 1 when there is anything to report. `--rooms` prints files and lines of each room instead.
 """
 
 import argparse
@@ -22,8 +24,14 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-MAX_LINES = 400
+MAX_LINES, MIN_LINES, MAX_FILES = 600, 40, 20
+
+SMALL_FILES = {
+    # A file under MIN_LINES is a noun of its own: what it is, in a word.
+    "ttrl/version.py": "the version",
+}
 
 
 @dataclass(frozen=True)
@@ -39,44 +47,92 @@ def _room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-EVERYWHERE = frozenset({"errors", "files", "processes"})
+EVERYWHERE = frozenset({"errors", "text", "version", "system"})
 
 HOUSE = {
+    # What every room may import.
     "errors": _room(),
-    "files": _room("", "safetensors"),  # its error class alone; safetensors itself loads no torch
-    "processes": _room("process_guard", "psutil"),
-    "request_folder": _room(),
-    "process_guard": _room(),
-    "native_code": _room(),
+    "text": _room(),
+    "version": _room(),
+    "system": _room("", "safetensors obstore tqdm psutil"),  # safetensors' error class alone: it loads no torch
+    # What passes between rooms, and what is known without running anything.
     "records": _room(),
-    "configs": _room(),
-    "tasks": _room("records", "chess datasets pyarrow"),
-    # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).
-    "rollouts": _room("tasks records process_guard", "openai obstore tqdm aiohttp httpx msgspec cloudpickle numpy"),
-    "server": _room("records", "openai psutil httpx"),
-    # Loaded by vLLM into its own processes, and by nothing else.
-    "vllm_worker": _room("vllm_shared_prompts", "torch vllm"),
-    "vllm_shared_prompts": _room("", "torch vllm numpy"),
-    "data": _room("records", "torch transformers tokenizers safetensors numpy jinja2 matplotlib"),
-    "costs": _room("records"),
-    "training": _room(
-        "data costs records configs request_folder native_code",
-        "torch torchtune torchao transformers safetensors numpy huggingface_hub omegaconf",
-    ),
-    "grpo_recipe": _room("training data instruments records configs", "torch torchtune transformers omegaconf"),
-    "sft_recipe": _room("training data instruments records configs", "torch torchtune transformers omegaconf"),
-    "instruments": _room("data training records", "torch numpy"),
-    "loop": _room(
-        "tasks rollouts server data costs evaluation records configs request_folder process_guard tiny_model native_code",
-        "torch transformers tokenizers huggingface_hub openai obstore yaml tqdm numpy psutil wandb",
-    ),
-    "evaluation": _room("tasks rollouts records", "openai tqdm numpy"),
     "tiny_model": _room("", "torch transformers tokenizers"),
-    "doctor": _room("native_code", "psutil"),
-    "cli": _room("doctor loop evaluation tasks rollouts server data costs records configs"),
+    "configs": _room("", "yaml"),
+    "costs": _room(),
+    "tasks": _room("records", "chess datasets pyarrow openai"),
+    "tasks.temporal_clue": _room("tasks records"),
+    "tasks.zebra_grid": _room("tasks records"),
+    # Loaded by vLLM into its own processes, and by nothing else.
+    "vllm_worker": _room("", "torch vllm numpy"),
+    # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).
+    "rollouts": _room("rollouts.client rollouts.scheduling rollouts.cache rollouts.graders tasks records", "openai tqdm"),
+    "rollouts.client": _room("records", "openai aiohttp msgspec"),
+    "rollouts.scheduling": _room("rollouts.client", "numpy"),
+    "rollouts.cache": _room("rollouts.client", "obstore msgspec"),
+    "rollouts.graders": _room("rollouts.client tasks", "openai cloudpickle"),
+    "server": _room("", "openai psutil"),
+    # From samples to rows.
+    "data": _room("data.chat configs records"),
+    "data.chat": _room("records", "transformers jinja2"),
+    "data.packing": _room("configs records", "torch safetensors numpy"),
+    "data.pictures": _room("data.packing", "numpy matplotlib"),
+    # The recipes and their parts: neither openai nor vllm.
+    "training": _room(
+        "training.kernels training.models training.objective training.optimizer training.parallel training.policy "
+        "data.packing costs configs",
+        "torch torchao transformers safetensors omegaconf",
+    ),
+    "training.kernels": _room("data.packing", "torch"),
+    "training.parallel": _room("configs", "torch omegaconf"),
+    "training.objective": _room("data data.packing configs", "torch numpy"),
+    "training.models": _room("training.kernels", "torch torchtune transformers safetensors huggingface_hub"),
+    "training.policy": _room("training.models training.kernels training.parallel configs", "torch torchtune torchao safetensors"),
+    "training.optimizer": _room("training.policy training.parallel configs", "torch torchao safetensors"),
+    "grpo_recipe": _room(
+        "training training.kernels training.objective training.parallel training.policy data.packing configs",
+        "torch torchtune transformers omegaconf",
+    ),
+    "sft_recipe": _room(
+        "training training.kernels training.models training.objective training.parallel training.policy data.chat data.packing "
+        "configs records",
+        "torch torchtune transformers omegaconf",
+    ),
+    "instruments": _room("data training records", "torch numpy"),
+    # A run: its folder, what is seen of it, what it will take, its processes, its phases.
+    "run_folder": _room("configs", "yaml obstore tokenizers"),
+    "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
+    "plans": _room(
+        "run_folder costs data.packing server tasks configs records", "torch transformers huggingface_hub numpy psutil"
+    ),
+    "report": _room("monitoring plans run_folder data.packing data.pictures configs records"),
+    "launch": _room("run_folder server configs", "torch psutil tqdm yaml"),
+    "loop": _room(
+        "launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders rollouts.scheduling "
+        "data data.chat data.packing server tasks tiny_model configs records",
+        "torch transformers huggingface_hub numpy psutil",
+    ),
+    "evaluation": _room("rollouts rollouts.cache rollouts.client server tasks records", "openai tqdm numpy"),
+    "replays": _room(
+        "loop launch report run_folder rollouts rollouts.client rollouts.graders data tasks configs records", "numpy tqdm yaml"
+    ),
+    "cli": _room(
+        "evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks tasks.temporal_clue "
+        "tasks.zebra_grid tiny_model configs",
+        "openai tqdm yaml",
+    ),
 }
 
 DISTRIBUTIONS = {"yaml": "pyyaml"}  # where the module's name is not the project's
+
+NAMED_IN = ("ttrl/**/*.py", "tests/**/*.py", "tools/*.py", "recipes/*.py", "docs/*.md", "README.md", "*.toml", "Makefile")
+NOT_OURS = {"end", "written"}  # attributes of a variable that a template calls ttrl
+MADE_UP = {"test_house.py", "test_public_names.py"}  # which name what is not there
+_DOTTED = re.compile(r"(?<![\w./-])ttrl(?:\.[A-Za-z_]\w*)+")
+_PATH = re.compile(r"(?<![\w./-])ttrl/[\w/]+\.(?:py|c|css|html|txt)\b")
+
+Edges: TypeAlias = dict[str, dict[str, str]]
+"""From each name to what it imports, with the "file:line" of the first such import."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +142,8 @@ class Import:
     line: int
     name: str
     names: tuple[str, ...] = ()
+    for_types: bool = False
+    """Below `if TYPE_CHECKING:`: it never runs."""
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -100,26 +158,26 @@ def _is_type_checking(test: ast.expr) -> bool:
     )
 
 
-def imports_of(tree: ast.AST, module: str, *, is_package: bool = False) -> Iterator[Import]:
-    """Every import that can run, wherever it stands: statements, `import_module("...")` and `__import__("...")`."""
+def imports_of(tree: ast.AST, module: str, *, is_package: bool = False, for_types: bool = False) -> Iterator[Import]:
+    """Every import, wherever it stands: statements, `import_module("...")` and `__import__("...")`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and _is_type_checking(node.test):
-            for branch in node.orelse:
-                yield from imports_of(ast.Module([branch], []), module, is_package=is_package)
+            yield from imports_of(ast.Module(node.body, []), module, is_package=is_package, for_types=True)
+            yield from imports_of(ast.Module(node.orelse, []), module, is_package=is_package, for_types=for_types)
             continue
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, alias.name) for alias in node.names)
+            yield from (Import(node.lineno, alias.name, for_types=for_types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             name = node.module or ""
             if node.level:
                 package = module.split(".") if is_package else module.split(".")[:-1]
                 name = ".".join([*package[: len(package) - node.level + 1], *([name] if name else [])])
-            yield Import(node.lineno, name, tuple(alias.name for alias in node.names))
+            yield Import(node.lineno, name, tuple(alias.name for alias in node.names), for_types)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield Import(node.lineno, node.args[0].value)
-        yield from imports_of(node, module, is_package=is_package)
+                yield Import(node.lineno, node.args[0].value, for_types=for_types)
+        yield from imports_of(node, module, is_package=is_package, for_types=for_types)
 
 
 class Checker:
@@ -129,6 +187,7 @@ class Checker:
         self.root = root
         self.files = {module_name(path, root): path for path in sorted((root / "ttrl").rglob("*.py"))}
         self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.files.items()}
+        self.rooms = {name.rpartition(".")[0] for name in self.files}
         self.declared = self._declared()
         self.public = self._public()
 
@@ -146,9 +205,14 @@ class Checker:
                 return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
         return set()
 
+    def room(self, module: str) -> str:
+        """Return a module's folder without "ttrl.", such as "data.packing"; a file of ttrl/ itself is a room of its own."""
+        parts = self.files[module].relative_to(self.root).with_suffix("").parts[1:]
+        return parts[0] if len(parts) == 1 else ".".join(parts[:-1])
+
     def targets(self, found: Import) -> list[str]:
-        """The modules of ours that an import loads: `from ttrl.data import masks` is ttrl.data.packing.masks when that is a
-        file."""
+        """The modules of ours that an import loads: `from ttrl.data import advantages` is ttrl.data.advantages where that is a
+        file, and ttrl.data where it is a name."""
         if found.name.split(".")[0] != "ttrl":
             return []
         submodules = [f"{found.name}.{name}" for name in found.names if f"{found.name}.{name}" in self.files]
@@ -157,63 +221,92 @@ class Checker:
     def problems(self) -> list[str]:
         """Everything that breaks the rules, in order of files and lines."""
         problems: list[str] = []
-        edges: dict[str, dict[str, int]] = {}
+        files: Edges = {}
+        rooms: Edges = {}
         for module, path in self.files.items():
             where = path.relative_to(self.root)
             for found in imports_of(self.trees[module], module, is_package=path.name == "__init__.py"):
                 problems += [f"{where}:{found.line}: {problem}" for problem in self._check(module, found)]
-                for target in self.targets(found):
-                    if target in self.files:
-                        edges.setdefault(module, {}).setdefault(target, found.line)
+                if module == "ttrl":
+                    continue  # loads its names lazily, from everywhere
+                for target in filter(self.files.__contains__, self.targets(found)):
+                    files.setdefault(module, {}).setdefault(target, f"{where}:{found.line}")
+                    if self.room(module) != self.room(target) and target != "ttrl":
+                        rooms.setdefault(self.room(module), {}).setdefault(self.room(target), f"{where}:{found.line}")
             problems += self._check_length(path)
-        return problems + self._cycles(edges) + self._check_recipes()
+        return [
+            *problems,
+            *circles(files, "import circle"),
+            *circles(rooms, "circle of rooms"),
+            *self._check_rooms(),
+            *self._check_names(),
+            *self._check_recipes(),
+        ]
 
     def _check_length(self, path: Path) -> list[str]:
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        return [f"{path.relative_to(self.root)}:{lines}: {lines} lines; {MAX_LINES} at the most"] if lines > MAX_LINES else []
+        where, lines = path.relative_to(self.root), len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_LINES:
+            return [f"{where}:{lines}: {lines} lines; {MAX_LINES} at the most"]
+        if lines < MIN_LINES and not path.name.startswith("__") and where.as_posix() not in SMALL_FILES:
+            return [f"{where}:{lines}: {lines} lines; at least {MIN_LINES}, or a line in SMALL_FILES: which noun is it?"]
+        return []
+
+    def files_of_rooms(self) -> dict[str, list[Path]]:
+        """The Python files of each folder, by its name: "ttrl", "ttrl/data"."""
+        found: dict[str, list[Path]] = {}
+        for path in self.files.values():
+            found.setdefault(path.parent.relative_to(self.root).as_posix(), []).append(path)
+        return found
+
+    def _check_rooms(self) -> list[str]:
+        return [
+            f"{folder}:1: {len(paths)} files; {MAX_FILES} at the most: which two ideas live here?"
+            for folder, paths in self.files_of_rooms().items()
+            if len(paths) > MAX_FILES
+        ]
 
     def _check(self, module: str, found: Import) -> list[str]:
         """What is wrong with one import."""
-        parts = module.split(".")
-        if len(parts) == 1:
-            outside = found.name.split(".")[0] not in sys.stdlib_module_names
+        top = found.name.split(".")[0]
+        if module == "ttrl":
+            outside = top not in sys.stdlib_module_names and found.name != "ttrl.version" and not found.for_types
             return [f"ttrl/__init__.py imports {found.name}; importing ttrl must cost nothing"] if outside else []
-        room, top = parts[1], found.name.split(".")[0]
+        room = self.room(module)
         if room not in HOUSE:
             return [f"ttrl.{room} has no line in the table of tools/check_imports.py"]
         rule = HOUSE[room]
         if top == "ttrl":
             if found.name == "ttrl" and (hidden := self.public.intersection(found.names)):
                 return [f"takes {', '.join(sorted(hidden))} from ttrl; inside the package, import from the file that defines it"]
-            rooms = {target.split(".")[1] for target in self.targets(found) if "." in target}
+            rooms = {self.room(target) for target in self.targets(found) if target in self.files and target != "ttrl"}
             allowed = rule.rooms | {room} | (EVERYWHERE if room not in EVERYWHERE else {"errors"})
             return [f"{room} must not import {other}" for other in sorted(rooms - allowed)]
-        if top in sys.stdlib_module_names:
-            return []
+        if top in sys.stdlib_module_names or found.for_types:
+            return []  # types alone never load a package
         if top not in rule.packages:
             return [f"{room} must not import {top}"]
         if DISTRIBUTIONS.get(top, top.replace("_", "-").lower()) not in self.declared:
             return [f"imports {top}, which pyproject.toml does not declare"]
         return []
 
-    def _cycles(self, edges: dict[str, dict[str, int]]) -> list[str]:
-        """One report per cycle found in a depth-first walk over files."""
-        problems, state = [], dict.fromkeys(self.files, "new")
-
-        def walk(module: str, path: list[str]) -> None:
-            state[module] = "open"
-            for target, line in edges.get(module, {}).items():
-                if state[target] == "open":
-                    cycle = [*path[path.index(target) :], target]
-                    problems.append(f"{self.files[module].relative_to(self.root)}:{line}: import cycle {' → '.join(cycle)}")
-                elif state[target] == "new":
-                    walk(target, [*path, target])
-            state[module] = "done"
-
-        for module in self.files:
-            if state[module] == "new":
-                walk(module, [module])
+    def _check_names(self) -> list[str]:
+        """Dotted names of ours, wherever they stand: in docstrings, comments, strings, tests, tools and docs."""
+        problems = []
+        for path in sorted(path for pattern in NAMED_IN for path in self.root.glob(pattern) if path.name not in MADE_UP):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                where = f"{path.relative_to(self.root)}:{number}"
+                problems += [f"{where}: there is no {name}" for name in _DOTTED.findall(line) if not self._leads_somewhere(name)]
+                problems += [f"{where}: there is no {name}" for name in _PATH.findall(line) if not (self.root / name).exists()]
         return problems
+
+    def _leads_somewhere(self, name: str) -> bool:
+        """Tell whether a dotted name is a module, or something that the text of a module names."""
+        parts = name.split(".")
+        for length in range(len(parts), 1, -1):
+            if (module := ".".join(parts[:length])) in self.files:
+                rest = parts[length:]
+                return not rest or re.search(rf"\b{rest[0]}\b", self.files[module].read_text(encoding="utf-8")) is not None
+        return name in self.rooms or parts[1] in self.public or parts[1].startswith("_") or parts[1] in NOT_OURS
 
     def _check_recipes(self) -> list[str]:
         """recipes/ is run by path: its folder comes first on sys.path, so its files must not hide libraries."""
@@ -226,13 +319,47 @@ class Checker:
                 problems.append(f"{where}: hides the library {path.stem} for every script in its folder")
         return problems
 
+    def table(self) -> str:
+        """Files and lines of each room."""
+        rows = [
+            (folder, len(paths), sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths))
+            for folder, paths in sorted(self.files_of_rooms().items())
+        ]
+        rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+        return "\n".join(f"{folder:28}{files:6}{lines:8,}" for folder, files, lines in rows)
+
+
+def circles(edges: Edges, what: str) -> list[str]:
+    """One report per circle found in a depth-first walk; an edge knows the place that made it."""
+    problems, state = [], dict.fromkeys([*edges, *(target for targets in edges.values() for target in targets)], "new")
+
+    def walk(name: str, path: list[str]) -> None:
+        state[name] = "open"
+        for target, place in edges.get(name, {}).items():
+            if state[target] == "open":
+                problems.append(f"{place}: {what} {' → '.join([*path[path.index(target) :], target])}")
+            elif state[target] == "new":
+                walk(target, [*path, target])
+        state[name] = "done"
+
+    for name in list(state):
+        if state[name] == "new":
+            walk(name, [name])
+    return problems
+
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(__file__).resolve().parent.parent
     parser.add_argument("root", nargs="?", type=Path, default=default, help="the folder that holds ttrl/ and pyproject.toml")
-    problems = Checker(parser.parse_args().root).problems()
+    parser.add_argument("--rooms", action="store_true", help="print files and lines of each room")
+    arguments = parser.parse_args()
+    checker = Checker(arguments.root)
+    if arguments.rooms:
+        print(checker.table())
+        return 0
+    problems = checker.problems()
     print("\n".join(problems) if problems else "check_imports: the house is in order")
     return 1 if problems else 0
 

@@ -37,10 +37,10 @@ from ttrl.training.parallel.distributed import Ranks, grid
 from ttrl.training.parallel.sharding import full_tensor
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.prepass import Prepass
-from ttrl.training.progress import Progress
 from ttrl.training.step import GradientStep
 from ttrl.training.taking import Stepper
 from ttrl.training.timing import Stopwatch
+from ttrl.training.train_log import Progress
 
 TOLERANCE = 1e-5
 LR = 1.0

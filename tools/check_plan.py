@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 
 from ttrl.loop.plan_probe import ProcessMemory
-from ttrl.plans.plan import gib
 from ttrl.report.plan import Outcome, outcomes
 from ttrl.system.files import read_jsonl
+from ttrl.text import gib
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_letters.py"
 JUDGED = ("seconds: an iteration", "trainer's memory, all", "server's memory, all")

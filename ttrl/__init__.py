@@ -6,13 +6,13 @@ Public names are loaded on first use (PEP 562), so that importing ttrl costs not
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from ttrl.version import __version__
 
 _HOME = {
     "Task": "ttrl.tasks.task",
     "Grade": "ttrl.tasks.task",
     "RolloutLimits": "ttrl.tasks.task",
-    "Chat": "ttrl.tasks.chat",
+    "Chat": "ttrl.tasks.task",
     "Sample": "ttrl.records",
     "TaskResult": "ttrl.records",
     "TokenizedResult": "ttrl.records",
@@ -59,8 +59,7 @@ if TYPE_CHECKING:
     from ttrl.rollouts.progress import Prices
     from ttrl.rollouts.single import get_chat_completion
     from ttrl.rollouts.task_results import TaskResults, get_task_results, iter_task_results
-    from ttrl.tasks.chat import Chat
-    from ttrl.tasks.task import Grade, RolloutLimits, Task
+    from ttrl.tasks.task import Chat, Grade, RolloutLimits, Task
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,7 @@ TtrlError
 └── StorageError (OSError)      a file could not be written completely (disk full, no permission); nothing was replaced
 """
 
+import traceback
 from typing import Literal
 
 RequestFailure = Literal["connection", "timeout", "stall", "status", "malformed"]
@@ -150,3 +151,11 @@ class DivergedError(TtrlError, ArithmeticError):
 
 class StorageError(TtrlError, OSError):
     """A file could not be written completely; what stood there before still does."""
+
+
+def describe(error: BaseException) -> str:
+    """`TypeName: message` on one line, also for exceptions whose `__str__` fails."""
+    text = "".join(traceback.format_exception_only(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]
+    return line if len(line) <= 400 else line[:399] + "…"

@@ -30,14 +30,12 @@ from ttrl.training.faults import memory_advice
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks, run_recipe
 from ttrl.training.prepass import Prepass
-from ttrl.training.profiling import Profiler
-from ttrl.training.progress import Progress
 from ttrl.training.references import check_reference
 from ttrl.training.residence import Residence, load_trained
 from ttrl.training.resident import follow_requests
 from ttrl.training.step import GradientStep, step_metrics
-from ttrl.training.timing import Stopwatch
-from ttrl.training.train_log import TrainLog
+from ttrl.training.timing import Profiler, Stopwatch
+from ttrl.training.train_log import Progress, TrainLog
 
 logger = logging.getLogger("ttrl.grpo_recipe")
 

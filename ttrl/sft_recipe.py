@@ -30,7 +30,7 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError, TokenizationError
 from ttrl.records import TokenizedResult
 from ttrl.system.files import read_jsonl
-from ttrl.training.batches import Update, check_pack, derived_generator, policy_inputs, updates
+from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.counts import token_counts, work_counts
 from ttrl.training.faults import Finite, memory_advice
@@ -38,15 +38,13 @@ from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.metrics import Sums
 from ttrl.training.models import read_config
 from ttrl.training.objective.losses import negative_log_likelihood
-from ttrl.training.parallel.distributed import Ranks, run_recipe
+from ttrl.training.parallel.distributed import Ranks, derived_generator, run_recipe
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
-from ttrl.training.profiling import Profiler
-from ttrl.training.progress import Progress
 from ttrl.training.step import TOKENS
 from ttrl.training.taking import Stepper
-from ttrl.training.timing import Stopwatch
-from ttrl.training.train_log import TrainLog
+from ttrl.training.timing import Profiler, Stopwatch
+from ttrl.training.train_log import Progress, TrainLog
 
 logger = logging.getLogger("ttrl.sft_recipe")
 

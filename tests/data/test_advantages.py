@@ -8,14 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ttrl.data.advantages import (
-    AdvantageConfig,
-    advantages_of,
-    batch_advantages,
-    drop_groups_without_signal,
-    group_advantages,
-    has_signal,
-)
+from ttrl.configs.data import AdvantageConfig
+from ttrl.data.advantages import advantages_of, batch_advantages, drop_groups_without_signal, group_advantages, has_signal
 from ttrl.errors import ConfigError, UserError
 from ttrl.records import Sample, TaskResult
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from ttrl.data.packing.masks import dense_mask
 from ttrl.data.packing.placement import Forest, in_order, place
-from ttrl.data.packing.row_balance import balance, deal, waiting
-from ttrl.data.packing.row_filling import best_fit, best_subset, fill, filled_bins
-from ttrl.data.packing.row_work import row_work
+from ttrl.data.packing.row_balance import balance, deal, row_work, waiting
+from ttrl.data.packing.row_building import best_fit, best_subset, fill, filled_bins
 
 
 @st.composite
@@ -135,7 +134,7 @@ def test_the_work_of_a_row_is_its_positions_and_its_attention_area(monkeypatch):
     assert pairs == [1 + 2 + 3 + 4 + 3 + 1, 1 + 2 + 2, 0]
     expected = [6 + 14 / 60, 3 + 5 / 60, 0]
     assert row_work(groups, parents, width=10) == pytest.approx(expected)
-    monkeypatch.setattr("ttrl.data.packing.row_work._CHUNK", 7)
+    monkeypatch.setattr("ttrl.data.packing.row_balance._CHUNK", 7)
     assert row_work(groups, parents, width=10) == pytest.approx(expected)
 
 

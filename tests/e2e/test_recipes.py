@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.system.files import digest, read_jsonl
 from ttrl.tiny_model import make_tiny_model
-from ttrl.training.batches import derived_generator
+from ttrl.training.parallel.distributed import derived_generator
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from ttrl import Task, TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
-from ttrl.loop import finished_groups, phases, sampling
+from ttrl.loop import phases, sampling
+from ttrl.loop import sampling as finished_groups
 from ttrl.loop import train as train_module
 from ttrl.system.files import append_jsonl, atomic_folder, write_json
 from ttrl.tiny_model import make_tiny_model

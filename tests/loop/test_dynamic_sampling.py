@@ -2,8 +2,8 @@
 
 import pytest
 
-from ttrl.loop.dynamic_sampling import further_tasks
 from ttrl.loop.phases import Phases
+from ttrl.loop.task_stream import further_tasks
 from ttrl.records import Sample, TaskResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl

@@ -11,7 +11,8 @@ from ttrl import TrainConfig
 from ttrl.configs.loggers import logger_problems, normalised
 from ttrl.errors import ConfigError
 from ttrl.monitoring import loggers as loggers_module
-from ttrl.monitoring.loggers import Loggers, flattened, forget_rows, make_loggers
+from ttrl.monitoring.loggers import Loggers, flattened, make_loggers
+from ttrl.run_folder.metrics import forget_rows
 from ttrl.system.console import Console
 
 ROWS = [
@@ -58,7 +59,8 @@ def recorder(monkeypatch):
     return kind
 
 
-NAME = "ttrl.monitoring.loggers.Recorder"
+HOME = "ttrl.monitoring.loggers"
+NAME = f"{HOME}.Recorder"
 
 
 def made(folder, *entries):
@@ -163,7 +165,7 @@ def test_a_key_is_in_no_error(tmp_path):
 
 def test_what_cannot_be_made_is_an_error_and_closes_the_others(tmp_path, recorder):
     with pytest.raises(ConfigError, match=r"(?s)no log_dict.*No module named 'no_such_module'.*unexpected keyword"):
-        made(tmp_path, NAME, "ttrl.monitoring.loggers.NoLogger", "no_such_module.Logger", {"_component_": NAME, "colour": 1})
+        made(tmp_path, NAME, f"{HOME}.NoLogger", "no_such_module.Logger", {"_component_": NAME, "colour": 1})
     assert recorder.closed == 1
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
-from ttrl.cli.tasks import load_tasks, try_tasks, write_template
+from ttrl.cli.tasks import try_tasks, write_template
 from ttrl.errors import ServerError, TaskError, UserError
+from ttrl.tasks.reference import load_tasks
 from ttrl.tasks.task import Task
 
 

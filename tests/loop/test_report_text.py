@@ -3,7 +3,7 @@
 import json
 
 from ttrl.cli import main
-from ttrl.report.text import report_text
+from ttrl.report.words import report_text
 
 
 def write_run(folder, rows):

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttrl.rollouts.scheduling.capacity import FIRST_LIMIT, Load, Room
+from ttrl.rollouts.scheduling.capacity import FIRST_LIMIT, Load, Metrics, Room, read_metrics
 from ttrl.rollouts.scheduling.lengths import Lengths, Survival
 from ttrl.rollouts.scheduling.servers import Servers, Size
-from ttrl.rollouts.scheduling.vllm_metrics import Metrics, read_metrics
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_scheduling.py"
 

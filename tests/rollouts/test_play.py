@@ -11,9 +11,8 @@ import pytest
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TaskError
 from ttrl.records import Sample
-from ttrl.rollouts.client.chat_completions import ChatRequest
+from ttrl.rollouts.client.chat_completions import ChatRequest, room_left
 from ttrl.rollouts.client.choices import choice_of_sample
-from ttrl.rollouts.client.context import room_left
 from ttrl.rollouts.graders.wire import choice_from_json, choice_to_json
 from ttrl.rollouts.sample_logs import sample_text
 from ttrl.rollouts.task_results import TaskResults, get_task_results

@@ -19,7 +19,8 @@ from tqdm.utils import disp_len
 from ttrl.errors import UserError
 from ttrl.records import Sample
 from ttrl.rollouts import progress
-from ttrl.rollouts.progress import Prices, Progress, si
+from ttrl.rollouts.progress import Prices, Progress
+from ttrl.text import si
 
 
 def sample(reward, **changes):

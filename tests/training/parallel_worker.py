@@ -28,7 +28,7 @@ from ttrl.training.optimizer.state import load_state, save_state, state_tensors
 from ttrl.training.parallel.distributed import Ranks, ranks
 from ttrl.training.parallel.gradients import settle
 from ttrl.training.parallel.sharding import copy_whole, full_tensor
-from ttrl.training.policy import weights
+from ttrl.training.policy import policy as weights
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import Policy
 

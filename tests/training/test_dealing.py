@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.data.packing.row_balance import deal, waiting
-from ttrl.data.packing.row_work import row_work
+from ttrl.data.packing.row_balance import deal, row_work, waiting
 from ttrl.records import TokenizedResult
 from ttrl.training.batches import updates
 from ttrl.training.parallel.distributed import Ranks

@@ -12,19 +12,16 @@ from transformers import Qwen2Config
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import model_shape, training_flops
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.packing.row_balance import deal
-from ttrl.data.packing.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
 from ttrl.errors import DivergedError, PackError, TrainerMemoryError
 from ttrl.training.batches import Update, check_pack, updates
 from ttrl.training.counts import row_flops, token_counts, work_counts
-from ttrl.training.faults import Finite, Skipped, memory_advice, somewhere
-from ttrl.training.matmul_peak import largest_product, matmul_peak
-from ttrl.training.memory_switches import advice, savings
+from ttrl.training.faults import Finite, Skipped, advice, memory_advice, savings, somewhere
 from ttrl.training.metrics import Range, effective_sample_size
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.profiling import Profiler
-from ttrl.training.progress import PROGRESS_VARIABLE, Progress
-from ttrl.training.timing import Stopwatch, memory_peaks
+from ttrl.training.timing import Profiler, Stopwatch, largest_product, matmul_peak, memory_peaks
+from ttrl.training.train_log import PROGRESS_VARIABLE, Progress
 
 HERE = Ranks(0, 1, torch.device("cpu"))
 

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from ttrl import __version__
 from ttrl.cli.evaluate import COMPARE_HELP, EVAL_HELP, add_compare_arguments, add_eval_arguments
-from ttrl.cli.hosts import add_arguments as add_serve_arguments
-from ttrl.cli.join_command import add_arguments as add_join_arguments
+from ttrl.cli.hosts import add_join_arguments, add_serve_arguments
 from ttrl.cli.plan import add_plan_arguments
 from ttrl.errors import TtrlError, UserError
+from ttrl.version import __version__
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -34,7 +33,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from ttrl.report.page import write_report
-    from ttrl.report.text import report_text
+    from ttrl.report.words import report_text
 
     print(write_report(arguments.run))
     print(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns), file=sys.stderr)
@@ -189,7 +188,8 @@ def _tasks_new(arguments: argparse.Namespace) -> int:
 
 
 def _tasks_try(arguments: argparse.Namespace) -> int:
-    from ttrl.cli.tasks import load_tasks, try_tasks
+    from ttrl.cli.tasks import try_tasks
+    from ttrl.tasks.reference import load_tasks
 
     tasks = load_tasks(arguments.file, arguments.n)
     names = ("model", "samples", "max_tokens", "temperature")

@@ -1,4 +1,4 @@
-"""The arguments of `ttrl serve`."""
+"""`ttrl serve` and `ttrl join`: this machine as a host of somebody's run."""
 
 import argparse
 import logging
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds them, and what is called with them."""
     parser.add_argument("model", metavar="MODEL", help="a model folder, or a name on the hub: the run's starting model")
     parser.add_argument(
@@ -24,18 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vllm", action="append", default=[], metavar="NAME=VALUE", help="any other argument of vLLM; may be given several times"
     )
-    parser.set_defaults(run_command=run)
+    parser.set_defaults(run_command=_serve)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _serve(arguments: argparse.Namespace) -> int:
     """Serves until it is interrupted."""
     from ttrl.server.serve import serve, vllm_arguments
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-
-    def say(text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
 
     serve(
         arguments.model,
@@ -46,6 +42,32 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         arguments=vllm_arguments(arguments.vllm),
-        say=say,
+        say=_say,
     )
     return 0
+
+
+def add_join_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds them, and what is called with them."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, on a file system that all nodes share")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="ends when no trainer came up for so long (600)",
+    )
+    parser.set_defaults(run_command=_join)
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    """Takes part until there is nothing to take part in."""
+    from ttrl.launch.nodes import join
+
+    join(arguments.run, patience=arguments.patience, say=_say)
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -31,7 +31,7 @@ def planned(arguments: argparse.Namespace) -> str:
     config, run, recipe_only = read_config(arguments.config, arguments.set)
     tasks: list[Any] = []
     if arguments.tasks is not None:
-        from ttrl.cli.tasks import load_tasks
+        from ttrl.tasks.reference import load_tasks
 
         tasks = load_tasks(arguments.tasks, config.tasks_per_iteration * config.iterations)
     made = plan(

@@ -21,7 +21,7 @@ from ttrl.errors import ConfigError, UserError
 from ttrl.launch.tune import tune
 from ttrl.loop.plan import plan
 from ttrl.loop.train import train
-from ttrl.monitoring.progress_line import validation_metric
+from ttrl.run_folder.metrics import validation_metric
 from ttrl.system.files import write_jsonl
 from ttrl.tasks.task import Grade, Task
 from ttrl.tiny_model import make_tiny_model

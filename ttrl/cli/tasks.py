@@ -11,14 +11,13 @@ import openai
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from ttrl.errors import TaskError, UserError
-from ttrl.replays.graders import load_reference
+from ttrl.errors import UserError
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.serving import is_address, serving
 from ttrl.system.files import write_text
 from ttrl.tasks.task import Grade, Task
+from ttrl.text import short
 
-DEFAULT_NAME = "get_tasks"
 TEMPLATE = Path(__file__).with_name("task_template.txt")
 _WIDTH = 100
 
@@ -33,29 +32,6 @@ def write_template(path: Path) -> Path:
         raise UserError(f"{path} exists already; give another name, or remove it first")
     write_text(path, TEMPLATE.read_text(encoding="utf-8").replace("my_task", path.stem))
     return path
-
-
-def load_tasks(reference: str, n: int) -> list[Task]:
-    """The first `n` tasks of FILE.py, FILE.py:NAME or MODULE:NAME; NAME, get_tasks if left out, is a list or a function.
-
-    A function is called with n= where it takes that. Raises UserError, TaskError.
-    """
-    if n < 1:
-        raise UserError(f"--n is {n}; ask for at least one task")
-    if reference.endswith(".py"):
-        reference += f":{DEFAULT_NAME}"
-    found, _ = load_reference(reference, "tasks try")
-    if callable(found):
-        takes_n = "n" in inspect.signature(found).parameters
-        try:
-            found = found(n=n) if takes_n else found()
-        except UserError:
-            raise
-        except Exception as error:
-            raise TaskError(f"{reference} raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, Sequence) or not found or not all(isinstance(task, Task) for task in found):
-        raise TaskError(f"{reference} gives {_short(found)}; it must be, or return, a list of ttrl.Task that is not empty")
-    return list(found[:n])
 
 
 def try_tasks(
@@ -134,7 +110,7 @@ def _say_task(say: Say, task: Task, number: int, count: int) -> None:
     say(f"\n━━ task {number} of {count}: {task.id}")
     for message in task.messages:
         content = message.get("content")
-        _say_block(say, message["role"], content if isinstance(content, str) else _short(content or message.get("tool_calls")))
+        _say_block(say, message["role"], content if isinstance(content, str) else short(content or message.get("tool_calls")))
 
 
 def _say_block(say: Say, title: str, text: str) -> None:
@@ -149,8 +125,3 @@ def _say_block(say: Say, title: str, text: str) -> None:
 def _grade_line(reward: float | None, metrics: dict[str, float]) -> str:
     shown = "".join(f", {name} {value:g}" for name, value in metrics.items())
     return f"  reward {reward:g}{shown}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -2,8 +2,6 @@
 into a recipe's YAML file before anything expensive starts."""
 
 from ttrl.configs.base import Config, at_least
-from ttrl.configs.grpo import GRPOConfig
-from ttrl.configs.recipe import TrainingConfig
-from ttrl.configs.sft import SFTConfig
+from ttrl.configs.recipe import GRPOConfig, SFTConfig, TrainingConfig
 
 __all__ = ["Config", "GRPOConfig", "SFTConfig", "TrainingConfig", "at_least"]

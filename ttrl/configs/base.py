@@ -1,8 +1,9 @@
-"""Configs: strict dataclasses that say everything that is wrong with them at once."""
+"""Configs: strict dataclasses that say everything that is wrong with them at once, and how they are shown to others."""
 
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -120,3 +121,17 @@ def at_least(minimum: float, **values: float | None) -> list[str]:
         for name, value in values.items()
         if value is not None and value < minimum
     ]
+
+
+HIDDEN = "***"
+_SECRET = re.compile(r"(?i)(^|[-_.])(api-?key|key|token|secret|password|passwd|authorization|credentials?|cookie)$")
+"""Of a setting's name: "hf_token", "X-Api-Key"; not "max_tokens", "key_file"."""
+
+
+def without_secrets(values: Any, name: str = "") -> Any:
+    """Plain values with HIDDEN in the place of each text whose name says that it is a secret."""
+    if isinstance(values, Mapping):
+        return {key: without_secrets(value, str(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [without_secrets(value, name) for value in values]
+    return HIDDEN if isinstance(values, str) and values and _SECRET.search(name) else values

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from ttrl.configs.without_secrets import without_secrets
+from ttrl.configs.base import without_secrets
 
 NEEDS = {"stdout": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Our own loggers, and the package that each needs beside ttrl's requirements."""

@@ -6,17 +6,119 @@ from typing import Any, Literal
 
 import yaml
 
-from ttrl.configs import Config, GRPOConfig, at_least
-from ttrl.configs.config_nodes import NodesConfig
-from ttrl.configs.config_order import OrderConfig
-from ttrl.configs.config_storage import StorageConfig
-from ttrl.configs.config_trainer import TrainerConfig
-from ttrl.configs.config_watch import WatchingConfig
-from ttrl.configs.machines import ServersConfig
-from ttrl.data.advantages import AdvantageConfig
-from ttrl.data.packing.flat_samples import TooLong
-from ttrl.data.packing.prefix_tree import Share
+from ttrl.configs.base import Config, at_least
+from ttrl.configs.data import AdvantageConfig, Share, TooLong
+from ttrl.configs.loggers import logger_problems
+from ttrl.configs.machines import NodesConfig, ServersConfig
+from ttrl.configs.recipe import GRPOConfig
 from ttrl.errors import ConfigError
+
+OFF_POLICY_CORRECTION = "token"
+"""What `training["off_policy"]` is with `off_policy_steps` where nobody says otherwise: truncated importance sampling."""
+
+
+@dataclass(kw_only=True)
+class OrderConfig(Config):
+    """A part of TrainConfig."""
+
+    off_policy_steps: Literal[0, 1] = 0
+    """1: while the trainer works on an iteration, the server samples the next one's rollouts, with the weights before that
+    update; so the policy that is trained is one update ahead of the one that sampled. Where they have devices of their own,
+    server and trainer then hardly wait for each other. The loss knows what the tokens were sampled with: `training["off_policy"]`
+    is "token" then (truncated importance sampling) unless it is given. 0: each iteration samples from the newest policy."""
+
+    def order_problems(self, weight_sync: str) -> list[str]:
+        """What is wrong with these settings, a line each."""
+        if self.off_policy_steps and weight_sync == "sleep":
+            return [
+                "off_policy_steps is 1 with weight_sync 'sleep'; the server samples while the trainer works, so it cannot sleep: "
+                "choose weight_sync 'reload', or off_policy_steps 0"
+            ]
+        return []
+
+    def policy_of_rollouts(self, number: int) -> int:
+        """The iteration whose policy samples the rollouts of iteration `number`."""
+        return max(0, number - 1 - self.off_policy_steps)
+
+    def rollouts_of_policy(self, number: int) -> list[int]:
+        """The iterations whose rollouts are sampled by the policy after iteration `number`: the inverse."""
+        return [later for later in range(number + 1, number + 3) if self.policy_of_rollouts(later) == number]
+
+    def correction(self) -> dict[str, Any]:
+        """Settings of the recipe that go with the order, where the person gives no others."""
+        return {"off_policy": OFF_POLICY_CORRECTION} if self.off_policy_steps else {}
+
+
+@dataclass(kw_only=True)
+class StorageConfig(Config):
+    """A part of TrainConfig. No setting here changes what is trained, so all of them may change when a run is continued."""
+
+    keep_best: int = 1
+    """How many of the best checkpoints by `validation_metric` are kept, beside the newest `keep_checkpoints`."""
+    keep_every: int | None = None
+    """The checkpoint of every so manieth iteration is kept for good; None: of none."""
+    mirror: str | None = None
+    """Where the run folder is copied to while the run goes on, phase by phase: an object store, such as "s3://bucket/runs/name",
+    or a folder. The same call on another machine, where the run folder is not there, continues from that copy. With `run` an
+    address itself, such as "s3://bucket/runs/name", the folder runs/name works here, and the address is the mirror."""
+
+    def storage_problems(self) -> list[str]:
+        """What is wrong with them, one line each."""
+        found = at_least(1, keep_every=self.keep_every, keep_best=self.keep_best)
+        if self.mirror is not None and not self.mirror.strip():
+            found.append('mirror is empty; give an address such as "s3://bucket/runs/name", or leave it out')
+        return found
+
+
+@dataclass(kw_only=True)
+class TrainerConfig(Config):
+    """A part of TrainConfig. No setting here changes what is trained, so all of them may change when a run is continued."""
+
+    trainer: Literal["resident", "once"] = "resident"
+    """"resident": one trainer process for the whole run, with model, optimizer and compiled code kept warm; "once": a process of
+    its own for each iteration. Both give the same weights."""
+    trainer_memory: Literal["auto", "keep", "free"] = "auto"
+    """What a resident trainer does between iterations: "keep" everything where it is, or "free" the GPU's memory for the server
+    (model and optimizer wait in the CPU's). "auto": free on CUDA, where the server shares the device; keep on CPU."""
+    trainer_restarts: int = 2
+    """How often in one iteration a trainer that was killed, or has lost another machine, is started again before the run ends."""
+
+    def resolved_trainer_memory(self, device: str) -> Literal["keep", "free"]:
+        """`trainer_memory` on a device, "cpu" or "cuda"."""
+        if self.trainer_memory != "auto":
+            return self.trainer_memory
+        return "free" if device == "cuda" else "keep"
+
+
+LIMIT_NAMES = ("mean", "p999", "ess", "outside")
+"""What `drift_limits` may hold."""
+
+
+@dataclass(kw_only=True)
+class WatchingConfig(Config):
+    """A part of TrainConfig."""
+
+    drift: Literal["stop", "warn"] = "stop"
+    """What becomes of a run whose sampler and trainer are further apart than rounding explains (`drift_limits`): it ends with the
+    worst tokens and the likely causes, or says so and goes on."""
+    drift_limits: dict[str, Any] = field(default_factory=dict)
+    """Instead of the limits by dtype and device (ttrl/monitoring/drift.py): {"mean": nats, "p999": nats, "ess": share, "outside":
+    share}; null for no limit. Held to them are tokens that were compared under the weights that sampled them, and no others."""
+    loggers: list[Any] = field(default_factory=list)
+    """Where each iteration's metrics go beside metrics.jsonl: "stdout", "tensorboard", "wandb", or a mapping with arguments, such
+    as {"name": "wandb", "project": "sorting", "mode": "offline"} or, with torchtune's names for its own loggers,
+    {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md."""
+
+    def watch_problems(self) -> list[str]:
+        """What is wrong with them, one line each."""
+        found = []
+        for name, value in self.drift_limits.items():
+            if name not in LIMIT_NAMES:
+                found.append(f"drift_limits: unknown limit {name!r}; there are {', '.join(LIMIT_NAMES)}")
+            elif value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+                found.append(f"drift_limits: {name} is {value!r}; it must be above 0, or null for no limit")
+        return found + [problem for entry in self.loggers for problem in logger_problems(entry)]
+
 
 # What the loop itself puts into each iteration's recipe config, so that `training` cannot.
 _SET_BY_THE_LOOP = (

@@ -15,62 +15,17 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+from ttrl.configs.data import AdvantageConfig, AdvantageKind
 from ttrl.data.shaping import shaped_rewards
 from ttrl.errors import ConfigError, UserError
 from ttrl.records import TaskResult
 
 logger = logging.getLogger(__name__)
 
-AdvantageKind: TypeAlias = Literal["std", "mean", "leave_one_out", "batch"]
 
 _EQUAL = 1e-9  # rewards that differ by less are the same
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
-    """How rewards become advantages. Raises ConfigError for values that make no sense."""
-
-    kind: AdvantageKind = "std"
-    """See the head of this module."""
-    std_floor: float = 1e-6
-    """Standard deviations are taken to be at least this, so that a group of nearly equal rewards is not blown up to the size of
-    any other; of "std" and "batch" alone."""
-    clip: float | None = None
-    """Advantages are cut to [-clip, clip]; None: not at all."""
-    reward_power: float = 1.0
-    """Rewards become sign(r)·|r|^reward_power first."""
-    surprise_bonus: float = 0.0
-    """b of (1 - b)·r + b·r·s, the reward after that; s is the completion's mean -logp. 0: rewards as they are. Groups that are
-    all right get a signal from it, however small; "std" makes it as large as any other's unless `std_floor` stops it."""
-    surprise_until: str | None = None
-    """The grader's metric that says up to which character of the answer s goes; None: up to the end."""
-
-    def __post_init__(self) -> None:
-        if found := self.problems():
-            raise ConfigError("AdvantageConfig", found)
-
-    def problems(self) -> list[str]:
-        """What is wrong, one line each."""
-        found = []
-        if self.kind not in ("std", "mean", "leave_one_out", "batch"):
-            found.append(f"kind is {self.kind!r}; choose 'std', 'mean', 'leave_one_out' or 'batch'")
-        if not (math.isfinite(self.std_floor) and self.std_floor > 0):
-            found.append(f"std_floor is {self.std_floor}; it must be above 0")
-        if self.clip is not None and not self.clip > 0:
-            found.append(f"clip is {self.clip}; it must be above 0, or null for no clipping")
-        if not (math.isfinite(self.reward_power) and self.reward_power > 0):
-            found.append(f"reward_power is {self.reward_power}; it must be above 0")
-        if not 0 <= self.surprise_bonus <= 1:
-            found.append(f"surprise_bonus is {self.surprise_bonus}; it must be in [0, 1]")
-        if self.surprise_until is not None and self.surprise_bonus == 0:
-            found.append(f"surprise_until is {self.surprise_until!r} without a surprise_bonus; they go together")
-        return found
-
-    def shaped(self, result: TaskResult, tokenizer: Any = None) -> tuple[list[float], list[float | None]]:
-        """Shaped rewards of the graded samples and their surprises. See `ttrl.data.shaping.shaped_rewards`."""
-        return shaped_rewards(result, self.reward_power, self.surprise_bonus, self.surprise_until, tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +48,11 @@ class Advantages:
 def has_signal(rewards: Sequence[float]) -> bool:
     """True where the rewards of a group differ: advantages within a group are all zero otherwise."""
     return len(rewards) >= 2 and max(rewards) - min(rewards) > _EQUAL
+
+
+def shaped(result: TaskResult, config: AdvantageConfig, tokenizer: Any = None) -> tuple[list[float], list[float | None]]:
+    """Return the shaped rewards of the graded samples and their surprises. See `ttrl.data.shaping.shaped_rewards`."""
+    return shaped_rewards(result, config.reward_power, config.surprise_bonus, config.surprise_until, tokenizer)
 
 
 def group_advantages(
@@ -144,13 +104,13 @@ def advantages_of(
 
     Raises UserError, naming the sample, for a reward that is not finite.
     """
-    pairs = [config.shaped(result, tokenizer) for result in results]
-    shaped = [rewards for rewards, _ in pairs]
-    _, counts, places = _with_signal(results, shaped)
+    pairs = [shaped(result, config, tokenizer) for result in results]
+    compared = [rewards for rewards, _ in pairs]
+    _, counts, places = _with_signal(results, compared)
     without = len(results) - len(places)
     if keep_equal:
         places = [place for place, result in enumerate(results) if len(result.rewards) > 1]
-    kept, rewards = [results[place] for place in places], [shaped[place] for place in places]
+    kept, rewards = [results[place] for place in places], [compared[place] for place in places]
     if config.kind == "batch":
         uncut, cut = batch_advantages(rewards, config.std_floor), batch_advantages(rewards, config.std_floor, config.clip)
     else:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrl.cli.tasks import load_tasks
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.evaluation.results import EvalResult, SetResult, read_result
@@ -33,6 +32,7 @@ from ttrl.server.model_folder import check_model_folder, weights_digest
 from ttrl.server.serving import KEY_VARIABLE, Served, address_problem, default_dtype, is_address, serving
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import atomic_file
+from ttrl.tasks.reference import load_tasks
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)

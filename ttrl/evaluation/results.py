@@ -13,10 +13,10 @@ from typing import Any
 from ttrl.errors import UserError
 from ttrl.evaluation.intervals import Estimate, estimate_mean, pass_at_k
 from ttrl.records import Sample
-from ttrl.rollouts.progress import si
 from ttrl.rollouts.results import TaskResults
 from ttrl.system.files import write_text
 from ttrl.tasks.task import Task
+from ttrl.text import si
 
 FORMAT = 1
 """Of the JSON; raised when a reader of older files would misread it."""

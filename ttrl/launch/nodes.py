@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 import yaml
 
-from ttrl.configs.config_nodes import NodesConfig
+from ttrl.configs.machines import NodesConfig
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, StorageError, TrainerError, TtrlError, UserError
 from ttrl.launch.tune import TrainerProcess, recipe_arguments, tune_command
-from ttrl.monitoring.progress_line import has_reached
+from ttrl.run_folder.metrics import has_reached
 from ttrl.system.files import read_jsonl, write_json
 
 logger = logging.getLogger(__name__)

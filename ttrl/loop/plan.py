@@ -7,7 +7,8 @@ from typing import Any
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.plans.lengths import Assumptions
-from ttrl.plans.making import Plan, make_plan
+from ttrl.plans.making import make_plan
+from ttrl.plans.plan import Plan
 from ttrl.tasks.task import Task
 
 __all__ = ["Assumptions", "Plan", "plan"]

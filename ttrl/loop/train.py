@@ -21,13 +21,13 @@ from ttrl.launch.policy_server import PolicyServer, make_server
 from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.loggers import make_loggers
-from ttrl.monitoring.progress_line import best_iteration
 from ttrl.plans.disk import check_disk
 from ttrl.report.page import leave_report
 from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.run_folder.config_changes import allowed_names
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
+from ttrl.run_folder.metrics import best_iteration
 from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import prune
 from ttrl.run_folder.redo import redo_asked

@@ -11,19 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ttrl.configs.config_watch import LIMIT_NAMES
+from ttrl.configs.run import LIMIT_NAMES
 from ttrl.errors import DriftError, ServerError, TtrlError
-from ttrl.report.charts import is_number
-from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.folder import DRIFT_FILE, REDO_VARIABLE, RunFolder
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
+from ttrl.text import is_number
 
 if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
 
-FILE_NAME = "drift.json"
-REDO_VARIABLE = "TTRL_REDO"
-"""See `ttrl.run_folder.redo`."""
 ENOUGH_TOKENS = 1000
 """Below it a 99.9th percentile is the largest of all, and one token in a hundred weighs more than the limits allow: only the mean
 is judged."""
@@ -143,7 +140,7 @@ def check_drift(
     marker = folder.iteration(number).marker("train") or {}
     drift = next(iter(marker.get("steps") or [{}]), {}).get("sampler_trainer")
     judged = judged_figures(drift, folder.policy_version(number - 1), config.training)
-    path = folder.iteration(number).path / FILE_NAME
+    path = folder.iteration(number).path / DRIFT_FILE
     if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
         path.unlink(missing_ok=True)  # of an earlier start, with other limits: the report would go on showing it
         return None

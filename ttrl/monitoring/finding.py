@@ -28,7 +28,7 @@ class Finding:
     advice: str
     """What to try."""
     examples: Kind | None = None
-    """Which samples show it (`ttrl.loop.finding_examples`)."""
+    """Which samples show it (`ttrl.report.findings`)."""
     iterations: tuple[int, ...] = ()
     """Where, if it is about single iterations."""
 
@@ -114,3 +114,8 @@ def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
     slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / spread
     residual = sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
     return Trend(slope, math.sqrt(residual / (len(points) - 2) / spread), len(points))
+
+
+def recently(history: History) -> str:
+    numbers = [row["iteration"] for row in history.recent]
+    return f"iteration {numbers[0]}" if len(numbers) == 1 else f"iterations {numbers[0]} to {numbers[-1]}"

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ttrl.monitoring.drift import exceeded, judged_figures, limits
-from ttrl.monitoring.finding import RECENT, Finding, History, trend
-from ttrl.monitoring.findings_sampling import recently
-from ttrl.report.charts import compact
-from ttrl.run_folder.reader import number, percent
+from ttrl.monitoring.finding import RECENT, Finding, History, recently, trend
+from ttrl.run_folder.reader import number
+from ttrl.text import compact, percent
 
 
 def entropy_fell(h: History) -> Finding | None:

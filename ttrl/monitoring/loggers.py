@@ -15,15 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ttrl.configs.base import without_secrets
 from ttrl.configs.loggers import normalised
-from ttrl.configs.without_secrets import without_secrets
 from ttrl.errors import ConfigError
+from ttrl.run_folder.metrics import STATE_FILE, _read_seen
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
 
 logger = logging.getLogger(__name__)
-
-STATE_FILE = "loggers.json"
 
 
 class MetricLogger(Protocol):
@@ -89,21 +88,6 @@ class Loggers:
             return False
         self._failed.discard(name)
         return True
-
-
-def forget_rows(folder: Path, first: int) -> None:
-    """The rows of a run folder's iterations from `first` on are logged again: these are done again. Raises StorageError."""
-    state = folder / "logs" / STATE_FILE
-    if seen := _read_seen(state):
-        write_json(state, {"seen": {name: min(last, first - 1) for name, last in seen.items()}})
-
-
-def _read_seen(state: Path) -> dict[str, int]:
-    """The last iteration that each logger was given."""
-    try:
-        return {str(name): int(last) for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 def make_loggers(entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]) -> Loggers:

@@ -5,29 +5,9 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.monitoring.finding import Finding
-from ttrl.report.charts import compact
-from ttrl.run_folder.metrics import TOO_LONG_WORDS
-from ttrl.run_folder.reader import number, percent
-from ttrl.system.console import seconds_by_phase
-
-
-def validation_metric(row: dict[str, Any], config: TrainConfig) -> float | None:
-    """The number by which a run is judged, of one metrics row."""
-    if config.validation_metric == "reward":
-        return row.get("validation_reward")
-    return (row.get("validation") or {}).get(config.validation_metric)
-
-
-def best_iteration(rows: list[dict[str, Any]], config: TrainConfig) -> int | None:
-    """The iteration with the best validation metric, the newest of equals; None where nothing was validated."""
-    scored = [(value, row["iteration"]) for row in rows if (value := validation_metric(row, config)) is not None]
-    return max(scored)[1] if scored else None
-
-
-def has_reached(row: dict[str, Any], config: TrainConfig) -> bool:
-    """Whether the run ends with this row."""
-    value = validation_metric(row, config)
-    return config.stop_at is not None and value is not None and value >= config.stop_at
+from ttrl.run_folder.metrics import TOO_LONG_WORDS, validation_metric
+from ttrl.run_folder.reader import number
+from ttrl.text import compact, percent
 
 
 def iteration_lines(
@@ -104,3 +84,8 @@ _DETAILS = (
     ("sampler_trainer.p999", "|Δ logprob|", False),
     ("sampler_trainer.own_weights.p999", "under the sampler's weights", False),
 )
+
+
+def seconds_by_phase(seconds: dict[str, float]) -> str:
+    """ "sample 1.5, train 6.1"."""
+    return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if phase != "total" and value >= 0.05)

@@ -10,7 +10,7 @@ import psutil
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 
-_SECONDS = 0.05  # that a product is measured, as `ttrl.training.matmul_peak` does
+_SECONDS = 0.05  # that a product is measured, as `ttrl.training.timing` does
 _ROUNDS = 8  # at least: other programs may be at work as well
 _OPERATIONS = 2e9  # of one product
 

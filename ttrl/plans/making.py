@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ from ttrl.costs.storage import iteration_bytes
 from ttrl.costs.training_settings import Settings
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.plans.lengths import Assumptions, Lengths, assumed_lengths, run_lengths, task_lengths
-from ttrl.plans.machine import Machine, gpu_named, this_machine
+from ttrl.plans.machine import gpu_named, this_machine
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
-from ttrl.plans.memory import PlannedMemory, memory_of
-from ttrl.plans.plan import plan_text
-from ttrl.plans.seconds import PlannedSeconds, seconds_of
+from ttrl.plans.memory import memory_of
+from ttrl.plans.plan import Plan
+from ttrl.plans.seconds import seconds_of
 from ttrl.plans.warnings import cache_warning, warnings_of
-from ttrl.plans.work import PlannedFlops, Work, flops_of, pack, work_of
+from ttrl.plans.work import Work, flops_of, pack, work_of
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.pruning import most_kept
-from ttrl.system.files import free_bytes, write_json
+from ttrl.system.files import free_bytes
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -47,55 +47,6 @@ class Probed:
     memory: Mapping[str, float]
     """Peaks in bytes: "trainer", "server"."""
     warnings: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will take. `str()` is a table for terminals, `to_dict` plain values."""
-
-    model: str
-    parameters: int
-    trained_parameters: int
-    machine: Machine
-    processes: int
-    iterations: int
-    prompts_from: str
-    completions_from: str
-    signal_from: str
-    work: Work
-    flops: PlannedFlops
-    memory: PlannedMemory
-    disk: Mapping[str, float]
-    """Bytes: "checkpoint" and "state" of an iteration, "most" that the run holds at the same time, "free" now (where it is this
-    machine that is planned for)."""
-    seconds: PlannedSeconds
-    price_per_hour: float | None
-    measured_memory: Mapping[str, float]
-    """Peaks of a probe: "trainer", "server"; empty without."""
-    with_server: bool
-    """False for a recipe's config: nothing is known of sampling."""
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def price(self) -> float | None:
-        """Of the whole run."""
-        return None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as in plan.json."""
-        values = dataclasses.asdict(self)
-        values["work"]["fill"] = self.work.fill
-        values["memory"]["peak"] = self.memory.peak
-        return {"schema": 1} | values | {"price": self.price}
-
-    def save(self, folder: Path) -> Path:
-        """Writes plan.json into a run folder, for its report to compare with; returns its path. Raises StorageError."""
-        path = folder / PLAN_FILE
-        write_json(path, self.to_dict())
-        return path
-
-    def __str__(self) -> str:
-        return plan_text(self)
 
 
 def make_plan(

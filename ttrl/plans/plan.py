@@ -1,10 +1,19 @@
 """A plan as a table for terminals of 80 columns."""
 
+import dataclasses
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from ttrl.plans.making import Plan
+from ttrl.plans.machine import Machine
+from ttrl.plans.measured import PLAN_FILE
+from ttrl.plans.memory import PlannedMemory
+from ttrl.plans.seconds import PlannedSeconds
+from ttrl.plans.work import PlannedFlops, Work
+from ttrl.system.files import write_json
+from ttrl.text import gib, rough_duration, si_spaced
 
 _WIDTH = 80
 _LABEL = 18
@@ -17,14 +26,63 @@ _SOURCES = {
 }
 
 
-def plan_text(plan: "Plan") -> str:
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take. `str()` is a table for terminals, `to_dict` plain values."""
+
+    model: str
+    parameters: int
+    trained_parameters: int
+    machine: Machine
+    processes: int
+    iterations: int
+    prompts_from: str
+    completions_from: str
+    signal_from: str
+    work: Work
+    flops: PlannedFlops
+    memory: PlannedMemory
+    disk: Mapping[str, float]
+    """Bytes: "checkpoint" and "state" of an iteration, "most" that the run holds at the same time, "free" now (where it is this
+    machine that is planned for)."""
+    seconds: PlannedSeconds
+    price_per_hour: float | None
+    measured_memory: Mapping[str, float]
+    """Peaks of a probe: "trainer", "server"; empty without."""
+    with_server: bool
+    """False for a recipe's config: nothing is known of sampling."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def price(self) -> float | None:
+        """Of the whole run."""
+        return None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in plan.json."""
+        values = dataclasses.asdict(self)
+        values["work"]["fill"] = self.work.fill
+        values["memory"]["peak"] = self.memory.peak
+        return {"schema": 1} | values | {"price": self.price}
+
+    def save(self, folder: Path) -> Path:
+        """Writes plan.json into a run folder, for its report to compare with; returns its path. Raises StorageError."""
+        path = folder / PLAN_FILE
+        write_json(path, self.to_dict())
+        return path
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+
+def plan_text(plan: Plan) -> str:
     """Everything that a person wants to know before a run."""
     work, seconds = plan.work, plan.seconds
     lines = [_title(f"Plan: {plan.model}")]
-    trained = "" if plan.trained_parameters == plan.parameters else f", {si(plan.trained_parameters)} of them trained"
-    lines += _row("model", f"{si(plan.parameters)} parameters{trained}")
+    trained = "" if plan.trained_parameters == plan.parameters else f", {si_spaced(plan.trained_parameters)} of them trained"
+    lines += _row("model", f"{si_spaced(plan.parameters)} parameters{trained}")
     processes = f", {plan.processes} trainer processes" if plan.processes > 1 else ""
-    speed = f"matrix products at {si(plan.machine.matmul)}FLOP/s ({plan.machine.source})"
+    speed = f"matrix products at {si_spaced(plan.machine.matmul)}FLOP/s ({plan.machine.source})"
     lines += _row("machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{processes}, {speed}")
     lines.append(_title("One iteration"))
     lines += _iteration(plan)
@@ -34,7 +92,7 @@ def plan_text(plan: "Plan") -> str:
     lines += _time(plan)
     how = "of that rough" if any(phase.source == "rough" for phase in seconds.phases.values()) else ""
     if plan.with_server:
-        lines += _row(f"{plan.iterations} iterations", f"{duration(seconds.run)} with the start")
+        lines += _row(f"{plan.iterations} iterations", f"{rough_duration(seconds.run)} with the start")
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
     if how:
@@ -47,36 +105,38 @@ def plan_text(plan: "Plan") -> str:
     return "\n".join(lines)
 
 
-def _iteration(plan: "Plan") -> list[str]:
+def _iteration(plan: Plan) -> list[str]:
     work, flops = plan.work, plan.flops
     per_task = round(work.samples / max(1, work.tasks))
     lines = _row("samples", f"{work.samples:,} = {work.tasks} tasks × {per_task}")
     lines += _row(
         "tokens sampled",
-        f"{si(work.completion_tokens)} (mean {work.completion_mean:,.0f}, longest {work.completion_max:,}; "
+        f"{si_spaced(work.completion_tokens)} (mean {work.completion_mean:,.0f}, longest {work.completion_max:,}; "
         f"{_SOURCES[plan.completions_from]})",
     )
-    prompts = (
-        f"{si(work.prompt_tokens)} (mean {work.prompt_mean:,.0f}, longest {work.prompt_max:,}; {_SOURCES[plan.prompts_from]})"
+    lines += _row(
+        "prompt tokens",
+        f"{si_spaced(work.prompt_tokens)} (mean {work.prompt_mean:,.0f}, longest {work.prompt_max:,}; "
+        f"{_SOURCES[plan.prompts_from]})",
     )
-    lines += _row("prompt tokens", prompts)
     lines += _row("trained on", f"{100 * work.signal_share:.0f}% of the groups ({_SOURCES[plan.signal_from]})")
     if work.rows:
-        saved = f"; without shared prompts {si(work.logical_tokens)}" if work.logical_tokens > work.row_tokens else ""
+        saved = f"; without shared prompts {si_spaced(work.logical_tokens)}" if work.logical_tokens > work.row_tokens else ""
         lines += _row(
             "packed rows",
-            f"{work.rows:,} of {work.seq_len:,} positions, {100 * work.fill:.0f}% full: {si(work.row_tokens)} tokens{saved}",
+            f"{work.rows:,} of {work.seq_len:,} positions, {100 * work.fill:.0f}% full: "
+            f"{si_spaced(work.row_tokens)} tokens{saved}",
         )
     lines += _row("optimizer steps", f"{work.optimizer_steps} in {work.microbatches} microbatches")
     if work.validation_samples:
         lines += _row("held out", f"{work.validation_samples:,} samples")
-    parts = [f"training {si(flops.training)}FLOP"]
-    parts += [f"passes before it {si(flops.prepass)}FLOP"] if flops.prepass else []
-    parts += [f"sampling {si(flops.sampling)}FLOP"] if plan.with_server else []
+    parts = [f"training {si_spaced(flops.training)}FLOP"]
+    parts += [f"passes before it {si_spaced(flops.prepass)}FLOP"] if flops.prepass else []
+    parts += [f"sampling {si_spaced(flops.sampling)}FLOP"] if plan.with_server else []
     return lines + _row("arithmetic", ", ".join(parts))
 
 
-def _memory(plan: "Plan") -> list[str]:
+def _memory(plan: Plan) -> list[str]:
     memory = plan.memory
     largest = sorted(memory.trainer_parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {gib(size)}" for name, size in largest if size > 0.02 * memory.trainer)
@@ -88,7 +148,7 @@ def _memory(plan: "Plan") -> list[str]:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.server_parts.items() if size > 0.02 * memory.server)
         seen = f", measured {gib(measured['server'])}" if "server" in measured else ""
         lines += _row("server", f"{gib(memory.server)}{seen} ({parts})")
-        lines += _row("cache", f"room for {si(memory.cache_tokens)} tokens; {memory.sequences:,} samples at the same time")
+        lines += _row("cache", f"room for {si_spaced(memory.cache_tokens)} tokens; {memory.sequences:,} samples at the same time")
         both = "both at the same time" if memory.together else "one after the other"
         lines += _row("in all", f"{gib(memory.peak)} ({both}) of {gib(memory.available)}")
     else:
@@ -101,7 +161,7 @@ def _memory(plan: "Plan") -> list[str]:
     return lines + _row("disk", each)
 
 
-def _time(plan: "Plan") -> list[str]:
+def _time(plan: Plan) -> list[str]:
     seconds = plan.seconds
     lines = []
     if plan.with_server:
@@ -122,24 +182,3 @@ def _title(text: str) -> str:
 
 def _row(name: str, text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:{_LABEL}}", subsequent_indent=" " * (2 + _LABEL))
-
-
-def gib(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def si(value: float) -> str:
-    """Four digits at most: "950", "12.3 k", "1.5 G"; with a space, so that a unit may follow."""
-    for factor, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g} {letter}"
-    return f"{value:.0f} " if value >= 10 else f"{value:.3g} "
-
-
-def duration(seconds: float) -> str:
-    """For people: "42 s", "3 min", "5.2 h", "2.1 days"."""
-    for factor, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds:.3g} s"

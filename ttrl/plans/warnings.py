@@ -7,8 +7,8 @@ from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
 from ttrl.plans.machine import Machine
 from ttrl.plans.memory import PlannedMemory
-from ttrl.plans.plan import gib
 from ttrl.plans.work import Work
+from ttrl.text import gib
 
 _BADLY_FILLED = 0.7
 _NEARLY_FULL = 0.9

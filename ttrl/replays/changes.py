@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ttrl.data.advantages import AdvantageKind, group_advantages, has_signal
+from ttrl.configs.data import AdvantageKind
+from ttrl.data.advantages import group_advantages, has_signal
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import is_unfinished, reason
 

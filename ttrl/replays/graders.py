@@ -6,26 +6,19 @@ that is run, as a script would be.
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from ttrl.errors import TaskError, UserError
+from ttrl.errors import TaskError, UserError, describe
 from ttrl.loop.environment import git_commit
 from ttrl.records import Sample
-from ttrl.rollouts.graders.grading import describe
 from ttrl.system.files import digest
-from ttrl.tasks.task import Task
-from ttrl.tasks.with_sample import WithSample
+from ttrl.tasks.reference import load_reference
+from ttrl.tasks.task import Task, WithSample
 
 ReplayGrader = Callable[..., Any]
 """`grader(choice)`, as in training, or `grader(choice, sample)`: the sample has task id, messages, old reward and metrics."""
@@ -117,85 +110,6 @@ def _relative(path: Path) -> str:
         return path.relative_to(Path.cwd()).as_posix()
     except ValueError:
         return str(path)
-
-
-def load_reference(reference: str, option: str) -> tuple[Any, ModuleType]:
-    """The object that a reference names, and the module it was named in."""
-    place, colon, name = reference.rpartition(":")
-    if not colon or not place or not name:
-        raise UserError(f"{option} {reference}: give module:name or path/to/file.py:name, such as graders:strict")
-    module = _import_file(Path(place), reference, option) if place.endswith(".py") else _import(place, reference, option)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            near = difflib.get_close_matches(name, there, n=1)
-            known = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(there[:12]) or 'nothing that can be called'}"
-            raise UserError(f"{option} {reference}: {place} has no {name!r}; {known}")
-        found = getattr(found, part)
-    return found, module
-
-
-def _import(name: str, reference: str, option: str) -> ModuleType:
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    with _explained(reference, option, name):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and imports one that is not
-            raise UserError(
-                f"{option} {reference}: there is no module {error.name!r} in {folder} or on Python's path; "
-                "give module:name, or path/to/file.py:name"
-            ) from None
-    raise AssertionError
-
-
-def _import_file(path: Path, reference: str, option: str) -> ModuleType:
-    path = path.absolute()
-    if not path.is_file():
-        raise UserError(f"{option} {reference}: {path} is no file")
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as for a script, so that it can import its neighbours
-    taken = path.stem in sys.stdlib_module_names or not path.stem.isidentifier() or _is_other(path)
-    name = f"replayed_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}" if taken else path.stem
-    with _explained(reference, option, path.name):
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickle look there
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
-    raise AssertionError
-
-
-def _is_other(path: Path) -> bool:
-    """True where another module of the file's name is loaded, which must not be replaced."""
-    module = sys.modules.get(path.stem)
-    return module is not None and getattr(module, "__file__", None) != str(path)
-
-
-@contextlib.contextmanager
-def _explained(reference: str, option: str, what: str) -> Iterator[None]:
-    """Turns whatever the person's code raises while it is imported into a UserError with the last line of its traceback."""
-    arguments = sys.argv
-    sys.argv = [what]  # a script that reads its arguments when imported must not find ours
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames[1:] else ""
-        raise UserError(f"{option} {reference}: importing {what} failed: {describe(error)}{place}") from error
-    finally:
-        sys.argv = arguments
 
 
 def _takes_sample(grader: Any, shown: str) -> bool:

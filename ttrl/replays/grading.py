@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from tqdm.auto import tqdm
 
-import ttrl
 from ttrl.errors import GraderError, RunFolderError, TaskError
 from ttrl.loop.carried import task_key
 from ttrl.records import Sample, TaskResult
@@ -30,6 +29,7 @@ from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import digest, read_jsonl, write_json, write_jsonl
 from ttrl.system.processes import reap_leftovers
+from ttrl.version import __version__
 
 if TYPE_CHECKING:
     from ttrl.replays.training import ReplayTraining
@@ -104,7 +104,7 @@ class Regrading:
             trained = training.merged(trained)
         self.facts = {
             "schema": _SCHEMA,
-            "ttrl": ttrl.__version__,
+            "ttrl": __version__,
             "run": os.path.relpath(self.original.path, self.folder.path),
             "identity": self.regrader.identity,
             "grader": self.regrader.described,

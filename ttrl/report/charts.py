@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from ttrl.text import compact, is_number
+
 WIDTH, HEIGHT = 540, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
 MAX_BARS = 90
@@ -30,26 +32,6 @@ class Series:
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
     dashed: bool = False
-
-
-def is_number(value: object) -> bool:
-    """True for finite numbers that are not bools."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def compact(value: float) -> str:
-    """A number for people: 0.0312, 12.5, 8,300, 3.2e-05."""
-    if not math.isfinite(value):
-        return str(value)
-    magnitude = abs(value)
-    if magnitude == 0:
-        return "0"
-    if magnitude < 1e-3 or magnitude >= 1e7:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-    if magnitude >= 999.5:  # three digits of it would be 1e+03
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:

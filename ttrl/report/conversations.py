@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.records import Sample
-from ttrl.report.charts import compact
 from ttrl.report.markup import folded, section, text_html
-from ttrl.report.samples import before_and_after, some_samples, stamp_of
-from ttrl.report.tokens import TRAINER_FILE, TokenTable, coloured, token_text_of
+from ttrl.report.samples import TRAINER_FILE, TokenTable, before_and_after, coloured, some_samples, stamp_of, token_text_of
 from ttrl.run_folder.reader import RunData
+from ttrl.text import compact
 
 HELD_OUT, TRAINING = 6, 8
 """Pages: of held-out tasks, and of training samples of each iteration that is shown (the first, the middle and the last)."""

@@ -3,10 +3,20 @@
 from typing import Any
 
 from ttrl.report import words
-from ttrl.report.charts import Series, compact, legend, line_chart, sparkline, stacked_bars
+from ttrl.report.charts import Series, legend, line_chart, sparkline, stacked_bars
 from ttrl.report.markup import figure, grid, section, text_html
-from ttrl.report.report_metrics import all_metrics
 from ttrl.run_folder.reader import PHASES, RunData, held_out_metric, interval, phase_columns
+from ttrl.text import compact
+
+MOST = 200
+"""Columns: a run whose rows hold other names in each iteration must not make a page without end."""
+
+
+def all_metrics(run: RunData) -> list[tuple[str, list[float | None]]]:
+    """(dotted name, one value per row), by name. Figures by weights version are left out: each iteration has other names."""
+    names = {name: None for row in run.flat for name in row}
+    shown = [name for name in names if name != "iteration" and not any(part.lstrip("-").isdigit() for part in name.split("."))]
+    return [(name, run.column(name)) for name in sorted(shown[:MOST])]
 
 
 def _has(series: Series) -> bool:

@@ -3,13 +3,12 @@
 import json
 from typing import Any
 
-from ttrl.monitoring.drift import FILE_NAME
 from ttrl.monitoring.finding import Finding
 from ttrl.monitoring.findings import findings
 from ttrl.report.conversations import answer_html, messages_html, pager, token_html
 from ttrl.report.markup import section, text_html
-from ttrl.report.samples import examples
-from ttrl.report.tokens import TokenTable, token_text_of
+from ttrl.report.samples import TokenTable, examples, token_text_of
+from ttrl.run_folder.folder import DRIFT_FILE as FILE_NAME
 from ttrl.run_folder.reader import RunData
 
 _WORDS = {"stop": "going on is of no use", "warn": "learning suffers", "note": "worth knowing"}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrl.configs.without_secrets import without_secrets
+from ttrl.configs.base import without_secrets
 from ttrl.errors import StorageError, TtrlError
 from ttrl.report import figures as charts
 from ttrl.report import words
@@ -22,9 +22,8 @@ from ttrl.report.conversations import conversations
 from ttrl.report.findings import drift_section, findings_section
 from ttrl.report.markup import section, text_html
 from ttrl.report.plan import plan_section
-from ttrl.report.samples import spread
-from ttrl.report.tokens import token_text_of
-from ttrl.run_folder.reader import RunData, read_run
+from ttrl.report.samples import spread, token_text_of
+from ttrl.run_folder.reader import RunData, model_name, read_run
 from ttrl.system.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ def leave_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
 
 def _head(run: RunData) -> str:
     tiles = "".join(f"<div><dt>{text_html(name)}</dt><dd>{text_html(value)}</dd></div>" for name, value in words.tiles(run))
-    model = words.model_name(run)
+    model = model_name(run)
     return (
         f"<header><p class=kicker>ttrl report</p><h1>{text_html(run.folder.absolute().name)}</h1>"
         + (f"<p class=model>Model: <code>{text_html(model)}</code></p>" if model else "")

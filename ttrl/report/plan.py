@@ -8,8 +8,10 @@ from typing import Any
 
 from ttrl.errors import TtrlError
 from ttrl.plans.measured import PLAN_FILE, measured_in_run, signal_share
-from ttrl.plans.plan import duration, gib, si
 from ttrl.report.markup import section, text_html
+from ttrl.text import gib
+from ttrl.text import rough_duration as duration
+from ttrl.text import si_spaced as si
 
 NEAR = 0.25
 """What is further apart is marked."""

@@ -5,14 +5,145 @@ Lines are found by their ends; which of them show a finding is told from the byt
 read is kept as long as the file stays what it is, so that a report that is written after each iteration reads new files alone.
 """
 
+import contextlib
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from ttrl.data.packing.packed_file import load_packed, read_tensor
+from ttrl.data.packing.packed_format import IGNORE_LABEL
+from ttrl.errors import TtrlError
 from ttrl.monitoring.finding import Kind
 from ttrl.records import Sample
+from ttrl.report.markup import text_html
+from ttrl.run_folder.reader import RunData
+from ttrl.run_folder.token_text import run_token_text
+
+MAX_TOKENS = 300
+"""Shown of one sample: a page with twenty samples then stays below two megabytes."""
+TRAINER_FILE = "trainer_logprobs.safetensors"
+
+
+_texts: dict[Path, Callable[[int], str]] = {}
+
+
+def token_text_of(run: RunData, number: int) -> Callable[[int], str] | None:
+    """`run_token_text`, read once in a process: all checkpoints of a run have the same tokenizer, and reading a large one takes
+    longer than the report. None where there is none that can be read."""
+    if run.folder not in _texts:
+        try:
+            text = run_token_text(run, number)
+        except (TtrlError, OSError):  # OSError: a model's name that is no file name
+            return None
+        if text is None:
+            return None
+        if len(_texts) > 8:
+            _texts.clear()
+        _texts[run.folder] = text
+    return _texts[run.folder]
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """One generated token. Unknown is None."""
+
+    token_id: int
+    sampler: float | None = None
+    trainer: float | None = None
+    advantage: float | None = None
+    version: int | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """Trainer less sampler, nats."""
+        return self.trainer - self.sampler if self.trainer is not None and self.sampler is not None else None
+
+
+class TokenTable:
+    """The trained tokens of one iteration, by sample."""
+
+    def __init__(self, iteration_folder: Path) -> None:
+        self._samples: dict[tuple[str, int], list[int]] = {}
+        try:
+            self._tensors, self._table, _ = load_packed(iteration_folder / "packed.safetensors")
+        except (TtrlError, OSError):
+            return
+        for number, sample in enumerate(self._table):
+            self._samples.setdefault((sample.task_id, sample.sample), []).append(number)
+        self._trainer = None
+        with contextlib.suppress(TtrlError, OSError):
+            trainer = read_tensor(iteration_folder / TRAINER_FILE, "logprobs")
+            self._trainer = trainer if trainer.shape == self._tensors["labels"].shape else None
+
+    def of(self, sample: Sample) -> list[TokenFacts] | None:
+        """Of all generated tokens; those that were not trained have an id and the sampler's logprob alone. None without ids."""
+        ids = sample.token_ids
+        if ids is None:
+            return None
+        if sample.logprobs is not None and len(sample.logprobs) != len(ids):
+            return None
+        known = [_number(value) for value in sample.logprobs] if sample.logprobs is not None else [None] * len(ids)
+        trained = self._trained(sample)
+        # The pack holds the same tokens in the same order, or, where it was truncated, the first of them.
+        if not trained or [one.token_id for one in trained] != ids[: len(trained)]:
+            return [TokenFacts(token, value) for token, value in zip(ids, known, strict=True)]
+        rest = [TokenFacts(token, value) for token, value in zip(ids[len(trained) :], known[len(trained) :], strict=True)]
+        return trained + rest
+
+    def _trained(self, sample: Sample) -> list[TokenFacts]:
+        found: list[TokenFacts] = []
+        for number in self._samples.get((sample.task_id, sample.sample), []):
+            row = self._table[number].row
+            labels = self._tensors["labels"][row]
+            places = ((self._tensors["sample_ids"][row] == number) & (labels != IGNORE_LABEL)).nonzero().flatten()
+            names = ("labels", "logprobs", "advantages", "weights_version")
+            columns = [self._tensors[name][row][places].tolist() for name in names]
+            trainer = self._trainer[row][places].tolist() if self._trainer is not None else [math.nan] * len(places)
+            found += [
+                TokenFacts(token, _number(sampler), _number(own), advantage, version)
+                for (token, sampler, advantage, version), own in zip(zip(*columns, strict=True), trainer, strict=True)
+            ]
+        return found
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def coloured(tokens: list[TokenFacts], text: Callable[[int], str], largest: float) -> str:
+    """The tokens as HTML: shaded by advantage (blue up, orange down, on a scale to `largest`), underlined by how far sampler and
+    trainer are apart (classes d1 to d3: above 0.001, 0.01, 0.1 nats), everything in numbers in their titles."""
+    spans = []
+    for place, token in enumerate(tokens[:MAX_TOKENS]):
+        shown = text(token.token_id)
+        parts = [f"#{place} id {token.token_id}"]
+        classes = []
+        if token.advantage is not None:
+            parts.append(f"advantage {token.advantage:.3g}")
+            step = min(4, math.ceil(4 * abs(token.advantage) / largest)) if largest else 0
+            if step:
+                classes.append(f"{'u' if token.advantage > 0 else 'n'}{step}")
+        if token.sampler is not None:
+            parts.append(f"sampler {token.sampler:.4f}")
+        if token.trainer is not None:
+            parts.append(f"trainer {token.trainer:.4f}")
+        if (gap := token.difference) is not None:
+            parts.append(f"difference {gap:+.1e}")
+            level = sum(abs(gap) > limit for limit in (1e-3, 1e-2, 1e-1))
+            if level:
+                classes.append(f"d{level}")
+        if token.version is not None and token.version >= 0:
+            parts.append(f"policy {token.version}")
+        css = f' class="{" ".join(classes)}"' if classes else ""
+        spans.append(f'<span{css} title="{text_html(", ".join(parts))}">{text_html(shown)}</span>')
+    more = len(tokens) - MAX_TOKENS
+    end = f"<em> … {more:,} more tokens</em>" if more > 0 else ""
+    return f'<div class="answer tokens" dir="auto">{"".join(spans)}{end}</div>'
+
 
 _MOST_BYTES = 256_000_000  # of a file that is looked at
 _REWARD = re.compile(rb'"reward": (-?[0-9.eE+-]+|null)')

@@ -5,32 +5,23 @@ What stands out is said by `ttrl.monitoring.findings`.
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from ttrl.report.charts import compact
+from ttrl.monitoring.findings import findings
 from ttrl.run_folder.reader import (
     PHASES,
     RunData,
-    duration,
     held_out_metric,
     interval,
     number,
-    percent,
     phase_columns,
+    read_run,
     total_seconds,
 )
-
-
-def model_name(run: RunData) -> str:
-    """What the config calls the model, "" where it does not."""
-    for key in ("model", "model_folder", "base_model"):
-        value = run.config.get(key)
-        if isinstance(value, dict):
-            value = value.get("path") or value.get("name")
-        if isinstance(value, str):
-            return value
-    return ""
+from ttrl.text import compact, duration, percent
 
 
 def _ends(run: RunData, path: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -183,3 +174,25 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
         for name, values in columns
         if any(value is not None for value in values)
     ]
+
+
+_MARKS = {"stop": "!!", "warn": " !", "note": " ·"}
+
+
+def report_text(run_folder: Path, width: int = 100) -> str:
+    """The summary, the main figures, and what stands out, wrapped to `width` columns. Raises RunFolderError as `read_run`."""
+    run = read_run(Path(run_folder))
+    width = max(40, min(width, 120))
+    lines = textwrap.wrap(summary(run), width)
+    figures = tiles(run)
+    widest = max((len(name) for name, _ in figures), default=0)
+    lines += ["", *(f"  {name:<{widest}}  {value}" for name, value in figures)] if figures else []
+    found = findings(run.rows, run.config)
+    if found:
+        lines += ["", "What stands out:"]
+        for finding in found:
+            lines += textwrap.wrap(finding.title, width, initial_indent=f"{_MARKS[finding.severity]} ", subsequent_indent="   ")
+            lines += textwrap.wrap(finding.advice, width, initial_indent="   ", subsequent_indent="   ")
+    elif run.trained:
+        lines += ["", "Nothing stands out."]
+    return "\n".join(lines)

@@ -19,20 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from openai.types.chat.chat_completion import Choice
 
-from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TokenizationError
+from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TokenizationError, describe
 from ttrl.records import Sample, Turn
 from ttrl.rollouts.cache.completions import request_digest, sample_key
-from ttrl.rollouts.client.chat_completions import ChatRequest, plain, request_answers
+from ttrl.rollouts.client.chat_completions import ChatRequest, plain, request_answers, room_left
 from ttrl.rollouts.client.choices import openai_choice, read_choice, with_messages, writable
-from ttrl.rollouts.client.context import room_left
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.graders.grading import describe, own_traceback, type_and_message
+from ttrl.rollouts.graders.grading import own_traceback, type_and_message
 from ttrl.rollouts.results import where
 from ttrl.rollouts.sampling import Meter
 from ttrl.rollouts.scheduling.servers import Size
-from ttrl.tasks.chat import Chat
-from ttrl.tasks.task import Grade
+from ttrl.tasks.task import Chat, Grade
 
 if TYPE_CHECKING:
     from ttrl.rollouts.group import Group
@@ -173,7 +171,7 @@ class Play:
         max_tokens: int | None,
         stop: str | Sequence[str] | None,
     ) -> tuple[Choice, dict[str, Any]]:
-        """See `ttrl.tasks.chat.Asked`."""
+        """See `ttrl.tasks.task.Asked`."""
         try:
             self._check_limits()
         except RolloutError:

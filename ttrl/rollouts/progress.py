@@ -19,6 +19,7 @@ from tqdm.utils import disp_len, disp_trim
 
 from ttrl.errors import UserError
 from ttrl.records import Sample
+from ttrl.text import si
 
 REDRAW_SECONDS = 0.1
 RATE_WINDOW = 15.0  # seconds: long enough for answers that come whole, a group at a time
@@ -246,14 +247,6 @@ def _screen() -> _Terminal | _Notebook | None:
     if sys.stderr is not None and sys.stderr.isatty():
         return _Terminal()
     return None
-
-
-def si(number: float) -> str:
-    """999 → '999', 12_345 → '12.3k', 4_560_000 → '4.56M'."""
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor * 0.9995:
-            return f"{number / factor:.3g}{suffix}"
-    return f"{number:.0f}"
 
 
 def _clock(seconds: float) -> str:

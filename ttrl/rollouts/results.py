@@ -8,7 +8,8 @@ from typing import Any, overload
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
 from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.progress import Prices, si
+from ttrl.rollouts.progress import Prices
+from ttrl.text import si
 
 
 @dataclass

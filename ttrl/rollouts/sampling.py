@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ttrl.errors import describe
 from ttrl.records import TaskResult
 from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.graders.grading import Graders, Threads, describe
+from ttrl.rollouts.graders.grading import Graders, Threads
 from ttrl.rollouts.partial import TokenBudget, first_part
 from ttrl.rollouts.progress import Progress
 from ttrl.rollouts.requests_log import RequestsLog

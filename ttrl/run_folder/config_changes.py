@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ttrl.configs.without_secrets import without_secrets
+from ttrl.configs.base import without_secrets
 from ttrl.errors import RunFolderError
 from ttrl.system.files import append_jsonl, read_jsonl
 

@@ -30,6 +30,10 @@ from ttrl.system.files import (
     write_text,
 )
 
+DRIFT_FILE = "drift.json"
+REDO_VARIABLE = "TTRL_REDO"
+"""See `ttrl.run_folder.redo`."""
+
 
 class IterationFolder:
     """iterations/0007 and its markers."""

@@ -1,9 +1,13 @@
 """The line of metrics.jsonl of an iteration, put together from what its phases left in their markers."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from ttrl.configs.run import TrainConfig
 from ttrl.run_folder.folder import IterationFolder
+from ttrl.system.files import write_json
 
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
 TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "in longer rows"}
@@ -88,3 +92,40 @@ def _added_up(name: str, how: Callable[[list[float]], float], steps: list[dict[s
     keys = dict.fromkeys(key for part in parts for key in part)
     found = {key: how([part[key] for part in parts if part.get(key) is not None]) for key in keys}
     return {name: found} if found else {}
+
+
+def validation_metric(row: dict[str, Any], config: TrainConfig) -> float | None:
+    """The number by which a run is judged, of one metrics row."""
+    if config.validation_metric == "reward":
+        return row.get("validation_reward")
+    return (row.get("validation") or {}).get(config.validation_metric)
+
+
+def best_iteration(rows: list[dict[str, Any]], config: TrainConfig) -> int | None:
+    """The iteration with the best validation metric, the newest of equals; None where nothing was validated."""
+    scored = [(value, row["iteration"]) for row in rows if (value := validation_metric(row, config)) is not None]
+    return max(scored)[1] if scored else None
+
+
+def has_reached(row: dict[str, Any], config: TrainConfig) -> bool:
+    """Whether the run ends with this row."""
+    value = validation_metric(row, config)
+    return config.stop_at is not None and value is not None and value >= config.stop_at
+
+
+STATE_FILE = "loggers.json"
+
+
+def forget_rows(folder: Path, first: int) -> None:
+    """The rows of a run folder's iterations from `first` on are logged again: these are done again. Raises StorageError."""
+    state = folder / "logs" / STATE_FILE
+    if seen := _read_seen(state):
+        write_json(state, {"seen": {name: min(last, first - 1) for name, last in seen.items()}})
+
+
+def _read_seen(state: Path) -> dict[str, int]:
+    """The last iteration that each logger was given."""
+    try:
+        return {str(name): int(last) for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.monitoring.progress_line import validation_metric
 from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.metrics import validation_metric
 
 
 @dataclass(frozen=True)

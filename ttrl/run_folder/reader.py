@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from ttrl.errors import RunFolderError
-from ttrl.report.charts import is_number
 from ttrl.run_folder.config_changes import HISTORY_FILE
 from ttrl.system.files import read_jsonl
+from ttrl.text import is_number
 
 PHASES = ("sample", "pack", "train", "sync", "validate")
 
@@ -186,21 +186,6 @@ def held_out_metric(run: RunData) -> Metric | None:
     return None
 
 
-def duration(seconds: float) -> str:
-    """3.4 s, 2 min 41 s, 1 h 05 min."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds + 0.5) // 60
-    if minutes < 60:
-        return f"{minutes} min {int(seconds + 0.5) % 60:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def percent(value: float) -> str:
-    """0.945 → 94.5%."""
-    return f"{value * 100:.1f}".removesuffix(".0") + "%"
-
-
 def phase_columns(run: RunData) -> dict[str, list[float | None]]:
     """Seconds per phase and row; "other" is what remains of the total."""
     columns = {phase: run.column(f"seconds.{phase}") for phase in PHASES}
@@ -216,3 +201,14 @@ def total_seconds(run: RunData) -> float:
     phases = zip(*(run.column(f"seconds.{phase}") for phase in PHASES), strict=True)
     totals = zip(run.column("seconds.total"), phases, strict=True)
     return sum(sum(value or 0.0 for value in known) if total is None else total for total, known in totals)
+
+
+def model_name(run: RunData) -> str:
+    """What the config calls the model, "" where it does not."""
+    for key in ("model", "model_folder", "base_model"):
+        value = run.config.get(key)
+        if isinstance(value, dict):
+            value = value.get("path") or value.get("name")
+        if isinstance(value, str):
+            return value
+    return ""

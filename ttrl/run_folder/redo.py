@@ -11,10 +11,9 @@ import os
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, UserError
-from ttrl.monitoring.drift import FILE_NAME, REDO_VARIABLE
-from ttrl.monitoring.loggers import forget_rows
-from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.metrics import PHASES
+from ttrl.run_folder.folder import DRIFT_FILE as FILE_NAME
+from ttrl.run_folder.folder import REDO_VARIABLE, RunFolder
+from ttrl.run_folder.metrics import PHASES, forget_rows
 from ttrl.run_folder.mirror_store import MirrorStore, patiently
 
 logger = logging.getLogger(__name__)

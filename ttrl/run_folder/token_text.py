@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ModelFolderError
-from ttrl.report import words
-from ttrl.run_folder.reader import RunData
+from ttrl.run_folder.reader import RunData, model_name
 
 FILE_NAME = "tokenizer.json"
 
@@ -19,7 +18,7 @@ def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
     """
     folders = [run.iteration_folder(iteration) / "checkpoint"]
     folders += sorted((run.folder / "iterations").glob("*/checkpoint"), reverse=True)
-    if model := words.model_name(run):
+    if model := model_name(run):
         folders += [Path(model), run.folder / model]
     there = next((folder for folder in folders if (folder / FILE_NAME).is_file()), None)
     return None if there is None else folder_token_text(there)

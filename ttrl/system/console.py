@@ -43,11 +43,6 @@ class Console:
                 thread.join()
 
 
-def seconds_by_phase(seconds: dict[str, float]) -> str:
-    """ "sample 1.5, train 6.1"."""
-    return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if phase != "total" and value >= 0.05)
-
-
 def clock() -> float:
     """Seconds of a clock that never goes back."""
     return time.perf_counter()

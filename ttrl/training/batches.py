@@ -1,6 +1,5 @@
 """Which rows are trained together: packed rows → optimizer steps → this rank's microbatches."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,12 @@ from transformers import PretrainedConfig
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing.aggregation import normaliser
 from ttrl.data.packing.pack import PackedTensors
-from ttrl.data.packing.row_balance import balance
-from ttrl.data.packing.row_work import row_work
-from ttrl.data.packing.tokenizer_digest import TOKENIZER_KEY, tokenizer_digest
+from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
+from ttrl.data.packing.row_balance import balance, row_work
 from ttrl.errors import PackError
 from ttrl.training.counts import row_flops
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.policy import Policy
 
 _MICROBATCH = (
@@ -66,12 +64,6 @@ class Update:
             if self.reference_hidden:
                 tensors["reference_hidden"] = torch.cat(self.reference_hidden[start : start + size])
             yield {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def derived_generator(*parts: int | str) -> torch.Generator:
-    """A random generator that depends on all of its parts, (seed, iteration, …), and on nothing else in the process."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
 
 def updates(

@@ -24,8 +24,8 @@ from ttrl.training.objective.objective import Objective
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 from ttrl.training.policy.value_head import ValueHead, value_loss
-from ttrl.training.progress import Progress
 from ttrl.training.timing import Stopwatch
+from ttrl.training.train_log import Progress
 
 TOKENS = ("trained_tokens", "row_tokens", "padding_tokens", "logical_tokens")
 _WEIGHTED = ("policy_loss", "kl_loss", "entropy_loss", "kl")  # facts that are reported as Σ w·fact / Z, as the loss is

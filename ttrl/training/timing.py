@@ -1,13 +1,19 @@
-"""Where the time and the memory of a training step go."""
+"""Time of a recipe's parts: a stopwatch by part, the profiler's traces, and the speed of the largest matrix product."""
 
 import contextlib
+import functools
 import resource
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ttrl.training.parallel.distributed import Ranks
 
 
 class Stopwatch:
@@ -55,3 +61,74 @@ def memory_peaks(device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         peaks["cuda"] = torch.cuda.max_memory_allocated(device)
     return peaks
+
+
+class Profiler:
+    """Traces the first `steps` optimizer steps; each rank writes output_dir/profile/rank-N.json after the last of them."""
+
+    def __init__(self, output_dir: str | Path, steps: int, ranks: Ranks) -> None:
+        self._left = steps
+        self._path = Path(output_dir, "profile", f"rank-{ranks.rank}.json")
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
+        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True) if steps else None
+        if self._profile is not None:
+            self._profile.start()
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """One optimizer step, marked with `name` in the trace."""
+        if self._profile is None:
+            yield
+            return
+        with record_function(name):
+            yield
+        self._left -= 1
+        if not self._left:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the file, also where fewer steps were taken than asked for."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))
+            self._profile = None
+
+
+SECONDS = 0.05
+"""How long is measured, at least three products; a fast machine is warm by then, a slow one is not kept."""
+_CPU_OPERATIONS = 2e9  # of one product: some ten milliseconds on a core
+
+
+def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, int]:
+    """(tokens, width in, width out) of the layers' largest matrix product; the embedding and the head are left out, whose width
+    is the vocabulary's."""
+    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{name}"]
+    largest = max(linears, key=lambda m: m.in_features * m.out_features)
+    k, n = largest.in_features, largest.out_features
+    tokens = 4096 if device.type == "cuda" else int(max(16, min(2048, _CPU_OPERATIONS / (2 * k * n))))
+    return tokens, k, n
+
+
+@functools.cache
+def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication and an addition each counted as one.
+
+    Measured once in a process. On CUDA with a synchronisation around each product; never run on a GPU.
+    """
+    tokens, k, n = shape
+    x, w = torch.ones(tokens, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+    fastest, taken, rounds = float("inf"), 0.0, 0
+    while taken < SECONDS or rounds < 3:
+        _wait(device)
+        began = time.perf_counter()
+        torch.mm(x, w)
+        _wait(device)
+        elapsed = time.perf_counter() - began
+        fastest, taken, rounds = min(fastest, elapsed), taken + elapsed, rounds + 1
+    return 2.0 * tokens * k * n / fastest
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,16 +1,41 @@
 """train.jsonl: a line for each optimizer step."""
 
+import contextlib
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.system.files import append_jsonl
-from ttrl.training.matmul_peak import largest_product, matmul_peak
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import Policy
-from ttrl.training.timing import Stopwatch, memory_peaks
+from ttrl.training.timing import Stopwatch, largest_product, matmul_peak, memory_peaks
+
+PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
+
+
+class Progress:
+    """Counts microbatches. Rank 0 writes, at most ten times a second; nothing is written when nobody asked."""
+
+    def __init__(self, total: int, ranks: Ranks) -> None:
+        path = os.environ.get(PROGRESS_VARIABLE)
+        self._path = Path(path) if path and ranks.is_first else None
+        self._done, self._total, self._written = 0, total, 0.0
+        self._write()
+
+    def advance(self) -> None:
+        """One more microbatch is done."""
+        self._done += 1
+        if self._done == self._total or time.monotonic() - self._written > 0.1:
+            self._write()
+
+    def _write(self) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # the folder may be on another machine: no reason to stop
+                self._path.write_text(f"{self._done} {self._total}\n")
+            self._written = time.monotonic()
 
 
 class TrainLog:

@@ -8,14 +8,12 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 
+from ttrl.configs.data import TooLong
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
-
-TooLong: TypeAlias = Literal["drop", "error", "truncate", "extend"]
 
 _KINDS = {
     "token_ids": "whole numbers of at most 32 bits",

@@ -27,11 +27,12 @@ from typing import get_args
 
 import numpy as np
 
-from ttrl.data.packing.flat_samples import FlatSamples, TooLong, flatten, select
+from ttrl.configs.data import Share, TooLong
+from ttrl.data.packing.flat_samples import FlatSamples, flatten, select
 from ttrl.data.packing.packed import PackedTensors, unpack
 from ttrl.data.packing.packed_format import IGNORE_LABEL, Aggregation, PackedSample
 from ttrl.data.packing.placement import Forest, place
-from ttrl.data.packing.prefix_tree import PrefixTree, Share, prefix_tree
+from ttrl.data.packing.prefix_tree import PrefixTree, prefix_tree
 from ttrl.data.packing.row_layout import fill, lay_out
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult

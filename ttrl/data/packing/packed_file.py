@@ -16,7 +16,17 @@ from torch import Tensor
 
 from ttrl.data.packing.packed_format import TENSOR_DTYPES, PackedSample
 from ttrl.errors import PackError
-from ttrl.system.files import atomic_file
+from ttrl.system.files import atomic_file, digest
+
+TOKENIZER_KEY = "tokenizer"
+"""Of PackedTensors.metadata."""
+
+
+def tokenizer_digest(folder: str | Path) -> str | None:
+    """SHA-256 of the model folder's tokenizer.json, which checkpoints copy byte by byte; None where it has none."""
+    path = Path(folder, "tokenizer.json")
+    return digest(path) if path.is_file() else None
+
 
 HEADER_KEY = "ttrl_packed"
 SCHEMA = 1

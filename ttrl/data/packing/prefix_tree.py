@@ -14,11 +14,10 @@ What a model generated is never looked at: it belongs to one sample, even where 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 
-Share: TypeAlias = Literal["tree", "prompt", "none"]
+from ttrl.configs.data import Share
 
 
 @dataclass

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from ttrl import __version__
 from ttrl.errors import UserError
 from ttrl.rollouts.client.wire import Answer
+from ttrl.version import __version__
 
 KEY_SCHEMA = 1
 ENTRY_SCHEMA = 1

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from openai import AsyncOpenAI, OpenAI
 
-from ttrl import __version__
 from ttrl.errors import UserError
 from ttrl.rollouts.client.http_transport import HTTPTransport
 from ttrl.rollouts.client.openai_transport import ClientTransport, plain_settings
+from ttrl.version import __version__
 
 
 class Transport(Protocol):

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError
+from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError, describe
 from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
 from ttrl.tasks.task import Grade, Grader, Task
 
@@ -217,14 +217,6 @@ class Graders:
             return await self._processes.grade(task.grader, choice, where)
         assert self._threads is not None
         return await grade(task.grader, choice, where=where, threads=self._threads, timeout=self.timeout)
-
-
-def describe(error: BaseException) -> str:
-    """`TypeName: message` on one line, also for exceptions whose `__str__` fails."""
-    text = "".join(traceback.format_exception_only(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]
-    return line if len(line) <= 400 else line[:399] + "…"
 
 
 def type_and_message(error: BaseException) -> str:

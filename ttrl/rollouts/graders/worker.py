@@ -34,8 +34,8 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
-from ttrl.errors import GraderError
-from ttrl.rollouts.graders.grading import Outcome, describe, own_traceback
+from ttrl.errors import GraderError, describe
+from ttrl.rollouts.graders.grading import Outcome, own_traceback
 from ttrl.rollouts.graders.wire import MAX_ANSWER, choice_from_json, pack, unpack
 from ttrl.system import process_guard
 from ttrl.tasks.task import Grade

@@ -6,9 +6,8 @@ from collections.abc import Callable, Coroutine, Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.scheduling.capacity import Load, Room
+from ttrl.rollouts.scheduling.capacity import Load, Room, read_metrics
 from ttrl.rollouts.scheduling.lengths import Lengths
-from ttrl.rollouts.scheduling.vllm_metrics import read_metrics
 
 if TYPE_CHECKING:
     from ttrl.rollouts.client.transport import Transport

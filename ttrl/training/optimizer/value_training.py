@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import RunFolderError
-from ttrl.training.batches import derived_generator
 from ttrl.training.optimizer.optimizer import learning_rate
-from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.value_head import ValueHead, load_value_head, save_value_head
 
 _OPTIMIZER_FILE = "value_optimizer.safetensors"

@@ -6,6 +6,7 @@ the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (n
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -172,3 +173,9 @@ def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = No
             _set_pg_timeout(timeout, mesh.get_group(name))
     data_rank, tensor_rank = mesh.get_local_rank(DATA), mesh.get_local_rank(TENSOR)
     return Ranks(data_rank, world_size // tensor_ranks, device, mesh, tensor_rank, tensor_ranks)
+
+
+def derived_generator(*parts: int | str) -> torch.Generator:
+    """A random generator that depends on all of its parts, (seed, iteration, …), and on nothing else in the process."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

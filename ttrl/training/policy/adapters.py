@@ -27,12 +27,11 @@ from torch import Tensor
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.errors import ConfigError, ModelFolderError
 from ttrl.system.files import write_json
-from ttrl.training.batches import derived_generator
 from ttrl.training.models.weights import check_weights, composite_of, files_of, stored_as
+from ttrl.training.parallel.distributed import derived_generator
 from ttrl.training.parallel.sharding import copy_whole, full_tensor
 from ttrl.training.policy.lora import AdaptedLinear, adapted, is_adapter, merge, plain, without_adapters
-from ttrl.training.policy.policy import Policy
-from ttrl.training.policy.weights import fill_parameters
+from ttrl.training.policy.policy import Policy, fill_parameters
 
 ADAPTER_FOLDER = "adapter"
 PEFT_FILE, WEIGHTS_FILE, OWN_FILE = "adapter_config.json", "adapter_model.safetensors", "ttrl_adapter.json"

@@ -8,15 +8,13 @@ once however many processes it runs.
 import torch
 
 from ttrl.configs import TrainingConfig
-from ttrl.training.batches import derived_generator
 from ttrl.training.models import build_decoder, read_config
-from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.sharding import materialise, shard
 from ttrl.training.policy.activations import checkpoint_layers, offload_activations
 from ttrl.training.policy.adapters import base_folder, fill_policy
 from ttrl.training.policy.lora import adapted, apply_lora
-from ttrl.training.policy.policy import Policy
-from ttrl.training.policy.weights import fill_parameters
+from ttrl.training.policy.policy import Policy, fill_parameters
 
 
 def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:

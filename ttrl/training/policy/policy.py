@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, N trained positions (in row-major order), D width, V v
 """
 
 import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.kernels.logprobs import IGNORE, ReferenceHead, TokenLoss, run_head
-from ttrl.training.models import Decoder, check_same_architecture, read_config
-from ttrl.training.parallel.sharding import full_tensor, local_part
+from ttrl.training.models import Decoder, check_same_architecture, check_weights, iter_weights, read_config
+from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part
 from ttrl.training.policy.lora import AdaptedLinear
 from ttrl.training.policy.value_head import ValueHead
-from ttrl.training.policy.weights import fill_parameters
 
 
 @dataclass(frozen=True)
@@ -173,3 +173,19 @@ class Policy(nn.Module):
         """
         check_same_architecture(read_config(folder), self.decoder.config, folder)
         fill_parameters(self.parameters_by_name(), folder)
+
+
+def fill_parameters(
+    parameters: Mapping[str, nn.Parameter], folder: str | Path, put: Callable[[Tensor, Tensor], None] = copy_whole
+) -> None:
+    """Copies the weights of a folder into parameters under torchtune's names, sharded or not, tensor by tensor; `put` does so
+    with one.
+
+    Raises ModelFolderError with missing names, unknown names and other shapes; the parameters are of no use then.
+    """
+    seen: dict[str, Tensor] = {}
+    for name, weight in iter_weights(folder):
+        seen[name] = torch.empty(weight.shape, device="meta")
+        if name in parameters and parameters[name].shape == weight.shape:
+            put(parameters[name], weight)
+    check_weights(parameters, seen, folder)
