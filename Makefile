@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 S3_SERVER := $(VENV)/s3/bin/moto_server
 
-.PHONY: help install quickstart test test-quick bench lint clean
+.PHONY: help install quickstart test test-quick bench lint types clean
 
 help:
 	@echo "make quickstart   train a small model by reinforcement learning, from nothing (about 5 minutes on 2 cores)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-quick   the tests without servers and trainers"
 	@echo "make bench        the benchmarks in tools/"
 	@echo "make lint         ruff, and the rules of who may import whom"
+	@echo "make types        mypy, strict, over ttrl/"
 	@echo "make install      only .venv; then: $(VENV)/bin/ttrl doctor"
 	@echo "make clean        remove .venv and caches; run folders stay"
 
@@ -38,6 +39,9 @@ $(S3_SERVER): tests/s3_server.txt | install
 
 bench: install
 	@for script in $(wildcard tools/bench_*.py); do echo "== $$script"; $(RUN) "$$script" || exit 1; done
+
+types: install
+	$(RUN) -m mypy
 
 lint: install
 	$(RUN) -m ruff check
