@@ -19,14 +19,12 @@ from ttrl.rollouts.client.choices import openai_choice, read_choice, writable
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.graders.grading import call, type_and_message
+from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.partial import continue_answer, extend
 from ttrl.rollouts.play import Play
 from ttrl.rollouts.results import Usage, is_unfinished, where
 from ttrl.rollouts.sampling import Job, Meter, Sampling
 from ttrl.rollouts.scheduling.servers import Size
-
-_NOT_TO_KEEP = frozenset({None, "abort", "error", "unfinished"})
-"""Finish reasons of answers that are no answers of the model: never put into a cache."""
 
 
 @dataclass
@@ -41,10 +39,10 @@ class Outcome:
 
 async def run_task(sampling: Sampling, job: Job) -> Outcome:
     """One task from its request to its transform. Raises nothing but CancelledError."""
-    messages = [dict(message) for message in job.task.messages]
-    group = Group(sampling, job, messages)
+    ledger = Ledger(sampling, job)
+    group = Group(ledger)
     await group.fill()
-    result = TaskResult(task_id=job.task.id, messages=messages, samples=group.samples)
+    result = TaskResult(task_id=job.task.id, messages=ledger.messages, samples=group.samples)
     transformed = None
     if sampling.transform is not None:
         transformed, error = await call(sampling.transform, result, threads=sampling.transform_thread, timeout=None)
@@ -56,15 +54,16 @@ async def run_task(sampling: Sampling, job: Job) -> Outcome:
             sampling.on_task_done(result)
         except Exception as error:  # noqa: BLE001 - a callback must not cost results
             sampling.count_other("on_task_done", job.task.id, error)
-    return Outcome(job.position, result, group.usage, transformed)
+    return Outcome(job.position, result, ledger.usage, transformed)
 
 
 class Group:
     """The samples of one task while they are made."""
 
-    def __init__(self, sampling: Sampling, job: Job, messages: list[dict[str, Any]]) -> None:
-        self.s, self.job, self.messages = sampling, job, messages
-        self.usage = Usage()
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.s, self.job, self.messages, self.usage = ledger.s, ledger.job, ledger.messages, ledger.usage
+        sampling, job, messages = ledger.s, ledger.job, ledger.messages
         if job.kept is not None:
             self.samples = [dataclasses.replace(sample) for sample in job.kept.samples]
             for sample in self.samples:
@@ -84,7 +83,7 @@ class Group:
         if self.job.task.rollout is not None:
             async with asyncio.TaskGroup() as tasks:
                 for sample in self.samples:
-                    tasks.create_task(Play(self, sample).run())
+                    tasks.create_task(Play(self.ledger, sample).run())
             return
         begun, fresh = [], []
         for sample in self.samples:
@@ -109,7 +108,7 @@ class Group:
                 found.append(sample)
                 tasks.create_task(self._finish(sample, answer, cached=True))
         if found:
-            self.log(found, base_url=self.s.cache.describe() if self.s.cache is not None else "", hit=True)
+            self.ledger.log(found, base_url=self.s.cache.describe() if self.s.cache is not None else "", hit=True)
         for part in _neighbours(missing, self.s.samples_per_request):
             tasks.create_task(self._request(part))
 
@@ -212,33 +211,8 @@ class Group:
             for sample in samples:
                 self._fail(sample, failure)
         got = [answer for answer in answers if answer is not None]
-        self.sent(samples, got, base_url=base_url, seconds=loop.time() - began, error=error)
+        self.ledger.sent(samples, got, base_url=base_url, seconds=loop.time() - began, error=error)
         return None if error is not None else answers
-
-    def sent(self, samples: Sequence[Sample], got: Sequence[Answer], **facts: Any) -> None:
-        """Counts and logs a request; `got` are its answers."""
-        if got:
-            self.usage.new_prompt += got[0].prompt_tokens or 0
-            self.usage.prefix_cached += max(answer.cached_tokens or 0 for answer in got)
-            self.s.progress.add_tokens(0, got[0].prompt_tokens or 0)
-        self.log(
-            samples,
-            prompt_tokens=got[0].prompt_tokens if got else None,
-            cached_prompt_tokens=got[0].cached_tokens if got else None,
-            completion_tokens=sum(answer.completion_tokens or 0 for answer in got) if got else None,
-            **facts,
-        )
-
-    def log(
-        self, samples: Sequence[Sample], *, base_url: str, hit: bool = False, digest: str | None = None, **facts: Any
-    ) -> None:
-        """A line of the requests log. digest: of the request, by default the task's."""
-        if self.s.requests_log is not None and self.job.digest is not None:
-            numbers = [self.job.first + sample.sample for sample in samples]
-            digest = digest or self.job.digest
-            self.s.requests_log.append(
-                base_url=base_url, model=self.s.request.model, digest=digest, samples=numbers, hit=hit, **facts
-            )
 
     # Samples
 
@@ -264,12 +238,12 @@ class Group:
                 self._leave_open(sample)
                 return
             if not cached and not had and self.job.digest is not None:
-                await self.keep(sample, answer, self.job.digest, self.s.cache_body(self.messages))
+                await self.ledger.keep(sample, answer, self.job.digest, self.s.cache_body(self.messages))
             graded = await s.graders.grade(self.job.task, openai_choice(answer), place)
             sample.reward, sample.metrics = graded.reward, graded.metrics
         except Exception as error:  # noqa: BLE001 - one bad sample never costs another
             sample.error = writable(type_and_message(error))
-        self.done(sample)
+        self.ledger.done(sample)
 
     def _is_cut_off(self, sample: Sample, new: int) -> bool:
         """True where not the model or max_tokens ended it, but the budget."""
@@ -280,29 +254,15 @@ class Group:
             return False
         return self.s.request.max_tokens is None or len(sample.token_ids or ()) < self.s.request.max_tokens
 
-    async def keep(self, sample: Sample, answer: Answer, digest: str, body: dict[str, Any]) -> None:
-        """Into the cache, unless `on_chunk` ended it, which no key can describe. (Continued samples are not kept: they may have
-        tokens of several policies.)"""
-        cache = self.s.cache
-        own_end = sample.finish_reason != "stopped_early" or getattr(self.s.on_chunk, "cache_key", None) is not None
-        if cache is not None and sample.finish_reason not in _NOT_TO_KEEP and own_end:
-            await cache.put(sample_key(digest, self.job.first + sample.sample), answer, body)
-
     def _leave_open(self, sample: Sample) -> None:
         sample.finish_reason = "unfinished"
-        self.done(sample)
+        self.ledger.done(sample)
 
     def _fail(self, sample: Sample, error: Exception) -> None:
         if is_unfinished(sample):
             sample.finish_reason = None
         sample.error = writable(type_and_message(error))
-        self.done(sample)
-
-    def done(self, sample: Sample) -> None:
-        """Counts and logs a sample that is finished."""
-        self.s.progress.add_sample(sample, cached=sample.cached)
-        if self.s.sample_logs is not None:
-            self.s.sample_logs.write(sample, number=self.job.first + sample.sample)
+        self.ledger.done(sample)
 
 
 async def _as_list(answer: Any) -> list[Answer | None]:

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from openai.types.chat.chat_completion import Choice
 
@@ -27,13 +27,11 @@ from ttrl.rollouts.client.choices import openai_choice, read_choice, with_messag
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.graders.grading import own_traceback, type_and_message
+from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.results import where
 from ttrl.rollouts.sampling import Meter
 from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
-
-if TYPE_CHECKING:
-    from ttrl.rollouts.group import Group
 
 _REASONING = ("reasoning", "reasoning_content")
 
@@ -58,16 +56,16 @@ class _Reply:
 class Play:
     """The rollout of one sample, while it goes on."""
 
-    def __init__(self, group: "Group", sample: Sample) -> None:
-        self.group, self.sample, self.s = group, sample, group.s
-        self.task = group.job.task
+    def __init__(self, ledger: Ledger, sample: Sample) -> None:
+        self.ledger, self.sample, self.s = ledger, sample, ledger.s
+        self.task = ledger.job.task
         self.place = where(sample.task_id, sample.sample)
         self._replies: list[_Reply | None] = []
         """In the order in which they were asked for; None where none came."""
         self._generated = 0
         self._waiting: set[asyncio.Task[Any]] = set()
         self._clock: asyncio.Timeout | None = None
-        self._ticket = group.s.servers.ticket()
+        self._ticket = ledger.s.servers.ticket()
         self._is_over = False
 
     async def run(self) -> None:
@@ -89,7 +87,7 @@ class Play:
             self._failed(error)
         except Exception as error:  # noqa: BLE001 - one bad sample never costs another
             self._failed(error)
-        self.group.done(sample)
+        self.ledger.done(sample)
 
     def _failed(self, error: Exception) -> None:
         self.sample.error = writable(type_and_message(error))
@@ -100,7 +98,7 @@ class Play:
 
     async def _played(self) -> Any:
         """What the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
-        chat = Chat(self, self.group.messages, self.sample.task_id, self.sample.sample)
+        chat = Chat(self, self.ledger.messages, self.sample.task_id, self.sample.sample)
         seconds = self.task.limits.seconds
         assert self.task.rollout is not None
         try:
@@ -229,22 +227,22 @@ class Play:
     def _digest(self, request: ChatRequest, messages: list[dict[str, Any]], number: int) -> str | None:
         """A first request as it would be without a rollout has the digest of that; all others are of this task and turn alone, so
         that no two of them share an answer."""
-        task = self.group.job.digest
+        task = self.ledger.job.digest
         if task is None:
             return None
         body = self.s.cache_body(messages, request)
-        same = number == 0 and body == self.s.cache_body(self.group.messages)
+        same = number == 0 and body == self.s.cache_body(self.ledger.messages)
         return task if same else request_digest({"task": task, "turn": number}, body)
 
     async def _answer(self, request: ChatRequest, messages: list[dict[str, Any]], number: int) -> tuple[Answer, str | None, bool]:
         """From the cache, else from a server: (answer, digest, whether it was cached)."""
         digest = self._digest(request, messages, number)
-        place = self.group.job.first + self.sample.sample
+        place = self.ledger.job.first + self.sample.sample
         cache = self.s.cache
         if cache is not None and digest is not None and (found := await cache.get(sample_key(digest, place))) is not None:
-            self.group.log([self.sample], base_url=cache.describe(), hit=True, digest=digest)
+            self.ledger.log([self.sample], base_url=cache.describe(), hit=True, digest=digest)
             return found, digest, True
-        same = number == 0 and digest == self.group.job.digest
+        same = number == 0 and digest == self.ledger.job.digest
         offset = place if same else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big")
         loop = asyncio.get_running_loop()
         began, base_url = loop.time(), ""
@@ -279,11 +277,11 @@ class Play:
         size = Size(prompt=sum(len(str(m.get("content") or "")) for m in messages), n=1, max_tokens=request.max_tokens)
 
         def sent(got: Sequence[Answer], error: Exception | None = None) -> None:
-            self.group.sent([self.sample], got, base_url=base_url, seconds=loop.time() - began, error=error, digest=digest)
+            self.ledger.sent([self.sample], got, base_url=base_url, seconds=loop.time() - began, error=error, digest=digest)
 
         try:
             answers = await self.s.servers.send(
-                attempt, size=size, max_retries=self.s.max_retries, affinity=self.group.job.position, ticket=self._ticket
+                attempt, size=size, max_retries=self.s.max_retries, affinity=self.ledger.job.position, ticket=self._ticket
             )
         except Exception as error:
             sent([], error)
@@ -302,16 +300,16 @@ class Play:
         cached: bool,
     ) -> _Reply:
         """Checks ids and log-probabilities, counts, and keeps the answer in the cache."""
-        usage, tokens = self.group.usage, answer.completion_tokens or 0
+        usage, tokens = self.ledger.usage, answer.completion_tokens or 0
         self._generated += tokens
         usage.completion += tokens
         usage.new_completion += 0 if cached else tokens
         read = Sample(task_id=self.sample.task_id, sample=self.sample.sample, messages=messages, cached=cached)
         read.weights_version = self.s.weights_version
-        first = self.group.job.position == 0 and self.sample.sample == 0  # checked token by token, as a single answer is
+        first = self.ledger.job.position == 0 and self.sample.sample == 0  # checked token by token, as a single answer is
         read_choice(read, answer, self.place, token_ids=self.s.token_ids, logprobs=request.wants_logprobs, strings=first)
         if not cached and digest is not None:
-            await self.group.keep(read, answer, digest, self.s.cache_body(messages, request))
+            await self.ledger.keep(read, answer, digest, self.s.cache_body(messages, request))
         return _Reply(messages, tools, answer, read, _clean(_sent_back(openai_choice(answer))))
 
     # The sample
@@ -319,10 +317,10 @@ class Play:
     def _fill(self) -> None:
         """The replies that came, as the sample's turns."""
         sample, replies = self.sample, [reply for reply in self._replies if reply is not None]
-        sample.turns = [_turn(replies, number, self.group.messages) for number in range(len(replies))]
+        sample.turns = [_turn(replies, number, self.ledger.messages) for number in range(len(replies))]
         if not replies:
             return
-        first, usage = replies[0].answer, self.group.usage
+        first, usage = replies[0].answer, self.ledger.usage
         usage.prompt = max(usage.prompt, first.prompt_tokens or len(first.prompt_token_ids or ()))
         reads = [reply.read for reply in replies]
         sample.text, sample.finish_reason = reads[-1].text, reads[-1].finish_reason
