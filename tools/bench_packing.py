@@ -5,7 +5,7 @@
 
 The table: unique useful tokens / (rows × seq_len) for lognormal completion lengths (`--spread`: standard deviation of the
 logarithm), beside greedy packing in the order given and a proven lower bound on the number of rows
-(ttrl/data/packing/placement_bounds.py). Useful are each prompt once and each completion. A completion is clipped to what fits
+(placement_bounds.py). Useful are each prompt once and each completion. A completion is clipped to what fits
 beside its prompt; a prompt is clipped to half a row, which concerns prompts of 8,000 in rows of 4,096 only. All 96 settings
 count.
 
@@ -25,10 +25,10 @@ from multiprocessing import get_context
 
 import numpy as np
 import torch
+from placement_bounds import lower_bound
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.placement import Forest, in_order, place
-from ttrl.data.packing.placement_bounds import lower_bound
 from ttrl.data.packing.row_balance import deal, row_work, waiting
 from ttrl.records import TokenizedResult
 
