@@ -127,6 +127,11 @@ def test_our_house_is_in_order() -> None:
             {"ttrl/data/a.py": "# ttrl/data/gone.py\n"}, "ttrl/data/a.py:1: there is no ttrl/data/gone.py", id="path in a comment"
         ),
         pytest.param(
+            {"tests/test_a.py": "code = 'from ttrl import gone'\n"},
+            "tests/test_a.py:1: there is no ttrl.gone",
+            id="code in a string",
+        ),
+        pytest.param(
             {
                 "ttrl/data/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ttrl.data.b import B\n",
                 "ttrl/data/b.py": "from ttrl.data.a import A\n",

@@ -85,7 +85,7 @@ def test_without_a_usable_cache_each_process_compiles(trouble, cache, calls, mon
 
 @needs_avx512
 def test_processes_that_compile_at_the_same_time(cache, calls):
-    code = "from ttrl import native_code; assert native_code.attention_kernel().library.workspace() > 0"
+    code = "from ttrl.system import native_code; assert native_code.attention_kernel().library.workspace() > 0"
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
     assert [process.wait(60) for process in processes] == [0] * 4
     assert len(list(cache.iterdir())) == 1

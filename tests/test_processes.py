@@ -172,7 +172,7 @@ def test_descendants_end_when_the_child_ends_by_itself(tmp_path):
 
 OWNER = """
 import pathlib, sys, time
-from ttrl import process_guard
+from ttrl.system import process_guard
 from ttrl.system.processes import ChildProcess
 folder = pathlib.Path(sys.argv[1])
 process_guard.__file__ = sys.argv[4]  # the guard is started as a file

@@ -129,6 +129,7 @@ NAMED_IN = ("ttrl/**/*.py", "tests/**/*.py", "tools/*.py", "recipes/*.py", "docs
 NOT_OURS = {"end", "written"}  # attributes of a variable that a template calls ttrl
 MADE_UP = {"test_house.py", "test_public_names.py"}  # which name what is not there
 _DOTTED = re.compile(r"(?<![\w./-])ttrl(?:\.[A-Za-z_]\w*)+")
+_FROM = re.compile(r"\bfrom (ttrl(?:\.\w+)*) import \(?(\w+(?:(?: as \w+)?, \w+)*)")
 _PATH = re.compile(r"(?<![\w./-])ttrl/[\w/]+\.(?:py|c|css|html|txt)\b")
 
 Edges: TypeAlias = dict[str, dict[str, str]]
@@ -186,7 +187,9 @@ class Checker:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files = {module_name(path, root): path for path in sorted((root / "ttrl").rglob("*.py"))}
-        self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.files.items()}
+        self.texts = {name: path.read_text(encoding="utf-8") for name, path in self.files.items()}
+        self.trees = {name: ast.parse(text) for name, text in self.texts.items()}
+        self._names = {name: set(re.findall(r"\w+", text)) for name, text in self.texts.items()}
         self.rooms = {name.rpartition(".")[0] for name in self.files}
         self.declared = self._declared()
         self.public = self._public()
@@ -297,6 +300,8 @@ class Checker:
                 where = f"{path.relative_to(self.root)}:{number}"
                 problems += [f"{where}: there is no {name}" for name in _DOTTED.findall(line) if not self._leads_somewhere(name)]
                 problems += [f"{where}: there is no {name}" for name in _PATH.findall(line) if not (self.root / name).exists()]
+                imported = [(home, name.split(" ")[0]) for home, names in _FROM.findall(line) for name in names.split(", ")]
+                problems += [f"{where}: there is no {home}.{name}" for home, name in imported if not self._has(home, name)]
         return problems
 
     def _leads_somewhere(self, name: str) -> bool:
@@ -305,8 +310,12 @@ class Checker:
         for length in range(len(parts), 1, -1):
             if (module := ".".join(parts[:length])) in self.files:
                 rest = parts[length:]
-                return not rest or re.search(rf"\b{rest[0]}\b", self.files[module].read_text(encoding="utf-8")) is not None
+                return not rest or rest[0] in self._names[module]
         return name in self.rooms or parts[1] in self.public or parts[1].startswith("_") or parts[1] in NOT_OURS
+
+    def _has(self, home: str, name: str) -> bool:
+        """Tell whether `from home import name` finds something, be it code in a string that another process is to run."""
+        return f"{home}.{name}" in self.files or self._leads_somewhere(f"{home}.{name}")
 
     def _check_recipes(self) -> list[str]:
         """recipes/ is run by path: its folder comes first on sys.path, so its files must not hide libraries."""

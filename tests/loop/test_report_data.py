@@ -5,6 +5,7 @@ import math
 import pytest
 
 from ttrl.run_folder import reader
+from ttrl.text import duration
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 10), (1.0, 10), (0.5, 200), (0.93, 200), (0.02, 50)])
@@ -26,7 +27,7 @@ def test_intervals_are_only_given_for_counts_of_successes() -> None:
     [(0.04, "0.0 s"), (59.9, "59.9 s"), (59.96, "1 min 00 s"), (161, "2 min 41 s"), (3599.6, "1 h 00 min"), (3900, "1 h 05 min")],
 )
 def test_durations(seconds: float, expected: str) -> None:
-    assert reader.duration(seconds) == expected
+    assert duration(seconds) == expected
 
 
 def test_phases_that_overlap_are_counted_once(tmp_path):
