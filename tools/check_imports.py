@@ -300,6 +300,8 @@ class Checker:
                 where = f"{path.relative_to(self.root)}:{number}"
                 problems += [f"{where}: there is no {name}" for name in _DOTTED.findall(line) if not self._leads_somewhere(name)]
                 problems += [f"{where}: there is no {name}" for name in _PATH.findall(line) if not (self.root / name).exists()]
+                if path.is_relative_to(self.root / "ttrl"):
+                    continue  # imports that are not there fail by themselves, but not those in strings that tests hand to others
                 imported = [(home, name.split(" ")[0]) for home, names in _FROM.findall(line) for name in names.split(", ")]
                 problems += [f"{where}: there is no {home}.{name}" for home, name in imported if not self._has(home, name)]
         return problems

@@ -1,4 +1,4 @@
-"""The books of one task while it is sampled: its tokens, the log of its requests, its entries in the cache, its finished samples."""
+"""The books of one task while it is sampled: tokens, the log of requests, entries of the cache, finished samples."""
 
 from collections.abc import Sequence
 from typing import Any
