@@ -105,7 +105,7 @@ HOUSE = {
     "plans": _room(
         "run_folder costs data.packing server tasks configs records", "torch transformers huggingface_hub numpy psutil"
     ),
-    "report": _room("monitoring plans run_folder data.packing data.pictures configs records"),
+    "report": _room("monitoring plans run_folder data.packing data.pictures configs records", "jinja2 markupsafe"),
     "launch": _room("run_folder server configs", "torch psutil tqdm yaml"),
     "loop": _room(
         "launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders rollouts.scheduling "

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from ttrl.loop.plan_probe import ProcessMemory
-from ttrl.report.plan import Outcome, outcomes
+from ttrl.report.plan import PlanOutcome, outcomes
 from ttrl.system.files import read_jsonl
 from ttrl.text import gib
 
@@ -28,17 +28,17 @@ def recipe(run: Path, *arguments: str) -> None:
     subprocess.run([sys.executable, str(RECIPE), "--run", str(run), *arguments], check=True)
 
 
-def compare(run: Path, peaks: dict[str, float]) -> list[Outcome]:
+def compare(run: Path, peaks: dict[str, float]) -> list[PlanOutcome]:
     """What a run folder says of its plan, and what was seen of its processes."""
     plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
     rows = read_jsonl(run / "metrics.jsonl")
     lines = outcomes(plan, rows)
     for kind, peak in peaks.items():
-        lines.append(Outcome(f"{kind}'s memory, all", plan["memory"][kind], peak, gib, "estimated"))
+        lines.append(PlanOutcome(f"{kind}'s memory, all", plan["memory"][kind], peak, gib, "estimated"))
         if kind in plan["measured_memory"]:
-            lines.append(Outcome(f"{kind}'s memory, probe", plan["measured_memory"][kind], peak, gib, "probe"))
+            lines.append(PlanOutcome(f"{kind}'s memory, probe", plan["measured_memory"][kind], peak, gib, "probe"))
     start = sum(part["seconds"] for part in plan["seconds"]["start"].values())
-    return [*lines, Outcome("seconds: start", start, rows[0]["seconds"]["prepare"], lambda value: f"{value:.1f} s", "probe")]
+    return [*lines, PlanOutcome("seconds: start", start, rows[0]["seconds"]["prepare"], lambda value: f"{value:.1f} s", "probe")]
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from ttrl.plans.lengths import Assumptions, lognormal
 from ttrl.plans.machine import Machine
 from ttrl.plans.making import make_plan, read_model_config, write_plan
 from ttrl.plans.measured import measured_in_run
-from ttrl.report.plan import outcomes, plan_section
+from ttrl.report.plan import outcomes, plan_table
 from ttrl.system.files import read_jsonl
 from ttrl.training.counts import work_counts
 
@@ -280,10 +280,10 @@ def test_a_run_leaves_its_plan_and_its_report_compares(world):
     assert lines["samples of an iteration"].real == lines["samples of an iteration"].planned == 8
     assert lines["samples of an iteration"].is_near and lines["prompt tokens"].is_near
     assert lines["seconds: an iteration"].source == "rough"
-    html = plan_section(world.run, rows)
-    assert "Plan and outcome" in html and "prompt tokens" in html
+    table = plan_table(world.run, rows)
+    assert "prompt tokens" in [cells[0] for cells in table] and "Plan and outcome" in (world.run / "report.html").read_text()
     (world.run / "plan.json").write_text('{"work": 3}')
-    assert plan_section(world.run, rows) == ""
+    assert plan_table(world.run, rows) == []
 
 
 def test_a_plan_that_is_there_is_left_and_one_that_cannot_be_made_ends_nothing(world, tmp_path, caplog):

@@ -19,8 +19,8 @@ from ttrl.errors import RunFolderError, StorageError
 from ttrl.records import Sample, TaskResult, TokenizedResult
 from ttrl.report import charts
 from ttrl.report import samples as report_samples
-from ttrl.report.conversations import messages_html
-from ttrl.report.page import leave_report, write_report
+from ttrl.report.conversations import Messages
+from ttrl.report.page import leave_report, template, write_report
 from ttrl.run_folder import reader
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "!doctype"}
@@ -155,7 +155,7 @@ def test_every_picture_is_well_formed_and_every_curve_has_its_points(tmp_path: P
     for picture in pictures:
         ElementTree.fromstring(picture)  # well-formed XML
         assert "nan" not in picture and "inf" not in picture
-    held_out = next(picture for picture in pictures if 'aria-label="held-out results"' in picture)
+    held_out = next(picture for picture in pictures if 'aria-label="Held out"' in picture)
     titles = [title.text for title in ElementTree.fromstring(held_out).iter("title")]
     assert titles[:3] == ["exact match, iteration 0: 0.5", "exact match, iteration 1: 0.7", "exact match, iteration 2: 0.9"]
     assert "polygon" in held_out  # the interval
@@ -241,7 +241,8 @@ def test_long_answers_are_folded_and_very_long_ones_cut(tmp_path: Path) -> None:
 
 
 def test_of_endless_conversations_the_beginning_is_shown() -> None:
-    html = messages_html([{"role": "tool", "content": "<" * 15_000}] * 40)
+    shown = Messages.of([{"role": "tool", "content": "<" * 15_000}] * 40)
+    html = template("parts.html").module.messages(shown)  # type: ignore[attr-defined]
     assert html.count("&lt;") == 4 * (15_000 + 160) and "36 more messages in the run folder" in html
 
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+
+from markupsafe import Markup
 
 from ttrl.text import compact, is_number
 
@@ -103,12 +104,12 @@ def _points(x: Sequence[float], values: Sequence[float | None], *, log: bool) ->
     return [
         (position, value)
         for position, value in zip(x, values, strict=True)
-        if value is not None and is_number(value) and (value > 0 or not log)
+        if value is not None and math.isfinite(value) and (value > 0 or not log)
     ]
 
 
-def _svg(name: str, body: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{body}</svg>'
+def _svg(name: str, body: str) -> Markup:
+    return Markup(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{body}</svg>')
 
 
 def line_chart(
@@ -120,16 +121,17 @@ def line_chart(
     log: bool = False,
     y_range: tuple[float, float] | None = None,
     from_zero: bool = False,
-) -> str | None:
-    """Lines over iterations, with bands where a series has them. None when no series has a single number.
+) -> Markup | None:
+    """Draw lines over iterations, with bands where a series has them. None when no series has a single number.
 
-    x: iteration numbers, one per value; they span the axis, also where values are missing. name: what a screen reader says.
+    name: what a screen reader says. x: iteration numbers, one per value; they span the axis, also where values are missing.
     percent: label 0.5 as 50%. y_range: what the axis must cover at least. from_zero: a linear axis starts at zero, or below
     when something is negative.
     """
     together = max(1, math.ceil(len(x) / MAX_POINTS))
     if together > 1:
-        x, series = _means(x, together), [_thinned(one, together) for one in series]
+        x = [mean for mean in _means(x, together) if mean is not None]
+        series = [_thinned(one, together) for one in series]
     drawn = [(one, points) for one in series if (points := _points(x, one.values, log=log))]
     if not drawn:
         return None
@@ -159,8 +161,8 @@ def line_chart(
     return _svg(name, "".join(parts))
 
 
-def _means(values: Sequence[float | None], together: int) -> list[Any]:
-    """Means over `together` neighbours; None where none of them is known."""
+def _means(values: Sequence[float | None], together: int) -> list[float | None]:
+    """Return means over `together` neighbours; None where none of them is known."""
     means = []
     for start in range(0, len(values), together):
         known = [value for value in values[start : start + together] if value is not None and is_number(value)]
@@ -173,19 +175,19 @@ def _thinned(one: Series, together: int) -> Series:
     return dataclasses.replace(one, values=_means(one.values, together), low=low, high=high)
 
 
-def sparkline(values: Sequence[float | None], width: int = 160, height: int = 28) -> str:
-    """A curve without axes, for tables; a dot at its end. Empty where nothing is known."""
+def sparkline(values: Sequence[float | None], width: int = 160, height: int = 28) -> Markup:
+    """Draw a curve without axes, for tables, with a dot at its end. Empty where nothing is known."""
     shown = _means(values, max(1, math.ceil(len(values) / 80)))
     known = [(place, value) for place, value in enumerate(shown) if value is not None and is_number(value)]
     if not known:
-        return ""
+        return Markup()
     low, high = min(value for _, value in known), max(value for _, value in known)
     across, up = (width - 6) / max(len(shown) - 1, 1), (height - 6) / ((high - low) or 1.0)
     middle = high == low
     points = [(3 + place * across, height / 2 if middle else height - 3 - (value - low) * up) for place, value in known]
     path = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
     x, y = points[-1]
-    return (
+    return Markup(
         f'<svg class="spark" viewBox="0 0 {width} {height}" width="{width}" height="{height}" aria-hidden="true">'
         f'<polyline class="line s1" points="{path}"/><circle class="f1" cx="{x:.0f}" cy="{y:.1f}" r="2.4"/></svg>'
     )
@@ -204,8 +206,8 @@ def _binned(x: Sequence[float], series: Sequence[Series]) -> tuple[int, list[tup
 
 def stacked_bars(
     name: str, x: Sequence[float], series: Sequence[Series], *, unit: str = "", percent: bool = False
-) -> tuple[str, int] | None:
-    """One bar per iteration, its layers from the bottom in the order of `series`; long runs are averaged over neighbours.
+) -> tuple[Markup, int] | None:
+    """Draw one bar per iteration, its layers from the bottom in the order of `series`; long runs are averaged over neighbours.
 
     Returns (SVG, iterations per bar), or None when nothing is above zero.
     """
@@ -232,13 +234,3 @@ def stacked_bars(
             )
             base += mean
     return _svg(name, "".join(parts)), size
-
-
-def legend(series: Sequence[Series], *, bands: str = "") -> str:
-    """The names beside their colours; `bands` says what shaded bands are. Empty when there is nothing to tell apart."""
-    if len(series) < 2 and not bands:
-        return ""
-    items = [f'<span><i class="key f{one.color}"></i>{escape(one.name)}</span>' for one in series]
-    if bands:
-        items.append(f'<span><i class="key band f{series[0].color}"></i>{escape(bands)}</span>')
-    return f'<div class="legend">{"".join(items)}</div>'

@@ -19,13 +19,14 @@ from ttrl.data.packing.packed_format import IGNORE_LABEL
 from ttrl.errors import TtrlError
 from ttrl.monitoring.finding import Kind
 from ttrl.records import Sample
-from ttrl.report.markup import text_html
 from ttrl.run_folder.reader import RunData
 from ttrl.run_folder.token_text import run_token_text
 
 MAX_TOKENS = 300
 """Shown of one sample: a page with twenty samples then stays below two megabytes."""
 TRAINER_FILE = "trainer_logprobs.safetensors"
+_FULL_COLOUR = 2.0
+"""Advantages of a group have a standard deviation of 1: from 2 on the colour is full, so that colours mean the same everywhere."""
 
 
 _texts: dict[Path, Callable[[int], str]] = {}
@@ -48,6 +49,23 @@ def token_text_of(run: RunData, number: int) -> Callable[[int], str] | None:
 
 
 @dataclass(frozen=True)
+class TokenSpan:
+    """One token as it is shown."""
+
+    css: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenSpans:
+    """The first MAX_TOKENS of an answer, and the number of those left out."""
+
+    spans: list[TokenSpan]
+    more: int
+
+
+@dataclass(frozen=True)
 class TokenFacts:
     """One generated token. Unknown is None."""
 
@@ -57,42 +75,67 @@ class TokenFacts:
     advantage: float | None = None
     version: int | None = None
 
-    @property
-    def difference(self) -> float | None:
-        """Trainer less sampler, nats."""
-        return self.trainer - self.sampler if self.trainer is not None and self.sampler is not None else None
+    def span(self, place: int, text: Callable[[int], str]) -> TokenSpan:
+        """Return the token shaded by advantage (blue up, orange down), underlined by how far sampler and trainer are apart (classes
+        d1 to d3: above 0.001, 0.01, 0.1 nats), and all of it in numbers as its title."""
+        parts, css = [f"#{place} id {self.token_id}"], []
+        if self.advantage is not None:
+            parts.append(f"advantage {self.advantage:.3g}")
+            if step := min(4, math.ceil(4 * abs(self.advantage) / _FULL_COLOUR)):
+                css.append(f"{'u' if self.advantage > 0 else 'n'}{step}")
+        if self.sampler is not None:
+            parts.append(f"sampler {self.sampler:.4f}")
+        if self.trainer is not None:
+            parts.append(f"trainer {self.trainer:.4f}")
+        if self.trainer is not None and self.sampler is not None:
+            gap = self.trainer - self.sampler
+            parts.append(f"difference {gap:+.1e}")
+            if level := sum(abs(gap) > limit for limit in (1e-3, 1e-2, 1e-1)):
+                css.append(f"d{level}")
+        if self.version is not None and self.version >= 0:
+            parts.append(f"policy {self.version}")
+        return TokenSpan(" ".join(css), ", ".join(parts), text(self.token_id))
 
 
 class TokenTable:
-    """The trained tokens of one iteration, by sample."""
+    """The generated tokens of one iteration's samples, with what the pack and the trainer say about them."""
 
-    def __init__(self, iteration_folder: Path) -> None:
+    def __init__(self, run: RunData, number: int) -> None:
         self._samples: dict[tuple[str, int], list[int]] = {}
+        self._text = token_text_of(run, number)
+        self._trainer = None
+        folder = run.iteration_folder(number)
         try:
-            self._tensors, self._table, _ = load_packed(iteration_folder / "packed.safetensors")
+            self._tensors, self._table, _ = load_packed(folder / "packed.safetensors")
         except (TtrlError, OSError):
             return
-        for number, sample in enumerate(self._table):
-            self._samples.setdefault((sample.task_id, sample.sample), []).append(number)
-        self._trainer = None
+        for place, sample in enumerate(self._table):
+            self._samples.setdefault((sample.task_id, sample.sample), []).append(place)
         with contextlib.suppress(TtrlError, OSError):
-            trainer = read_tensor(iteration_folder / TRAINER_FILE, "logprobs")
+            trainer = read_tensor(folder / TRAINER_FILE, "logprobs")
             self._trainer = trainer if trainer.shape == self._tensors["labels"].shape else None
 
-    def of(self, sample: Sample) -> list[TokenFacts] | None:
-        """Of all generated tokens; those that were not trained have an id and the sampler's logprob alone. None without ids."""
+    def spans(self, sample: Sample) -> TokenSpans | None:
+        """Return the answer as coloured tokens; None where text says as much: without tokenizer, without ids, with several turns."""
+        if self._text is None or sample.turns or not sample.token_ids or (tokens := self._facts(sample)) is None:
+            return None
+        if all(token.sampler is None and token.advantage is None for token in tokens):
+            return None
+        shown = [token.span(place, self._text) for place, token in enumerate(tokens[:MAX_TOKENS])]
+        return TokenSpans(shown, len(tokens) - len(shown))
+
+    def _facts(self, sample: Sample) -> list[TokenFacts] | None:
+        """Return all generated tokens; those that were not trained have an id and the sampler's logprob alone. None without ids."""
         ids = sample.token_ids
-        if ids is None:
+        if ids is None or (sample.logprobs is not None and len(sample.logprobs) != len(ids)):
             return None
-        if sample.logprobs is not None and len(sample.logprobs) != len(ids):
-            return None
-        known = [_number(value) for value in sample.logprobs] if sample.logprobs is not None else [None] * len(ids)
+        known = [None] * len(ids) if sample.logprobs is None else [_number(value) for value in sample.logprobs]
         trained = self._trained(sample)
         # The pack holds the same tokens in the same order, or, where it was truncated, the first of them.
-        if not trained or [one.token_id for one in trained] != ids[: len(trained)]:
-            return [TokenFacts(token, value) for token, value in zip(ids, known, strict=True)]
-        rest = [TokenFacts(token, value) for token, value in zip(ids[len(trained) :], known[len(trained) :], strict=True)]
-        return trained + rest
+        if [one.token_id for one in trained] != ids[: len(trained)]:
+            trained = []
+        rest = zip(ids[len(trained) :], known[len(trained) :], strict=True)
+        return trained + [TokenFacts(token, value) for token, value in rest]
 
     def _trained(self, sample: Sample) -> list[TokenFacts]:
         found: list[TokenFacts] = []
@@ -112,37 +155,6 @@ class TokenTable:
 
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def coloured(tokens: list[TokenFacts], text: Callable[[int], str], largest: float) -> str:
-    """The tokens as HTML: shaded by advantage (blue up, orange down, on a scale to `largest`), underlined by how far sampler and
-    trainer are apart (classes d1 to d3: above 0.001, 0.01, 0.1 nats), everything in numbers in their titles."""
-    spans = []
-    for place, token in enumerate(tokens[:MAX_TOKENS]):
-        shown = text(token.token_id)
-        parts = [f"#{place} id {token.token_id}"]
-        classes = []
-        if token.advantage is not None:
-            parts.append(f"advantage {token.advantage:.3g}")
-            step = min(4, math.ceil(4 * abs(token.advantage) / largest)) if largest else 0
-            if step:
-                classes.append(f"{'u' if token.advantage > 0 else 'n'}{step}")
-        if token.sampler is not None:
-            parts.append(f"sampler {token.sampler:.4f}")
-        if token.trainer is not None:
-            parts.append(f"trainer {token.trainer:.4f}")
-        if (gap := token.difference) is not None:
-            parts.append(f"difference {gap:+.1e}")
-            level = sum(abs(gap) > limit for limit in (1e-3, 1e-2, 1e-1))
-            if level:
-                classes.append(f"d{level}")
-        if token.version is not None and token.version >= 0:
-            parts.append(f"policy {token.version}")
-        css = f' class="{" ".join(classes)}"' if classes else ""
-        spans.append(f'<span{css} title="{text_html(", ".join(parts))}">{text_html(shown)}</span>')
-    more = len(tokens) - MAX_TOKENS
-    end = f"<em> … {more:,} more tokens</em>" if more > 0 else ""
-    return f'<div class="answer tokens" dir="auto">{"".join(spans)}{end}</div>'
 
 
 _MOST_BYTES = 256_000_000  # of a file that is looked at

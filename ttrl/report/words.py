@@ -105,36 +105,31 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     return found
 
 
+def ratios(run: RunData, part: str, whole: str) -> list[float | None]:
+    """Return one metric over another, per row; None where one is missing or the other is zero."""
+    pairs = zip(run.column(part), run.column(whole), strict=True)
+    return [a / b if a is not None and b else None for a, b in pairs]
+
+
 def group_shares(run: RunData, key: str) -> list[float | None]:
-    """The share of all groups that were left out for one reason, per row."""
-    shares: list[float | None] = []
-    for row in run.rows:
-        part, total = number(row, f"groups.{key}"), number(row, "groups.total")
-        shares.append(part / total if part is not None and total else None)
-    return shares
+    """Return the share of all groups that were left out for one reason, per row."""
+    return ratios(run, f"groups.{key}", "groups.total")
 
 
 def failed_shares(run: RunData) -> list[float | None]:
-    """Failed samples as a share of all, per row; None throughout where none ever failed."""
-    pairs = list(zip(run.column("failed"), run.column("samples"), strict=True))
-    if not any(failed for failed, _ in pairs):
-        return [None] * len(pairs)
-    return [failed / samples if failed is not None and samples else None for failed, samples in pairs]
+    """Return failed samples as a share of all, per row; None throughout where none ever failed."""
+    return ratios(run, "failed", "samples") if any(run.column("failed")) else [None] * len(run.rows)
 
 
 def dead_shares(run: RunData) -> list[float | None]:
-    """The share of each iteration in which nothing was sampled and nothing trained; None where it was not measured."""
-    pairs = zip(run.column("dead_seconds"), run.column("seconds.total"), strict=True)
-    return [max(0.0, min(1.0, dead / total)) if dead is not None and total else None for dead, total in pairs]
+    """Return the share of each iteration in which nothing was sampled and nothing trained; None where it was not measured."""
+    return [None if share is None else max(0.0, min(1.0, share)) for share in ratios(run, "dead_seconds", "seconds.total")]
 
 
 def utilisation(run: RunData) -> list[float | None]:
-    """FLOPs of training over what the machine could have computed in the whole iteration, per row."""
-    columns = (run.column(path) for path in ("train.flops", "seconds.total", "train.matmul_peak"))
-    return [
-        flops / (seconds * peak) if flops is not None and seconds and peak else None
-        for flops, seconds, peak in zip(*columns, strict=True)
-    ]
+    """Return FLOPs of training over what the machine could have computed in the whole iteration, per row."""
+    speeds = zip(ratios(run, "train.flops", "seconds.total"), run.column("train.matmul_peak"), strict=True)
+    return [speed / peak if speed is not None and peak else None for speed, peak in speeds]
 
 
 def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:
