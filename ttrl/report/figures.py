@@ -70,10 +70,8 @@ def learning(run: RunData) -> list[Figure]:
     caption = "Tasks that are never trained on. Iteration 0 is the starting model."
     if band:
         caption += " The band: Wilson's interval, the samples taken as independent."
-    before_update = "Mean over the samples of each iteration, before that iteration's update."
-    return _lines(run, "Held out", caption, held_out, band, **options) + _lines(
-        run, "Training", before_update, training, **options
-    )
+    before = "Mean over the samples of each iteration, before that iteration's update."
+    return [*_lines(run, "Held out", caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
 
 
 def time(run: RunData) -> list[Figure]:

@@ -1,9 +1,9 @@
 """report.html of a run: what happened, in words, curves and examples; one file that needs nothing else.
 
-It is written again after each iteration and by `ttrl report RUN`. It loads nothing from anywhere (a content security policy in the
-page forbids it), has no scripts, follows the reader's light or dark setting and fits a phone. The HTML is in report.html and
-parts.html beside this file; what the modules here compute is filled in. What a model wrote is untrusted: the templates escape all of
-it, and control characters become visible symbols.
+It is written again after each iteration and by `ttrl report RUN`. It loads nothing from anywhere (a content security policy in
+the page forbids it), has no scripts, follows the reader's light or dark setting and fits a phone. The HTML is in report.html and
+parts.html beside this file, and is filled in with what the modules here compute. What a model wrote is untrusted: the templates
+escape all of it, and control characters become visible symbols.
 
 A report must not slow down its run: files are read only as far as they are shown, what was read is kept until the file changes,
 curves of long runs are thinned out, and the table shows a selection of many iterations.

@@ -26,7 +26,7 @@ MAX_TOKENS = 300
 """Shown of one sample: a page with twenty samples then stays below two megabytes."""
 TRAINER_FILE = "trainer_logprobs.safetensors"
 _FULL_COLOUR = 2.0
-"""Advantages of a group have a standard deviation of 1: from 2 on the colour is full, so that colours mean the same everywhere."""
+"""The advantage from which the colour is full: a group's have a standard deviation of 1, so colours mean the same everywhere."""
 
 
 _texts: dict[Path, Callable[[int], str]] = {}
@@ -76,8 +76,8 @@ class TokenFacts:
     version: int | None = None
 
     def span(self, place: int, text: Callable[[int], str]) -> TokenSpan:
-        """Return the token shaded by advantage (blue up, orange down), underlined by how far sampler and trainer are apart (classes
-        d1 to d3: above 0.001, 0.01, 0.1 nats), and all of it in numbers as its title."""
+        """Return the token shaded by advantage (blue up, orange down) and underlined by how far sampler and trainer are apart
+        (classes d1 to d3: above 0.001, 0.01, 0.1 nats); its title says all of it in numbers."""
         parts, css = [f"#{place} id {self.token_id}"], []
         if self.advantage is not None:
             parts.append(f"advantage {self.advantage:.3g}")
@@ -116,7 +116,7 @@ class TokenTable:
             self._trainer = trainer if trainer.shape == self._tensors["labels"].shape else None
 
     def spans(self, sample: Sample) -> TokenSpans | None:
-        """Return the answer as coloured tokens; None where text says as much: without tokenizer, without ids, with several turns."""
+        """Return the answer as coloured tokens; None where text says as much: no tokenizer, no ids, several turns."""
         if self._text is None or sample.turns or not sample.token_ids or (tokens := self._facts(sample)) is None:
             return None
         if all(token.sampler is None and token.advantage is None for token in tokens):
@@ -125,7 +125,7 @@ class TokenTable:
         return TokenSpans(shown, len(tokens) - len(shown))
 
     def _facts(self, sample: Sample) -> list[TokenFacts] | None:
-        """Return all generated tokens; those that were not trained have an id and the sampler's logprob alone. None without ids."""
+        """Return all generated tokens; None without ids. Untrained ones have an id and the sampler's logprob alone."""
         ids = sample.token_ids
         if ids is None or (sample.logprobs is not None and len(sample.logprobs) != len(ids)):
             return None
