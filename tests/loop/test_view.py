@@ -109,7 +109,7 @@ def test_a_pack_may_be_given_by_itself(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["nowhere"], r"nowhere is no run folder: it does not exist"),
+        (["nowhere"], r"nowhere is not a run folder: it does not exist"),
         (["RUN", "--pack", "7"], r"mine has no iteration 7; iterations: 0-3; packs: 1, 3"),
         (["RUN", "--pack", "2"], r"mine: iteration 2 has no packed.safetensors \(not packed yet, .*\); packs: 1, 3"),
         (["RUN", "--pack", "0"], r"iteration 0 has no packed.safetensors \(it is the model before training\); packs: 1, 3"),

@@ -122,7 +122,7 @@ def _listed(name: str, given: Iterable[Task]) -> list[Task]:
     wrong = [type(task).__name__ for task in listed if not isinstance(task, Task)]
     if wrong:
         raise TaskError(
-            f"{name}: {len(wrong)} of {len(listed)} are no Task, the first is a {wrong[0]}; make them with ttrl.Task(...)"
+            f"{name}: {len(wrong)} of {len(listed)} are not Tasks, the first is a {wrong[0]}; make them with ttrl.Task(...)"
         )
     return listed
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from ttrl.configs.data import AdvantageKind
 from ttrl.data.advantages import group_advantages, has_signal
-from ttrl.records import Sample, TaskResult
+from ttrl.records import TaskResult
 from ttrl.rollouts.results import is_unfinished, reason
 
 EQUAL = 1e-9
@@ -26,7 +26,7 @@ class Changes:
     """None: all of them together."""
     rollouts: int = 0
     compared: int = 0
-    """With a reward before and after; the next five, and these, add up to `rollouts`."""
+    """With a reward before and after; this and the next five add up to `rollouts`."""
     newly_failed: int = 0
     """Had a reward; the changed grader failed."""
     newly_graded: int = 0
@@ -61,103 +61,93 @@ class Changes:
     """Each metric's mean over the rollouts that have it."""
     metrics_after: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary that `json` can write as it is."""
-        return dataclasses.asdict(self)
-
     @property
     def changed_share(self) -> float | None:
-        """changed / compared."""
+        """Return changed / compared."""
         return self.changed / self.compared if self.compared else None
 
     @property
     def flipped_share(self) -> float | None:
-        """pairs_flipped / pairs_ordered."""
+        """Return pairs_flipped / pairs_ordered."""
         return self.pairs_flipped / self.pairs_ordered if self.pairs_ordered else None
 
 
-class Comparison:
-    """Collects groups and adds them up."""
+class RewardComparison:
+    """Collects groups before and after, and adds them up."""
 
     def __init__(self, iteration: int | None, method: AdvantageKind) -> None:
+        self._changes = Changes(iteration)
         # The divisor of "batch" is common to all groups of an iteration, so what it divides is compared.
-        self._changes, self._method = Changes(iteration), "mean" if method == "batch" else method
+        self._method: AdvantageKind = "mean" if method == "batch" else method
         self._rewards: tuple[list[float], list[float]] = ([], [])
         self._advantages: tuple[list[float], list[float]] = ([], [])
-        self._metrics: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+        self._metrics: tuple[dict[str, list[float]], dict[str, list[float]]] = (defaultdict(list), defaultdict(list))
         self.failures: Counter[str] = Counter()
         """Why the changed grader failed."""
 
     def leave_out(self, count: int) -> None:
-        """Rollouts that have no task."""
+        """Count rollouts that have no task."""
         self._changes.rollouts += count
         self._changes.left_out += count
 
     def add(self, before: TaskResult, after: TaskResult) -> None:
-        """One group, the same samples in the same order in both."""
+        """Add one group: the same samples in the same order, before and after."""
         c = self._changes
-        assert len(before.samples) == len(after.samples)
+        c.groups += 1
         c.rollouts += len(before.samples)
-        for side, samples in enumerate((before.graded, after.graded)):
-            self._rewards[side].extend(before_or_after.reward or 0.0 for before_or_after in samples)
-            for sample in samples:
-                for name, value in sample.metrics.items():
-                    self._metrics[side].setdefault(name, []).append(value)
-        pairs = list(zip(before.samples, after.samples, strict=True))
-        for old, new in pairs:
+        both = []
+        for place, (old, new) in enumerate(zip(before.samples, after.samples, strict=True)):
             if is_unfinished(old):
                 c.unfinished += 1
-            elif old.reward is None or new.reward is None:
+            elif old.reward is not None and new.reward is not None:
+                both.append(place)
+            else:
                 c.still_failed += old.reward is None and new.reward is None
                 c.newly_failed += old.reward is not None
                 c.newly_graded += new.reward is not None
                 if new.reward is None and new.error != old.error:
                     self.failures[reason(new)] += 1
-        self._compare(pairs)
-        signal = has_signal(before.rewards), has_signal(after.rewards)
-        c.groups += 1
-        c.signal_before += signal[0]
-        c.signal_after += signal[1]
-        c.signal_appeared += signal[1] and not signal[0]
-        c.signal_disappeared += signal[0] and not signal[1]
-        advantages = [dict(zip(_places(r), group_advantages(r.rewards, self._method), strict=True)) for r in (before, after)]
-        for place in sorted(advantages[0].keys() & advantages[1].keys()):
-            for side in (0, 1):
-                self._advantages[side].append(advantages[side][place])
-
-    def _compare(self, pairs: Sequence[tuple[Sample, Sample]]) -> None:
-        c = self._changes
-        both = [(old.reward, new.reward) for old, new in pairs if old.reward is not None and new.reward is not None]
+        for side, result in enumerate((before, after)):
+            self._rewards[side].extend(result.rewards)
+            advantages = iter(group_advantages(result.rewards, self._method))
+            of_place = [None if sample.reward is None else next(advantages) for sample in result.samples]
+            self._advantages[side].extend(of_place[place] or 0.0 for place in both)
+            for sample in result.graded:
+                for name, value in sample.metrics.items():
+                    self._metrics[side][name].append(value)
+        had, has = has_signal(before.rewards), has_signal(after.rewards)
+        c.signal_before += had
+        c.signal_after += has
+        c.signal_appeared += has and not had
+        c.signal_disappeared += had and not has
+        old_rewards, new_rewards = (np.array([r.samples[place].reward for place in both], float) for r in (before, after))
         c.compared += len(both)
-        c.changed += sum(abs(new - old) > EQUAL for old, new in both)
-        if len(both) < 2:
-            return
-        old, new = np.array(both).T
-        upper = np.triu_indices(len(both), 1)
-        first, second = (_sign(rewards[:, None] - rewards[None, :])[upper] for rewards in (old, new))
-        ordered = first != 0
-        c.pairs_ordered += int(ordered.sum())
-        c.pairs_kept += int((ordered & (second == first)).sum())
-        c.pairs_flipped += int((ordered & (second == -first)).sum())
-        c.pairs_tied += int((ordered & (second == 0)).sum())
-        c.pairs_untied += int((~ordered & (second != 0)).sum())
+        c.changed += int((np.abs(new_rewards - old_rewards) > EQUAL).sum())
+        first, second = _orders(old_rewards), _orders(new_rewards)
+        c.pairs_ordered += int((first != 0).sum())
+        c.pairs_kept += int((first * second > 0).sum())
+        c.pairs_flipped += int((first * second < 0).sum())
+        c.pairs_tied += int(((first != 0) & (second == 0)).sum())
+        c.pairs_untied += int(((first == 0) & (second != 0)).sum())
 
     @property
     def changes(self) -> Changes:
-        """What was added up so far."""
+        """Return what was added up so far."""
+        metrics = [{name: math.fsum(values) / len(values) for name, values in sorted(one.items())} for one in self._metrics]
+        means = [math.fsum(values) / len(values) if values else None for values in self._rewards]
         return dataclasses.replace(
             self._changes,
-            mean_before=_mean(self._rewards[0]),
-            mean_after=_mean(self._rewards[1]),
+            mean_before=means[0],
+            mean_after=means[1],
             advantage_correlation=_correlation(*self._advantages),
-            metrics_before={name: math.fsum(values) / len(values) for name, values in sorted(self._metrics[0].items())},
-            metrics_after={name: math.fsum(values) / len(values) for name, values in sorted(self._metrics[1].items())},
+            metrics_before=metrics[0],
+            metrics_after=metrics[1],
         )
 
 
 @dataclass
 class TaskChange:
-    """A task whose rewards changed, over all iterations, and the rollout of it that changed the most."""
+    """A task whose rewards changed, over all iterations, and its rollout that changed the most."""
 
     task_id: str
     question: str
@@ -183,7 +173,7 @@ class TaskChanges:
         self._tasks: dict[str, TaskChange] = {}
 
     def add(self, iteration: int, before: TaskResult, after: TaskResult) -> None:
-        """One group, the same samples in the same order in both."""
+        """Add one group: the same samples in the same order, before and after."""
         for old, new in zip(before.samples, after.samples, strict=True):
             if old.reward is None or new.reward is None:
                 continue
@@ -199,40 +189,32 @@ class TaskChanges:
             task.total_change += size
 
     def largest(self, count: int) -> list[TaskChange]:
-        """By the sum of |after - before|; tasks without a change are left out."""
+        """Return the tasks with the largest sums of |after - before|, without those that did not change."""
         changed = [task for task in self._tasks.values() if task.changed]
         return sorted(changed, key=lambda task: (-round(task.total_change, 9), task.task_id))[:count]
 
     @property
     def num_changed(self) -> int:
-        """Tasks with a rollout whose reward changed."""
+        """Return how many tasks have a rollout whose reward changed."""
         return sum(task.changed > 0 for task in self._tasks.values())
 
 
-def _places(result: TaskResult) -> list[int]:
-    """Of the graded samples within the group."""
-    return [place for place, sample in enumerate(result.samples) if sample.reward is not None]
-
-
-def _sign(differences: np.ndarray) -> np.ndarray:
-    return np.sign(np.where(np.abs(differences) > EQUAL, differences, 0.0)).astype(int)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+def _orders(rewards: np.ndarray) -> np.ndarray:
+    """Return -1, 0 or 1 for each pair of rewards."""
+    differences = (rewards[:, None] - rewards[None, :])[np.triu_indices(len(rewards), 1)]
+    return np.where(np.abs(differences) > EQUAL, np.sign(differences), 0.0)
 
 
 def _correlation(before: Sequence[float], after: Sequence[float]) -> float | None:
     if len(before) < 2:
         return None
-    x, y = np.array(before), np.array(after)
-    x, y = x - x.mean(), y - y.mean()
-    spread = math.sqrt(float(x @ x) * float(y @ y))
-    return max(-1.0, min(1.0, float(x @ y) / spread)) if spread > 0 else None
+    with np.errstate(all="ignore"):
+        found = float(np.corrcoef(before, after)[0, 1])
+    return found if math.isfinite(found) and np.ptp(before) > 0 and np.ptp(after) > 0 else None
 
 
 def _last_text(messages: Iterable[Any]) -> str:
-    """Of the last message that has any, as the question that was asked."""
+    """Return the text of the last message that has any: the question that was asked."""
     for message in reversed(list(messages)):
         content = message.get("content")
         parts = content if isinstance(content, list) else [content]

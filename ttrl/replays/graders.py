@@ -1,7 +1,7 @@
-"""The changed grader of a replay: found by its name, or taken from tasks; and which files it came from.
+"""The changed grader of a replay: found by its name, or taken from tasks; and which files hold its code.
 
-`module:name` is looked for in the current folder first, then on Python's path; `path/to/file.py:name` is that file. Both are code
-that is run, as a script would be.
+`module:name` is looked for in the current folder first, then on Python's path; `path/to/file.py:name` is that file. Either is
+run, as a script would be.
 """
 
 import contextlib
@@ -28,13 +28,12 @@ class Regrader:
     """Knows the task, and so the grader, of every old rollout."""
 
     def __init__(self, grader: "ReplayGrader | str | None", tasks: "Iterable[Task] | str | None") -> None:
-        """Exactly one of the two. Raises UserError for what cannot be found, imported or called."""
+        """Takes exactly one of the two. Raises UserError for what cannot be found, imported or called."""
         if (grader is None) == (tasks is None):
             raise UserError("a replay needs a grader or tasks with graders, and only one of them")
         self._grader: ReplayGrader | None = None
         self._tasks: dict[str, Task] = {}
-        self._ids: set[str] = set()
-        given = grader if tasks is None else tasks
+        given: Any = grader if tasks is None else tasks
         option = "--grader" if tasks is None else "--tasks"
         found, module = load_reference(given, option) if isinstance(given, str) else (given, None)
         if tasks is None:
@@ -49,7 +48,6 @@ class Regrader:
                 )
             for task in listed:
                 self._tasks.setdefault(_key(task.id, task.messages), task)
-            self._ids = {task.id for task in listed}
             sources = [found, *(task.grader for task in listed)]
         self.kind = "grader" if tasks is None else "tasks"
         self.reference = _shown(given)
@@ -59,7 +57,7 @@ class Regrader:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What replay.json keeps: the reference, the digests of the files that hold the code, their git commit, the tasks."""
+        """Return what replay.json keeps: the reference, digests of the files with the code, their git commit, the tasks."""
         described: dict[str, Any] = {
             self.kind: self.reference,
             "files": {_relative(path): digest(path) for path in self._paths},
@@ -72,13 +70,13 @@ class Regrader:
 
     @property
     def identity(self) -> str:
-        """A digest of the code's files, the name within them, and the tasks: another grader has another one."""
+        """Return a digest of the code's files, the name within them, and the tasks: another grader has another one."""
         described = self.described
         parts = [self.kind, self.name, sorted(described["files"].values()), described.get("tasks_digest")]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def task(self, sample: Sample) -> Task | None:
-        """The task that grades `sample`; None where the tasks do not have it."""
+        """Return the task that grades `sample`; None where it is not among the tasks."""
         if self._grader is None:
             return self._tasks.get(_key(sample.task_id, sample.messages))
         grader = self._grader
@@ -88,8 +86,8 @@ class Regrader:
         return Task(messages=sample.messages, grader=grader, id=sample.task_id)
 
     def knows_id(self, task_id: str) -> bool:
-        """True where there is a task of that id, whatever its messages."""
-        return task_id in self._ids
+        """Return whether there is a task of that id, whatever its messages."""
+        return any(task.id == task_id for task in self._tasks.values())
 
 
 def _key(task_id: str, messages: Sequence[Any]) -> str:
@@ -113,7 +111,7 @@ def _relative(path: Path) -> str:
 
 
 def _takes_sample(grader: Any, shown: str) -> bool:
-    """True for a grader of (choice, sample), False for one of (choice). Raises UserError for what is neither."""
+    """Return True for a grader of (choice, sample), False for one of (choice). Raises UserError for what is neither."""
     if inspect.isclass(grader):
         raise UserError(f"grader {shown} is a class; give an instance of it, or a function")
     if not callable(grader):
@@ -143,12 +141,14 @@ def _task_list(found: Any, shown: str) -> list[Task]:
     listed = list(found)
     wrong = [type(task).__name__ for task in listed if not isinstance(task, Task)]
     if wrong or not listed:
-        raise TaskError(f"--tasks {shown}: " + (f"{len(wrong)} of {len(listed)} are no Task" if listed else "there are no tasks"))
+        raise TaskError(
+            f"--tasks {shown}: " + (f"{len(wrong)} of {len(listed)} are not Tasks" if listed else "there are no tasks")
+        )
     return listed
 
 
 def _source_files(objects: Iterable[Any]) -> list[Path]:
-    """The files in which these modules, functions or instances are written, each once, in order."""
+    """Return the files in which these modules, functions or instances are written, each once, in order."""
     found: dict[Path, None] = {}
     seen: set[int] = set()
     for one in objects:

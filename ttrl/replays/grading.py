@@ -6,24 +6,23 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from tqdm.auto import tqdm
 
 from ttrl.errors import GraderError, RunFolderError, TaskError
 from ttrl.loop.carried import task_key
 from ttrl.records import Sample, TaskResult
-from ttrl.replays.changes import Changes, Comparison, TaskChange, TaskChanges
+from ttrl.replays.changes import Changes, RewardComparison, TaskChange, TaskChanges
 from ttrl.replays.graders import Regrader
 from ttrl.replays.text import changes_text
 from ttrl.rollouts.client.choices import choice_of_sample, writable
 from ttrl.rollouts.graders.grading import Graders
 from ttrl.rollouts.results import TaskResults, is_unfinished, where
-from ttrl.run_folder.folder import IterationFolder, RunFolder
+from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import LOCK_FILES
 from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
@@ -52,35 +51,25 @@ class Compared:
     failures: dict[str, int]
     tool_calls: int
 
+    def text(self, width: int) -> str:
+        """Return all of it for a terminal of `width` columns."""
+        shown = self.tasks[:_TASKS_SHOWN]
+        text = changes_text(self.iterations, self.total, shown, self.num_changed_tasks, self.failures, width)
+        if self.tool_calls:
+            text += f"\n{self.tool_calls} rollouts ended in tool calls, which a run does not keep: graded by their text alone."
+        return text
+
 
 class Regrading:
     """One replay: its folder, and what is done there."""
 
-    def __init__(
-        self,
-        original: RunFolder,
-        folder: RunFolder,
-        regrader: Regrader,
-        numbers: list[int],
-        console: Console,
-        *,
-        skip_missing: bool,
-    ) -> None:
+    def __init__(self, original: RunFolder, folder: RunFolder, regrader: Regrader, numbers: list[int], console: Console) -> None:
         self.original, self.folder, self.regrader, self.numbers = original, folder, regrader, numbers
-        self.console, self.skip_missing = console, skip_missing
-        self.config = _read_config(original)
-        self.facts: dict[str, Any] = {}
-
-    def training(self, from_checkpoints: bool) -> "ReplayTraining":
-        """Checked before anything is graded."""
-        from ttrl.configs.run import TrainConfig
-        from ttrl.replays.training import ReplayTraining  # loads torch, which grading does without
-
-        config = TrainConfig.parse(self.config, str(self.original.path / "config.yaml"))
-        return ReplayTraining(self.folder.path, self.original, config, self.numbers, from_checkpoints=from_checkpoints)
+        self.console = console
+        self._facts: dict[str, Any] = {}
 
     def begin(self, training: "ReplayTraining | None", *, again: bool) -> None:
-        """Says what this folder is, or checks that it is that already. Raises RunFolderError."""
+        """Say what this folder is, or check that it is that already. Raises RunFolderError."""
         reap_leftovers(self.folder.path)
         self.folder.clean()
         path = self.folder.path / FILE_NAME
@@ -88,105 +77,89 @@ class Regrading:
         if path.exists():
             try:
                 before = json.loads(path.read_text(encoding="utf-8"))
-                identity = before["identity"]
+                is_other = before["identity"] != self.regrader.identity
             except (ValueError, KeyError, TypeError) as error:
                 raise RunFolderError(f"{path} is damaged ({error}); remove {self.folder.path}") from error
-            if identity != self.regrader.identity and again:
-                self._clear()
-                before = {}
-            elif identity != self.regrader.identity:
+            if is_other and not again:
                 raise RunFolderError(
-                    f"{self.folder.path} holds a replay with another grader , or with another version of its file; give another "
+                    f"{self.folder.path} holds a replay with another grader, or with another version of its file; give another "
                     "--output, or --again to replace it"
                 )
-        trained = before.get("training")
-        if training is not None:
-            trained = training.merged(trained)
-        self.facts = {
+            if is_other:
+                before = {}
+                for entry in self.folder.path.iterdir():
+                    if entry.name not in LOCK_FILES:
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        self._facts = {
             "schema": _SCHEMA,
             "ttrl": __version__,
             "run": os.path.relpath(self.original.path, self.folder.path),
             "identity": self.regrader.identity,
             "grader": self.regrader.described,
-            "training": trained,
+            "training": before.get("training") if training is None else training.merged(before.get("training")),
         }
 
-    def _clear(self) -> None:
-        for path in self.folder.path.iterdir():
-            if path.name not in LOCK_FILES:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def grade(self, graders: Graders, *, again: bool) -> None:
-        """Every iteration that has no marker yet; with `again`, also the others. Raises GraderError where all grades fail."""
+    def grade(self, graders: Graders, *, again: bool, skip_missing: bool) -> None:
+        """Grade every iteration that has no marker yet; with `again`, the others too. Raises GraderError where all grades of an
+        iteration fail, TaskError for rollouts without a task unless those are to be left out (`skip_missing`)."""
         todo = [number for number in self.numbers if again or not self._is_done(number)]
-        done = len(self.numbers) - len(todo)
-        if done:
-            what = "all iterations" if not todo else f"{done} of {len(self.numbers)} iterations"
+        if done := len(self.numbers) - len(todo):
+            what = f"{done} of {len(self.numbers)} iterations" if todo else "all iterations"
             self.console.line(f"{self.folder.path}: {what} graded before; --again grades anew")
         if todo:
             count = "1 iteration" if len(todo) == 1 else f"{len(todo)} iterations"
             self.console.line(f"Grading {count} of {self.original.path} again with {self.regrader.reference}")
-            run_async(self._grade(graders, todo))
+            run_async(self._grade(graders, todo, skip_missing))
 
     def _is_done(self, number: int) -> bool:
         marker = self.folder.iteration(number).marker("rollouts")
-        if marker is None:
-            return False
-        if marker["source"] != digest(rollouts_file(self.original, number)):
+        if marker is not None and marker["source"] != digest(_rollouts(self.original, number)):
             raise RunFolderError(
                 f"{self.folder.path} was made from other rollouts of iteration {number} than {self.original.path} holds now; "
                 "give another --output, or --again to replace it"
             )
-        return True
+        return marker is not None
 
-    async def _grade(self, graders: Graders, numbers: list[int]) -> None:
+    async def _grade(self, graders: Graders, numbers: list[int], skip_missing: bool) -> None:
         bar = tqdm(desc="grading", unit=" rollouts", leave=False, disable=self.console.quiet or not sys.stderr.isatty())
         with graders, bar:
             for number in numbers:
                 began = clock()
-                before = self._read(self.original, number)
-                kept = self._with_task(number, before)
-                bar.total = (bar.total or 0) + len(kept)
+                groups = self._groups(self.original, number)
+                kept = self._with_task(number, groups, skip_missing)
+                bar.total = (bar.total or 0) + sum(len(group.samples) for group in kept)
                 after = await self._regraded(kept, graders, bar)
-                _check_any_graded(number, kept, after)
-                facts = {"source": digest(rollouts_file(self.original, number)), "left_out": len(before) - len(kept)}
-                self._write(self.folder.iteration(number), after, facts, began)
+                _check_any_graded(number, after)
+                left_out = sum(len(group.samples) for group in groups) - len(after)
+                self._write(number, after, {"seconds": clock() - began, "left_out": left_out})
 
-    def _read(self, folder: RunFolder, number: int) -> list[Sample]:
+    def _groups(self, folder: RunFolder, number: int) -> list[TaskResult]:
         folder.iteration(number).verify("rollouts")
         try:
-            return [Sample.from_json(row) for row in read_jsonl(rollouts_file(folder, number))]
+            return list(TaskResults.from_samples(Sample.from_json(row) for row in read_jsonl(_rollouts(folder, number))))
         except (ValueError, TypeError, AttributeError) as error:
-            raise RunFolderError(f"{rollouts_file(folder, number)} is damaged: {error}") from error
+            raise RunFolderError(f"{_rollouts(folder, number)} is damaged: {error}") from error
 
-    def _with_task(self, number: int, samples: list[Sample]) -> list[Sample]:
-        """The samples that can be graded. Raises TaskError for those that have no task, unless they are to be left out."""
-        known: dict[str, bool] = {}  # a group's samples share their messages: looked up once per group
-        for group in TaskResults.from_samples(samples):
-            known.setdefault(_key(group), self.regrader.task(group.samples[0]) is not None)
-        kept, missing = [], []
-        for group in TaskResults.from_samples(samples):
-            (kept if known[_key(group)] else missing).append(group)
-        if missing and not self.skip_missing:
-            raise TaskError(self._missing(number, missing))
-        return [sample for group in kept for sample in group.samples]
-
-    def _missing(self, number: int, missing: list[TaskResult]) -> str:
-        names = list(dict.fromkeys(group.task_id for group in missing))
+    def _with_task(self, number: int, groups: list[TaskResult], skip_missing: bool) -> list[TaskResult]:
+        """Return the groups that have a task. Raises TaskError where others have none, unless they are to be left out."""
+        known = [self.regrader.task(group.samples[0]) is not None for group in groups]
+        names = list(dict.fromkeys(group.task_id for group, is_known in zip(groups, known, strict=True) if not is_known))
+        if not names or skip_missing:
+            return [group for group, is_known in zip(groups, known, strict=True) if is_known]
         shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
-        hint = ""
         if any(self.regrader.knows_id(name) for name in names):
-            hint = " (for some there is a task of that id, but with other messages)"
+            shown += " (for some there is a task of that id, but with other messages)"
         count = f"1 task of iteration {number} is" if len(names) == 1 else f"{len(names)} tasks of iteration {number} are"
-        return (
-            f"{count} not among those of {self.regrader.reference}: {shown}{hint}; give the tasks that the "
-            "run was sampled with, or leave their rollouts out with --skip-missing"
+        raise TaskError(
+            f"{count} not among those of {self.regrader.reference}: {shown}; give the tasks that the run was sampled with, or "
+            "leave their rollouts out with --skip-missing"
         )
 
-    async def _regraded(self, samples: list[Sample], graders: Graders, bar: "tqdm[Any]") -> list[Sample]:
-        """The same samples, graded anew, in their order."""
+    async def _regraded(self, groups: list[TaskResult], graders: Graders, bar: "tqdm[Any]") -> list[Sample]:
+        """Return copies of the samples, graded anew, in their order."""
+        samples = [sample for group in groups for sample in group.samples]
         after = [dataclasses.replace(sample, metrics=dict(sample.metrics)) for sample in samples]
-        left = iter([(old, new) for old, new in zip(samples, after, strict=True) if _to_grade(old)])
+        left: Iterator[tuple[Sample, Sample]] = iter([pair for pair in zip(samples, after, strict=True) if _to_grade(pair[0])])
 
         async def work() -> None:
             for old, new in left:
@@ -205,32 +178,32 @@ class Regrading:
                 workers.create_task(work())
         return after
 
-    def _write(self, iteration: IterationFolder, after: list[Sample], facts: dict[str, Any], began: float) -> None:
-        path = iteration.path / "rollouts.jsonl"
-        write_json(self.folder.path / FILE_NAME, self.facts)  # before the first result, so that none is without its grader
+    def _write(self, number: int, after: list[Sample], facts: dict[str, Any]) -> None:
+        iteration, path = self.folder.iteration(number), _rollouts(self.folder, number)
+        write_json(self.folder.path / FILE_NAME, self._facts)  # before the first result, so that none is without its grader
         old = digest(path) if iteration.marker("rollouts") is not None and path.is_file() else None
         write_jsonl(path, [sample.to_json() for sample in after])
         if old is not None and digest(path) != old:
-            forget_training(self.folder)  # it was trained on grades that are no longer there
-        stats = TaskResults.from_samples(after).stats.to_json()
-        seconds = {"seconds": clock() - began, "sync_seconds": 0.0, "sync": None}
-        iteration.mark("rollouts", ["rollouts.jsonl"], seconds | facts | {"stats": stats})
+            _forget_training(self.folder)  # it was trained on grades that are no longer there
+        source, stats = digest(_rollouts(self.original, number)), TaskResults.from_samples(after).stats.to_json()
+        facts |= {"sync_seconds": 0.0, "sync": None, "source": source, "stats": stats}
+        iteration.mark("rollouts", ["rollouts.jsonl"], facts)
 
     def remove_if_empty(self) -> None:
-        """A grader that failed at once leaves nothing behind."""
+        """Remove the folder of a replay that failed before its first result."""
         if {path.name for path in self.folder.path.iterdir()} <= LOCK_FILES:
             shutil.rmtree(self.folder.path)
 
     def compare(self) -> Compared:
-        """From the files of both folders."""
-        method = self.config.get("advantages", "std")
-        total, tasks = Comparison(None, method), TaskChanges()
+        """Compare the files of both folders, and write replay.json as a whole. Raises TaskError where nothing was graded."""
+        method = self.original.config().get("advantages", "std")
+        total, tasks = RewardComparison(None, method), TaskChanges()
         iterations: list[Changes] = []
         tool_calls = 0
         for number in self.numbers:
-            one = Comparison(number, method)
-            groups = list(TaskResults.from_samples(self._read(self.folder, number)))
-            for before in TaskResults.from_samples(self._read(self.original, number)):
+            one = RewardComparison(number, method)
+            groups = self._groups(self.folder, number)
+            for before in self._groups(self.original, number):
                 tool_calls += sum(sample.finish_reason == "tool_calls" and not sample.turns for sample in before.samples)
                 if groups and _key(groups[0]) == _key(before) and len(groups[0].samples) == len(before.samples):
                     after = groups.pop(0)
@@ -242,49 +215,17 @@ class Regrading:
                         comparison.leave_out(len(before.samples))
             assert not groups
             iterations.append(one.changes)
-        if total.changes.left_out == total.changes.rollouts:
+        changes, failures = total.changes, dict(total.failures.most_common())
+        if changes.left_out == changes.rollouts:
             raise TaskError(f"no rollout of {self.original.path} has a task among those of {self.regrader.reference}")
-        return Compared(
-            iterations,
-            total.changes,
-            tasks.largest(_TASKS_KEPT),
-            tasks.num_changed,
-            dict(total.failures.most_common()),
-            tool_calls,
-        )
-
-    def finish(self, compared: Compared) -> None:
-        """replay.json, whole."""
-        write_json(
-            self.folder.path / FILE_NAME,
-            self.facts
-            | {
-                "iterations": [changes.to_json() for changes in compared.iterations],
-                "total": compared.total.to_json(),
-                "failures": compared.failures,
-                "tasks": [dataclasses.asdict(task) for task in compared.tasks],
-            },
-        )
-
-    def text(self, compared: Compared, width: int) -> str:
-        """For a terminal of `width` columns."""
-        text = changes_text(
-            compared.iterations,
-            compared.total,
-            compared.tasks[:_TASKS_SHOWN],
-            compared.num_changed_tasks,
-            compared.failures,
-            width,
-        )
-        if compared.tool_calls:
-            text += (
-                f"\n{compared.tool_calls} rollouts ended in tool calls, which a run does not keep: graded by their text alone."
-            )
-        return text
+        compared = Compared(iterations, changes, tasks.largest(_TASKS_KEPT), tasks.num_changed, failures, tool_calls)
+        values = dataclasses.asdict(compared)
+        written = {name: values[name] for name in ("iterations", "total", "failures", "tasks")}
+        write_json(self.folder.path / FILE_NAME, self._facts | written)
+        return compared
 
 
-def rollouts_file(folder: RunFolder, number: int) -> Path:
-    """iterations/NUMBER/rollouts.jsonl."""
+def _rollouts(folder: RunFolder, number: int) -> Path:
     return folder.iteration(number).path / "rollouts.jsonl"
 
 
@@ -293,23 +234,22 @@ def _key(group: TaskResult) -> str:
 
 
 def _to_grade(sample: Sample) -> bool:
-    """False where there is nothing to grade: the request or the rollout failed, or the sample is unfinished."""
+    """Return False where there is nothing to grade: the request or the rollout failed, or the sample is unfinished."""
     ended = sample.error is None or sample.error.startswith("GraderError")
     at_limit = sample.error is not None and sample.error.startswith("RolloutLimitError") and bool(sample.turns)
     return not is_unfinished(sample) and (ended or at_limit)
 
 
-def _check_any_graded(number: int, before: Sequence[Sample], after: Sequence[Sample]) -> None:
-    tried = [new for old, new in zip(before, after, strict=True) if _to_grade(old)]
-    if tried and all(sample.reward is None for sample in tried):
-        try:
-            TaskResults.from_samples(tried).raise_if_all_failed()
-        except GraderError as error:
-            raise GraderError(f"iteration {number}: {error}") from None
+def _check_any_graded(number: int, after: list[Sample]) -> None:
+    tried = [sample for sample in after if _to_grade(sample)]
+    try:
+        TaskResults.from_samples(tried).raise_if_all_failed()
+    except GraderError as error:
+        raise GraderError(f"iteration {number}: {error}") from None
 
 
-def forget_training(folder: RunFolder) -> None:
-    """Removes what was trained on grades that are no longer there."""
+def _forget_training(folder: RunFolder) -> None:
+    """Remove what was trained on grades that are no longer there."""
     for iteration in sorted((folder.path / "iterations").glob("[0-9]*")):
         for phase in ("train", "pack"):  # markers first: what has none is not there
             (iteration / "done" / f"{phase}.json").unlink(missing_ok=True)
@@ -319,15 +259,3 @@ def forget_training(folder: RunFolder) -> None:
             (iteration / name).unlink(missing_ok=True)
     for name in ("metrics.jsonl", "report.html", "config.yaml"):
         (folder.path / name).unlink(missing_ok=True)
-
-
-def _read_config(original: RunFolder) -> dict[str, Any]:
-    """config.yaml of a run as plain values; empty where there is none. Raises RunFolderError for a damaged one."""
-    path = original.path / "config.yaml"
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, yaml.YAMLError) as error:
-        raise RunFolderError(f"{path} is damaged: {error}") from error
-    return values if isinstance(values, dict) else {}

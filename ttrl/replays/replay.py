@@ -22,7 +22,7 @@ from ttrl.replays.changes import Changes, TaskChange
 from ttrl.replays.graders import Regrader, ReplayGrader
 from ttrl.replays.grading import FILE_NAME, Regrading
 from ttrl.rollouts.graders.grading import Graders
-from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.folder import RunFolder, check_run_folder
 from ttrl.run_folder.lock import LOCK_FILES
 from ttrl.system.console import Console
 from ttrl.tasks.task import Task
@@ -61,7 +61,7 @@ def replay(
     from_checkpoints: bool = False,
     quiet: bool = False,
 ) -> ReplayResult:
-    """Grades the rollouts of `run` again, shows what changed, and with `train` trains on the new grades; nothing is sampled.
+    """Grade the rollouts of `run` again, show what changed, and with `train` train on the new grades; nothing is sampled.
 
     grader: `grader(choice)`, as in training, or `grader(choice, sample)`, whose sample (`ttrl.Sample`) has task id, messages, old
         reward and metrics; or the name of one: "module:name", "path/to/file.py:name".
@@ -69,11 +69,11 @@ def replay(
         the task with its id and messages.
     iterations: which ones: "3-5", "3,5", or numbers; None: all that have rollouts.
     output: the folder of the replay; None: RUN/replays/NAME-DIGEST, another one for every version of the grader's file.
-    again: grades anew what was graded before in that folder. (Graders given by name are otherwise not asked twice.)
-    skip_missing: leaves out, and counts, rollouts without a task; otherwise they are an error.
+    again: grade anew what was graded before in that folder. (Graders given by name are otherwise not asked twice.)
+    skip_missing: leave out, and count, rollouts without a task; otherwise they are an error.
     isolated, grader_timeout (seconds), grader_memory (bytes): as for `get_task_results`.
-    train: packs and trains with the run's own settings, each iteration from the one before. See `ttrl.replays.training`.
-    from_checkpoints: with `train`, each iteration from the run's own checkpoint instead.
+    train: pack and train with the run's own settings, each iteration from the one before. See `ttrl.replays.training`.
+    from_checkpoints: with `train`, start each iteration from the run's own checkpoint instead.
 
     Failed requests stay failed and unfinished samples unfinished. Samples whose old grader failed are graded. Tool calls are not
     in a run's rollouts: a choice has its text, finish reason, token ids and logprobs. Those of tasks with a rollout are: the
@@ -84,53 +84,42 @@ def replay(
     """
     if from_checkpoints and not train:
         raise UserError("--from-checkpoints says how to train; give --train with it")
-    original, console = _original(Path(run)), Console(quiet=quiet)
+    check_run_folder(Path(run))
+    original, console = RunFolder(run), Console(quiet=quiet)
     numbers = _chosen(original, iterations)
     regrader = Regrader(grader, tasks)
     graders = Graders(isolated=isolated, timeout=grader_timeout, memory=grader_memory)
-    folder = RunFolder(Path(output) if output is not None else original.path / "replays" / _name(regrader))
+    folder = RunFolder(output if output is not None else original.path / "replays" / _name(regrader))
     _check_output(folder.path)
-    work = Regrading(original, folder, regrader, numbers, console, skip_missing=skip_missing)
-    training = work.training(from_checkpoints) if train else None
+    training = None
+    if train:
+        from ttrl.replays.training import ReplayTraining  # loads torch, which grading does without
+
+        training = ReplayTraining(folder.path, original, numbers, from_checkpoints=from_checkpoints)
     with folder.locked():
+        work = Regrading(original, folder, regrader, numbers, console)
         work.begin(training, again=again)
         try:
-            work.grade(graders, again=again or not regrader.by_name)
+            work.grade(graders, again=again or not regrader.by_name, skip_missing=skip_missing)
         except TtrlError:
             work.remove_if_empty()
             raise
         compared = work.compare()
-        work.finish(compared)
-        console.line(work.text(compared, _terminal_width()))
+        console.line(compared.text(max(80, min(100, shutil.get_terminal_size((100, 24)).columns))))
         checkpoint = None
         if training is not None:
-            console.line(_about_training(training.numbers, from_checkpoints))
+            console.line(_about_training(numbers, from_checkpoints))
             checkpoint = training.train(console)
     console.line(f"replay: {folder.path}")
     if checkpoint is not None:
         console.line(f"checkpoint: {checkpoint}")
     return ReplayResult(
-        folder=folder.path,
-        iterations=compared.iterations,
-        total=compared.total,
-        tasks=compared.tasks,
-        failures=compared.failures,
-        text=work.text(compared, 80),
-        checkpoint=checkpoint,
+        folder.path, compared.iterations, compared.total, compared.tasks, compared.failures, compared.text(80), checkpoint
     )
 
 
-def _original(run: Path) -> RunFolder:
-    if not (run / "iterations").is_dir():
-        there = sorted(path.parent.name for path in run.parent.glob("*/iterations"))
-        what = "has no iterations/" if run.exists() else "does not exist"
-        others = f"; there are: {', '.join(there)}" if there else ""
-        raise RunFolderError(f"{run} is no run folder: it {what}; give the folder of a run, such as runs/NAME{others}")
-    return RunFolder(run)
-
-
 def _chosen(original: RunFolder, iterations: str | Iterable[int] | None) -> list[int]:
-    """The iterations to replay, ascending. Raises RunFolderError where there are none, UserError for a wrong choice."""
+    """Return the iterations to replay, ascending. Raises RunFolderError where there are none, UserError for a wrong choice."""
     there = sorted(
         int(path.parent.name) for path in (original.path / "iterations").glob("*/rollouts.jsonl") if path.parent.name.isdigit()
     )
@@ -148,7 +137,7 @@ def _chosen(original: RunFolder, iterations: str | Iterable[int] | None) -> list
 
 
 def _parsed(text: str) -> list[int]:
-    """ "3-5" and "3,5" and both together."""
+    """Return the numbers that "3-5", "3,5" or both together name."""
     numbers: set[int] = set()
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
@@ -161,16 +150,12 @@ def _parsed(text: str) -> list[int]:
 def _check_output(path: Path) -> None:
     there = {entry.name for entry in path.iterdir()} - LOCK_FILES if path.is_dir() else set()
     if path.is_file() or (there and FILE_NAME not in there):
-        raise RunFolderError(f"{path} is there already and is no replay; give another --output")
+        raise RunFolderError(f"{path} is there already and is not a replay; give another --output")
 
 
 def _name(regrader: Regrader) -> str:
     clean = re.sub(r"[^A-Za-z0-9_-]+", "-", regrader.name).strip("-") or "grader"
     return f"{clean[:40]}-{regrader.identity[:8]}"
-
-
-def _terminal_width() -> int:
-    return max(80, min(100, shutil.get_terminal_size((100, 24)).columns))
 
 
 def _about_training(numbers: Sequence[int], from_checkpoints: bool) -> str:

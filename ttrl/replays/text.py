@@ -1,7 +1,9 @@
 """What a replay says at the terminal: a table of the iterations, and the tasks whose rewards changed the most."""
 
-import unicodedata
+import textwrap
 from collections.abc import Mapping, Sequence
+
+from tqdm.utils import disp_len, disp_trim
 
 from ttrl.replays.changes import Changes, TaskChange
 
@@ -17,7 +19,6 @@ _HEAD = (
     ("order", "flipped", 7),
     ("advantage", "corr.", 9),
 )
-_NARROWEST = 60
 
 
 def changes_text(
@@ -28,72 +29,54 @@ def changes_text(
     failures: Mapping[str, int],
     width: int,
 ) -> str:
-    """The whole of it, lines of at most `width` columns (of 80 and more)."""
-    parts = [_table(iterations, total), *_sentences(total, failures, width)]
+    """Return the whole text, in lines of at most `width` columns (80 or more)."""
+    parts = _table([*iterations, total] if len(iterations) != 1 else iterations)
+    for sentence in _sentences(total, failures, width):
+        parts += textwrap.wrap(sentence, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     if tasks:
         shown = "" if len(tasks) == num_changed_tasks else f", {len(tasks)} of {num_changed_tasks}"
         parts.append(f"Tasks whose rewards changed the most{shown}:")
-        parts += [_task(task, width) for task in tasks]
-    return "\n".join(part for part in parts if part)
+        parts += [line for task in tasks for line in _task(task, width)]
+    return "\n".join(parts)
 
 
-def _table(iterations: Sequence[Changes], total: Changes) -> str:
-    rows = [_row(one) for one in iterations] + ([_row(total)] if len(iterations) != 1 else [])
-    widths = [max(width, *(len(row[i]) for row in rows)) for i, (_, _, width) in enumerate(_HEAD)]
-    lines = [_joined([name for _, name, _ in _HEAD], widths), *(_joined(row, widths) for row in rows)]
-    return "\n".join([_titles(widths), *lines])
-
-
-def _titles(widths: Sequence[int]) -> str:
-    """The line above the names: each title begins where its first column does, or ends with it where it fits."""
-    line, start = "", 0
+def _table(changes: Sequence[Changes]) -> list[str]:
+    rows = [[name for _, name, _ in _HEAD], *map(_row, changes)]
+    widths = [max(least, *(len(row[column]) for row in rows)) for column, (_, _, least) in enumerate(_HEAD)]
+    above, start = "", 0
     for (title, name, _), width in zip(_HEAD, widths, strict=True):
-        if title:
+        if title:  # begins where the name below it does, or ends with it where it fits
             first = start + width - len(name)
-            line = line.ljust(min(first, start + width - len(title)) if len(title) <= width else first) + title
+            above = above.ljust(min(first, start + width - len(title)) if len(title) <= width else first) + title
         start += width + 2
-    return line
-
-
-def _joined(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    return [above, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
 
 
 def _row(one: Changes) -> list[str]:
+    shares = ["-" if share is None else f"{share:.1%}" for share in (one.changed_share, one.flipped_share)]
     return [
         "all" if one.iteration is None else str(one.iteration),
         str(one.rollouts),
         _number(one.mean_before),
         _number(one.mean_after),
-        _percent(one.changed_share),
+        shares[0],
         f"{one.signal_before}/{one.groups}",
         f"{one.signal_after}/{one.groups}",
-        _percent(one.flipped_share),
+        shares[1],
         _number(one.advantage_correlation),
     ]
 
 
 def _number(value: float | None) -> str:
+    """Return a reward in six columns, its sign included, whatever its scale."""
     if value is None:
         return "-"
-    size = abs(value)  # six columns, with a minus, whatever the scale of the rewards
-    return (
-        f"{value:.3f}"
-        if size < 9.9995
-        else f"{value:.2f}"
-        if size < 99.995
-        else f"{value:.1f}"
-        if size < 999.95
-        else f"{value:.4g}"
-    )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share * 100:.1f}%"
+    decimals = next((n for n, limit in ((3, 9.9995), (2, 99.995), (1, 999.95)) if abs(value) < limit), None)
+    return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
 
 
 def _sentences(total: Changes, failures: Mapping[str, int], width: int) -> list[str]:
-    """What the table has no room for."""
+    """Return what the table has no room for."""
     said = []
     if total.groups:
         said.append(
@@ -117,47 +100,25 @@ def _sentences(total: Changes, failures: Mapping[str, int], width: int) -> list[
         (total.left_out, "have no task and were left out"),
     ]
     said += [f"{count} rollouts {what}." for count, what in counted if count]
-    said += [f"  {count} × {one_line(reason, width - 16)}" for reason, count in list(failures.items())[:3]]
-    return [line for sentence in said for line in _wrapped(sentence, width)]
+    return said + [f"  {count} × {one_line(reason, width - 16)}" for reason, count in list(failures.items())[:3]]
 
 
-def _task(task: TaskChange, width: int) -> str:
+def _task(task: TaskChange, width: int) -> list[str]:
     of = f"{task.changed} of {task.rollouts} changed" if task.rollouts > 1 else "1 rollout"
     numbers = f"{_number(task.mean_before)} → {_number(task.mean_after)}, {of}"
-    room = max(10, width - len(numbers) - 6)
-    name = one_line(task.task_id, room)
-    lines = [f"  {name}{' ' * max(2, width - 2 - _columns(name) - len(numbers))}{numbers}"]
+    name = one_line(task.task_id, max(10, width - len(numbers) - 6))
+    lines = [f"  {name}{' ' * max(2, width - 2 - disp_len(name) - len(numbers))}{numbers}"]
     if task.question:
         lines.append(f"    asked     {one_line(task.question, width - 14)}")
     where = f"    answered  {_number(task.before)} → {_number(task.after)}, iteration {task.iteration}, sample {task.sample}: "
     answer = one_line(task.answer, max(20, width - len(where) - 2))
-    lines.append(f"{where}{answer or '(nothing)'}")
-    return "\n".join(lines)
+    return [*lines, f"{where}{answer or '(nothing)'}"]
 
 
 def one_line(text: str, width: int) -> str:
-    """`text` on one line of at most `width` columns, without anything that a terminal would obey."""
+    """Return `text` on one line of at most `width` columns, without anything that a terminal would obey."""
     words = " ".join(text[: 20 * width].split())
     clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
-    if _columns(clean) <= width and len(text) <= 20 * width:
+    if disp_len(clean) <= width and len(text) <= 20 * width:
         return clean
-    clean = clean[: 2 * width]  # more than enough, even with combining characters here and there
-    while clean and _columns(clean) > width - 1:
-        clean = clean[:-1]
-    return clean + "…"
-
-
-def _columns(text: str) -> int:
-    """Columns of a terminal: wide characters take two, combining ones none."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def _wrapped(sentence: str, width: int) -> list[str]:
-    width = max(width, _NARROWEST)
-    lines = [""]
-    for word in sentence.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("  " + word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}" if lines[-1] or word == "" else word
-    return lines
+    return f"{disp_trim(clean[: 2 * width], width - 1)}…"

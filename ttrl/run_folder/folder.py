@@ -35,6 +35,16 @@ REDO_VARIABLE = "TTRL_REDO"
 """See `ttrl.run_folder.redo`."""
 
 
+def check_run_folder(path: Path) -> None:
+    """Raise RunFolderError where `path` is not a run folder, with the names of those beside it."""
+    if (path / "metrics.jsonl").is_file() or (path / "iterations").is_dir():
+        return
+    there = sorted({found.parent.name for name in ("metrics.jsonl", "iterations") for found in path.parent.glob(f"*/{name}")})
+    others = f"; there are: {', '.join(there)}" if there else ""
+    what = "has neither metrics.jsonl nor iterations/" if path.exists() else "does not exist"
+    raise RunFolderError(f"{path} is not a run folder: it {what}; give the folder of a run, such as runs/NAME{others}")
+
+
 class IterationFolder:
     """iterations/0007 and its markers."""
 
@@ -64,6 +74,11 @@ class IterationFolder:
         """SHA-256 by name of what a finished phase wrote; empty where it is not done. Raises RunFolderError."""
         content = self._marker(phase)
         return {} if content is None else content["files"]
+
+    def weights(self, phase: str) -> dict[str, str]:
+        """Return those of `files` that are the weights of the policy that the phase made."""
+        files = self.files(phase).items()
+        return {name: sha for name, sha in files if name.startswith("checkpoint/") and name.endswith(".safetensors")}
 
     def _path(self, phase: str) -> Path:
         return self.path / "done" / f"{phase}.json"
@@ -121,6 +136,19 @@ class RunFolder:
         process works on it. take_over: also from a silent owner on another machine."""
         return self._lock.held(take_over=take_over)
 
+    def config(self) -> dict[str, Any]:
+        """Return config.yaml as plain values; nothing where there is none. Raises RunFolderError for a damaged one."""
+        path = self.path / "config.yaml"
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, yaml.YAMLError):
+            values = None
+        if not isinstance(values, dict):
+            raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
+        return values
+
     def remember_config(
         self, config: dict[str, Any], defaults: Mapping[str, Any] | None = None, allow: Sequence[str] = ()
     ) -> list[str]:
@@ -133,13 +161,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         config = yaml.safe_load(yaml.safe_dump(config))  # compared as it will be read: tuples are lists there
         notes = []
-        if path.exists():
-            try:
-                before = yaml.safe_load(path.read_text(encoding="utf-8"))
-            except (ValueError, yaml.YAMLError):
-                before = None
-            if not isinstance(before, dict):
-                raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
+        if before := self.config():
             changed = changes(yaml.safe_load(yaml.safe_dump(dict(defaults or {}))) | before, config)
             notes = check_changes(changed, allow, self.path)
             remember_changes(self.path, changed, self.first_unfinished())

@@ -72,17 +72,12 @@ def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _same_weights(iteration: IterationFolder) -> bool:
-    """Whether training left every file of weights as it was, bit for bit."""
-
-    def weights(folder: IterationFolder, phase: str) -> dict[str, str]:
-        files = folder.files(phase).items()
-        return {name: value for name, value in files if name.startswith("checkpoint/") and name.endswith(".safetensors")}
-
-    after = weights(iteration, "train")
+    """Return whether training left every file of weights as it was, bit for bit."""
+    after = iteration.weights("train")
     for number in range(iteration.number - 1, -1, -1):
         before = IterationFolder(iteration.path.parent / f"{number:04d}", number)
         if number == 0 or (before.marker("train") or {}).get("trained"):
-            return bool(after) and weights(before, "prepare" if number == 0 else "train") == after
+            return bool(after) and before.weights("train" if number else "prepare") == after
     return False
 
 

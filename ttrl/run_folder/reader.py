@@ -16,6 +16,7 @@ import yaml
 
 from ttrl.errors import RunFolderError
 from ttrl.run_folder.config_changes import HISTORY_FILE
+from ttrl.run_folder.folder import check_run_folder
 from ttrl.system.files import read_jsonl
 from ttrl.text import is_number
 
@@ -106,12 +107,8 @@ def number(row: dict[str, Any], path: str) -> float | None:
 def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunData:
     """Reads a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError when it is none, or when its metrics are
     damaged."""
+    check_run_folder(folder)
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file() and not (folder / "iterations").is_dir():
-        there = sorted(path.parent.name for path in folder.parent.glob("*/metrics.jsonl"))
-        others = f"; there are: {', '.join(there)}" if there else ""
-        what = "has neither metrics.jsonl nor iterations/" if folder.exists() else "does not exist"
-        raise RunFolderError(f"{folder} is no run folder: it {what}; give the folder of a run, such as runs/NAME{others}")
     try:
         lines = read_jsonl(metrics) if rows is None else list(rows)
     except ValueError as error:

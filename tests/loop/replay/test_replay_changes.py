@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ttrl import Sample, TaskResult
 from ttrl.data.advantages import group_advantages
-from ttrl.replays.changes import Comparison, TaskChanges
+from ttrl.replays.changes import RewardComparison, TaskChanges
 from ttrl.replays.text import changes_text, one_line
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0, -3.0]))
@@ -28,7 +28,7 @@ def group(number, values):
 @settings(max_examples=80, deadline=None)
 @given(groups, st.sampled_from(["std", "mean"]))
 def test_counts_are_what_they_say(drawn, method):
-    comparison, pairs, advantages = Comparison(None, method), [], ([], [])
+    comparison, pairs, advantages = RewardComparison(None, method), [], ([], [])
     for number, values in enumerate(drawn):
         before, after = (group(number, [value[side] for value in values]) for side in (0, 1))
         comparison.add(before, after)
@@ -60,7 +60,7 @@ def test_counts_are_what_they_say(drawn, method):
 
 
 def test_the_text_fits_the_terminal():
-    comparison, tasks = Comparison(12, "std"), TaskChanges()
+    comparison, tasks = RewardComparison(12, "std"), TaskChanges()
     for number in range(7):
         before, after = group(number, [0.0, -123.25, 1.0, None]), group(number, [1.0, 0.5, None, 0.0])
         for sample in before.samples:

@@ -77,7 +77,7 @@ def test_references_that_lead_nowhere(run, place, reference, said):
 
 def test_tasks_that_are_none(run, place):
     place("mine", "tasks = [1]\ndef fails(): raise KeyError('x')\nnothing = []")
-    for name, said in (("tasks", "1 of 1 are no Task"), ("fails", "failed: KeyError: 'x'"), ("nothing", "there are no tasks")):
+    for name, said in (("tasks", "1 of 1 are not Tasks"), ("fails", "failed: KeyError: 'x'"), ("nothing", "there are no tasks")):
         with pytest.raises(UserError, match=said):
             run.replay(tasks=f"mine:{name}")
 
@@ -134,5 +134,5 @@ def test_folders_that_are_something_else(run, tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters/a.txt").write_text("a")
     for output in (tmp_path / "letters", run.folder.path):
-        with pytest.raises(RunFolderError, match="is no replay; give another --output"):
+        with pytest.raises(RunFolderError, match="is not a replay; give another --output"):
             run.replay(inverse, output=output)
