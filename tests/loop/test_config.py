@@ -147,3 +147,24 @@ def test_resolved_keeps_what_was_chosen():
 
 def test_resolved_does_not_depend_on_the_cores_beyond_one():
     assert config(nproc_per_node=10_000).resolved(cuda=False).num_threads == 1
+
+
+# Written by a version whose settings lay in seven classes, in another order; every setting is there.
+OLD_CONFIG = """
+{drift: "warn", drift_limits: {"mean": 0.1, "ess": null}, loggers: ["stdout"], trainer: "resident", trainer_memory: "keep",
+trainer_restarts: 1, keep_best: 1, keep_every: 10, mirror: "s3://bucket/runs/old", servers: 1, joined_servers: [],
+joined_key_file: null, joined_run: null, adapters: "auto", weight_check: "all", off_policy_steps: 1, nnodes: 2, rdzv_endpoint:
+"10.0.0.7:29400", join_timeout: 600, run: "runs/old", model: "models/m", iterations: 3, tasks_per_iteration: 32,
+samples_per_task: 16, max_tokens: 1024, tokens_per_iteration: null, max_staleness: null, temperature: 1.0, sampling: {},
+cache: [], validation_samples: 1, validation_temperature: null, validation_metric: "reward", stop_at: null, advantages: "std",
+advantage_std_floor: 0.05, advantage_clip: null, reward_power: 1.0, surprise_bonus: 0.0, surprise_until: null,
+dynamic_sampling: null, max_extra_tasks: null, aggregation: "token", constant_length: null, seq_len: 4096, too_long: "drop",
+share: "tree", training: {"lr": 0.0001, "lora_rank": 8, "max_skipped_steps": 1, "measure_peak": false}, nproc_per_node: 1,
+num_threads: 2, device: "cpu", dtype: "fp32", weight_sync: "reload", server: {}, keep_checkpoints: 3, seed: 0}
+"""
+
+
+def test_config_yaml_of_an_older_version_means_the_same():
+    values = yaml.safe_load(OLD_CONFIG)
+    assert TrainConfig.parse(values, "config.yaml").to_dict() == values
+    assert values.keys() == config().to_dict().keys()

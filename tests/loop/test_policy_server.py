@@ -545,7 +545,7 @@ def test_keys_of_joined_servers(tmp_path, monkeypatch):
     assert config_of(**JOINED).joined_keys() == {"http://one:1": "secret", "http://two:2/v1": "secret"}
     monkeypatch.setenv("TTRL_SERVER_KEY", "two\nlines")
     [problem] = config_of(**JOINED).server_problems()
-    assert "is no ASCII word" in problem and "two\n" not in problem
+    assert "is not one ASCII word" in problem and "two\n" not in problem
 
 
 @pytest.mark.parametrize(
@@ -553,8 +553,8 @@ def test_keys_of_joined_servers(tmp_path, monkeypatch):
     [
         ({"servers": -1}, "servers is -1"),
         ({"servers": 0}, "nobody would sample"),
-        ({"joined_servers": ["10.0.0.7:8000"]}, "is no address such as"),
-        ({"joined_servers": ["http://h:80x"]}, "is no address such as"),
+        ({"joined_servers": ["10.0.0.7:8000"]}, "is not an address such as"),
+        ({"joined_servers": ["http://h:80x"]}, "is not an address such as"),
         ({"joined_servers": ["http://user:secret@h:1"]}, "keys go into a file"),
         ({"joined_servers": ["http://h:1", "http://h:1/v1"]}, "names a server twice"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ttrl.configs import GRPOConfig
-from ttrl.configs.run import _SET_BY_THE_LOOP, TrainConfig
+from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.errors import ConfigError, UserError
 
 
@@ -64,7 +64,7 @@ def _of_recipe(values: dict[str, Any], file: Path, of_run: set[str]) -> TrainCon
     of_recipe = {field.name for field in dataclasses.fields(GRPOConfig)}
     alone = {name: value for name, value in values.items() if name in of_recipe or name not in of_run}
     GRPOConfig.parse(missing | alone, str(file))
-    training = {name: value for name, value in values.items() if name in of_recipe and name not in _SET_BY_THE_LOOP}
+    training = {name: value for name, value in values.items() if name in of_recipe and name not in SET_BY_THE_LOOP}
     run = {name: value for name, value in values.items() if name in of_run and name != "training"}
     return TrainConfig.parse({"run": "", "iterations": 1, **run, "training": training}, str(file))
 

@@ -1,5 +1,8 @@
-"""The recipes' configs. They live here, beside neither torch nor torchtune, so that the loop can check what it is going to write
-into a recipe's YAML file before anything expensive starts."""
+"""All settings: of a run (`run`), of the recipes (`recipe`, `objective`), of the data (`data`).
+
+Nothing here loads torch, so that the loop can check what it is going to write into a recipe's YAML file before anything expensive
+starts.
+"""
 
 from ttrl.configs.base import Config, at_least
 from ttrl.configs.recipe import GRPOConfig, SFTConfig, TrainingConfig

@@ -1,4 +1,4 @@
-"""Configs: strict dataclasses that say everything that is wrong with them at once, and how they are shown to others."""
+"""Strict dataclasses that report everything that is wrong with them at once, and how they are shown without their secrets."""
 
 import dataclasses
 import difflib
@@ -28,8 +28,8 @@ def _describe(kind: Any) -> str:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """`value` as `kind`; raises TypeError where it is something else. Ints pass as floats, and so do strings such as 1e-4,
-    which YAML 1.1 reads as text; nothing else is converted."""
+    """Return `value` as `kind`, or raise TypeError. Ints pass as floats, and so do strings such as 1e-4, which YAML 1.1 reads as
+    text; nothing else is converted."""
     origin = typing.get_origin(kind)
     if origin is Literal:
         if value in typing.get_args(kind) and not isinstance(value, bool):
@@ -65,20 +65,25 @@ def _converted(value: Any, kind: Any) -> Any:
     raise TypeError
 
 
-_STAND_INS = {str: "", int: 1, float: 1.0}  # for required values that are wrong, so that the others can be judged all the same
+_STAND_INS: dict[Any, Any] = {
+    str: "",
+    int: 1,
+    float: 1.0,
+}  # for wrong required values, so that the others are checked
 
 
+@dataclasses.dataclass(kw_only=True)
 class Config:
     """Base of the config dataclasses. Subclasses list what else can be wrong in `problems`."""
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, one line each, beyond their types."""
+        """Return what is wrong with the values beyond their types, one line each."""
         return []
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> Self:
-        """Makes a config from plain values. Raises ConfigError with every problem: unknown and missing keys, types, ranges."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        """Make a config from plain values. Raises ConfigError with every problem: unknown and missing keys, types, ranges."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
         kinds = typing.get_type_hints(cls)
         found: list[str] = []
         for key in values:
@@ -106,16 +111,16 @@ class Config:
         return config
 
     def check(self, where: str) -> Self:
-        """Checks a config that was made in Python as `parse` would. Raises ConfigError."""
-        return self.parse({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, where)  # type: ignore[arg-type]
+        """Check a config that was made in Python as `parse` would. Raises ConfigError."""
+        return self.parse({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, where)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for YAML."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
+        """Return plain values, ready for YAML."""
+        return dataclasses.asdict(self)
 
 
 def at_least(minimum: float, **values: float | None) -> list[str]:
-    """A problem for each value below `minimum`; None passes."""
+    """Return a problem for each value below `minimum`; None passes."""
     return [
         f"{name} is {value}; it must be at least {minimum}"
         for name, value in values.items()
@@ -125,11 +130,11 @@ def at_least(minimum: float, **values: float | None) -> list[str]:
 
 HIDDEN = "***"
 _SECRET = re.compile(r"(?i)(^|[-_.])(api-?key|key|token|secret|password|passwd|authorization|credentials?|cookie)$")
-"""Of a setting's name: "hf_token", "X-Api-Key"; not "max_tokens", "key_file"."""
+"""Matches the names of secret settings: "hf_token", "X-Api-Key"; not "max_tokens", "key_file"."""
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """Plain values with HIDDEN in the place of each text whose name says that it is a secret."""
+    """Return plain values in which each string whose name says that it is a secret is replaced by HIDDEN."""
     if isinstance(values, Mapping):
         return {key: without_secrets(value, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -1,4 +1,4 @@
-"""Settings of the data: advantages, what becomes of samples longer than a row, what is stored once."""
+"""Settings of the data: advantages, what happens to samples longer than a row, what is stored once."""
 
 import math
 from dataclasses import dataclass
@@ -7,33 +7,44 @@ from typing import Literal, TypeAlias
 from ttrl.errors import ConfigError
 
 AdvantageKind: TypeAlias = Literal["std", "mean", "leave_one_out", "batch"]
+TooLong: TypeAlias = Literal["drop", "error", "truncate", "extend"]
+Share: TypeAlias = Literal["tree", "prompt", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """How rewards become advantages. Raises ConfigError for values that make no sense."""
+    """How rewards become advantages; see `ttrl.data.advantages`. Raises ConfigError for values that make no sense.
+
+    With r the rewards of a group of n samples, m their mean and σ their standard deviation (of the population), the advantages
+    are
+
+        std             (r - m) / max(σ, std_floor)          GRPO
+        mean            r - m                                Dr. GRPO
+        leave_one_out   r - mean of the others               RLOO; equals n/(n - 1)·(r - m)
+        batch           (r - m) / max(σ_batch, std_floor)    REINFORCE++ with baseline; σ_batch: of r - m over all groups
+    """
 
     kind: AdvantageKind = "std"
-    """See the head of this module."""
+    """A row of the table above."""
     std_floor: float = 1e-6
-    """Standard deviations are taken to be at least this, so that a group of nearly equal rewards is not blown up to the size of
-    any other; of "std" and "batch" alone."""
+    """The smallest standard deviation to divide by, so that a group of nearly equal rewards does not weigh as much as any
+    other."""
     clip: float | None = None
-    """Advantages are cut to [-clip, clip]; None: not at all."""
+    """Advantages are clipped to [-clip, clip]; None: no clipping."""
     reward_power: float = 1.0
-    """Rewards become sign(r)·|r|^reward_power first."""
+    """Rewards first become sign(r)·|r|^reward_power."""
     surprise_bonus: float = 0.0
-    """b of (1 - b)·r + b·r·s, the reward after that; s is the completion's mean -logp. 0: rewards as they are. Groups that are
-    all right get a signal from it, however small; "std" makes it as large as any other's unless `std_floor` stops it."""
+    """b: rewards then become (1 - b)·r + b·r·s, where s is the completion's mean -logp in nats. Groups in which every answer is
+    correct get a signal from it, however small; "std" makes it as large as any other's unless `std_floor` prevents that."""
     surprise_until: str | None = None
-    """The grader's metric that says up to which character of the answer s goes; None: up to the end."""
+    """The grader's metric that says up to which character of the answer s is taken; None: up to the end."""
 
     def __post_init__(self) -> None:
         if found := self.problems():
             raise ConfigError("AdvantageConfig", found)
 
     def problems(self) -> list[str]:
-        """What is wrong, one line each."""
+        """Return what is wrong with the values, one line each."""
         found = []
         if self.kind not in ("std", "mean", "leave_one_out", "batch"):
             found.append(f"kind is {self.kind!r}; choose 'std', 'mean', 'leave_one_out' or 'batch'")
@@ -48,9 +59,3 @@ class AdvantageConfig:
         if self.surprise_until is not None and self.surprise_bonus == 0:
             found.append(f"surprise_until is {self.surprise_until!r} without a surprise_bonus; they go together")
         return found
-
-
-TooLong: TypeAlias = Literal["drop", "error", "truncate", "extend"]
-
-
-Share: TypeAlias = Literal["tree", "prompt", "none"]

@@ -1,4 +1,4 @@
-"""The names under which loggers are asked for in configs, and what can be wrong with such an entry. Loads nothing."""
+"""The names of loggers in configs, and what can be wrong with such an entry. Loads none of their packages."""
 
 import difflib
 import importlib.util
@@ -7,22 +7,22 @@ from typing import Any
 
 from ttrl.configs.base import without_secrets
 
-NEEDS = {"stdout": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-"""Our own loggers, and the package that each needs beside ttrl's requirements."""
+NEEDS: dict[str, str | None] = {"stdout": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+"""Our own loggers, and the package that each needs besides ttrl's requirements."""
 TORCHTUNE = "torchtune.training.metric_logging."
-_TORCHTUNE_NEEDS = {
+_TORCHTUNE_NEEDS: dict[str, str | None] = {
     "StdoutLogger": None, "DiskLogger": None, "TensorBoardLogger": "tensorboard", "WandBLogger": "wandb",
     "CometLogger": "comet_ml",
 }  # fmt: skip
-ARGUMENTS = {
+_ARGUMENTS: dict[str, set[str]] = {
     "stdout": set(),
     "tensorboard": {"log_dir"},
 }
-"""What else an entry may hold; "wandb" passes everything on to wandb.init."""
+"""Which arguments an entry may have; "wandb" passes everything on to wandb.init."""
 
 
 def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
-    """An entry of `loggers` as (name or dotted name, arguments). Raises ValueError saying what is wrong with it."""
+    """Return an entry of `loggers` as (name or dotted name, arguments). Raises ValueError that says what is wrong with it."""
     if isinstance(entry, str):
         name, arguments = entry, {}
     elif isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry):
@@ -36,9 +36,9 @@ def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
     else:
         raise ValueError(f"loggers: {entry!r} is neither a name nor a mapping with a name")
     if name in NEEDS:
-        unknown = sorted(arguments.keys() - ARGUMENTS[name]) if name in ARGUMENTS else []
+        unknown = sorted(arguments.keys() - _ARGUMENTS[name]) if name in _ARGUMENTS else []
         if unknown:
-            allowed = ", ".join(sorted(ARGUMENTS[name])) or "none"
+            allowed = ", ".join(sorted(_ARGUMENTS[name])) or "none"
             raise ValueError(f"loggers: {name} has no argument {unknown[0]!r}; there are: {allowed}")
     elif name.startswith(TORCHTUNE):
         if name.removeprefix(TORCHTUNE) not in _TORCHTUNE_NEEDS:
@@ -51,7 +51,7 @@ def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 def logger_problems(entry: Any) -> list[str]:
-    """What is wrong with an entry, one line each: no such logger, or its package is missing."""
+    """Return what is wrong with an entry, one line each: no such logger, or its package is missing."""
     try:
         name, _ = normalised(entry)
     except ValueError as error:

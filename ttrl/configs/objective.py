@@ -9,8 +9,8 @@ from ttrl.configs.base import Config, at_least
 
 @dataclass(kw_only=True)
 class ObjectiveConfig(Config):
-    """The loss of a trained token, and what is added to it. How tokens are weighed against each other is stored with the packed
-    tensors (`ttrl.data.packing.aggregation`), how rewards become advantages is decided before (`ttrl.data.advantages`)."""
+    """The loss of a trained token, and what is added to it. The weights of tokens are stored with the packed tensors
+    (`ttrl.data.packing.aggregation`); how rewards become advantages is decided before that (`ttrl.data.advantages`)."""
 
     objective: Literal["ppo", "reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov"] = "ppo"
     """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo: clipped ratio of whole samples;
@@ -18,30 +18,29 @@ class ObjectiveConfig(Config):
     clip_low: float = 0.2
     """The probability ratio is clipped below at 1 - clip_low …"""
     clip_high: float = 0.2
-    """… and above at 1 + clip_high. Of "ppo", "clip_cov", "cispo" and "gspo"; the latter's ratio is a mean over the sample and
-    stays so near 1 that its paper clips at 3e-4 and 4e-4, and nothing is ever clipped at 0.2."""
+    """… and above at 1 + clip_high. For "ppo", "clip_cov", "cispo" and "gspo"; the ratio of "gspo" is a mean over the sample and
+    stays so close to 1 that its paper clips at 3e-4 and 4e-4: nothing is ever clipped at 0.2."""
     dual_clip: float | None = None
-    """Of "ppo": the loss of a negative advantage is at most this times |advantage|; above 1, 3 in its paper. None: no bound."""
+    """For "ppo": the loss of a negative advantage is at most this times |advantage|; above 1, 3 in its paper. None: no bound."""
     covariance_share: float = 2e-4
-    """Of "clip_cov" and "kl_cov": the share of a step's trained tokens that is chosen (at least one token)."""
+    """For "clip_cov" and "kl_cov": the share of a step's trained tokens that is chosen (at least one token)."""
     covariance_bounds: tuple[float, float] = (1.0, 5.0)
-    """Of "clip_cov": tokens whose covariance lies between them are drawn from."""
+    """For "clip_cov": tokens are chosen at random among those whose covariance lies between these."""
     kl_cov_coefficient: float = 1.0
-    """Of "kl_cov": weight of the penalty on the chosen tokens."""
+    """For "kl_cov": weight of the penalty on the chosen tokens."""
 
     kl_coefficient: float = 0.0
     """Weight of KL(policy ‖ reference); 0: none, and no reference model is needed."""
     reference_model: str | None = None
-    """Folder of the frozen reference; needed where kl_coefficient is above 0, and for token_rewards "implicit", unless the pack
+    """Folder of the frozen reference; needed if kl_coefficient is above 0, and for token_rewards "implicit", unless the pack
     holds its log-probabilities (kl_estimator "full" needs it all the same). Not with adapters: their base is the reference."""
     kl_estimator: Literal["k1", "k2", "k3", "full"] = "k3"
-    """See `ttrl.training.objective.divergences`, which also says what the gradient of each is. full: over the whole
-    vocabulary."""
+    """How KL is estimated; values and gradients are in `ttrl.training.objective.divergences`. full: over the whole vocabulary."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: added to each token's loss, with its gradient. reward: taken from each token's reward, as a number, and spread over
-    the tokens before it by `gamma`."""
+    """loss: added to each token's loss, with its gradient. reward: subtracted from each token's reward, as a number, and spread
+    over the tokens before it by `gamma`."""
     kl_after_steps: int = 0
-    """The coefficient is 0 for that many optimizer steps of the run."""
+    """The coefficient is 0 for the first optimizer steps of the run, as many as this."""
 
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus: the loss of a token is lowered by this times the entropy of its distribution, in nats."""
@@ -51,47 +50,48 @@ class ObjectiveConfig(Config):
     """Optimizer step of the run, for the linear schedule."""
 
     off_policy: Literal["none", "token", "sequence", "mask"] = "none"
-    """How losses are corrected for the sampler computing other probabilities than the trainer, with w = π_trainer/π_sampler at
-    the start of the iteration. none: not at all; the sampler's log-probabilities are the old ones of every ratio. token,
-    sequence: times min(w, cap) of the token, or of the whole sample. mask: times w where floor <= w <= cap, else 0."""
+    """How losses are corrected for the difference between the sampler's and the trainer's probabilities, with w =
+    π_trainer/π_sampler at the start of the iteration. none: not at all; the sampler's log-probabilities are the old ones of every
+    ratio. token, sequence: times min(w, cap) of the token, or of the whole sample. mask: times w where floor <= w <= cap, else
+    0."""
     off_policy_cap: float = 2.0
-    """See `off_policy`; at least 1."""
+    """The cap of `off_policy`; at least 1."""
     off_policy_floor: float = 0.5
-    """Of off_policy "mask"; in [0, 1]."""
+    """The floor of off_policy "mask"; in [0, 1]."""
 
     token_rewards: Literal["none", "implicit"] = "none"
     """implicit: advantages of single tokens from implicit_beta·(log π - log π_reference) as process rewards (PRIME)."""
     implicit_beta: float = 0.005
-    """See `token_rewards`."""
+    """Factor of the implicit rewards; see `token_rewards`."""
 
     value_head: bool = False
     """Train a value head on the hidden states; advantages come from it (GAE) and from the graders' rewards."""
     value_coefficient: float = 0.5
     """Weight of the value loss."""
     value_clip: float | None = None
-    """Values that moved by more than this in an iteration gain nothing by moving on; None: no clipping."""
+    """Values that have moved by more than this in an iteration get no gradient to move further; None: no clipping."""
     value_lr: float | None = None
-    """Learning rate of the value head; None: that of the policy."""
+    """Learning rate of the value head; None: the policy's."""
     value_grad_in_decoder: bool = False
     """Let the value loss train the decoder as well, not the head alone."""
     gamma: float = 1.0
-    """Discount from token to token of whatever rewards tokens have: KL in the reward, implicit rewards, the value head's returns.
-    0 makes each token answer for itself alone."""
+    """Discount, from token to token, of token rewards: KL in the reward, implicit rewards, the value head's returns. 0 makes each
+    token answer only for itself."""
     lam: float = 1.0
     """λ of generalised advantage estimation."""
 
     @property
     def has_reference(self) -> bool:
-        """Whether it is known what the policy is compared with."""
+        """Whether there is a reference model."""
         return self.reference_model is not None
 
     @property
     def rewards_tokens(self) -> bool:
-        """Whether the recipe gives single tokens rewards or values: samples of a group of equal rewards then differ as well."""
+        """Whether the recipe gives single tokens rewards or values, so that samples of a group with equal rewards differ too."""
         return self.value_head or self.token_rewards == "implicit" or (self.kl_coefficient > 0 and self.kl_in == "reward")
 
     def problems(self) -> list[str]:
-        """See Config.problems."""
+        """Return what is wrong with the values, one line each."""
         found = super().problems() + self._policy_problems() + self._kl_problems() + self._other_problems()
         return found + self._without_effect()
 
@@ -158,7 +158,7 @@ class ObjectiveConfig(Config):
         return found
 
     def _without_effect(self) -> list[str]:
-        """Settings other than the default that nothing would look at: whoever gives them expects something else."""
+        """Return a problem for each setting that was changed but has no effect: whoever sets it expects something else."""
         here = f"with objective {self.objective!r}"
         looked_at = {
             ("clip_low", "clip_high"): (self.objective in ("ppo", "gspo", "cispo", "clip_cov"), here),

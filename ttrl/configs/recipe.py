@@ -2,50 +2,26 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ttrl.configs.base import Config, at_least
-from ttrl.configs.lora import LoRAConfig
 from ttrl.configs.objective import ObjectiveConfig
 
+LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
 
-@dataclass(kw_only=True)
-class WatchConfig(Config):
-    """A part of both recipes' configs."""
+NF4_BLOCK = 64
+"""Numbers that share a scale in a base that is held in 4 bits."""
+_CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
 
-    max_skipped_steps: int = 2
-    """Optimizer steps in a row that may be skipped because their loss or gradient is NaN or infinite; one more stops the run."""
-    measure_peak: bool = True
-    """Measures once in a process, for a twentieth of a second, how fast the machine computes the model's largest matrix product;
-    train.jsonl then says what share of that a step reached."""
-    profile_steps: int = 0
-    """Writes a trace of the first so many optimizer steps to output_dir/profile/."""
 
-    def problems(self) -> list[str]:
-        """See Config.problems."""
-        found = super().problems()
-        return found + at_least(0, max_skipped_steps=self.max_skipped_steps, profile_steps=self.profile_steps)
+def _every_layer_matrix() -> list[LoRATarget]:
+    return ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
 
 
 @dataclass(kw_only=True)
-class ResidentConfig(Config):
-    """A part of GRPOConfig."""
-
-    follow: str | None = None
-    """Folder in which the configs of iterations appear, one after the other (`ttrl.system.request_folder`); this config then says
-    what the process is made of, and which model and state the first of them will probably ask for, to be loaded meanwhile. None:
-    one iteration, that of this config."""
-    free_memory: bool = False
-    """With `follow`: between iterations model and optimizer wait in the CPU's memory, and the GPU's is free for others."""
-
-
-CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
-
-
-@dataclass(kw_only=True)
-class TrainingConfig(LoRAConfig):
-    """What both recipes share."""
+class TrainingConfig(Config):
+    """The settings that both recipes share."""
 
     model: str
     """Folder of the model to start from, in Hugging Face layout."""
@@ -55,82 +31,120 @@ class TrainingConfig(LoRAConfig):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the computation. Parameters and optimizer state are fp32 either way."""
     checkpoint_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the weights in checkpoints, not of adapters. "bf16" takes half the disk, and rounds: the next iteration goes on from
-    what is written, so that updates smaller than some 0.2% of a weight get lost; not for small learning rates."""
+    """Of the weights in checkpoints, not of adapters. "bf16" takes half the disk, and rounds: the next iteration starts from what
+    was written, so updates smaller than about 0.2% of a weight are lost; not for small learning rates."""
     context: int | None = None
-    """The longest sequence that the server takes, in tokens (vLLM's max_model_len), on which RoPE of the type longrope depends;
+    """The longest sequence that the server accepts, in tokens (vLLM's max_model_len), on which RoPE of the type longrope depends;
     None: the model's max_position_embeddings, as in vLLM."""
     num_threads: int | None = None
     """CPU threads of each process; None leaves it to PyTorch. Part of what makes a run repeatable bit for bit."""
     seed: int = 0
 
+    # Optimizer
+
     optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
-    """"adamw_8bit" keeps both moments in 8 bits (arXiv 2110.02861, torchao's), a quarter of the memory; on CPU it
-    needs a C++ compiler. "sgd" has no
-    state: W ← W - lr·g, for tests and measurements."""
+    """"adamw_8bit" keeps both moments in 8 bits (arXiv 2110.02861, torchao's), a quarter of the memory; on CPU it needs a C++
+    compiler. "sgd" has no state: W ← W - lr·g, for tests and measurements."""
     optimizer_on_cpu: bool = False
-    """AdamW's state and step on the CPU, the gradients copied there during the backward pass (torchao). CUDA only, one process,
-    without clipping. With several processes, use cpu_offload."""
+    """Keep AdamW's state and take its step on the CPU; gradients are copied there during the backward pass (torchao). CUDA only,
+    one process, without clipping. With several processes, use cpu_offload."""
     optimizer_in_backward: bool = False
-    """Each parameter is stepped and its gradient freed as soon as the backward pass has it, so that only one layer's gradients
-    are ever held. Excludes clipping, and more than one microbatch a step. Of a step that is skipped because its gradient is not
-    finite, the parameters whose gradients are finite have been stepped all the same."""
+    """Step each parameter and free its gradient as soon as the backward pass has it, so that only one layer's gradients are held
+    at a time. Excludes clipping, and more than one microbatch per step. If a step is skipped because a gradient is not finite,
+    the parameters with finite gradients have been stepped all the same."""
     lr: float = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to `lr`."""
     total_steps: int | None = None
-    """Where linear and cosine schedules reach zero, counted over the whole run."""
+    """Where linear and cosine schedules reach zero, in optimizer steps of the whole run."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
-    """Global norm to which gradients are clipped; None: not at all."""
+    """Global norm to which gradients are clipped; None: no clipping."""
     state_format: Literal["auto", "whole", "sharded"] = "auto"
     """How the optimizer's state is stored. "whole": one safetensors file by parameter name, each tensor gathered and written by
-    the first rank. "sharded": each rank writes its part (torch.distributed.checkpoint), into a folder that all ranks must see.
-    "auto": sharded where there are several ranks and the state is above 8 GB. Either loads with any number of ranks."""
+    the first rank. "sharded": each rank writes its part (torch.distributed.checkpoint) into a folder that all ranks must see.
+    "auto": sharded if there are several ranks and the state is above 8 GB. Either loads with any number of ranks."""
+
+    # Memory and speed
 
     rows_per_microbatch: int = 4
     """Packed rows in one forward and backward pass on each rank. The update is the same for any value."""
     row_length_multiple: int = 1
-    """Rows are trimmed to their real length, rounded up to a multiple of this: compiled code is specialised for the lengths that
-    it meets, so compile wants few of them (128 or more)."""
+    """Rows are trimmed to their real length, rounded up to a multiple of this. Code is compiled anew for each length, so
+    `compile` wants few of them (128 or more)."""
     num_output_chunks: int | None = None
-    """Chunks in which the trained positions of a microbatch pass through the output projection: only one chunk's logits are ever
+    """Chunks in which the trained positions of a microbatch pass through the output projection; only one chunk's logits are ever
     held. None: chunks of 128 positions on the CPU and of 1024 elsewhere, however many that makes; larger ones are hardly
     faster."""
     activation_checkpointing: bool = False
-    """Recompute layers in the backward pass instead of keeping what they computed."""
+    """Recompute layers in the backward pass instead of keeping their activations."""
     checkpoint_every: int = 1
-    """With activation_checkpointing: of so many layers, one is recomputed. 1 saves most memory and costs most time."""
+    """With activation_checkpointing: recompute one layer out of this many. 1 saves most memory and costs most time."""
     checkpoint_keeps: Literal["nothing", "products"] = "nothing"
-    """With activation_checkpointing: "products" keeps the results of matrix products and of attention, and recomputes what is
-    cheap: norms, activations, rotations."""
+    """With activation_checkpointing: "products" keeps the results of matrix products and of attention, and recomputes only what
+    is cheap: norms, activations, rotations."""
     activation_offloading: bool = False
-    """Keep in the CPU's memory what layers computed, until the backward pass asks for it. CUDA only."""
+    """Keep activations in the CPU's memory until the backward pass needs them. CUDA only."""
     compile: bool = False
-    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays when many steps share few row lengths. Not with
+    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays off when many steps share few row lengths. Not with
     tensor_parallel."""
 
+    # Several processes
+
     tensor_parallel: int = 1
-    """Processes that share each layer: heads, feed-forward columns and vocabulary rows are dealt out to them, and they train on
-    the same rows. Those beside them train on other rows, with parameters, gradients and state sharded over all (FSDP2)."""
+    """Processes that share each layer: heads, feed-forward columns and vocabulary rows are divided among them, and they train on
+    the same rows. The other processes train on other rows, with parameters, gradients and state sharded over all (FSDP2)."""
     cpu_offload: bool = False
     """Parameters, gradients and optimizer state live in the CPU's memory and visit the GPU layer by layer. CUDA only."""
     reshard_after_forward: bool = True
     """With several processes: free a layer's gathered parameters after its forward pass and gather them again for its backward
     pass. False is faster and needs room for all parameters."""
-
     collective_timeout: int = 600
-    """With several processes: seconds that one waits for the others, in any one exchange, before it fails. What was killed is
-    noticed at once; a machine that was cut off from the network only so. Must be longer than it takes to write the largest weight
-    to the shared folder, and to compile."""
+    """With several processes: seconds that one waits for the others in any one exchange before it fails. A process that was
+    killed is noticed at once; a machine that was cut off from the network only by this. Must be longer than it takes to compile,
+    and to write the largest weight to the shared folder."""
+
+    # Adapters: what is trained while the model itself stays frozen. The formulas: `ttrl.training.policy.lora`.
+
+    lora_rank: int | None = None
+    """Rank of the adapters; the base is then frozen, and only adapters have gradients, optimizer state and files of their own.
+    None: no adapters, all parameters are trained."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout of the adapters' inputs, in passes with a gradient only; above 0, what is trained is not quite what samples."""
+    lora_targets: list[LoRATarget] = field(default_factory=_every_layer_matrix)
+    """Which matrices get adapters: attention's four, the feed-forward layer's w1 (gate), w2 (down) and w3 (up), and "output", the
+    head. Those that a model does not have are ignored."""
+    lora_kind: Literal["lora", "dora"] = "lora"
+    """"dora" trains the length of each row of a matrix apart from its direction (arXiv 2402.09353)."""
+    lora_base: str | None = None
+    """Folder of the frozen base, if `model` is the checkpoint of an earlier iteration; None: the folder that its adapter
+    names."""
+    lora_base_dtype: Literal["fp32", "nf4"] = "fp32"
+    """"nf4" holds the adapted matrices of the base in 4 bits (QLoRA, arXiv 2305.14314). One process."""
+    lora_merge: bool = True
+    """Checkpoints hold the merged model, ready to be served, with the adapter next to it in adapter/. False: the adapter only."""
+
+    # What is watched
+
+    max_skipped_steps: int = 2
+    """How many optimizer steps in a row may be skipped because their loss or gradient is NaN or infinite; one more stops the
+    run."""
+    measure_peak: bool = True
+    """Measure once per process, for a twentieth of a second, how fast the machine computes the model's largest matrix product;
+    train.jsonl then says what share of that a step reached."""
+    profile_steps: int = 0
+    """Write a trace of the first optimizer steps, as many as this, to output_dir/profile/."""
 
     def problems(self) -> list[str]:
-        """See Config.problems."""
+        """Return what is wrong with the values, one line each."""
         found = super().problems()
+        found += at_least(0, max_skipped_steps=self.max_skipped_steps, profile_steps=self.profile_steps)
         found += at_least(1, collective_timeout=self.collective_timeout)
         found += at_least(1, rows_per_microbatch=self.rows_per_microbatch, num_output_chunks=self.num_output_chunks)
         found += at_least(1, num_threads=self.num_threads, total_steps=self.total_steps)
@@ -150,10 +164,11 @@ class TrainingConfig(LoRAConfig):
             found.append(f"total_steps is {self.total_steps}, which does nothing with lr_schedule 'constant'; choose another one")
         elif self.total_steps is not None and self.warmup_steps >= self.total_steps:
             found.append(f"warmup_steps ({self.warmup_steps}) must be below total_steps ({self.total_steps})")
-        return found + self._excluded() + (self._without_cuda() if self.device == "cpu" else [])
+        found += self._excluded() + self._lora_problems()
+        return found + (self._without_cuda() if self.device == "cpu" else [])
 
     def _excluded(self) -> list[str]:
-        """Switches that exclude each other."""
+        """Return which switches exclude each other."""
         found = []
         if self.optimizer_in_backward and self.max_grad_norm is not None:
             found.append(
@@ -184,15 +199,51 @@ class TrainingConfig(LoRAConfig):
             )
         return found
 
+    def _lora_problems(self) -> list[str]:
+        if self.lora_rank is None:
+            plain = {"lora_targets": _every_layer_matrix()}
+            names = [name for name in vars(self) if name.startswith("lora_") and name != "lora_rank"]
+            given = [name for name in names if getattr(self, name) != plain.get(name, getattr(TrainingConfig, name, None))]
+            return [f"{name} is {getattr(self, name)!r} without lora_rank" for name in given]
+        found = at_least(1, lora_rank=self.lora_rank)
+        if not self.lora_alpha > 0:
+            found.append(f"lora_alpha is {self.lora_alpha}; it must be above 0")
+        if not 0 <= self.lora_dropout < 1:
+            found.append(f"lora_dropout is {self.lora_dropout}; it must be in [0, 1)")
+        if not self.lora_targets:
+            found.append("lora_targets is empty; nothing would be trained")
+        if len(set(self.lora_targets)) < len(self.lora_targets):
+            found.append(f"lora_targets names a matrix twice: {', '.join(self.lora_targets)}")
+        if self.lora_dropout > 0 and "output" in self.lora_targets:
+            found.append(
+                "lora_dropout with an adapter on 'output', which is merged in each pass and drops nothing: leave one out"
+            )
+        if self.tensor_parallel > 1:
+            found.append(
+                "lora_rank with tensor_parallel; the frozen base has neither gradients nor optimizer state: shard it over more "
+                "processes instead (FSDP2), with tensor_parallel 1"
+            )
+        if self.lora_base_dtype == "nf4":
+            for name in ("compile", "cpu_offload"):
+                if getattr(self, name):
+                    found.append(f"lora_base_dtype 'nf4' with {name}; they do not work together: choose one")
+            if "output" in self.lora_targets:
+                found.append("lora_base_dtype 'nf4' with an adapter on 'output'; the head stays in fp32: leave it out")
+        return found
+
     def _without_cuda(self) -> list[str]:
-        return [f"{name} needs a CUDA device, and this runs on the CPU" for name in CUDA_ONLY if getattr(self, name)]
+        return [f"{name} needs a CUDA device, and this runs on the CPU" for name in _CUDA_ONLY if getattr(self, name)]
 
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
-        """What else is wrong once the device ("cpu" or "cuda"), the number of processes and the model's config.json are known."""
+        """Return what else is wrong, now that the device ("cpu" or "cuda"), the number of processes and the model's config.json
+        (`shape`) are known."""
         found = self._without_cuda() if device == "cpu" and self.device != "cpu" else []
         if self.optimizer_on_cpu and processes > 1:
             found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
-        found += self.lora_problems_here(processes)
+        if self.lora_base_dtype == "nf4" and processes > 1:
+            found.append(
+                f"lora_base_dtype is 'nf4', which is for one process, and there are {processes}; 'fp32' is sharded over them"
+            )
         parts = self.tensor_parallel
         if parts == 1:
             return found
@@ -210,12 +261,12 @@ class TrainingConfig(LoRAConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
+class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """One iteration of `tune run ttrl/grpo_recipe`."""
 
     packed: str
     """The packed.safetensors to train on. Reference log-probabilities that it holds are used instead of `reference_model`, which
-    may be left out then; where it is given, it must be the model that they are of."""
+    may then be left out; if it is given, it must be the model that they come from."""
     state: str | None = None
     """Folder of the optimizer state to continue from; None starts afresh."""
     iteration: int = 1
@@ -223,23 +274,29 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
     updates_per_iteration: int = 1
     """Optimizer steps over the packed rows; each row is used in one of them."""
     lr_rows: int | None = None
-    """`lr` is for a step of so many packed rows; a step of R rows is taken with lr·R/lr_rows. None: `lr` as it is."""
+    """`lr` is for a step of this many packed rows; a step of R rows is taken with lr·R/lr_rows. None: `lr` as it is."""
     temperature: float = 1.0
-    """The sampler's: log-probabilities are computed of the distribution that it drew from."""
+    """The sampler's: log-probabilities are those of the distribution that it drew from."""
     drift_tolerance: float | None = None
-    """Nats that sampler and trainer may be apart at a token before it is counted as outside; None: by the dtype
+    """How far sampler and trainer may be apart at a token, in nats, before it counts as outside; None: by the dtype
     (`ttrl.training.drift`)."""
     drift_rows: Literal["all", "first_update"] = "all"
-    """With several optimizer steps: whether sampler and trainer are compared on all rows, which takes a forward pass of its own,
-    or on those of the first step, which takes none. What is trained is the same. An off-policy correction, rewards of tokens and
-    dropout need that pass anyway."""
+    """With several optimizer steps: compare sampler and trainer on all rows, which takes a forward pass of its own, or on those
+    of the first step, which takes none. What is trained is the same. An off-policy correction, token rewards and dropout need
+    that pass anyway."""
     sampler_model: str | None = None
-    """The folder of the policy that sampled the rollouts, where that is another one than `model`. Differences under `model` come
-    from training then, so some rows are compared under the sampler's own weights as well, which are swapped in for it."""
+    """Folder of the policy that sampled the rollouts, if it is not `model`. Differences under `model` then come from training, so
+    some rows are compared under the sampler's own weights as well, which are swapped in for it."""
     sampler_version: int | None = None
-    """The weights version of `sampler_model` in the pack: only its tokens are compared so."""
+    """The weights version of `sampler_model` in the pack: only its tokens are compared in that way."""
     sampler_rows: int = 4
-    """On how many rows of the first optimizer step: those with the most such tokens, as many on each rank; 0: none."""
+    """On how many rows of the first optimizer step: those with the most such tokens, equally many on each rank; 0: none."""
+    follow: str | None = None
+    """Folder in which the configs of iterations appear one after the other (`ttrl.system.request_folder`). This config then says
+    how to set up the process, and which model and state the first iteration will probably start from, to be loaded meanwhile.
+    None: one iteration, that of this config."""
+    free_memory: bool = False
+    """With `follow`: between iterations, model and optimizer wait in the CPU's memory, and the GPU's is free for others."""
 
     @property
     def start_of_all_rows(self) -> bool:
@@ -248,7 +305,7 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether it is known what the policy is compared with: with adapters, it is their base."""
+        """Whether there is a reference model: with adapters, it is their base."""
         return super().has_reference or self.lora_rank is not None
 
     @property
@@ -262,7 +319,7 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
         return (self.kl_coefficient > 0 and self.kl_estimator != "full") or self.token_rewards == "implicit"
 
     def problems(self) -> list[str]:
-        """See Config.problems."""
+        """Return what is wrong with the values, one line each."""
         found = super().problems()
         found += at_least(1, iteration=self.iteration, updates_per_iteration=self.updates_per_iteration, lr_rows=self.lr_rows)
         found += at_least(0, sampler_rows=self.sampler_rows)
@@ -281,7 +338,7 @@ class GRPOConfig(ObjectiveConfig, WatchConfig, ResidentConfig, TrainingConfig):
 
 
 @dataclass(kw_only=True)
-class SFTConfig(WatchConfig, TrainingConfig):
+class SFTConfig(TrainingConfig):
     """One run of `tune run ttrl/sft_recipe`."""
 
     data: str
@@ -295,5 +352,5 @@ class SFTConfig(WatchConfig, TrainingConfig):
     """Length of a packed row, in tokens."""
 
     def problems(self) -> list[str]:
-        """See Config.problems."""
+        """Return what is wrong with the values, one line each."""
         return super().problems() + at_least(1, steps=self.steps, batch_size=self.batch_size, seq_len=self.seq_len)

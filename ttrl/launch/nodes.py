@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import yaml
 
-from ttrl.configs.machines import NodesConfig
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, StorageError, TrainerError, TtrlError, UserError
 from ttrl.launch.tune import TrainerProcess, recipe_arguments, tune_command
@@ -44,7 +43,7 @@ _GRACE_SECONDS = 15.0
 """Between the end of a meeting and that of what still works for it here: processes that are not stuck end by themselves."""
 
 
-def write_meeting(folder: Path, config: NodesConfig, nproc_per_node: int) -> None:
+def write_meeting(folder: Path, config: TrainConfig, nproc_per_node: int) -> None:
     """Says in `folder`, whose name is that of the meeting, how to join. To be written last: then all else is there."""
     meeting = {
         "nnodes": config.nnodes,

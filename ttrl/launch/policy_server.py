@@ -68,7 +68,7 @@ def _dtype(config: TrainConfig) -> str:
 
 
 def can_serve_adapters(config: TrainConfig) -> bool:
-    """Whether vLLM can be given a run's adapters beside the base: see `ServersConfig.adapters`."""
+    """Whether vLLM can be given a run's adapters beside the base: see `TrainConfig.adapters`."""
     recipe = config.recipe_config({})
     return (
         recipe.lora_rank is not None

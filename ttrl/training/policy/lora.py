@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4, to_nf4
 
 from ttrl.configs import TrainingConfig
-from ttrl.configs.lora import NF4_BLOCK
+from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.errors import ConfigError
 
 ADAPTER_PARTS = ("lora_a", "lora_b", "magnitude")
