@@ -1,15 +1,17 @@
-"""Numbers, sizes, durations and values as text for people, and nothing else: the same everywhere."""
+"""Values as text for people, the same everywhere: numbers, sizes, durations, shares; and one name for each nested value."""
 
 import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 
-def is_number(value: object) -> bool:
-    """True for finite numbers that are not bools."""
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value is a finite number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def compact(value: float) -> str:
-    """A number for people: 0.0312, 12.5, 8,300, 3.2e-05."""
+    """Write a number in few digits: 0.0312, 12.5, 8,300, 3.2e-5."""
     if not math.isfinite(value):
         return str(value)
     magnitude = abs(value)
@@ -23,50 +25,56 @@ def compact(value: float) -> str:
     return f"{value:.3g}"
 
 
+def si(value: float, space: str = "") -> str:
+    """Write a count in three digits, with `space` before its prefix: 999, 12.3k, 4.56M."""
+    for factor, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor * 0.9995:
+            return f"{value / factor:.3g}{space}{prefix}"
+    return (f"{value:.0f}" if value >= 10 else f"{value:.3g}") + space
+
+
+def si_spaced(value: float) -> str:
+    """Write a count so that a unit may follow it: "950 ", "12.3 k"."""
+    return si(value, " ")
+
+
+def percent(share: float) -> str:
+    """Write a share: 94.5%, 50%."""
+    return f"{share * 100:.1f}".removesuffix(".0") + "%"
+
+
+def gib(size: float) -> str:
+    """Write a number of bytes: 12.5 GiB, 300 MiB."""
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
 def duration(seconds: float) -> str:
-    """3.4 s, 2 min 41 s, 1 h 05 min."""
+    """Write a time: 3.4 s, 2 min 41 s, 1 h 05 min, 2.1 days."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes = int(seconds + 0.5) // 60
     if minutes < 60:
         return f"{minutes} min {int(seconds + 0.5) % 60:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{seconds / 86400:.3g} days"
 
 
-def percent(value: float) -> str:
-    """0.945 → 94.5%."""
-    return f"{value * 100:.1f}".removesuffix(".0") + "%"
+def short(value: object, most: int = 200) -> str:
+    """Write any value as Python does, cut to `most` characters; never raises."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - the user's object, or a number of thousands of digits, which Python does not print
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def gib(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def si_spaced(value: float) -> str:
-    """Four digits at most: "950", "12.3 k", "1.5 G"; with a space, so that a unit may follow."""
-    for factor, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g} {letter}"
-    return f"{value:.0f} " if value >= 10 else f"{value:.3g} "
-
-
-def rough_duration(seconds: float) -> str:
-    """For people: "42 s", "3 min", "5.2 h", "2.1 days"."""
-    for factor, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def si(number: float) -> str:
-    """999 → '999', 12_345 → '12.3k', 4_560_000 → '4.56M'."""
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor * 0.9995:
-            return f"{number / factor:.3g}{suffix}"
-    return f"{number:.0f}"
-
-
-def short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
+def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+    """Return nested mappings as one: {"train": {"loss": 1}} as {"train.loss": 1}. Empty ones are left out."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}{separator}{inner}": one for inner, one in flat(value, separator).items()}
+        else:
+            found[name] = value
+    return found

@@ -11,6 +11,7 @@ from typing import Any
 from ttrl.errors import UserError
 from ttrl.evaluation.intervals import Difference, paired_difference
 from ttrl.evaluation.results import aligned, read_result
+from ttrl.text import flat, percent
 
 Key = tuple[str, str, int]
 
@@ -52,7 +53,9 @@ class Comparison:
 
     def table(self) -> str:
         """For a terminal."""
-        rows = [["tasks", "n", "score", "first", "second", "difference", f"{self.confidence:.0%} interval", "p", "better/worse"]]
+        rows = [
+            ["tasks", "n", "score", "first", "second", "difference", f"{percent(self.confidence)} interval", "p", "better/worse"]
+        ]
         for one in self.sets:
             row = [one.name, str(one.num_shared), one.score]
             row += ["" if value is None else f"{value:.3f}" for value in (one.first, one.second)]
@@ -102,7 +105,7 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str], *, co
         scores = one[name]["score"], other[partners[name]]["score"]
         if scores[0] != scores[1]:
             raise UserError(f"{name} is scored by {scores[0]!r} in {first}, by {scores[1]!r} in {second}")
-    settings = [_flat(content.get("settings", {})) for content in contents]
+    settings = [flat(content.get("settings", {})) for content in contents]
     keys = (settings[0].keys() | settings[1].keys()) - _OURS
     differing = sorted(key for key in keys if settings[0].get(key) != settings[1].get(key))
     return Comparison(
@@ -137,14 +140,6 @@ def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str
     mine = [key for key in one if key not in other and family(key) == family(name)]
     theirs = [key for key in other if key not in one and family(key) == family(name)]
     return theirs[0] if len(mine) == len(theirs) == 1 else None
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that have names of their own are told by them: params.temperature."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
 
 
 def _compared(name: str, one: Mapping[str, Any], other: Mapping[str, Any], confidence: float) -> SetComparison:

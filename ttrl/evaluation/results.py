@@ -16,7 +16,7 @@ from ttrl.records import Sample
 from ttrl.rollouts.results import TaskResults
 from ttrl.system.files import write_text
 from ttrl.tasks.task import Task
-from ttrl.text import si
+from ttrl.text import percent, si
 
 FORMAT = 1
 """Of the JSON; raised when a reader of older files would misread it."""
@@ -162,7 +162,7 @@ class EvalResult:
     def table(self) -> str:
         """For a terminal: a line for each set, and below it what should be known about failures."""
         ks = sorted({k for one in self.sets for k in one.pass_at if k > 1})
-        header = ["tasks", "n", "score", "accuracy", f"{self.confidence:.0%} interval", "reward", *(f"pass@{k}" for k in ks)]
+        header = ["tasks", "n", "score", "accuracy", f"{percent(self.confidence)} interval", "reward", *(f"pass@{k}" for k in ks)]
         header += ["tokens", "cut off", "failed", "tokens/s"]
         priced = any(one.spend is not None for one in self.sets)
         rows = [_line(one, ks, priced) for one in self.sets]

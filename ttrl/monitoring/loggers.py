@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import numbers
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from ttrl.errors import ConfigError
 from ttrl.run_folder.metrics import STATE_FILE, _read_seen
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
+from ttrl.text import flat
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +37,20 @@ class MetricLogger(Protocol):
         """Nothing is logged afterwards."""
 
 
-def flattened(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """A row of metrics.jsonl as numbers by flat names, "train/entropy"; what is no finite number is left out, and so are figures
-    by weights version, which would be other names in each iteration."""
-    flat: dict[str, float] = {}
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            if all(name.lstrip("-").isdigit() for name in value):
-                continue
-            flat |= flattened(value, f"{prefix}{key}/")
-        elif isinstance(value, numbers.Real) and float(value) - float(value) == 0.0 and f"{prefix}{key}" != "iteration":
-            flat[f"{prefix}{key}"] = float(value)
-    return flat
+def flattened(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy".
+
+    Figures by weights version are left out: they would have other names in each iteration.
+    """
+    return {
+        name: float(value)
+        for name, value in flat(row, "/").items()
+        if isinstance(value, numbers.Real) and math.isfinite(value) and name != "iteration" and not _by_version(name)
+    }
+
+
+def _by_version(name: str) -> bool:
+    return any(part.lstrip("-").isdigit() for part in name.split("/"))
 
 
 class Loggers:

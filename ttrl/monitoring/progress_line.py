@@ -56,7 +56,7 @@ def _time(row: dict[str, Any]) -> str:
     """Phases that overlap take longer together than the whole iteration."""
     total, phases = row["seconds"]["total"], seconds_by_phase(row["seconds"])
     if total and "dead_seconds" in row:
-        phases += f"{', ' if phases else ''}dead {row['dead_seconds'] / total:.0%}"
+        phases += f"{', ' if phases else ''}dead {percent(row['dead_seconds'] / total)}"
     return f"{total:.1f} s ({phases})"
 
 

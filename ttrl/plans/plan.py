@@ -13,7 +13,7 @@ from ttrl.plans.memory import PlannedMemory
 from ttrl.plans.seconds import PlannedSeconds
 from ttrl.plans.work import PlannedFlops, Work
 from ttrl.system.files import write_json
-from ttrl.text import gib, rough_duration, si_spaced
+from ttrl.text import duration, gib, si_spaced
 
 _WIDTH = 80
 _LABEL = 18
@@ -92,7 +92,7 @@ def plan_text(plan: Plan) -> str:
     lines += _time(plan)
     how = "of that rough" if any(phase.source == "rough" for phase in seconds.phases.values()) else ""
     if plan.with_server:
-        lines += _row(f"{plan.iterations} iterations", f"{rough_duration(seconds.run)} with the start")
+        lines += _row(f"{plan.iterations} iterations", f"{duration(seconds.run)} with the start")
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
     if how:

@@ -14,6 +14,7 @@ from html import escape
 from markupsafe import Markup
 
 from ttrl.text import compact, is_number
+from ttrl.text import percent as write_percent
 
 WIDTH, HEIGHT = 540, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
@@ -83,7 +84,7 @@ class _Axes:
         return HEIGHT - BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - TOP - BOTTOM)
 
     def label(self, value: float) -> str:
-        return f"{value * 100:.3g}%" if self.percent else compact(value)
+        return write_percent(value) if self.percent else compact(value)
 
     def draw(self, together: int = 1) -> str:
         """Grid lines with labels, iteration numbers below. together: iterations that each point is the mean of."""
@@ -227,7 +228,7 @@ def stacked_bars(
             if mean <= 0:
                 continue
             y, bottom = axes.y(base + mean), axes.y(base)
-            amount = f"{mean * 100:.3g}%" if percent else f"{compact(mean)}{unit}"
+            amount = write_percent(mean) if percent else f"{compact(mean)}{unit}"
             parts.append(
                 f'<rect class="f{one.color}" x="{axes.x(first) - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
                 f'height="{max(bottom - y, 0.3):.1f}"><title>{escape(f"{which}, {one.name}: {amount}")}</title></rect>'

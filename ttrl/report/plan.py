@@ -9,7 +9,7 @@ from typing import Any
 from ttrl.errors import TtrlError
 from ttrl.plans.measured import PLAN_FILE, measured_in_run, signal_share
 from ttrl.run_folder.reader import number
-from ttrl.text import gib, percent, rough_duration, si_spaced
+from ttrl.text import duration, gib, percent, si_spaced
 
 NEAR = 0.25
 """Lines that are further apart are marked."""
@@ -101,4 +101,4 @@ def outcomes(plan: Mapping[str, Any], metrics: Sequence[dict[str, Any]]) -> list
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value < 120 else rough_duration(value)
+    return f"{value:.2f} s" if value < 120 else duration(value)

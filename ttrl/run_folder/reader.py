@@ -7,7 +7,7 @@ an empty list here, and left out on the page.
 import copy
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ttrl.errors import RunFolderError
 from ttrl.run_folder.config_changes import HISTORY_FILE
 from ttrl.run_folder.folder import check_run_folder
 from ttrl.system.files import read_jsonl
-from ttrl.text import is_number
+from ttrl.text import flat, is_number
 
 PHASES = ("sample", "pack", "train", "sync", "validate")
 
@@ -80,20 +80,11 @@ def _flat(row: dict[str, Any]) -> dict[str, float]:
     known = _FLAT.get(id(row))
     if known is not None and known[0] is row:
         return known[1]
-    flat: dict[str, float] = {}
-    _flatten(row, "", flat)
+    numbers = {name: float(value) for name, value in flat(row).items() if is_number(value)}
     if len(_FLAT) > 5000:
         _FLAT.clear()
-    _FLAT[id(row)] = row, flat
-    return flat
-
-
-def _flatten(row: Mapping[str, Any], prefix: str, flat: dict[str, float]) -> None:
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            _flatten(value, f"{prefix}{key}.", flat)
-        elif is_number(value):
-            flat[f"{prefix}{key}"] = float(value)
+    _FLAT[id(row)] = row, numbers
+    return numbers
 
 
 def number(row: dict[str, Any], path: str) -> float | None:

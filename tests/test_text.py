@@ -1,0 +1,47 @@
+"""Values as text: every form that is promised, at its borders."""
+
+import math
+
+import pytest
+
+from ttrl import text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.04, "0.0 s"), (59.9, "59.9 s"), (59.96, "1 min 00 s"), (161, "2 min 41 s"), (3599.6, "1 h 00 min"), (3900, "1 h 05 min"),
+        (172_790, "47 h 59 min"), (172_800, "2 days"), (181_440, "2.1 days"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float, expected: str) -> None:
+    assert text.duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, "0"), (2.5, "2.5"), (999, "999"), (1000, "1k"), (12_345, "12.3k"), (999_999, "1M"), (4_560_000, "4.56M"), (2e12, "2T")],
+)
+def test_counts(number: float, expected: str) -> None:
+    assert text.si(number) == expected
+
+
+def test_shares_and_sizes() -> None:
+    assert [text.percent(share) for share in (0, 0.5, 0.945, 1)] == ["0%", "50%", "94.5%", "100%"]
+    assert text.gib(3 * 2**20) == "3 MiB" and text.gib(2**34) == "16 GiB"
+    assert text.si_spaced(950) == "950 " and text.si_spaced(1.5e9) == "1.5 G"
+    assert text.compact(math.nan) == "nan"
+
+
+def test_any_value_can_be_shown() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise OSError
+
+    assert text.short("a" * 300) == "'" + "a" * 196 + "..." and text.short(Broken()) == "a value of type Broken"
+    assert text.short([1, 2], 5) == "[1..."
+
+
+def test_nested_values_get_one_name_each() -> None:
+    assert text.flat({"a": 1, "b": {"c": None, "d": {"e": [2]}}, "f": {}}) == {"a": 1, "b.c": None, "b.d.e": [2]}
+    assert text.flat({"b": {"c": 1}}, "/") == {"b/c": 1}
