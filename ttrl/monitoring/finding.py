@@ -1,4 +1,4 @@
-"""What findings are made of: one thing that stands out, a run's rows with what rules ask of them, a line through values."""
+"""What findings are made of: one thing that stands out, a run's rows and the questions that rules ask of them, a trend."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ RECENT = 5
 """Iterations that are judged together: one alone is noise, and twenty would tell a person too late."""
 
 Severity = Literal["stop", "warn", "note"]
-Kind = Literal["wrong", "right", "truncated", "failed", "repeated", "longest", "empty"]
+Examples = Literal["wrong", "right", "truncated", "failed", "repeated", "longest", "empty"]
 
 
 @dataclass(frozen=True)
@@ -27,57 +27,61 @@ class Finding:
     """What stands out, as a sentence with its numbers."""
     advice: str
     """What to try."""
-    examples: Kind | None = None
-    """Which samples show it (`ttrl.report.findings`)."""
-    iterations: tuple[int, ...] = ()
-    """Where, if it is about single iterations."""
+    examples: Examples | None = None
+    """Which samples show it (`ttrl.report.samples.examples`)."""
 
     def line(self) -> str:
-        """For a terminal."""
+        """Return it for a terminal."""
         return f"{self.title} {self.advice}"
 
 
 @dataclass
 class History:
-    """Rows of a run, with what rules ask of them."""
+    """The rows of a run, and the questions that rules ask of them."""
 
     rows: list[dict[str, Any]]
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def iterations(self) -> list[dict[str, Any]]:
-        """The rows without the starting model's."""
+        """Return the rows without the starting model's."""
         return [row for row in self.rows if row["iteration"] > 0]
 
     @property
     def recent(self) -> list[dict[str, Any]]:
-        """The last RECENT of them."""
+        """Return the last RECENT of them."""
         return self.iterations[-RECENT:]
 
+    @property
+    def recently(self) -> str:
+        """Return their numbers: "iterations 3 to 7"."""
+        numbers = [row["iteration"] for row in self.recent]
+        return f"iteration {numbers[0]}" if len(numbers) == 1 else f"iterations {numbers[0]} to {numbers[-1]}"
+
     def values(self, path: str, rows: Sequence[dict[str, Any]] | None = None) -> list[float]:
-        """What is known at a path, in order."""
+        """Return what is known at a path, in order."""
         return [known for row in (self.iterations if rows is None else rows) if (known := number(row, path)) is not None]
 
     def now(self, path: str) -> float | None:
-        """The mean over the recent iterations; None where there is nothing."""
+        """Return the mean over the recent iterations; None where there is nothing."""
         values = self.values(path, self.recent)
         return statistics.fmean(values) if values else None
 
     def at_start(self, path: str) -> float | None:
-        """The mean over the first three iterations that lie before the recent ones; None where there are none."""
+        """Return the mean over the first three iterations that lie before the recent ones; None where there are none."""
         values = self.values(path, self.iterations[: -len(self.recent)] if self.recent else [])[:3]
         return statistics.fmean(values) if values else None
 
     def share(self, part: str, whole: str) -> float | None:
-        """Sum over sum of the recent iterations."""
+        """Return sum over sum of the recent iterations."""
         pairs = [(number(row, part), number(row, whole)) for row in self.recent]
         known = [(p, w) for p, w in pairs if p is not None and w is not None]
         total = sum(w for _, w in known)
         return sum(p for p, _ in known) / total if total else None
 
     def held_out(self) -> tuple[str, list[tuple[int, float]]]:
-        """By what the run is judged: (its name, [(iteration, value)]): the validation metric of the config, else the held-out
-        reward."""
+        """Return what the run is judged by, as (its name, [(iteration, value)]): the validation metric of the config, else the
+        held-out reward."""
         name = self.config.get("validation_metric")
         paths = [f"validation.{name}"] if isinstance(name, str) and name != "reward" else []
         for path in [*paths, "validation_reward"]:
@@ -99,14 +103,14 @@ class Trend:
 
     @property
     def t(self) -> float:
-        """slope / error; infinite where the points lie on a line."""
+        """Return slope / error; infinite where the points lie on a line."""
         if self.error > 0:
             return self.slope / self.error
         return math.copysign(math.inf, self.slope) if self.slope else 0.0
 
 
 def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
-    """None for fewer than four points: three leave one degree of freedom to tell noise from slope."""
+    """Fit a line. None for fewer than four points: three leave one degree of freedom to tell noise from slope."""
     if len(points) < 4 or len({x for x, _ in points}) < 2:
         return None
     x_mean, y_mean = (statistics.fmean(column) for column in zip(*points, strict=True))
@@ -114,8 +118,3 @@ def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
     slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / spread
     residual = sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
     return Trend(slope, math.sqrt(residual / (len(points) - 2) / spread), len(points))
-
-
-def recently(history: History) -> str:
-    numbers = [row["iteration"] for row in history.recent]
-    return f"iteration {numbers[0]}" if len(numbers) == 1 else f"iterations {numbers[0]} to {numbers[-1]}"

@@ -1,192 +1,287 @@
 """Why a run may not learn: what stands out in its metrics, in words, with the numbers and what to try.
 
-    findings(rows, config) → [Finding, …], the gravest first; none for a healthy run
+    findings(rows, config) → [Finding, …], the most serious first; none for a healthy run
 
-Everything is judged over the last RECENT iterations, against the first ones or against a limit whose reason stands beside it in
-the rules. A limit is where something is nearly always wrong, not where it might be: a list that cries wolf is not read. Pure
-functions of metrics.jsonl's rows: the same at the terminal, in the report, and later from a run folder alone.
+To add one: a function here under `@rule(severity, advice, examples)`, with the reason of its limit; a line in SICK of
+tests/monitoring/test_findings.py, and one in the table of docs/watching.md. Nothing else knows the rules by name.
+
+Everything is judged over the last RECENT iterations, against the first ones or against a limit. A limit is where something is
+nearly always wrong, not where it might be: a list that cries wolf is not read. Rules are pure functions of metrics.jsonl's rows:
+they say the same at the terminal, in the report, and later from a run folder alone.
 """
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ttrl.monitoring.finding import Finding, History, recently
-from ttrl.monitoring.findings_policy import POLICY
+from ttrl.monitoring.drift import exceeded, judged_figures, limits
+from ttrl.monitoring.finding import RECENT, Examples, Finding, History, Severity, Trend, trend
 from ttrl.run_folder.metrics import TOO_LONG_WORDS
 from ttrl.run_folder.reader import number
 from ttrl.text import compact, percent
 
-# What the groups have to teach
+Judge = Callable[[History], str | tuple[Severity, str] | None]
+"""Returns the title of what stands out, with another severity where it is not always the same; None where nothing does."""
 
 
-def too_hard(h: History) -> Finding | None:
-    # Below half, the other groups still carry an iteration; above it most of the sampling is spent on nothing.
-    share = h.share("groups.all_wrong", "groups.total")
-    if share is None or share <= 0.5:
+@dataclass(frozen=True)
+class Rule:
+    """A function of the history that may find something, and what is said then."""
+
+    key: str
+    severity: Severity
+    advice: str
+    examples: Examples | None
+    judge: Judge
+
+    def finding(self, history: History) -> Finding | None:
+        """Return what the rule finds."""
+        found = self.judge(history)
+        if found is None:
+            return None
+        severity, title = (self.severity, found) if isinstance(found, str) else found
+        return Finding(self.key, severity, title, self.advice, self.examples)
+
+
+RULES: list[Rule] = []
+"""In the order of this file; within a severity, findings are told in this order."""
+
+
+def rule(severity: Severity, advice: str, examples: Examples | None = None) -> Callable[[Judge], Judge]:
+    """Make a function a rule, whose key is the function's name. advice: what to try. examples: which samples show it."""
+
+    def register(judge: Judge) -> Judge:
+        RULES.append(Rule(judge.__name__, severity, advice, examples, judge))
+        return judge
+
+    return register
+
+
+def findings(rows: Sequence[dict[str, Any]], config: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Return what stands out in a run.
+
+    rows: of metrics.jsonl, by iteration; whatever is missing or null in them is left out. config: config.yaml's content, for what
+    only it can say (limits that the person set).
+    """
+    history = History([row for row in rows if isinstance(row.get("iteration"), int)], dict(config or {}))
+    found = [finding for one in RULES if (finding := one.finding(history)) is not None]
+    return sorted(found, key=lambda finding: ("stop", "warn", "note").index(finding.severity))
+
+
+# Whether sampler and trainer are the same model, and the weights move
+
+
+@rule(
+    "warn",
+    "What was sampled is not quite what was trained; drift.json in the iteration's folder names tokens and causes, if the run "
+    "was held to its limits.",
+)
+def drift(h: History) -> str | None:
+    # The newest iteration in which tokens of the policy that training started from are beyond the limits.
+    held_to = limits(h.config.get("dtype"), h.config.get("device"), h.config.get("drift_limits"))
+    training = h.config.get("training")
+    for row in reversed(h.recent):
+        compared = row.get("sampler_trainer")
+        if not isinstance(compared, dict):
+            continue
+        # Rows of older versions of ttrl know no versions; with stale tokens among them they say nothing about drift.
+        figures = compared if "staleness" not in row else None
+        if isinstance(compared.get("by_version"), dict):
+            # An iteration that trained nothing has no policy of its own.
+            before = (one for one in h.iterations if one["iteration"] < row["iteration"] and one.get("trained") is not False)
+            policy = max((one["iteration"] for one in before), default=0)
+            judged = judged_figures(compared, policy, training if isinstance(training, dict) else {})
+            figures = None if judged is None else judged.figures
+        if isinstance(figures, dict) and (beyond := exceeded(figures, held_to)):
+            return f"In iteration {row['iteration']}, sampler and trainer did not compute the same ({'; '.join(beyond)})."
+    return None
+
+
+@rule(
+    "stop",
+    "A learning rate of 0, skipped steps, everything frozen, or a checkpoint_dtype too coarse for such small steps.",
+)
+def weights_unchanged(h: History) -> str | None:
+    numbers = [
+        row["iteration"] for row in h.recent if isinstance(row.get("train"), dict) and row["train"].get("unchanged") is True
+    ]
+    if not numbers:
         return None
-    return Finding(
-        "too_hard",
-        "warn",
-        f"In {percent(share)} of the groups every sample was wrong ({recently(h)}).",
-        "The task may be too hard for this model: easier tasks, a warm start, more samples per task, a reward for partial "
-        "success, or dynamic_sampling give it something to learn from. If answers look right, look at the grader.",
-        "wrong",
-    )
+    return f"After training, the weights are bit for bit what they were before (iteration {numbers[-1]})."
 
 
-def too_easy(h: History) -> Finding | None:
-    # A run that ends well has half to three quarters of its groups all right; above four fifths too little is left.
-    share = h.share("groups.all_right", "groups.total")
-    if share is None or share <= 0.8:
+@rule("stop", "lr, or the end of its schedule: see training in config.yaml.")
+def learning_rate_zero(h: History) -> str | None:
+    rates = h.values("train.lr", h.recent)[-2:]
+    if len(rates) < min(2, len(h.recent)) or not rates or max(rates) > 0:
         return None
-    return Finding(
-        "too_easy",
-        "note",
-        f"In {percent(share)} of the groups every sample was right ({recently(h)}).",
-        "There is little left to learn from these tasks: harder ones, or dynamic_sampling, or an end by stop_at.",
-        "right",
-    )
+    return "The learning rate is 0."
 
 
-def equal_rewards(h: History) -> Finding | None:
-    share = h.share("groups.other_equal", "groups.total")
-    if share is None or share <= 0.5:
+@rule("stop", "Nothing reaches the weights: are all advantages or weights zero, or is everything frozen?")
+def no_gradient(h: History) -> str | None:
+    norms = h.values("train.grad_norm", h.recent)
+    return f"The gradient is zero in {h.recently}." if norms and max(norms) < 1e-9 else None
+
+
+# What comes of it
+
+
+def _judged_trend(h: History) -> tuple[Trend, str] | None:
+    """Return a line through all iterations of what the run is judged by, and how to say it; None where there is too little to
+    tell, or nearly nothing left to gain."""
+    name, points = h.held_out()
+    label = f"The held-out {name}"
+    if len(points) < 8:
+        label = "The training reward"
+        points = [(row["iteration"], known) for row in h.iterations if (known := number(row, "reward")) is not None]
+    line = trend(points)
+    if line is None or line.count < 8:  # with fewer, only a steep rise shows through the noise
         return None
-    return Finding(
-        "equal_rewards",
-        "warn",
-        f"In {percent(share)} of the groups all samples got one and the same reward, neither best nor worst.",
-        "Does the grader see what differs between answers? A finer reward, or a higher temperature, makes them differ.",
-        "repeated",
-    )
-
-
-def low_std(h: History) -> Finding | None:
-    share = h.share("groups.low_std", "groups.kept")
-    if share is None or share <= 0.2:
+    values = [y for _, y in points]
+    if all(0 <= y <= 1 for y in values) and statistics.fmean(values[-RECENT:]) >= 0.9:
         return None
-    return Finding(
-        "low_std",
-        "note",
-        f"In {percent(share)} of the groups that were trained, rewards differ by less than advantage_std_floor.",
-        "Their advantages are smaller than others'. Is the floor meant to be that high, or do rewards differ by noise alone?",
-    )
+    said = f"({line.slope:+.2g} ± {1.96 * line.error:.1g} per iteration, over {line.count})"
+    return line, f"{label} {'falls' if line.t < -3 else 'does not rise beyond its noise'} {said}."
 
 
-# What is sampled
+@rule(
+    "warn",
+    "Lower lr, fewer updates_per_iteration, a kl_coefficient; go back to the best checkpoint. Is the difference of sampler and "
+    "trainer small?",
+    "wrong",
+)
+def reward_falls(h: History) -> str | None:
+    # Neighbouring iterations share tasks and weights, so that the error is too small: a fall has to be clear.
+    judged = _judged_trend(h)
+    return judged[1] if judged is not None and judged[0].t < -3 else None
 
 
-def truncated(h: History) -> Finding | None:
-    # A few per cent are common with long reasoning; above a fifth, advantages mostly say "be shorter".
-    share = h.now("rollouts.truncated")
-    if share is None or share <= 0.2:
+@rule(
+    "warn",
+    "See what else stands out here. If nothing does: more samples or tasks per iteration against the noise, a higher lr "
+    "(gradients and clipped tokens say whether there is room), more iterations.",
+    "wrong",
+)
+def reward_flat(h: History) -> str | None:
+    # At |t| below 2 the slope cannot be told from zero (95%).
+    judged = _judged_trend(h)
+    return judged[1] if judged is not None and -3 <= judged[0].t < 2 else None
+
+
+@rule(
+    "warn",
+    "The run learns its tasks by heart, or a weakness of the grader: more tasks, fewer epochs, a look at what is rewarded.",
+    "right",
+)
+def overfits(h: History) -> str | None:
+    name, points = h.held_out()
+    training = trend([(row["iteration"], known) for row in h.iterations if (known := number(row, "reward")) is not None])
+    held_out = trend(points)
+    if training is None or held_out is None or held_out.count < 8 or training.t < 3 or held_out.t > -3:
         return None
-    return Finding(
-        "truncated",
-        "warn",
-        f"{percent(share)} of the completions were cut off at max_tokens ({recently(h)}).",
-        "They are graded without their end. Raise max_tokens, ask for shorter answers, or see whether the model still ends its "
-        "turns.",
-        "truncated",
-    )
+    return f"The training reward rises while the held-out {name} falls."
 
 
-def empty(h: History) -> Finding | None:
-    share = h.now("rollouts.empty")
-    if share is None or share <= 0.05:
+# How the policy moves
+
+
+@rule("warn", "Fewer updates between sampling and training: a smaller max_staleness, fewer off-policy steps, or a lower lr.")
+def off_policy(h: History) -> str | None:
+    share = h.now("sampler_trainer.ess")
+    if share is None or share >= 0.5 or drift(h) is not None:  # with drift, older policies are not what is far apart
         return None
-    return Finding(
-        "empty",
-        "warn",
-        f"{percent(share)} of the completions are empty ({recently(h)}).",
-        "A stop string that matches at once, or a model that learned to say nothing: does silence get a reward?",
-        "empty",
-    )
+    return f"The effective sample size is {percent(share)}: what was sampled is far from what is trained."
 
 
-def one_answer(h: History) -> Finding | None:
-    # Of four letters to choose from, the commonest is right in a third of the tasks; half of everything is too much.
-    share, tasks = h.now("rollouts.commonest"), h.now("rollouts.commonest_tasks")
-    if share is None or tasks is None or share <= 0.5 or tasks <= 0.5 or (h.now("groups.total") or 0) < 4:
+@rule(
+    "warn",
+    "The policy stopped exploring: a lower lr, clip_high above clip_low, an entropy_coefficient, or clip_cov or kl_cov.",
+    "repeated",
+)
+def entropy_fell(h: History) -> str | None:
+    now, start = h.now("train.entropy"), h.at_start("train.entropy")
+    right = h.share("groups.all_right", "groups.total") or 0.0
+    # A policy that has solved its tasks is sure of them, and rightly: only uncertainty that was lost before counts.
+    if now is None or start is None or right > 0.5 or now > max(0.2 * start, 0.0) or start < 0.02:
         return None
-    return Finding(
-        "one_answer",
-        "warn",
-        f"One and the same completion makes up {percent(share)} of all samples, in {percent(tasks)} of the tasks.",
-        "The policy ignores the task. Does the grader reward that answer? Lower lr, add kl_coefficient, or start again from an "
-        "earlier checkpoint.",
-        "repeated",
-    )
+    return f"Entropy fell from {compact(start)} to {compact(now)} nats per token while most groups are not solved."
 
 
-def stuck(h: History) -> Finding | None:
-    # Equal samples are what a solved task looks like; equal samples that could be better are what no gradient will change.
-    share = h.now("rollouts.stuck_groups")
-    if share is None or share <= 0.25:
+@rule("warn", "The policy falls apart into noise: lower lr or entropy_coefficient, and look at what it writes.", "longest")
+def entropy_rose(h: History) -> str | None:
+    now, start = h.now("train.entropy"), h.at_start("train.entropy")
+    # Twice as undecided and half a nat more: each token is then drawn from e^0.5 = 1.6 times as many.
+    if now is None or start is None or now <= 2 * start or now - start <= 0.5:
         return None
-    return Finding(
-        "stuck",
-        "warn",
-        f"In {percent(share)} of the groups all samples are the same completion, and not the best ({recently(h)}).",
-        "The policy no longer tries anything else there: a higher temperature, an entropy_coefficient, a lower lr, or an earlier "
-        "checkpoint.",
-        "repeated",
-    )
+    return f"Entropy rose from {compact(start)} to {compact(now)} nats per token."
 
 
-def length_rewarded(h: History) -> Finding | None:
-    correlation, now, start = (
-        h.now("rollouts.length_correlation"),
-        h.now("rollouts.mean_length"),
-        h.at_start("rollouts.mean_length"),
-    )
-    if correlation is None or now is None or not start or abs(correlation) <= 0.4:
+@rule("warn", "The policy moves too far within an iteration: a lower lr or fewer updates_per_iteration.")
+def clipped(h: History) -> str | None:
+    low, high = h.now("train.clip_fraction_low") or 0.0, h.now("train.clip_fraction_high") or 0.0
+    # PPO's implementations report 0.05 to 0.2; beyond 0.3 the later updates of an iteration are mostly thrown away.
+    if low + high <= 0.3:
         return None
-    # Only where lengths follow: a correlation alone is often that long answers are those that lost their way.
-    change = now / start - 1
-    if abs(change) <= 0.3 or (change > 0) != (correlation > 0):
+    return f"{percent(low + high)} of the tokens were clipped ({percent(high)} from above, {percent(low)} from below)."
+
+
+@rule("warn", "Lower lr, lower max_grad_norm, or look at single samples with extreme advantages.")
+def gradient_grew(h: History) -> str | None:
+    norms = h.values("train.grad_norm")
+    if len(norms) < 2 * RECENT:
         return None
-    how = "longer" if correlation > 0 else "shorter"
-    return Finding(
-        "length_rewarded",
-        "note",
-        f"Within groups, {how} answers get more reward (correlation {correlation:.2f}), and answers have become {how}: from "
-        f"{compact(start)} to {compact(now)} tokens.",
-        "If length is not what you want to teach, let the grader not depend on it, and look at what the answers say.",
-        "longest",
-    )
+    first, last = (statistics.median(part) for part in (norms[:RECENT], norms[-RECENT:]))
+    # Norms grow by small factors as fewer groups are left; ten times is a policy that runs away.
+    if not first or last <= 10 * first:
+        return None
+    return f"The gradient norm grew from {compact(first)} to {compact(last)} (medians of five iterations)."
 
 
-SAMPLING: tuple[Callable[[History], Finding | None], ...] = (
-    too_hard, too_easy, equal_rewards, truncated, empty, one_answer, stuck, length_rewarded, low_std,
-)  # fmt: skip
+@rule(
+    "warn",
+    "The policy left its reference: a lower lr, a higher kl_coefficient, or a new reference, if it should leave.",
+    "longest",
+)
+def kl_blew_up(h: History) -> str | None:
+    now, start = h.now("train.kl"), h.at_start("train.kl")
+    # Per token: at 0.5 nats a sentence of 20 tokens is e^10 times as likely as under the reference.
+    if now is None or not (now > 0.5 or (start is not None and now > 0.05 and now > 20 * max(start, 1e-6))):
+        return None
+    before = f" from {compact(start)}" if start is not None else ""
+    return f"KL to the reference model went up{before} to {compact(now)} nats per token."
 
 
-def named(iterations: Sequence[int]) -> str:
-    """ "iterations 3, 4 and 9"; long lists are counted."""
+@rule("warn", "The reward hardly counts: a lower kl_coefficient.")
+def kl_rules(h: History) -> str | None:
+    share = h.now("train.kl_share")
+    return f"{percent(share)} of the loss is the KL term." if share is not None and share > 0.9 else None
+
+
+# What went wrong
+
+
+def _named(iterations: Sequence[int]) -> str:
+    """Return "iterations 3, 4 and 9"; long lists are counted."""
     texts = [str(one) for one in iterations]
     if len(texts) > 6:
         return f"{len(texts)} iterations, {', '.join(texts[:3])} and so on"
-    one_or_more = "iteration " if len(texts) == 1 else "iterations "
-    return one_or_more + (texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1])
+    return f"iteration {texts[0]}" if len(texts) == 1 else f"iterations {', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def nothing_trained(h: History) -> Finding | None:
-    numbers = tuple(row["iteration"] for row in h.iterations if row.get("trained") is False)
+@rule("warn", "More samples per task, tasks of another difficulty, a finer reward, or dynamic_sampling.", "wrong")
+def nothing_trained(h: History) -> tuple[Severity, str] | None:
+    numbers = [row["iteration"] for row in h.iterations if row.get("trained") is False]
     if not numbers:
         return None
     recent = any(row["iteration"] in numbers for row in h.recent)
-    return Finding(
-        "nothing_trained",
-        "warn" if recent else "note",
-        f"Nothing was trained in {named(numbers)}: no group of samples had different rewards.",
-        "More samples per task, tasks of another difficulty, a finer reward, or dynamic_sampling.",
-        "wrong",
-        numbers,
-    )
+    title = f"Nothing was trained in {_named(numbers)}: no group of samples had different rewards."
+    return "warn" if recent else "note", title
 
 
-def failures(h: History) -> Finding | None:
+@rule("warn", "rollouts.jsonl says why for each; `ttrl replay` grades them again with a mended grader.", "failed")
+def failures(h: History) -> tuple[Severity, str] | None:
     failed, sampled = sum(h.values("failed", h.rows)), sum(h.values("samples", h.rows))
     if not failed:
         return None
@@ -194,99 +289,170 @@ def failures(h: History) -> Finding | None:
     of = f" of {compact(sampled)}" if sampled >= failed else ""
     whose = f", {graders:g} of them in their graders" if graders else ""
     # One in a thousand is the odd answer that a grader did not expect; more than one in a hundred is a grader or server to mend.
-    severity = "warn" if sampled and failed / sampled > 0.01 else "note"
-    return Finding(
-        "failures",
-        severity,
-        f"{failed:g}{of} samples failed and did not count{whose}.",
-        "rollouts.jsonl says why for each; `ttrl replay` grades them again with a mended grader.",
-        "failed",
-    )
+    many = sampled and failed / sampled > 0.01
+    return "warn" if many else "note", f"{failed:g}{of} samples failed and did not count{whose}."
 
 
-def skipped_steps(h: History) -> Finding | None:
-    numbers = tuple(row["iteration"] for row in h.iterations if (number(row, "train.skipped") or 0) > 0)
+@rule("warn", "train.jsonl names the tokens. Lower lr, clip advantages, or train in fp32.")
+def skipped_steps(h: History) -> str | None:
+    skipped = {row["iteration"]: count for row in h.iterations if (count := number(row, "train.skipped") or 0) > 0}
+    if not skipped:
+        return None
+    steps = f"{sum(skipped.values()):g} optimizer steps were skipped in {_named(list(skipped))}"
+    return f"{steps}: their loss or gradient was not finite."
+
+
+@rule("note", "Raise seq_len, lower max_tokens, or choose what becomes of them with too_long.", "longest")
+def too_long(h: History) -> str | None:
+    counts = {name: sum(h.values(f"pack.dropped.{name}", h.rows)) for name in TOO_LONG_WORDS}
+    parts = [
+        f"{count:g} ({TOO_LONG_WORDS[name]}{', left out' if name == 'too_long' else ''})"
+        for name, count in counts.items()
+        if count
+    ]
+    return f"Samples were longer than a row of seq_len: {', '.join(parts)}." if parts else None
+
+
+@rule("note", "If it happens each time, weight_sync='restart' saves the attempt; the log says why.")
+def fell_back(h: History) -> str | None:
+    numbers = [row["iteration"] for row in h.rows if isinstance(row.get("sync"), dict) and row["sync"].get("fell_back")]
     if not numbers:
         return None
-    count = sum(number(row, "train.skipped") or 0 for row in h.iterations)
-    return Finding(
-        "skipped_steps",
-        "warn",
-        f"{count:g} optimizer steps were skipped in {named(numbers)}: their loss or gradient was not finite.",
-        "train.jsonl names the tokens. Lower lr, clip advantages, or train in fp32.",
-        iterations=numbers,
+    return (
+        f"The server did not reproduce the trainer's numbers after weights were loaded in place in {_named(numbers)}; it was "
+        "restarted, and then it did."
     )
 
 
-def too_long(h: History) -> Finding | None:
-    parts = []
-    for name, text in TOO_LONG_WORDS.items():
-        if count := sum(h.values(f"pack.dropped.{name}", h.rows)):
-            parts.append(f"{count:g} ({text}{', left out' if name == 'too_long' else ''})")
-    if not parts:
-        return None
-    return Finding(
-        "too_long",
-        "note",
-        f"Samples were longer than a row of seq_len: {', '.join(parts)}.",
-        "Raise seq_len, lower max_tokens, or choose what becomes of them with too_long.",
-        "longest",
-    )
-
-
-def fell_back(h: History) -> Finding | None:
-    numbers = tuple(row["iteration"] for row in h.rows if isinstance(row.get("sync"), dict) and row["sync"].get("fell_back"))
-    if not numbers:
-        return None
-    return Finding(
-        "fell_back",
-        "note",
-        f"The server did not reproduce the trainer's numbers after weights were loaded in place in {named(numbers)}; it was "
-        "restarted, and then it did.",
-        "If it happens each time, weight_sync='restart' saves the attempt; the log says why.",
-        iterations=numbers,
-    )
-
-
-def extra_tasks(h: History) -> Finding | None:
+@rule("note", "Most groups have no signal: tasks of another difficulty, or a higher max_extra_tasks.")
+def extra_tasks(h: History) -> str | None:
     limit = h.config.get("max_extra_tasks") or 2 * (h.config.get("tasks_per_iteration") or 0)
     extra = h.values("extra_tasks", h.recent)
     if not limit or not extra or sum(count >= limit for count in extra) <= len(extra) / 2:
         return None
-    return Finding(
-        "extra_tasks",
-        "note",
-        f"Dynamic sampling used up its {limit} extra tasks in most of the last {len(extra)} iterations.",
-        "Most groups have no signal: tasks of another difficulty, or a higher max_extra_tasks.",
-    )
+    return f"Dynamic sampling used up its {limit} extra tasks in most of the last {len(extra)} iterations."
 
 
-def dropped_groups(h: History) -> Finding | None:
+@rule("note", "Their tokens were sampled for nothing: a larger tokens_per_iteration or max_staleness, or a lower max_tokens.")
+def dropped_groups(h: History) -> str | None:
     dropped, kept = sum(h.values("dropped_groups", h.recent)), sum(h.values("groups.total", h.recent))
     if not dropped or dropped / (dropped + kept) <= 0.1:
         return None
-    return Finding(
-        "dropped_groups",
-        "note",
-        f"{dropped:g} unfinished groups became too old (max_staleness) and were dropped, of {dropped + kept:g}.",
-        "Their tokens were sampled for nothing: a larger tokens_per_iteration or max_staleness, or a lower max_tokens.",
+    return f"{dropped:g} unfinished groups became too old (max_staleness) and were dropped, of {dropped + kept:g}."
+
+
+# What the groups have to teach, and what is sampled
+
+
+@rule(
+    "warn",
+    "The task may be too hard for this model: easier tasks, a warm start, more samples per task, a reward for partial "
+    "success, or dynamic_sampling give it something to learn from. If answers look right, look at the grader.",
+    "wrong",
+)
+def too_hard(h: History) -> str | None:
+    # Below half, the other groups still carry an iteration; above it most of the sampling is spent on nothing.
+    share = h.share("groups.all_wrong", "groups.total")
+    if share is None or share <= 0.5:
+        return None
+    return f"In {percent(share)} of the groups every sample was wrong ({h.recently})."
+
+
+@rule("note", "There is little left to learn from these tasks: harder ones, or dynamic_sampling, or an end by stop_at.", "right")
+def too_easy(h: History) -> str | None:
+    # A run that ends well has half to three quarters of its groups all right; above four fifths too little is left.
+    share = h.share("groups.all_right", "groups.total")
+    if share is None or share <= 0.8:
+        return None
+    return f"In {percent(share)} of the groups every sample was right ({h.recently})."
+
+
+@rule(
+    "warn",
+    "Does the grader see what differs between answers? A finer reward, or a higher temperature, makes them differ.",
+    "repeated",
+)
+def equal_rewards(h: History) -> str | None:
+    share = h.share("groups.other_equal", "groups.total")
+    if share is None or share <= 0.5:
+        return None
+    return f"In {percent(share)} of the groups all samples got one and the same reward, neither best nor worst."
+
+
+@rule(
+    "warn",
+    "They are graded without their end. Raise max_tokens, ask for shorter answers, or see whether the model still ends its "
+    "turns.",
+    "truncated",
+)
+def truncated(h: History) -> str | None:
+    # A few per cent are common with long reasoning; above a fifth, advantages mostly say "be shorter".
+    share = h.now("rollouts.truncated")
+    if share is None or share <= 0.2:
+        return None
+    return f"{percent(share)} of the completions were cut off at max_tokens ({h.recently})."
+
+
+@rule("warn", "A stop string that matches at once, or a model that learned to say nothing: does silence get a reward?", "empty")
+def empty(h: History) -> str | None:
+    share = h.now("rollouts.empty")
+    return f"{percent(share)} of the completions are empty ({h.recently})." if share is not None and share > 0.05 else None
+
+
+@rule(
+    "warn",
+    "The policy ignores the task. Does the grader reward that answer? Lower lr, add kl_coefficient, or start again from an "
+    "earlier checkpoint.",
+    "repeated",
+)
+def one_answer(h: History) -> str | None:
+    # Of four letters to choose from, the commonest is right in a third of the tasks; half of everything is too much.
+    share, tasks = h.now("rollouts.commonest"), h.now("rollouts.commonest_tasks")
+    if share is None or tasks is None or share <= 0.5 or tasks <= 0.5 or (h.now("groups.total") or 0) < 4:
+        return None
+    return f"One and the same completion makes up {percent(share)} of all samples, in {percent(tasks)} of the tasks."
+
+
+@rule(
+    "warn",
+    "The policy no longer tries anything else there: a higher temperature, an entropy_coefficient, a lower lr, or an earlier "
+    "checkpoint.",
+    "repeated",
+)
+def stuck(h: History) -> str | None:
+    # Equal samples are what a solved task looks like; equal samples that could be better are what no gradient will change.
+    share = h.now("rollouts.stuck_groups")
+    if share is None or share <= 0.25:
+        return None
+    return f"In {percent(share)} of the groups all samples are the same completion, and not the best ({h.recently})."
+
+
+@rule(
+    "note",
+    "If length is not what you want to teach, let the grader not depend on it, and look at what the answers say.",
+    "longest",
+)
+def length_rewarded(h: History) -> str | None:
+    correlation = h.now("rollouts.length_correlation")
+    now, start = h.now("rollouts.mean_length"), h.at_start("rollouts.mean_length")
+    if correlation is None or now is None or not start or abs(correlation) <= 0.4:
+        return None
+    # Only where lengths follow: a correlation alone is often that long answers are those that lost their way.
+    change = now / start - 1
+    if abs(change) <= 0.3 or (change > 0) != (correlation > 0):
+        return None
+    how = "longer" if correlation > 0 else "shorter"
+    return (
+        f"Within groups, {how} answers get more reward (correlation {correlation:.2f}), and answers have become {how}: from "
+        f"{compact(start)} to {compact(now)} tokens."
     )
 
 
-TROUBLE: tuple[Callable[[History], Finding | None], ...] = (
-    nothing_trained, failures, skipped_steps, too_long, fell_back, extra_tasks, dropped_groups,
-)  # fmt: skip
-
-
-_ORDER = ("stop", "warn", "note")
-
-
-def findings(rows: Sequence[dict[str, Any]], config: Mapping[str, Any] | None = None) -> list[Finding]:
-    """What stands out in a run.
-
-    rows: of metrics.jsonl, by iteration; whatever is missing or null in them is left out. config: config.yaml's content, for what
-    only it can say (limits that the person set).
-    """
-    history = History([row for row in rows if isinstance(row.get("iteration"), int)], dict(config or {}))
-    found = [finding for rule in (*POLICY, *TROUBLE, *SAMPLING) if (finding := rule(history)) is not None]
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+@rule(
+    "note", "Their advantages are smaller than others'. Is the floor meant to be that high, or do rewards differ by noise alone?"
+)
+def low_std(h: History) -> str | None:
+    share = h.share("groups.low_std", "groups.kept")
+    if share is None or share <= 0.2:
+        return None
+    return f"In {percent(share)} of the groups that were trained, rewards differ by less than advantage_std_floor."

@@ -17,7 +17,7 @@ from pathlib import Path
 from ttrl.data.packing.packed_file import load_packed, read_tensor
 from ttrl.data.packing.packed_format import IGNORE_LABEL
 from ttrl.errors import TtrlError
-from ttrl.monitoring.finding import Kind
+from ttrl.monitoring.finding import Examples
 from ttrl.records import Sample
 from ttrl.run_folder.reader import RunData
 from ttrl.run_folder.token_text import run_token_text
@@ -217,13 +217,13 @@ def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample,
     return pairs
 
 
-def examples(path: Path, kind: Kind, most: int = 2) -> list[Sample]:
+def examples(path: Path, kind: Examples, most: int = 2) -> list[Sample]:
     """Samples of the file that show a finding."""
     return _examples(path, kind, most, stamp_of(path))
 
 
 @functools.lru_cache(maxsize=64)
-def _examples(path: Path, kind: Kind, most: int, stamp: tuple[int, int]) -> list[Sample]:
+def _examples(path: Path, kind: Examples, most: int, stamp: tuple[int, int]) -> list[Sample]:
     lines = sample_lines(path)
     rewards = [_reward(line) for line in lines]
     known = [reward for reward in rewards if reward is not None]
