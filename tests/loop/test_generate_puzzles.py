@@ -1,11 +1,13 @@
 """`ttrl tasks generate`: the same rows however many processes make them, and nothing where it fails."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from ttrl import cli
+from ttrl.cli import generate_puzzles
 from ttrl.cli.generate_puzzles import generate
 from ttrl.errors import UserError
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
@@ -48,4 +50,12 @@ def test_wrong_arguments(tmp_path: Path, family: str, options: dict, message: st
     with pytest.raises(UserError) as caught:
         generate(family, **{"n": 1, "output": tmp_path / "x.jsonl", "pbar": False, **options})
     assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_solver_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_puzzles, "_made", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setitem(sys.modules, "pysat.solvers", None)
+    with pytest.raises(UserError, match=r"python-sat: pip install 'ttrl\[tasks\]'"):
+        generate("zebra-grid", 3, tmp_path / "x.jsonl", pbar=False)
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ttrl.errors import UserError
 from ttrl.system.files import atomic_file
 from ttrl.tasks import temporal_clue, zebra_grid
+from ttrl.tasks.clauses import solver_class
 
 _AHEAD = 16  # puzzles in work for each process: the file keeps their order, and a slow one must not stop the others
 
@@ -48,7 +49,7 @@ def generate(
     """Writes `n` puzzles as jsonl; the same rows for the same family, seed and size, however many processes make them.
 
     size: of temporal-clue a name such as "medium", of zebra-grid houses and attributes such as "5x4"; None mixes sizes.
-    processes: None takes as many as there are cores. Returns the file. Raises UserError, StorageError.
+    processes: None takes as many as there are cores. Returns the file. Raises UserError, also without python-sat; StorageError.
     """
     if family not in MAKERS:
         raise UserError(f"no puzzles named {family!r}; there are {', '.join(MAKERS)}")
@@ -57,6 +58,7 @@ def generate(
     if processes is not None and processes < 1:
         raise UserError(f"processes is {processes}; give at least one")
     _check_size(family, size)
+    solver_class()  # where it is missing, this says so before any process starts
     seeds = [f"generated {seed} {number}" for number in range(n)]
     count = min(n, processes if processes is not None else len(os.sched_getaffinity(0)))
     with atomic_file(output) as temporary, open(temporary, "w", encoding="utf-8") as file:

@@ -212,7 +212,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    parquet = _package("pyarrow.parquet", f"{path}: parquet files")
+    parquet = optional_package("pyarrow.parquet", f"{path}: parquet files need")
     try:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
@@ -235,15 +235,17 @@ def _one_each(folder: Path) -> Iterator[tuple[str, Any]]:
         yield str(path), {"id": path.stem, **row} if isinstance(row, dict) else row
 
 
-def _package(name: str, what: str) -> Any:
+def optional_package(module: str, needs: str, package: str = "") -> Any:
+    """Import a module of the `tasks` extra; `needs`: "parquet files need". Raises TaskError that says how to install it."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module)
     except ImportError as error:
-        raise TaskError(f"{what} need the package {name.partition('.')[0]}: pip install 'ttrl[tasks]' ({error})") from None
+        package = package or module.partition(".")[0]
+        raise TaskError(f"{needs} the package {package}: pip install 'ttrl[tasks]' ({error})") from None
 
 
 def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str, Iterator[tuple[str, Any]]]:
-    datasets = _package("datasets", f"{name}: data sets of the Hugging Face hub")
+    datasets = optional_package("datasets", f"{name}: data sets of the Hugging Face hub need")
     where = f"{name} ({config})" if config else name
     _check_hub(where)
     try:

@@ -29,6 +29,14 @@ def pick(rng: random.Random, items: Sequence[T]) -> T:
     return items[int(rng.random() * len(items))]
 
 
+def shuffled(rng: random.Random, items: Sequence[T]) -> list[T]:
+    """Return the items in a random order that is the same in every version of Python."""
+    left, result = list(items), []
+    while left:
+        result.append(left.pop(int(rng.random() * len(left))))
+    return result
+
+
 def in_validation(text: str, one_in: int = 10) -> bool:
     """True for one text in `one_in`, by a hash of the text alone: a split that no seed can blur."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % one_in == 0

@@ -75,7 +75,7 @@ def _placed(rng: random.Random, scene: Scene) -> Clue:
     r = _room_of(rng, scene, subject, t)
     return Clue(
         f"{subject.text(scene)} was {_in(scene, r)}{_at(scene, t)}",
-        lambda rules, switch: rules.solver.add([-switch, rules.was_at(subject, t, r)]),
+        lambda rules, switch: rules.clauses.add([-switch, rules.was_at(subject, t, r)]),
         reach=0,
     )
 
@@ -86,10 +86,10 @@ def _some_holder(rules: Rules, switch: int, subject: Subject) -> list[tuple[int,
         return [(switch, subject.index)]
     pairs = []
     for holder, mover in rules.holders(subject):
-        condition = rules.solver.new_variable()
-        rules.solver.add([-condition, holder])
+        condition = rules.clauses.new_variable()
+        rules.clauses.add([-condition, holder])
         pairs.append((condition, mover))
-    rules.solver.add([-switch, *(condition for condition, _ in pairs)])
+    rules.clauses.add([-switch, *(condition for condition, _ in pairs)])
     return pairs
 
 
@@ -106,11 +106,11 @@ def _moved(rng: random.Random, scene: Scene) -> Clue | None:
 
     def add(rules: Rules, switch: int) -> None:
         for condition, one in _some_holder(rules, switch, subject):
-            rules.solver.add([-condition, rules.at[one][t - 1][before]])
-            rules.solver.add([-condition, rules.at[one][t][after]])
+            rules.clauses.add([-condition, rules.at[one][t - 1][before]])
+            rules.clauses.add([-condition, rules.at[one][t][after]])
         if thing is not None:
-            rules.solver.add([-switch, rules.was_at(thing, t - 1, before)])
-            rules.solver.add([-switch, rules.was_at(thing, t, after)])
+            rules.clauses.add([-switch, rules.was_at(thing, t - 1, before)])
+            rules.clauses.add([-switch, rules.was_at(thing, t, after)])
 
     taking = f" {thing.text(scene)}" if thing is not None else ""
     route = f"from the {scene.rooms[before]} to the {scene.rooms[after]}"
@@ -131,7 +131,7 @@ def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
 
     def add(rules: Rules, switch: int) -> None:
         for t in range(first, last + 1):
-            rules.solver.add([-switch, rules.was_at(subject, t, r)])
+            rules.clauses.add([-switch, rules.was_at(subject, t, r)])
 
     return Clue(f"{subject.text(scene)} was {_in(scene, r)} from {scene.times[first]} to {scene.times[last]}", add, reach=0)
 
@@ -143,7 +143,7 @@ def _never(rng: random.Random, scene: Scene) -> Clue | None:
 
     def add(rules: Rules, switch: int) -> None:
         for t in range(len(scene.times)):
-            rules.solver.add([-switch, -rules.was_at(subject, t, r)])
+            rules.clauses.add([-switch, -rules.was_at(subject, t, r)])
 
     return Clue(f"{subject.text(scene)} was {'never' if len(scene.times) > 1 else 'not'} {_in(scene, r)}", add)
 
@@ -163,11 +163,11 @@ def _holders_apart(rules: Rules, switch: int, one: Subject, other: Subject) -> l
     for condition, mover in pairs:
         if other.kind == "mover":
             if other.index == mover:
-                rules.solver.add([-condition])
+                rules.clauses.add([-condition])
         else:
             for holder, another in rules.holders(other):
                 if another == mover:
-                    rules.solver.add([-condition, -holder])
+                    rules.clauses.add([-condition, -holder])
     return pairs
 
 
@@ -184,8 +184,8 @@ def _same_room(rng: random.Random, scene: Scene) -> Clue | None:
         theirs = rules.rooms_of(other, t)
         for condition, mover in _holders_apart(rules, switch, one, other):
             for r, mine in enumerate(rules.at[mover][t]):
-                rules.solver.add([-condition, -mine, theirs[r]])
-                rules.solver.add([-condition, mine, -theirs[r]])
+                rules.clauses.add([-condition, -mine, theirs[r]])
+                rules.clauses.add([-condition, mine, -theirs[r]])
 
     return Clue(f"{one.text(scene)} was in the same room as {other.text(scene)}{_at(scene, t)}", add)
 
@@ -207,10 +207,10 @@ def _beside(rng: random.Random, scene: Scene) -> Clue | None:
         for r, there in enumerate(theirs):
             beside = scene.neighbour(r, direction)
             reached.add(beside)
-            rules.solver.add([-switch, -there] if beside is None else [-switch, -there, mine[beside]])
+            rules.clauses.add([-switch, -there] if beside is None else [-switch, -there, mine[beside]])
         for r, here in enumerate(mine):
             if r not in reached:
-                rules.solver.add([-switch, -here])
+                rules.clauses.add([-switch, -here])
 
     return Clue(f"{one.text(scene)} was in the room just {direction} of {other.text(scene)}{_at(scene, t)}", add)
 
@@ -230,10 +230,10 @@ def _together(rng: random.Random, scene: Scene) -> Clue | None:
         _holders_apart(rules, switch, one, other)
         meetings = []
         for t in range(len(scene.times)):
-            meetings.append(meeting := rules.solver.new_variable())
-            rules.solver.add([-meeting, rules.was_at(one, t, room)])
-            rules.solver.add([-meeting, rules.was_at(other, t, room)])
-        rules.solver.add([-switch, *meetings])
+            meetings.append(meeting := rules.clauses.new_variable())
+            rules.clauses.add([-meeting, rules.was_at(one, t, room)])
+            rules.clauses.add([-meeting, rules.was_at(other, t, room)])
+        rules.clauses.add([-switch, *meetings])
 
     return Clue(f"{one.text(scene)} and {other.text(scene)} were {_in(scene, room)} together at least once", add)
 
@@ -254,10 +254,10 @@ def _logical(rng: random.Random, scene: Scene) -> Clue | None:
     def add(rules: Rules, switch: int) -> None:
         first, second = (rules.was_at(*statement) for statement in statements)
         if or_clue:
-            rules.solver.add([-switch, first, second])
+            rules.clauses.add([-switch, first, second])
         else:
-            rules.solver.add([-switch, first, -second])
-            rules.solver.add([-switch, -first, second])
+            rules.clauses.add([-switch, first, -second])
+            rules.clauses.add([-switch, -first, second])
 
     texts = [f"{subject.text(scene)} was {_in(scene, r)}{_at(scene, t)}" for subject, t, r in statements]
     return Clue((" or " if or_clue else " if and only if ").join(texts), add)
@@ -268,7 +268,7 @@ def _motive(rng: random.Random, scene: Scene) -> Clue:
     m = scene.motive_of[s]
     return Clue(
         f"{scene.suspects[s]} was motivated by {scene.motives[m]}",
-        lambda rules, switch: rules.solver.add([-switch, rules.motive[s][m]]),
+        lambda rules, switch: rules.clauses.add([-switch, rules.motive[s][m]]),
         reach=0,
     )
 
@@ -278,20 +278,20 @@ def told_facts(scene: Scene) -> dict[str, Clue]:
     facts = {
         "weapon": Clue(
             f"{VICTIM} was killed with the {scene.weapons[scene.murder_weapon]}",
-            lambda rules, switch: rules.solver.add([-switch, rules.weapon[scene.murder_weapon]]),
+            lambda rules, switch: rules.clauses.add([-switch, rules.weapon[scene.murder_weapon]]),
         )
     }
     if len(scene.times) > 1:
         facts["time"] = Clue(
             f"{VICTIM} was murdered at {scene.times[scene.murder_time]}",
-            lambda rules, switch: rules.solver.add([-switch, rules.time[scene.murder_time]]),
+            lambda rules, switch: rules.clauses.add([-switch, rules.time[scene.murder_time]]),
         )
     if scene.motives:
         motive = scene.motive_of[scene.murderer]
 
         def add(rules: Rules, switch: int) -> None:
             for murderer, own in zip(rules.murderer, rules.motive):
-                rules.solver.add([-switch, -murderer, own[motive]])
+                rules.clauses.add([-switch, -murderer, own[motive]])
 
         facts["motive"] = Clue(f"the murderer was motivated by {scene.motives[motive]}", add)
     return {name: clue._replace(text=clue.text[:1].upper() + clue.text[1:]) for name, clue in facts.items()}

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from ttrl.errors import TaskError
 from ttrl.tasks.temporal_clue.clues import Clue, draw_clue, told_facts
 from ttrl.tasks.temporal_clue.rules import Rules, Subject
-from ttrl.tasks.temporal_clue.scene import VICTIM, PuzzleSize, Scene, describe, draw_scene, shuffled
-from ttrl.tasks.words import in_validation, pick
+from ttrl.tasks.temporal_clue.scene import VICTIM, PuzzleSize, Scene, describe, draw_scene
+from ttrl.tasks.words import in_validation, pick, shuffled
 
 SIZES: Mapping[str, PuzzleSize] = {
     "tiny": PuzzleSize(suspects=2, weapons=2, rooms=2, times=2, motives="own"),
@@ -104,61 +104,31 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
     while held_out is not None and in_validation("temporal-clue " + describe(scene)) != held_out:
         scene = draw_scene(rng, size)
     rules = Rules(scene)
-    solver = rules.solver
-    questions, foundational, told = _ask(rng, rules)
+    clauses = rules.clauses
+    questions, foundational, clues = _ask(rng, rules)
     # From here on, a solution is another answer, or another night.
-    solver.add([-question.variable for question in questions] if scope == "answers" else [-x for x in rules.truth()])
-    clues = told[:]
+    clauses.add([-question.variable for question in questions] if scope == "answers" else [-x for x in rules.truth()])
     switches: list[int] = []
-
-    def settled(chosen: list[int]) -> bool:
-        """Whether these clues leave no other answer."""
-        answer = solver.solve(chosen, conflict_limit=max(1, _CONFLICTS - solver.conflicts))
-        if answer is None:
-            raise _UnknownError
-        return not answer
-
-    try:
-        seen = {clue.text for clue in clues}
-        while True:
-            repeated = 0
-            while len(clues) < len(switches) + _BATCH and repeated < _REPEATED:
-                clue = draw_clue(rng, scene)
-                if clue.text in seen:
-                    repeated += 1
-                else:
-                    seen.add(clue.text)
-                    clues.append(clue)
-            if len(clues) == len(switches) or len(clues) > _MOST_CLUES:
-                return None
-            for clue in clues[len(switches) :]:
-                switches.append(switch := solver.new_variable(True))
-                clue.add(rules, switch)
-            if settled(switches):
-                break
-        # Facts that stand by themselves are left out a little earlier: what remains makes one think of several at once. Of each
-        # proof that all is settled, only the clues that it used are kept, and it looks at those to be left out last.
-        order = {switch: rng.random() + _FACTS_FIRST * clue.reach for switch, clue in zip(switches, clues)}
-        left, needed, new = sorted(switches, key=order.__getitem__, reverse=True), [], []
-        while left:
-            last = left.pop()
-            if settled(left + new):
-                core = set(solver.core)
-                left = [switch for switch in left if switch in core]
-                for switch in new:  # not earlier: a new clause makes the solver begin anew
-                    solver.add([switch])
-                new = []
+    seen = {clue.text for clue in clues}
+    while not switches or not clauses.contradict(switches):
+        repeated = 0
+        while len(clues) < len(switches) + _BATCH and repeated < _REPEATED:
+            clue = draw_clue(rng, scene)
+            if clue.text in seen:
+                repeated += 1
             else:
-                needed.append(last)
-                new.append(last)
-        by_switch = dict(zip(switches, clues))
-        return Draft(scene, tuple(by_switch[switch] for switch in shuffled(rng, needed)), tuple(questions), foundational)
-    except _UnknownError:
-        return None
-
-
-class _UnknownError(Exception):
-    """The search for another answer took too long."""
+                seen.add(clue.text)
+                clues.append(clue)
+        if len(clues) == len(switches) or len(clues) > _MOST_CLUES:
+            return None
+        for clue in clues[len(switches) :]:
+            switches.append(switch := clauses.new_variable())
+            clue.add(rules, switch)
+    # Facts that stand by themselves are left out a little earlier: what remains makes one think of several at once.
+    order = {switch: rng.random() + _FACTS_FIRST * clue.reach for switch, clue in zip(switches, clues)}
+    by_switch = dict(zip(switches, clues))
+    needed = clauses.needed(sorted(switches, key=order.__getitem__))
+    return Draft(scene, tuple(by_switch[switch] for switch in shuffled(rng, needed)), tuple(questions), foundational)
 
 
 def _ask(rng: random.Random, rules: Rules) -> tuple[list[Question], int, list[Clue]]:
@@ -192,10 +162,10 @@ def _ask(rng: random.Random, rules: Rules) -> tuple[list[Question], int, list[Cl
 def _murder_motive(rules: Rules) -> Question:
     scene = rules.scene
     motive = scene.motive_of[scene.murderer]
-    variable = rules.solver.new_variable(True)
+    variable = rules.clauses.new_variable()
     for murderer, own in zip(rules.murderer, rules.motive):
-        rules.solver.add([-murderer, -own[motive], variable])
-        rules.solver.add([-murderer, own[motive], -variable])
+        rules.clauses.add([-murderer, -own[motive], variable])
+        rules.clauses.add([-murderer, own[motive], -variable])
     return Question("Why did the murderer do it?", "MOTIVE", scene.motives[motive], variable)
 
 

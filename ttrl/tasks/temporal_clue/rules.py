@@ -3,10 +3,11 @@
 Indices as in scene.py. A variable is a number; lists of variables are indexed by room, suspect, weapon, time or motive.
 """
 
+from collections.abc import Sized
 from itertools import combinations
 from typing import Literal, NamedTuple
 
-from ttrl.tasks.sat import Solver
+from ttrl.tasks.clauses import Clauses
 from ttrl.tasks.temporal_clue.scene import VICTIM, Scene
 
 
@@ -45,30 +46,28 @@ class Rules:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.solver = solver = Solver()
-        rooms, times = range(len(scene.rooms)), range(len(scene.times))
-        # The search tries the truth first: what it looks for is another solution, which differs in few places.
-        self.at = [
-            [[solver.new_variable(scene.where[mover][t] == r) for r in rooms] for t in times] for mover in range(scene.movers)
-        ]
-        self.murderer = [solver.new_variable(s == scene.murderer) for s in range(len(scene.suspects))]
-        self.weapon = [solver.new_variable(w == scene.murder_weapon) for w in range(len(scene.weapons))]
-        self.time = [solver.new_variable(t == scene.murder_time) for t in times]
-        self.room = [solver.new_variable(r == scene.murder_room) for r in rooms]
-        self.motive = [[solver.new_variable(m == own) for m in range(len(scene.motives))] for own in scene.motive_of]
+        self.clauses = clauses = Clauses()
+
+        def each(items: Sized) -> list[int]:
+            return [clauses.new_variable() for _ in range(len(items))]
+
+        self.at = [[each(scene.rooms) for _ in scene.times] for _ in range(scene.movers)]
+        self.murderer, self.weapon = each(scene.suspects), each(scene.weapons)
+        self.time, self.room = each(scene.times), each(scene.rooms)
+        self.motive = [each(scene.motives) for _ in scene.motive_of]
         self._role_at: dict[tuple[Subject, int], list[int]] = {}
         self._some_at: dict[tuple[Subject, int, int], int] = {}
         for places in self.at:
             for here in places:
-                solver.add_exactly_one(here)
+                clauses.add_exactly_one(here)
         for choices in (self.murderer, self.weapon, self.time, self.room):
-            solver.add_exactly_one(choices)
+            clauses.add_exactly_one(choices)
         self._add_moves()
         self._add_motives()
         self._add_murder()
 
     def _add_moves(self) -> None:
-        scene, add = self.scene, self.solver.add
+        scene, add = self.scene, self.clauses.add
         people = len(scene.suspects) + 1
         for t in range(len(scene.times) - 1):
             for r in range(len(scene.rooms)):
@@ -80,7 +79,7 @@ class Rules:
                 for other in reach:
                     carriers = []
                     for s in range(people - 1):
-                        carriers.append(carrier := self.solver.new_variable())
+                        carriers.append(carrier := self.clauses.new_variable())
                         add([-carrier, self.at[s][t][r]])
                         add([-carrier, self.at[s][t + 1][other]])
                     for mover in range(people, scene.movers):
@@ -90,17 +89,17 @@ class Rules:
         """Each suspect has one motive, and each motive its number of suspects."""
         scene = self.scene
         for own in self.motive:
-            self.solver.add_exactly_one(own)
+            self.clauses.add_exactly_one(own)
         for m in range(len(scene.motives)):
             having = [own[m] for own in self.motive]
             count = scene.motive_count(m)
             for too_many in combinations(having, count + 1):
-                self.solver.add([-x for x in too_many])
+                self.clauses.add([-x for x in too_many])
             for without in combinations(having, len(having) - count + 1):
-                self.solver.add(without)
+                self.clauses.add(without)
 
     def _add_murder(self) -> None:
-        scene, add = self.scene, self.solver.add
+        scene, add = self.scene, self.clauses.add
         for t, time in enumerate(self.time):
             for r, room in enumerate(self.room):
                 body = self.at[scene.victim][t][r]
@@ -124,12 +123,11 @@ class Rules:
         if subject.kind == "mover":
             return self.at[subject.index][t]
         if (subject, t) not in self._role_at:
-            truth = self.scene.where[subject.movers(self.scene)[0]][t]
-            here = [self.solver.new_variable(r == truth) for r in range(len(self.scene.rooms))]
+            here = [self.clauses.new_variable() for _ in self.scene.rooms]
             for holder, mover in self.holders(subject):
                 for mine, theirs in zip(here, self.at[mover][t]):
-                    self.solver.add([-holder, -mine, theirs])
-                    self.solver.add([-holder, mine, -theirs])
+                    self.clauses.add([-holder, -mine, theirs])
+                    self.clauses.add([-holder, mine, -theirs])
             self._role_at[subject, t] = here
         return self._role_at[subject, t]
 
@@ -151,12 +149,12 @@ class Rules:
         if self.is_one(subject):
             return self.rooms_of(subject, t)[r]
         if (subject, t, r) not in self._some_at:
-            some, each = self.solver.new_variable(), []
+            some, each = self.clauses.new_variable(), []
             for holder, mover in self.holders(subject):
-                each.append(one := self.solver.new_variable())
-                self.solver.add([-one, holder])
-                self.solver.add([-one, self.at[mover][t][r]])
-                self.solver.add([-holder, -self.at[mover][t][r], some])
-            self.solver.add([-some, *each])
+                each.append(one := self.clauses.new_variable())
+                self.clauses.add([-one, holder])
+                self.clauses.add([-one, self.at[mover][t][r]])
+                self.clauses.add([-holder, -self.at[mover][t][r], some])
+            self.clauses.add([-some, *each])
             self._some_at[subject, t, r] = some
         return self._some_at[subject, t, r]

@@ -6,12 +6,10 @@ Indices: s suspect, w weapon, r room, t time, m motive. Movers are the suspects,
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.words import pick
-
-T = TypeVar("T")
+from ttrl.tasks.words import pick, shuffled
 
 VICTIM = "Lord Ashgrove"
 SUSPECTS = (
@@ -141,14 +139,6 @@ class Scene:
     def neighbours(self, r: int) -> list[int]:
         """The rooms that can be reached in one move."""
         return [other for direction in DIRECTIONS if (other := self.neighbour(r, direction)) is not None]
-
-
-def shuffled(rng: random.Random, items: Sequence[T]) -> list[T]:
-    """A random order that is the same in every version of Python: only `random()` is drawn from."""
-    left, result = list(items), []
-    while left:
-        result.append(left.pop(int(rng.random() * len(left))))
-    return result
 
 
 def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:

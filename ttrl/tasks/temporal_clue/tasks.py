@@ -46,7 +46,7 @@ def get_temporal_clue_tasks(
 
     path: a file of puzzles (None for `n`: all of the split). One in ten, by a hash of the prompt, is held out for validation;
         in a folder or on the hub, train and validation are its files train and val.
-    Without it puzzles are made here, about one a second: `ttrl tasks generate temporal-clue` makes files of them in parallel.
+    Without it puzzles are made here, a dozen a second: `ttrl tasks generate temporal-clue` makes files of them in parallel.
         size: how large; None: sizes are mixed. scope: "answers", or "night" for puzzles like the published ones, which take
         longer to make (`ttrl.tasks.temporal_clue.generator`). validation: the same ones for every seed, never one of train.
 

@@ -5,13 +5,14 @@ ZebraLogic (Lin et al. 2025): found at a house, not at a house, same house, dire
 left or right, one or two houses between.
 """
 
+import bisect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ttrl.errors import TaskError
-from ttrl.tasks.sat import Solver
-from ttrl.tasks.words import in_validation, pick
+from ttrl.tasks.clauses import Clauses
+from ttrl.tasks.words import in_validation, pick, shuffled
 
 SMALLEST, LARGEST = 2, 6
 """Houses, and attributes."""
@@ -72,21 +73,29 @@ class Value(NamedTuple):
     number: int
 
 
-class Clue(NamedTuple):
-    """A sentence, and the pairs (house of one, house of the other) that it allows; for a clue about one value, the houses."""
+class ZebraClue(NamedTuple):
+    """A sentence, and what it allows."""
 
     text: str
     one: Value
     other: Value | None
-    allows: Callable[[int, int], bool]
+    """None for a clue about one value."""
+    allowed: Collection[int]
+    """How many houses further right `other` is than `one`; for a clue about one value, its houses."""
+
+    def allows(self, one: int, other: int) -> bool:
+        """Return whether it is true with the values in these houses."""
+        return (one if self.other is None else other - one) in self.allowed
 
 
-class Draft(NamedTuple):
-    """A puzzle in the making. `houses[value]` is where it is, from 0; attributes hold just the values that are used."""
+class ZebraDraft(NamedTuple):
+    """A puzzle in the making."""
 
     attributes: tuple[Attribute, ...]
+    """With just the values that are used."""
     houses: dict[Value, int]
-    clues: tuple[Clue, ...]
+    """Where each value is, from 0."""
+    clues: tuple[ZebraClue, ...]
 
 
 def make_puzzle(
@@ -117,7 +126,9 @@ def make_puzzle(
     }
 
 
-def make_draft(seed: int | str, houses: int | None = None, attributes: int | None = None, held_out: bool | None = None) -> Draft:
+def make_draft(
+    seed: int | str, houses: int | None = None, attributes: int | None = None, held_out: bool | None = None
+) -> ZebraDraft:
     """The puzzle of a seed before it is written out."""
     for name, value in (("houses", houses), ("attributes", attributes)):
         if value is not None and (type(value) is not int or not SMALLEST <= value <= LARGEST):
@@ -127,104 +138,78 @@ def make_draft(seed: int | str, houses: int | None = None, attributes: int | Non
     houses = pick(rng, sizes) if houses is None else houses
     attributes = pick(rng, sizes) if attributes is None else attributes
     while True:
-        columns = [NAME, *_shuffled(rng, OTHERS)[: attributes - 1]]
-        chosen = tuple(column._replace(values=tuple(_shuffled(rng, column.values)[:houses])) for column in columns)
+        columns = [NAME, *shuffled(rng, OTHERS)[: attributes - 1]]
+        chosen = tuple(column._replace(values=tuple(shuffled(rng, column.values)[:houses])) for column in columns)
         setting = "zebra-grid " + " ".join(value for column in chosen for value in column.values)
         if held_out is None or in_validation(setting) == held_out:
             break
-    where = {Value(a, number): house for a in range(attributes) for number, house in enumerate(_shuffled(rng, range(houses)))}
-    return Draft(chosen, where, _minimal_clues(rng, chosen, where, houses))
-
-
-def _shuffled(rng: random.Random, items: Sequence[Any]) -> list[Any]:
-    """A random order that is the same in every version of Python: only `random()` is drawn from."""
-    left, result = list(items), []
-    while left:
-        result.append(left.pop(int(rng.random() * len(left))))
-    return result
+    where = {Value(a, number): house for a in range(attributes) for number, house in enumerate(shuffled(rng, range(houses)))}
+    return ZebraDraft(chosen, where, _minimal_clues(rng, chosen, where, houses))
 
 
 def _minimal_clues(
     rng: random.Random, attributes: tuple[Attribute, ...], where: dict[Value, int], houses: int
-) -> tuple[Clue, ...]:
-    """All true clues in a random order; the first of them that leave one grid; without those that are not needed."""
-    solver = Solver()
-    at = {value: [solver.new_variable(house == h) for h in range(houses)] for value, house in where.items()}
+) -> tuple[ZebraClue, ...]:
+    """Draw all true clues in a random order; return the first of them that leave one grid, without those that are not needed."""
+    clauses = Clauses()
+    at = {value: [clauses.new_variable() for _ in range(houses)] for value in where}
     for a in range(len(attributes)):
         for place in range(houses):
-            solver.add_exactly_one(at[Value(a, place)])
-            solver.add_exactly_one([at[Value(a, number)][place] for number in range(houses)])
-    solver.add([-at[value][house] for value, house in where.items()])  # from here on, a solution is another grid
-    clues = [clue for clue in _shuffled(rng, _true_clues(attributes, where, houses)) if clue is not None]
-    switches = []
-    for clue in clues:
-        switches.append(switch := solver.new_variable(True))
+            clauses.add_exactly_one(at[Value(a, place)])
+            clauses.add_exactly_one([at[Value(a, number)][place] for number in range(houses)])
+    clauses.add([-at[value][house] for value, house in where.items()])  # from here on, a solution is another grid
+    clues = shuffled(rng, _true_clues(attributes, where, houses))
+    switches = [clauses.new_variable() for _ in clues]
+    for switch, clue in zip(switches, clues):
         for first in range(houses):
-            if clue.other is None:
-                if not clue.allows(first, 0):
-                    solver.add([-switch, -at[clue.one][first]])
-            else:
-                solver.add([-switch, -at[clue.one][first], *(
-                    at[clue.other][second] for second in range(houses) if clue.allows(first, second)
-                )])  # fmt: skip
-    low, high = 0, len(clues)
-    while low < high:
-        middle = (low + high) // 2
-        if solver.solve(switches[:middle]):
-            low = middle + 1
-        else:
-            high = middle
-    left = list(range(high))
-    order = {number: rng.random() + (0.0 if clues[number].other is None else _FACTS_FIRST) for number in left}
-    needed = []
-    for number in sorted(left, key=order.__getitem__):
-        left.remove(number)
-        if solver.solve([switches[other] for other in left]):
-            solver.add([switches[number]])
-            needed.append(number)
-        else:
-            solver.add([-switches[number]])
-    return tuple(clues[number] for number in sorted(needed))
+            others = (
+                [] if clue.other is None else [at[clue.other][second] for second in range(houses) if clue.allows(first, second)]
+            )
+            if clue.other is not None or not clue.allows(first, 0):
+                clauses.add([-switch, -at[clue.one][first], *others])
+    count = bisect.bisect_left(range(len(clues)), True, key=lambda count: clauses.contradict(switches[:count]))
+    order = [rng.random() + (0.0 if clue.other is None else _FACTS_FIRST) for clue in clues[:count]]
+    needed = clauses.needed([switch for _, switch in sorted(zip(order, switches))])
+    return tuple(clue for switch, clue in zip(switches, clues) if switch in needed)
 
 
-def _true_clues(attributes: tuple[Attribute, ...], where: dict[Value, int], houses: int) -> list[Clue]:
-    """Every clue that could be given: together they leave one grid, for each value's house is among them."""
+def _true_clues(attributes: tuple[Attribute, ...], where: dict[Value, int], houses: int) -> list[ZebraClue]:
+    """Return every clue that could be given: together they leave one grid, for each value's house is among them."""
+    clues: list[ZebraClue] = []
 
     def person(value: Value) -> str:
         attribute = attributes[value.attribute]
         return attribute.person.format(attribute.values[value.number])
 
-    def clue(text: str, one: Value, other: Value | None, allows: Callable[[int, int], bool]) -> Clue:
-        return Clue(text[:1].upper() + text[1:] + ".", one, other, allows)
+    def add(text: str, one: Value, other: Value | None, allowed: Collection[int]) -> None:
+        clues.append(ZebraClue(text[:1].upper() + text[1:] + ".", one, other, allowed))
 
-    clues = []
     for one, house in where.items():
         for h in range(houses):
             if h == house:
-                clues.append(clue(f"{person(one)} is in the {_ORDINALS[h]} house", one, None, lambda x, _, h=h: x == h))
+                add(f"{person(one)} is in the {_ORDINALS[h]} house", one, None, {h})
             else:
-                clues.append(clue(f"{person(one)} is not in the {_ORDINALS[h]} house", one, None, lambda x, _, h=h: x != h))
+                add(f"{person(one)} is not in the {_ORDINALS[h]} house", one, None, {*range(houses)} - {h})
         for other, another in where.items():
             if one == other:
                 continue
             me, them, distance = person(one), person(other), another - house
             if distance == 0 and one < other:
-                clues.append(clue(f"{me} is {them}", one, other, lambda x, y: x == y))
+                add(f"{me} is {them}", one, other, {0})
             elif distance > 0:
-                clues.append(clue(f"{me} is somewhere to the left of {them}", one, other, lambda x, y: x < y))
-                clues.append(clue(f"{them} is somewhere to the right of {me}", other, one, lambda x, y: x > y))
+                add(f"{me} is somewhere to the left of {them}", one, other, range(1, houses))
+                add(f"{them} is somewhere to the right of {me}", other, one, range(1 - houses, 0))
                 if distance == 1:
-                    clues.append(clue(f"{me} is directly left of {them}", one, other, lambda x, y: y - x == 1))
-                    clues.append(clue(f"{them} is directly right of {me}", other, one, lambda x, y: x - y == 1))
-                    clues.append(clue(f"{me} and {them} are next to each other", one, other, lambda x, y: abs(x - y) == 1))
+                    add(f"{me} is directly left of {them}", one, other, {1})
+                    add(f"{them} is directly right of {me}", other, one, {-1})
+                    add(f"{me} and {them} are next to each other", one, other, {-1, 1})
                 elif distance <= 3:
                     between = "There is one house" if distance == 2 else "There are two houses"
-                    text = f"{between} between {me} and {them}"
-                    clues.append(clue(text, one, other, lambda x, y, d=distance: abs(x - y) == d))
+                    add(f"{between} between {me} and {them}", one, other, {-distance, distance})
     return clues
 
 
-def _text(draft: Draft, houses: int) -> str:
+def _text(draft: ZebraDraft, houses: int) -> str:
     """The puzzle as ZebraLogic writes it: houses, attributes, numbered clues."""
     lines = [
         f"There are {houses} houses in a row, numbered 1 to {houses} from left to right. One person lives in each of them. "

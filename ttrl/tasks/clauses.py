@@ -1,0 +1,66 @@
+"""The clauses of a puzzle, and which of its clues are needed: asked of a SAT solver (MiniSat, through python-sat).
+
+A clue's clauses hold only where its switch, a variable, is true, and one more clause excludes the solution: so the clues settle
+the puzzle exactly where their switches contradict the clauses. Of the solver's answers only yes and no decide what is made, so a
+seed makes the same puzzle with every version of it, and with others: Glucose and CaDiCaL made the same ones.
+
+Variables are 1, 2, 3, ...; a literal is a variable or its negative, as in the DIMACS format.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ttrl.tasks.datasets import optional_package
+
+
+def solver_class() -> Any:
+    """Return the class of the solver. Raises TaskError where python-sat is not installed."""
+    return optional_package("pysat.solvers", "puzzles are made with", "python-sat").Minisat22
+
+
+class Clauses:
+    """Clauses, and what can be true with them. Raises TaskError where python-sat is not installed."""
+
+    def __init__(self) -> None:
+        self._solver = solver_class()()
+        self._last = 0
+
+    def new_variable(self) -> int:
+        """Return a new variable."""
+        self._last += 1
+        return self._last
+
+    def add(self, literals: Sequence[int]) -> None:
+        """Add a clause: at least one of these is true."""
+        self._solver.add_clause(literals)
+
+    def add_exactly_one(self, variables: Sequence[int]) -> None:
+        """Add that one of these is true and no other."""
+        self.add(variables)
+        for place, one in enumerate(variables):
+            for other in variables[:place]:
+                self.add((-one, -other))
+
+    def contradict(self, assumptions: Sequence[int]) -> bool:
+        """Return whether the clauses and these literals cannot all be true."""
+        # Without limits this is the plain `solve`, which would turn Ctrl-C into an error of its own.
+        return self._solver.solve_limited(assumptions, expect_interrupt=True) is False
+
+    def needed(self, switches: Sequence[int]) -> list[int]:
+        """Leave out each of these in turn where the others contradict the clauses without it; return those that stay.
+
+        All together contradict the clauses. Nothing else can be asked afterwards: those that stay are made clauses.
+        """
+        assert self.contradict(switches), "what is to be reduced contradicts nothing"
+        left, needed = list(reversed(switches)), list[int]()
+        blamed = set(self._solver.get_core() or ())
+        while left:
+            switch = left.pop()
+            if switch not in blamed:  # what is to blame is still there, so the answer is known
+                continue
+            if self.contradict(left):
+                blamed = set(self._solver.get_core() or ())
+            else:
+                needed.append(switch)
+                self.add([switch])
+        return needed
