@@ -3,14 +3,15 @@
 import json
 import socket
 import threading
+import time
 from uuid import uuid4
 
 import pytest
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
+from ttrl.run_folder import lock, mirror_store
 from ttrl.run_folder import mirror as mirror_module
-from ttrl.run_folder import mirror_store
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import describe_process
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
@@ -115,7 +116,7 @@ def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address,
     first.run(0, 2)
     store, name = MirrorStore(address), f"logs/{socket.gethostname()}/server.log"
     assert store.read(name) == b" it died" and [key for key in store.keys() if key.startswith("logs/")] == [name]  # noqa: SIM118
-    monkeypatch.setattr(mirror_module, "describe_process", lambda: describe_process() | {"host": "other"})
+    monkeypatch.setattr(lock, "describe_process", lambda: describe_process() | {"host": "other"})
     with second:
         second.iteration(3)
         assert not (second.folder.path / "logs").exists()
@@ -318,23 +319,16 @@ def test_an_owner_on_another_machine(tmp_path, address):
 
 def test_who_was_taken_over_uploads_nothing_more(tmp_path, address, caplog):
     store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
-    taken = threading.Event()
-    original = Mirror._check_owner
-
-    def check(self):
-        original(self)
-        if self._lost:
-            taken.set()
-
-    with pytest.MonkeyPatch.context() as patch, machine:
-        patch.setattr(Mirror, "_check_owner", check)
+    with machine as mirror:
         store.write("owner.json", json.dumps(describe_process() | ELSEWHERE).encode())
-        assert taken.wait(60)
+        deadline = time.monotonic() + 60
+        while mirror.claim.lost_to is None and time.monotonic() < deadline:
+            time.sleep(0.01)
         with pytest.raises(RunFolderError, match=r"taken over in the mirror .*pid 1 on another.*; this one stops here"):
             machine.iteration(0)
     assert set(store.keys()) == {"owner.json"}
     assert json.loads(store.read("owner.json"))["host"] == "another"
-    assert "nothing more is uploaded" in caplog.text
+    assert "no more is written there" in caplog.text
 
 
 def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, address):
@@ -343,14 +337,14 @@ def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, addres
     first.run(0, 0)
     store = MirrorStore(address)
     slept = Mirror(store, first.folder, first.config)
-    slept.take()
+    slept.claim.sign()
     store.write("owner.json", json.dumps(describe_process() | ELSEWHERE | {"released": True}).encode())
     with second:
         second.iteration(1)
     before = store.keys()
     first.phase(1, "rollouts", "rollouts.jsonl")
-    slept._try_pass()
-    slept.release()
+    with slept.following():
+        pass
     assert store.keys() == before
     with pytest.raises(RunFolderError, match="taken over in the mirror"):
         slept._marked()

@@ -37,8 +37,7 @@ def left_by(folder, **changes):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.02)
-    monkeypatch.setattr(lock, "WATCHED_SECONDS", 0.2)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.06)
 
 
 ELSEWHERE = {"host": "another-host", "boot": "another-boot", "pid_namespace": "", "pid": 1}

@@ -1,4 +1,4 @@
-"""What changed in a run's config since it was begun: shown as a difference, refused unless it is allowed, and remembered.
+"""What changed in a run's config since it began: shown as a difference, refused unless it is allowed, and remembered.
 
 Settings are compared one by one, those inside `training`, `server` and `sampling` too, under names such as `training.lr`.
 config_history.jsonl has a line for each start that changed something: when, the first iteration that it holds for, and each
@@ -64,7 +64,7 @@ _MISSING = "not set"
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """One value per setting; those of the mappings inside it under dotted names."""
+    """Return one value per setting; those of the mappings inside it under dotted names."""
     flattened: dict[str, Any] = {}
     for key, value in config.items():
         if key in _NESTED and isinstance(value, Mapping):
@@ -75,7 +75,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """(before, now) of each setting that differs, by name; `_MISSING` where it was not there."""
+    """Return (before, now) of each setting that differs, by name; `_MISSING` where it was not there."""
     old, new = flat(before), flat(now)
     names = sorted(old.keys() | new.keys())
     pairs = {name: (old.get(name, _MISSING), new.get(name, _MISSING)) for name in names}
@@ -83,7 +83,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tupl
 
 
 def as_diff(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Two lines per setting, as in a patch."""
+    """Return two lines per setting, as in a patch."""
     lines = []
     for name, pair in changed.items():
         lines += [f"  {sign} {name}: {_shown(without_secrets(value, name))}" for sign, value in zip("-+", pair, strict=True)]
@@ -98,13 +98,13 @@ def _shown(value: Any) -> str:
 
 
 def allowed_names(allow: Sequence[str]) -> list[str]:
-    """What the caller allows, and what the environment does: TTRL_ALLOW_CHANGES=lr,seed for scripts without an option for it."""
+    """Return what the caller allows and what the environment does: TTRL_ALLOW_CHANGES=lr,seed for scripts without an option."""
     words = os.environ.get(ALLOW_VARIABLE, "").replace(",", " ").split()
     return [*allow, *words]
 
 
 def check_changes(changed: Mapping[str, tuple[Any, Any]], allow: Sequence[str], where: Path) -> list[str]:
-    """The notes on changes that are allowed anyway. `allow`: names such as "training.lr", or "lr" where that is clear, or "all".
+    """Return notes on changes that are allowed anyway. `allow`: names such as "training.lr", or "lr" where that is clear, or "all".
 
     Raises RunFolderError with the difference where a change is not allowed.
     """
@@ -129,7 +129,7 @@ def _is_allowed(name: str, allow: Sequence[str]) -> bool:
 
 
 def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteration: int) -> None:
-    """Appends to config_history.jsonl, unless a start that was killed right afterwards has said the same. `iteration`: the first
+    """Append to config_history.jsonl, unless a start that was killed right afterwards has said the same. `iteration`: the first
     that the changes hold for (a part of it may have been done before)."""
     told = {name: list(pair) for name, pair in changed.items() if name != "run"}
     if not told:
@@ -141,7 +141,7 @@ def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteratio
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """The lines of config_history.jsonl: {"iteration", "time", "changes": {name: [before, now]}}. Raises RunFolderError."""
+    """Return the lines of config_history.jsonl: {"iteration", "time", "changes": {name: [before, now]}}. Raises RunFolderError."""
     try:
         return read_jsonl(run / HISTORY_FILE)
     except ValueError as error:

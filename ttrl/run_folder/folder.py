@@ -58,12 +58,12 @@ class IterationFolder:
         self.path, self.number, self._check_lock, self._marked = path, number, check_lock, marked
 
     def marker(self, phase: str) -> dict[str, Any] | None:
-        """What a finished phase left behind, or None where it is not done. Raises RunFolderError for a damaged marker."""
+        """Return what a finished phase left behind; None where it is not done. Raises RunFolderError for a damaged marker."""
         content = self._marker(phase)
         return None if content is None else content["facts"]
 
     def verify(self, phase: str) -> None:
-        """Raises RunFolderError where a file of a finished phase is gone, or not what that phase wrote."""
+        """Raise RunFolderError where a file of a finished phase is gone, or not what that phase wrote."""
         for name, expected in self.files(phase).items():
             path = self.path / name
             if not path.is_file() or digest(path) != expected:
@@ -71,7 +71,7 @@ class IterationFolder:
                 raise RunFolderError(f"{path} {what}; put it back, or remove {self._path(phase)} to run that phase again")
 
     def files(self, phase: str) -> dict[str, str]:
-        """SHA-256 by name of what a finished phase wrote; empty where it is not done. Raises RunFolderError."""
+        """Return the SHA-256 by name of what a finished phase wrote; empty where it is not done. Raises RunFolderError."""
         content = self._marker(phase)
         return {} if content is None else content["files"]
 
@@ -88,7 +88,7 @@ class IterationFolder:
         if not path.exists():
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(content["facts"], dict) or not isinstance(content["files"], dict):
                 raise ValueError("facts and files must be objects")
         except (ValueError, KeyError, TypeError) as error:
@@ -98,14 +98,14 @@ class IterationFolder:
         return content
 
     def mark(self, phase: str, files: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
-        """Says durably that a phase is done. `files` are names of files and folders of this iteration that it wrote.
+        """Say durably that a phase is done. `files` are names of files and folders of this iteration that it wrote.
 
         Raises RunFolderError where another process has taken the run over, StorageError.
         """
         tops = [self.path / name for name in files]
         paths = [path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]) if path.is_file()]
         names = [str(path.relative_to(self.path)) for path in paths]
-        with ThreadPoolExecutor(4) as threads:  # checkpoint and state side by side: nothing else runs meanwhile
+        with ThreadPoolExecutor(4) as threads:  # checkpoint and state at the same time: nothing else runs meanwhile
             digests = dict(zip(names, threads.map(digest, paths), strict=True))
         self._check_lock()
         write_json(self._path(phase), {"phase": phase, "finished": time.time(), "facts": facts, "files": digests})
@@ -125,14 +125,14 @@ class RunFolder:
         """Called after each marker, by the thread that wrote it."""
 
     def iteration(self, number: int) -> IterationFolder:
-        """The folder of an iteration; 0 is the model before training."""
+        """Return the folder of an iteration; 0 is the model before training."""
         return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, self._marked)
 
     def _marked(self) -> None:
         self.on_mark()
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
-        """Holds the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming the owner where another
+        """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming the owner where another
         process works on it. take_over: also from a silent owner on another machine."""
         return self._lock.held(take_over=take_over)
 
@@ -152,7 +152,7 @@ class RunFolder:
     def remember_config(
         self, config: dict[str, Any], defaults: Mapping[str, Any] | None = None, allow: Sequence[str] = ()
     ) -> list[str]:
-        """Writes config.yaml, or compares with the one that is there; returns notes on what changed. What changed is appended to
+        """Write config.yaml, or compare with the one that is there; return notes on what changed, which is also appended to
         config_history.jsonl. Raises RunFolderError with the differences where one is not allowed.
 
         defaults: of settings that may be younger than the run folder; what its config.yaml does not name was that then.
@@ -169,11 +169,11 @@ class RunFolder:
         return notes
 
     def first_unfinished(self) -> int:
-        """The first iteration that is not in metrics.jsonl."""
+        """Return the first iteration that is not in metrics.jsonl."""
         return max((row["iteration"] for row in self.metrics()), default=-1) + 1
 
     def remember_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
-        """Writes tasks.json (for each list of tasks its count and digest), or compares with the one that is there: the order of
+        """Write tasks.json (for each list of tasks its count and digest), or compare with the one that is there: the order of
         training and every held-out number mean something for these tasks alone. Raises RunFolderError."""
         path = self.path / "tasks.json"
         if path.exists():
@@ -191,7 +191,7 @@ class RunFolder:
         write_json(path, tasks)
 
     def clean(self) -> None:
-        """Removes what a killed process left half written or of no use; not in replays, which others may work on."""
+        """Remove what a killed process left half written or of no use; not in replays, which others may work on."""
         for place in self.path.iterdir():
             if place.name.startswith(TEMPORARY_PREFIX) or (place.is_dir() and place.name != "replays"):
                 remove_leftovers(place)
@@ -200,31 +200,31 @@ class RunFolder:
                 partial.unlink()
 
     def policy_version(self, number: int) -> int:
-        """The iteration whose checkpoint is the policy after iteration `number`: itself, or an earlier one where nothing was
+        """Return the iteration whose checkpoint is the policy after iteration `number`: itself, or an earlier one where nothing was
         trained."""
         while number > 0 and not (self.iteration(number).marker("train") or {}).get("trained"):
             number -= 1
         return number
 
     def checkpoint(self, number: int) -> Path:
-        """The model folder of the policy after iteration `number`."""
+        """Return the model folder of the policy after iteration `number`."""
         return self.iteration(self.policy_version(number)).path / "checkpoint"
 
     def sampler(self, sampled_by: int, number: int) -> int | None:
-        """The weights version that sampled iteration `number`'s rollouts, by the policy after iteration `sampled_by`, where that
-        is an older one than the one that training starts from, and still there; else None."""
+        """Return the weights version of the policy after iteration `sampled_by`, which sampled iteration `number`'s rollouts, where
+        that is older than the policy that training starts from, and still there; else None."""
         version = self.policy_version(sampled_by)
         if version == self.policy_version(number - 1) or not (self.checkpoint(version) / "config.json").is_file():
             return None
         return version
 
     def state(self, number: int) -> Path | None:
-        """The optimizer state after iteration `number`; None before the first update."""
+        """Return the optimizer state after iteration `number`; None before the first update."""
         version = self.policy_version(number)
         return self.iteration(version).path / "state" if version else None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """metrics.jsonl, one row per iteration, ascending. Raises RunFolderError for a damaged one."""
+        """Return the rows of metrics.jsonl, one per iteration, ascending. Raises RunFolderError for a damaged file."""
         try:
             rows = read_jsonl(self.path / "metrics.jsonl", key="iteration")
         except (ValueError, KeyError, TypeError) as error:
@@ -234,15 +234,15 @@ class RunFolder:
         return sorted(rows, key=lambda row: row["iteration"])
 
     def trained_until(self, newest: int) -> list[int]:
-        """The iterations up to `newest` that made a policy, newest first, and 0."""
+        """Return the iterations up to `newest` that made a policy, newest first, and 0."""
         for number in range(1, newest + 1):
             if number not in self._trained and (marker := self.iteration(number).marker("train")) is not None:
                 self._trained[number] = bool(marker.get("trained"))
         return [number for number in range(newest, -1, -1) if number == 0 or self._trained.get(number)]
 
     def remove(self, newest: int, checkpoints: Collection[int], states: Collection[int]) -> list[int]:
-        """Removes checkpoints and states of iterations up to `newest`, but for those of the iterations that are given; markers
-        stay, and the newest policy does in any case. Returns the numbers of the iterations that lost something. Raises
+        """Remove checkpoints and states of iterations up to `newest`, except those of the iterations that are given; markers
+        stay, and so does the newest policy in any case. Return the numbers of the iterations that lost something. Raises
         StorageError."""
         removed = []
         for number in self.trained_until(newest)[1:]:
@@ -254,7 +254,7 @@ class RunFolder:
         return sorted(set(removed))
 
     def throw_away(self, first: int) -> list[int]:
-        """Removes the iterations from `first` on, the newest first, after their lines in metrics.jsonl; returns their numbers.
+        """Remove the iterations from `first` on, the newest first, after their lines in metrics.jsonl; return their numbers.
         Raises StorageError."""
         rows = self.metrics()
         if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
@@ -266,7 +266,7 @@ class RunFolder:
         return [int(path.name) for path in paths]
 
     def prune(self, newest: int, keep: int, best: int | None) -> list[int]:
-        """Keeps checkpoints and states of the `keep` newest policies alone, and the best checkpoint. Returns and raises as
+        """Keep only the checkpoints and states of the `keep` newest policies, and the best checkpoint. Returns and raises as
         `remove`. (The rules of a whole run: `ttrl.run_folder.pruning`.)"""
         last = self.trained_until(newest)[:keep]
         return self.remove(newest, last if best is None else [*last, best], last)

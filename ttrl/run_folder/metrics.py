@@ -12,11 +12,13 @@ from ttrl.system.files import write_json
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
 TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "in longer rows"}
 """What `PackedTensors.dropped` counts of samples that are longer than a row, for people."""
+_AVERAGED = """loss policy_loss value_loss kl kl_share entropy grad_norm ess peak_share clip_fraction_low clip_fraction_high
+dual_clip_fraction correction capped_fraction value_error matmul_peak tokens_per_second""".split()
 _COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train": "train", "validate": "validate"}
 
 
 def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
-    """The line of metrics.jsonl, put together from the markers alone."""
+    """Return the line of metrics.jsonl, put together from the markers alone."""
     markers = {phase: iteration.marker(phase) for phase in PHASES}
     done = {phase: marker for phase, marker in markers.items() if marker is not None}
     seconds = {_COLUMNS[phase]: marker["seconds"] for phase, marker in done.items()}
@@ -46,14 +48,11 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
 
 
 def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the optimizer steps of an iteration, and the comparison of sampler and trainer."""
+    """Return means over the optimizer steps of an iteration, and the comparison of sampler and trainer."""
     if not steps:
         return {}
-    names = ("loss", "policy_loss", "value_loss", "kl", "kl_share", "entropy", "grad_norm", "ess", "peak_share")
     train: dict[str, Any] = {}
-    more = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction", "correction", "capped_fraction", "value_error")
-    more += ("matmul_peak",)
-    for name in (*names, *more, "tokens_per_second"):
+    for name in _AVERAGED:
         # Steps that were skipped have no loss; some have no KL yet.
         values = [step[name] for step in steps if step.get(name) is not None and "skipped" not in step]
         train |= {name: sum(values) / len(values)} if values else {}
@@ -82,7 +81,7 @@ def _same_weights(iteration: IterationFolder) -> bool:
 
 
 def _added_up(name: str, how: Callable[[list[float]], float], steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """A mapping that steps have, over all of them; nothing where none has it."""
+    """Return a mapping that steps have, over all of them; nothing where none has it."""
     parts = [step[name] for step in steps if isinstance(step.get(name), dict)]
     keys = dict.fromkeys(key for part in parts for key in part)
     found = {key: how([part[key] for part in parts if part.get(key) is not None]) for key in keys}
@@ -90,20 +89,20 @@ def _added_up(name: str, how: Callable[[list[float]], float], steps: list[dict[s
 
 
 def validation_metric(row: dict[str, Any], config: TrainConfig) -> float | None:
-    """The number by which a run is judged, of one metrics row."""
+    """Return the number by which a run is judged, from one metrics row."""
     if config.validation_metric == "reward":
         return row.get("validation_reward")
     return (row.get("validation") or {}).get(config.validation_metric)
 
 
 def best_iteration(rows: list[dict[str, Any]], config: TrainConfig) -> int | None:
-    """The iteration with the best validation metric, the newest of equals; None where nothing was validated."""
+    """Return the iteration with the best validation metric, the newest of equals; None where nothing was validated."""
     scored = [(value, row["iteration"]) for row in rows if (value := validation_metric(row, config)) is not None]
     return max(scored)[1] if scored else None
 
 
 def has_reached(row: dict[str, Any], config: TrainConfig) -> bool:
-    """Whether the run ends with this row."""
+    """Return whether the run ends with this row."""
     value = validation_metric(row, config)
     return config.stop_at is not None and value is not None and value >= config.stop_at
 
@@ -112,14 +111,14 @@ STATE_FILE = "loggers.json"
 
 
 def forget_rows(folder: Path, first: int) -> None:
-    """The rows of a run folder's iterations from `first` on are logged again: these are done again. Raises StorageError."""
+    """Make loggers log the rows of the iterations from `first` on again, which are done again. Raises StorageError."""
     state = folder / "logs" / STATE_FILE
     if seen := _read_seen(state):
         write_json(state, {"seen": {name: min(last, first - 1) for name, last in seen.items()}})
 
 
 def _read_seen(state: Path) -> dict[str, int]:
-    """The last iteration that each logger was given."""
+    """Return the last iteration that each logger was given."""
     try:
         return {str(name): int(last) for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

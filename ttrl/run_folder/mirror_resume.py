@@ -1,7 +1,7 @@
 """What a machine takes from a run's mirror before it goes on: of another machine's work, only what the next iterations need.
 
-Markers are unlike each other (they hold times), so two copies of a run are told apart by them: here and there, one must be the
-beginning of the other. Where the mirror is ahead, it is taken from:
+No two markers are alike (they hold times), so two copies of a run are told apart by them: of the markers here and there, one set
+must be the beginning of the other. Where the mirror is ahead, this is taken:
 
     all markers, and the files right in the run folder
     checkpoint and state of the newest policy, and of the one before where they are there
@@ -36,7 +36,7 @@ _TAKEN_SUFFIXES = {".yaml", ".json", ".jsonl", ".html"}  # whatever else lies in
 
 @dataclass(frozen=True)
 class Marker:
-    """One of the mirror."""
+    """The marker of a finished phase, in the mirror."""
 
     iteration: int
     phase: str
@@ -50,16 +50,17 @@ class Marker:
 
     @property
     def files(self) -> dict[str, str]:
-        """Digests by key."""
+        """Return the digests of the phase's files by key."""
         return {f"{self.folder}/{name}": sha for name, sha in self.content["files"].items()}
 
     @property
     def makes_policy(self) -> bool:
+        """Return whether the phase made a checkpoint."""
         return self.phase == "prepare" or (self.phase == "train" and bool(self.content["facts"].get("trained")))
 
 
 def take_from(store: MirrorStore, folder: RunFolder) -> None:
-    """Brings the run folder, which this process holds, to where the mirror is, if that is further. Raises RunFolderError where
+    """Bring the run folder, which this process holds, to where the mirror is, if that is further. Raises RunFolderError where
     the two are copies of different runs, or where the mirror holds nothing to go on from; OSError, StorageError."""
     sizes = patiently(store.keys)
     here = {_key(path, folder): path.read_text(encoding="utf-8") for path in folder.path.glob("iterations/*/done/[!.]*.json")}
@@ -89,7 +90,7 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
 
 
 def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) -> None:
-    """Takes one more folder of an iteration, such as an old checkpoint, as a whole. Raises OSError where it is not all there,
+    """Take one more folder of an iteration, such as an old checkpoint, as a whole. Raises OSError where it is not all there,
     RunFolderError."""
     iteration = folder.iteration(number)
     files = {k: sha for phase in ("prepare", "train") for k, sha in iteration.files(phase).items() if k.startswith(f"{name}/")}
@@ -129,7 +130,8 @@ def _read_marker(store: MirrorStore, key: str) -> Marker:
 def _check_same_run(
     store: MirrorStore, folder: RunFolder, here: dict[str, str], there: dict[str, Marker], keys: set[str]
 ) -> None:
-    """`keys` of all markers there, of which `there` were read."""
+    """Raise RunFolderError where neither copy is the beginning of the other. keys: of all markers there, of which `there` were
+    read."""
     different = sorted(key for key in here.keys() & there.keys() if here[key] != there[key].text)
     only_here, only_there = here.keys() - keys, keys - here.keys()
     if different or (only_here and only_there):
@@ -141,7 +143,7 @@ def _check_same_run(
 
 
 def _usable(store: MirrorStore, markers: list[Marker], sizes: dict[str, int]) -> tuple[list[Marker], list[Marker]]:
-    """Markers up to the newest policy that is there as a whole, and those after it."""
+    """Return the markers up to the newest policy that is there as a whole, and those after it."""
     policies = sorted((marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration)
     whole = next((marker for marker in policies if all(key in sizes for key in marker.files)), None)
     if whole is None:
@@ -158,7 +160,7 @@ def _usable(store: MirrorStore, markers: list[Marker], sizes: dict[str, int]) ->
 
 
 def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
-    """Digests by key of what is to be taken."""
+    """Return the digests by key of what is to be taken."""
     last = max(marker.iteration for marker in markers)
     policies = sorted((marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration)
     wanted: dict[str, str] = {}
@@ -174,8 +176,8 @@ def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
 
 
 def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) -> None:
-    """The lines of the iterations whose policy is there; the rest is put together from the markers, and so is what was copied
-    while it was being written."""
+    """Take the lines of the iterations whose policy is there; the rest is put together from the markers, and so is what was
+    copied while it was being written."""
     data = patiently(lambda: store.read("metrics.jsonl"))
     newest = max(marker.iteration for marker in markers if marker.phase in ("prepare", "train"))
     kept = []
@@ -188,7 +190,7 @@ def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) 
 
 
 def _fetch(store: MirrorStore, target: Path, key: str, size: int, sha: str | None) -> None:
-    """Takes one file, unless it is here already. Raises RunFolderError where it is not what its marker says."""
+    """Take one file, unless it is here already. Raises RunFolderError where it is not what its marker says."""
     if sha is not None and target.is_file() and digest(target) == sha:
         return
     make_folders(target.parent)

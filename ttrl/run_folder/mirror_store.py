@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import obstore
 from obstore import exceptions
+from obstore.store import ObjectStore
 
 from ttrl.errors import StorageError
 from ttrl.system.files import atomic_file
@@ -37,45 +38,30 @@ class MirrorStore:
         self.shown = self._store.shown
 
     def keys(self) -> dict[str, int]:
-        """Sizes of all objects by key."""
-
-        def list_all() -> dict[str, int]:
-            store = self._store.open()
-            return {} if store is None else {one["path"]: one["size"] for page in obstore.list(store) for one in page}
-
-        return self._doing("list", list_all)
+        """Return the sizes of all objects by key."""
+        return self._doing("list", lambda store: {one["path"]: one["size"] for page in obstore.list(store) for one in page}) or {}
 
     def read(self, key: str) -> bytes | None:
-        """None where there is no such object."""
+        """Return an object's content; None where there is no such object."""
 
-        def get() -> bytes | None:
-            store = self._store.open()
+        def get(store: ObjectStore) -> bytes | None:
             try:
-                return None if store is None else bytes(obstore.get(store, key).bytes())
+                return bytes(obstore.get(store, key).bytes())
             except FileNotFoundError:
                 return None
 
         return self._doing(f"read {key}", get)
 
     def write(self, key: str, content: bytes | Path) -> None:
-        """Replaces what is there, in one step. Raises FileNotFoundError where `content` is a file that is gone."""
-
-        def put() -> None:
-            store = self._store.open(make=True)
-            assert store is not None
-            obstore.put(store, key, content, chunk_size=PART_BYTES)
-
+        """Replace what is there, in one step. Raises FileNotFoundError where `content` is a file that is gone."""
         if isinstance(content, Path):
             content = content.resolve(strict=True)  # links are stored as what they point to
-        self._doing(f"write {key}", put)
+        self._doing(f"write {key}", lambda store: obstore.put(store, key, content, chunk_size=PART_BYTES), make=True)
 
     def fetch(self, key: str, size: int, target: Path) -> None:
-        """Writes an object to a file, atomically."""
+        """Write an object to a file, atomically."""
 
-        def get() -> None:
-            store = self._store.open()
-            if store is None:
-                raise OSError("it is gone")
+        def get(store: ObjectStore) -> None:
             with atomic_file(target, size) as temporary, open(temporary, "wb") as file:
                 for start in range(0, size, PART_BYTES):
                     file.write(obstore.get_range(store, key, start=start, end=min(size, start + PART_BYTES)))
@@ -83,20 +69,20 @@ class MirrorStore:
         self._doing(f"read {key}", get)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Harmless for what is not there."""
-        listed = list(keys)
+        """Remove objects. Harmless for what is not there."""
 
-        def delete() -> None:
-            store = self._store.open()
-            for key in listed if store is not None else ():
+        def delete(store: ObjectStore) -> None:
+            for key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(store, key)
 
         self._doing("remove", delete)
 
-    def _doing(self, what: str, work: Callable[[], T]) -> T:
+    def _doing(self, what: str, work: Callable[[ObjectStore], T], *, make: bool = False) -> T | None:
+        """Return what `work` does with the store; None where the store is a folder that is not there and is not to be made."""
         try:
-            return work()
+            store = self._store.open(make=make)
+            return None if store is None else work(store)
         except StorageError:
             raise  # of our own disk
         except (exceptions.BaseError, OSError, ValueError) as error:
@@ -104,20 +90,18 @@ class MirrorStore:
 
 
 def patiently(work: Callable[[], T], tries: int = 4) -> T:
-    """Tries again after growing pauses. Raises what the last try raised."""
-    for number in range(tries):
+    """Return what `work` returns, trying again after growing pauses. Raises what the last try raised."""
+    for number in range(1, tries):
         try:
             return work()
         except StorageError:
             raise
         except OSError as error:
-            if number == tries - 1:
-                raise
             logger.warning("%s; trying again", error)
-            time.sleep(pause_before(number + 1))
-    raise AssertionError("unreachable")
+            time.sleep(pause_before(number))
+    return work()
 
 
 def pause_before(number: int) -> float:
-    """Seconds before the n-th new try, a little random, so that many runs do not come at once."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * random.uniform(0.75, 1.25)
+    """Return the seconds before the n-th new try, a little random, so that many runs do not come at once."""
+    return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * random.uniform(0.75, 1.25))

@@ -1,6 +1,6 @@
 """Which checkpoints and optimizer states a run keeps: the newest n, the best k, every n-th. Markers always stay.
 
-Never removed: the newest policy, whatever the rules say, and what the last two iterations need to be trained again (so
+Never removed: the newest policy, whatever the rules say, and what it takes to train the last two iterations again (so
 `keep_checkpoints` is at least 3). Policies that are being trained, sampled or synced are newer than those, so no server and no
 trainer reads what is removed. Each folder disappears in one step (`ttrl.system.files.remove_folder`), and a pruning that was cut
 off is made up for by the next one.
@@ -24,7 +24,7 @@ class Kept:
 
 
 def kept_of(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig, newest: int) -> Kept:
-    """By the rules of `config`, after iteration `newest`; of policies after it, all is kept.
+    """Return what the rules of `config` keep after iteration `newest`; of later policies, everything is kept.
 
     rows: of metrics.jsonl, from which the best are told; without validation there are none.
     """
@@ -35,7 +35,7 @@ def kept_of(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConf
 
 
 def best_policies(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig) -> list[int]:
-    """The `keep_best` policies with the best validation metric, best first; of equals the newest."""
+    """Return the `keep_best` policies with the best validation metric, best first; of equals the newest."""
     scored = [(value, row["iteration"]) for row in rows if (value := validation_metric(row, config)) is not None]
     trained = folder.trained_until(max((number for _, number in scored), default=0))
     best: list[int] = []
@@ -49,15 +49,15 @@ def best_policies(folder: RunFolder, rows: Iterable[dict[str, Any]], config: Tra
 
 
 def prune(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig, newest: int) -> Kept:
-    """Removes what the rules do not keep; returns what they do. Raises StorageError."""
+    """Remove what the rules do not keep; return what they do. Raises StorageError."""
     kept = kept_of(folder, rows, config, newest)
     folder.remove(newest, kept.checkpoints, kept.states)
     return kept
 
 
 def most_kept(config: TrainConfig, iteration: int) -> tuple[int, int]:
-    """Checkpoints and states that are there at most while iteration `iteration` is trained, its own included. Iteration 0's
-    checkpoint holds links alone, and is not counted."""
+    """Return how many checkpoints and states there are at most while iteration `iteration` is trained, its own included.
+    Iteration 0's checkpoint holds only links, and is not counted."""
     before = iteration - 1
     every = 0 if config.keep_every is None else before // config.keep_every
     return min(before, config.keep_checkpoints + config.keep_best + every) + 1, min(before, config.keep_checkpoints) + 1

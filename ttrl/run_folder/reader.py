@@ -38,29 +38,29 @@ class RunData:
 
     @property
     def iterations(self) -> list[int]:
-        """Numbers of the rows."""
+        """Return the numbers of the rows."""
         return [row["iteration"] for row in self.rows]
 
     @property
     def trained(self) -> list[dict[str, Any]]:
-        """The rows of real iterations, without the starting model's."""
+        """Return the rows of real iterations, without the starting model's."""
         return [row for row in self.rows if row["iteration"] > 0]
 
     @functools.cached_property
     def flat(self) -> list[dict[str, float]]:
-        """The numbers of each row by dotted names."""
+        """Return the numbers of each row by dotted names."""
         return [_flat(row) for row in self.rows]
 
     def column(self, path: str) -> list[float | None]:
-        """One value per row: column("train.entropy"); None where it is missing or no finite number."""
+        """Return one value per row: column("train.entropy"); None where it is missing or not a finite number."""
         return [row.get(path) for row in self.flat]
 
     def iteration_folder(self, iteration: int) -> Path:
-        """iterations/0001 and so on."""
+        """Return the folder of an iteration."""
         return self.folder / "iterations" / f"{iteration:04d}"
 
     def numbers_with(self, name: str) -> list[int]:
-        """The iterations of the metrics whose folder holds the file `name`."""
+        """Return the iterations of the metrics whose folder holds the file `name`."""
         known = _FILES.setdefault((self.folder, name), set())
         for one in self.iterations:
             if one not in known and (self.iteration_folder(one) / name).is_file():
@@ -69,14 +69,14 @@ class RunData:
 
 
 _FILES: dict[tuple[Path, str], set[int]] = {}
-"""Iterations that had a file when a report looked: a long run is not searched anew for each one. Nothing that a report shows is
+"""Iterations that had a file when a report looked: a long run is not searched again for each report. Nothing that a report shows is
 ever removed from a run; where a person did it, it is left out when it cannot be read."""
 _FLAT: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
 """By identity of the row, which is held here, so that no other can have it."""
 
 
 def _flat(row: dict[str, Any]) -> dict[str, float]:
-    """The row's numbers by dotted names. A run gives the same rows to each of its reports."""
+    """Return the row's numbers by dotted names. A run gives the same rows to each of its reports."""
     known = _FLAT.get(id(row))
     if known is not None and known[0] is row:
         return known[1]
@@ -88,7 +88,7 @@ def _flat(row: dict[str, Any]) -> dict[str, float]:
 
 
 def number(row: dict[str, Any], path: str) -> float | None:
-    """The value at a dotted path, None when it is not there or no finite number."""
+    """Return the value at a dotted path; None when it is not there or not a finite number."""
     value: Any = row
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -96,7 +96,7 @@ def number(row: dict[str, Any], path: str) -> float | None:
 
 
 def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunData:
-    """Reads a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError when it is none, or when its metrics are
+    """Read a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError when it is not one, or when its metrics are
     damaged."""
     check_run_folder(folder)
     metrics = folder / "metrics.jsonl"
@@ -112,7 +112,7 @@ def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunD
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines; empty when it cannot be read."""
+    """Read a file of JSON lines; empty when it cannot be read."""
     try:
         return read_jsonl(path)
     except ValueError:
@@ -120,7 +120,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file (JSON is YAML) as a dictionary; empty when it cannot be read."""
+    """Read a YAML or JSON file (JSON is YAML) as a dictionary; empty when it cannot be read."""
     try:
         stat = path.stat()
         return copy.deepcopy(_parsed(path, stat.st_mtime_ns, stat.st_size))
@@ -130,25 +130,25 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """Kept while the file stays what it is: YAML takes longer to parse than the rest of a run folder to look at."""
+    """Parse a file once as long as it stays what it is: YAML takes longer to parse than the rest of a run folder to look at."""
     value = yaml.safe_load(path.read_text(encoding="utf-8"))
     return value if isinstance(value, dict) else {}
 
 
 def wilson(share: float, count: float, z: float = 1.96) -> tuple[float, float]:
-    """The 95% interval (Wilson's) of a share of `count` independent trials; good near 0 and 1, unlike share ± z·error."""
+    """Return the 95% interval (Wilson's) of a share of `count` independent trials; good near 0 and 1, unlike share ± z·error."""
     center = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return max(0.0, center - half), min(1.0, center + half)
 
 
 def interval(row: dict[str, Any], metric: str) -> tuple[float, float] | None:
-    """The interval of a held-out share; None when the value is no count of successes or the count is unknown."""
+    """Return the interval of a held-out share; None when it is not a share of successes or the count is unknown."""
     share, count = number(row, metric), number(row, "validation_samples")
     if share is None or count is None or count < 1 or not 0 <= share <= 1:
         return None
     if abs(share * count - round(share * count)) > 1e-6 * count:
-        return None  # partial credit: not a number of successes
+        return None  # partial credit
     return wilson(share, count)
 
 
@@ -160,11 +160,11 @@ class Metric:
     label: str
     """In a legend: "exact match"."""
     is_share: bool
-    """All its values lie between 0 and 1, and it is no reward: shown in percent."""
+    """All its values lie between 0 and 1, and it is not a reward: shown in percent."""
 
 
 def held_out_metric(run: RunData) -> Metric | None:
-    """What the run's config calls its validation metric, else exact match, else the held-out reward; None without any."""
+    """Return what the run's config calls its validation metric, else exact match, else the held-out reward; None without any."""
     names = [name for name in (run.config.get("validation_metric"), "exact") if isinstance(name, str) and name != "reward"]
     for path, label in [*((f"validation.{name}", name) for name in names), ("validation_reward", "reward")]:
         values = [value for value in run.column(path) if value is not None]
@@ -175,7 +175,7 @@ def held_out_metric(run: RunData) -> Metric | None:
 
 
 def phase_columns(run: RunData) -> dict[str, list[float | None]]:
-    """Seconds per phase and row; "other" is what remains of the total."""
+    """Return seconds per phase and row; "other" is what remains of the total."""
     columns = {phase: run.column(f"seconds.{phase}") for phase in PHASES}
     other: list[float | None] = []
     for index, total in enumerate(run.column("seconds.total")):
@@ -185,14 +185,14 @@ def phase_columns(run: RunData) -> dict[str, list[float | None]]:
 
 
 def total_seconds(run: RunData) -> float:
-    """Of all rows together; phases that overlap are counted once, as far as the total of an iteration is known."""
+    """Return the seconds of all rows together; phases that overlap count once, where the total of an iteration is known."""
     phases = zip(*(run.column(f"seconds.{phase}") for phase in PHASES), strict=True)
     totals = zip(run.column("seconds.total"), phases, strict=True)
     return sum(sum(value or 0.0 for value in known) if total is None else total for total, known in totals)
 
 
 def model_name(run: RunData) -> str:
-    """What the config calls the model, "" where it does not."""
+    """Return what the config calls the model; "" where it does not."""
     for key in ("model", "model_folder", "base_model"):
         value = run.config.get(key)
         if isinstance(value, dict):

@@ -11,8 +11,7 @@ import os
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, UserError
-from ttrl.run_folder.folder import DRIFT_FILE as FILE_NAME
-from ttrl.run_folder.folder import REDO_VARIABLE, RunFolder
+from ttrl.run_folder.folder import DRIFT_FILE, REDO_VARIABLE, RunFolder
 from ttrl.run_folder.metrics import PHASES, forget_rows
 from ttrl.run_folder.mirror_store import MirrorStore, patiently
 
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def redo_asked(given: int | None) -> int | None:
-    """The iteration from which on a run is to be done again: what the caller says, or the environment. Raises UserError."""
+    """Return the iteration from which on a run is to be done again, by the caller or the environment. Raises UserError."""
     word = os.environ.get(REDO_VARIABLE, "").strip()
     if given is None and word:
         if not word.isdecimal():
@@ -32,15 +31,15 @@ def redo_asked(given: int | None) -> int | None:
 
 
 def throw_away(folder: RunFolder, config: TrainConfig, first: int, store: MirrorStore | None = None) -> None:
-    """Removes the iterations from `first` on, here and in the mirror. The folder must be held by this process.
+    """Remove the iterations from `first` on, here and in the mirror. The folder must be held by this process.
 
     Where `first` has no drift.json, because it was thrown away before or the number is wrong, nothing is touched and a warning
     says so. Raises RunFolderError where what the iteration starts from is no longer there; OSError where the store cannot be
     changed.
     """
     iteration = folder.iteration(first)
-    if not (iteration.path / FILE_NAME).is_file():
-        logger.warning("%s has no %s, so nothing is thrown away for redo=%d", iteration.path, FILE_NAME, first)
+    if not (iteration.path / DRIFT_FILE).is_file():
+        logger.warning("%s has no %s, so nothing is thrown away for redo=%d", iteration.path, DRIFT_FILE, first)
         return
     needed = [folder.checkpoint(first - 1), folder.checkpoint(config.policy_of_rollouts(first)), folder.state(first - 1)]
     missing = [path for path in needed if path is not None and not path.is_dir()]
@@ -60,12 +59,12 @@ def throw_away(folder: RunFolder, config: TrainConfig, first: int, store: Mirror
 
 
 def _order_of(key: str) -> tuple[int, int]:
-    """Of a marker, in an iteration and in the run."""
+    """Return the place of a marker in the run."""
     phase = key.rpartition("/")[2].removesuffix(".json")
     return _iteration_of(key), PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
 def _iteration_of(key: str) -> int:
-    """0 for what belongs to none."""
+    """Return the iteration that a key belongs to; 0 for none."""
     parts = key.split("/")
     return int(parts[1]) if len(parts) > 2 and parts[0] == "iterations" and parts[1].isdigit() else 0

@@ -1,4 +1,4 @@
-"""What the tokens of a run are as text, for people: by whichever of the run's tokenizers is still there."""
+"""The tokens of a run as text, for people: by whichever of the run's tokenizers is still there."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ FILE_NAME = "tokenizer.json"
 
 
 def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
-    """From token ids to text, by the tokenizer of a checkpoint or of the configured model; None when there is no tokenizer.json.
+    """Return what turns token ids into text, by the tokenizer of a checkpoint or of the configured model; None when there is no tokenizer.json.
 
     The iteration's own checkpoint is looked at first; all checkpoints of a run have the same tokenizer.
     """
@@ -25,7 +25,7 @@ def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
 
 
 def folder_token_text(folder: Path) -> Callable[[int], str]:
-    """The same by the tokenizer of one model folder, or by a tokenizer.json. Raises ModelFolderError where it cannot be read."""
+    """Return the same for one model folder, or for a tokenizer.json. Raises ModelFolderError where it cannot be read."""
     from tokenizers import Tokenizer
 
     path = folder / FILE_NAME if folder.is_dir() else folder
@@ -57,7 +57,7 @@ def _text(tokenizer: Any, token: int) -> str:
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level tokenizers write for bytes, in the order that GPT-2 gave them."""
+    """Return the bytes by the letters that byte-level tokenizers write for them, in the order that GPT-2 gave them."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
