@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
-from ttrl.costs.flops import model_shape, training_flops
+from ttrl.costs.flops import training_flops
+from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, DivergedError, ModelFolderError, PackError, RunFolderError, TrainerMemoryError
 from ttrl.system.files import read_jsonl

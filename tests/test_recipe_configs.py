@@ -15,9 +15,8 @@ import yaml
 from torchtune._cli.validate import Validate
 
 from ttrl.configs import GRPOConfig
-from ttrl.costs.memory import IMPORTS, adapter_parameters, training_memory
-from ttrl.costs.parameters import decoder_parameters
-from ttrl.costs.training_settings import Settings, Workload
+from ttrl.costs.memory import IMPORTS, Workload, training_memory
+from ttrl.costs.parameters import adapter_parameters, decoder_parameters
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.system.files import read_jsonl
@@ -65,10 +64,10 @@ def test_it_fits_into_the_memory_that_it_names(file, tmp_path):
     room, row = 1e9 * int(found["gigabytes"]), int(found["row"])
     if file.stem == "tiny_cpu":
         shape = json.loads((make_tiny_model(tmp_path / "m", context=row) / "config.json").read_text())
-        assert IMPORTS + training_memory(shape, settings_of(file), Workload(row)).peak < 0.9 * room
+        assert IMPORTS + training_memory(shape, parsed(file), Workload(row)).peak < 0.9 * room
         return
     count, machines, architecture = int(found["count"]), int(found["machines"] or 1), re.sub("_q?lora$", "", file.stem)
-    estimate = training_memory(ARCHITECTURES[architecture], settings_of(file), Workload(row, rows=16), device="cuda", ranks=count)
+    estimate = training_memory(ARCHITECTURES[architecture], parsed(file), Workload(row, rows=16), device="cuda", ranks=count)
     assert estimate.peak < 0.9 * room, estimate.parts
     problems = parsed(file).problems_here("cuda", count, ARCHITECTURES[architecture])
     assert not problems
@@ -92,7 +91,7 @@ def test_its_model_can_be_built(name, tmp_path):
         sizes = {name: parameter.numel() for name, parameter in decoder.named_parameters()}
         adapters = sum(size for name, size in sizes.items() if is_adapter(name))
         counted = decoder_parameters(architecture)
-        assert adapters == adapter_parameters(counted, Settings.of(settings_of(file)))
+        assert adapters == adapter_parameters(counted, parsed(file))
         assert sum(sizes.values()) - adapters == counted.total
 
 

@@ -37,7 +37,8 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 from transformers import Qwen2Config
 
-from ttrl.costs.flops import model_shape, training_flops
+from ttrl.costs.flops import training_flops
+from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.training.kernels import attention, cpu_products

@@ -59,7 +59,7 @@ HOUSE = {
     "records": _room(),
     "tiny_model": _room("", "torch transformers tokenizers"),
     "configs": _room("", "yaml"),
-    "costs": _room(),
+    "costs": _room("configs"),
     "tasks": _room("records", "chess datasets pyarrow openai"),
     "tasks.temporal_clue": _room("tasks records"),
     "tasks.zebra_grid": _room("tasks records"),

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrl.costs.memory import MemoryEstimate, training_memory
-from ttrl.costs.training_settings import Workload
+from ttrl.configs import GRPOConfig
+from ttrl.costs.memory import MemoryEstimate, Workload, training_memory
 
 MEGABYTE = 1e6
 
@@ -229,7 +229,8 @@ def estimate(case: Case, folder: Path) -> MemoryEstimate:
         continued=case.continued,
     )
     config = json.loads((folder / "model" / "config.json").read_text())
-    return training_memory(config, settings, workload, device="cpu", ranks=case.processes)
+    recipe = GRPOConfig(model="", packed="", output_dir="", **settings)
+    return training_memory(config, recipe, workload, device="cpu", ranks=case.processes)
 
 
 def run(name: str, case: Case, with_moments: bool, default_heap: bool) -> float:

@@ -1,6 +1,5 @@
 """Counts of FLOPs against brute force, and against PyTorch's counter on a decoder whose attention is plain matrix products."""
 
-import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -12,18 +11,17 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl.configs import GRPOConfig
-from ttrl.costs.adapter_flops import pass_flops
+from ttrl.configs.lora import LoRAConfig
 from ttrl.costs.flops import (
     attention_pairs,
     consecutive_pairs,
     decode_flops,
     forward_flops,
-    model_shape,
+    pass_flops,
     prefill_flops,
     training_flops,
 )
-from ttrl.costs.parameters import decoder_parameters
-from ttrl.costs.training_settings import Settings
+from ttrl.costs.parameters import decoder_parameters, model_shape
 from ttrl.data.packing.masks import dense_mask, subtree_ends
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ModelFolderError
@@ -119,10 +117,10 @@ def test_with_adapters_frozen_matrices_have_no_gradient(family, targets, model_f
         weight = head.merged(head.weight) if "output" in targets else head.weight
         torch.nn.functional.linear(h, weight).sum().backward()
     decoder = decoder_parameters(json.loads((folder / "config.json").read_text()))
-    counted = pass_flops(decoder, Settings.of(dataclasses.asdict(recipe)), T, {None: T * T}, N).total
+    counted = pass_flops(decoder, recipe, T, {None: T * T}, N).total
     merging = 3 * 2 * 3 * decoder.vocabulary_matrix if "output" in targets else 0  # forward, and both gradients
     assert counter.get_total_flops() == counted + merging
-    assert counted < pass_flops(decoder, Settings(), T, {None: T * T}, N).total
+    assert counted < pass_flops(decoder, LoRAConfig(), T, {None: T * T}, N).total
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 11), st.one_of(st.none(), st.integers(1, 9)))

@@ -13,10 +13,9 @@ import transformers
 from ttrl.configs import GRPOConfig
 from ttrl.costs import memory
 from ttrl.costs.activations import Computation, layer_bytes
-from ttrl.costs.memory import adapter_parameters, training_memory
-from ttrl.costs.parameters import decoder_parameters
+from ttrl.costs.memory import HEAD_CHUNK, Workload, head_chunk
+from ttrl.costs.parameters import adapter_parameters, decoder_parameters
 from ttrl.costs.storage import iteration_bytes, server_memory, token_cache_bytes
-from ttrl.costs.training_settings import HEAD_CHUNK, Settings, Workload
 from ttrl.errors import ModelFolderError
 from ttrl.training.kernels import logprobs
 from ttrl.training.models import build_decoder
@@ -35,6 +34,14 @@ QWEN = ARCHITECTURES["qwen2.5_7b"]
 ONCE = Workload(4096, microbatches=1)
 SMALL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 500}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
+
+
+def recipe(**settings):
+    return GRPOConfig(model="m", packed="p", output_dir="o", **settings)
+
+
+def training_memory(config, settings, *arguments, **options):
+    return memory.training_memory(config, recipe(**settings), *arguments, **options)
 
 
 def config_of(family, **settings):
@@ -78,7 +85,7 @@ def test_adapters_are_counted_exactly(settings):
         decoder = build_decoder(config)
         apply_lora(decoder, GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", **settings}, "test"))
     built = sum(p.numel() for name, p in decoder.named_parameters() if is_adapter(name))
-    assert adapter_parameters(decoder_parameters(config.to_dict()), Settings.of(settings)) == built
+    assert adapter_parameters(decoder_parameters(config.to_dict()), recipe(**settings)) == built
 
 
 # Activations
@@ -143,7 +150,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(family, bf16):
 def test_what_adapters_keep_is_what_autograd_saves(kind, dropout, bf16):
     config = config_of("qwen2", tie_word_embeddings=False)
     settings = {"lora_rank": 3, "lora_kind": kind, "lora_dropout": dropout}
-    chosen = Settings.of(settings | {"dtype": "bf16" if bf16 else "fp32"})
+    chosen = recipe(**settings, dtype="bf16" if bf16 else "fp32")
     training = memory._Training(decoder_parameters(config.to_dict()), chosen, Workload(141), cuda=False, ranks=1)
     more = saved_per_token(config, bf16, 141, **settings) - saved_per_token(config, bf16, 141)
     # Cosines and sines, which all layers share: without adapters, they are half as many bytes in fp32 (`cpu_ops.turn_pairs`).
@@ -154,19 +161,12 @@ def test_what_adapters_keep_is_what_autograd_saves(kind, dropout, bf16):
 # Settings
 
 
-def test_settings_have_the_names_and_defaults_of_the_recipe():
-    plain = GRPOConfig(model="m", packed="p", output_dir="o")
-    for field in dataclasses.fields(Settings):
-        ours, theirs = getattr(Settings(), field.name), getattr(plain, field.name)
-        assert (list(ours) if isinstance(ours, tuple) else ours) == theirs, field.name
-
-
 def test_without_a_count_chunks_are_the_heads_own():
     assert {"cpu": logprobs._CHUNK["cpu"], "cuda": logprobs._CHUNK_ELSEWHERE} == HEAD_CHUNK
     for device, count in (("cpu", 8192 // 128), ("cuda", 8192 // 1024)):
         plain, counted = (peak(given, Workload(2048), device=device) for given in ({}, {"num_output_chunks": count}))
         assert plain == counted < peak({"num_output_chunks": 4}, Workload(2048), device=device)
-    assert Settings().head_chunk(100, "cpu") == 100 and Settings(num_output_chunks=3).head_chunk(100, "cpu") == 34
+    assert head_chunk(recipe(), 100, "cpu") == 100 and head_chunk(recipe(num_output_chunks=3), 100, "cpu") == 34
 
 
 def peak(settings=None, workload=ONCE, **options):
@@ -245,7 +245,7 @@ def test_held_memory_by_hand():
     base = training_memory(QWEN, four_bits, ONCE).moments["optimizer"]["parameters"]
     decoder = decoder_parameters(QWEN)
     matrices = decoder.shape.layers * decoder.layer_matrices
-    whole = 4 * (total - matrices + adapter_parameters(decoder, Settings.of(four_bits)))
+    whole = 4 * (total - matrices + adapter_parameters(decoder, recipe(**four_bits)))
     assert whole + 0.5 * matrices < base < whole + 0.53 * matrices
 
 
@@ -314,12 +314,12 @@ def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
 
 def test_what_an_iteration_leaves_on_disk():
     total = QWEN["parameters"]
-    assert iteration_bytes(QWEN, {}) == {"checkpoint": 4 * total, "state": 8 * total}
-    assert iteration_bytes(QWEN, {"optimizer": "sgd"}, "bf16") == {"checkpoint": 2 * total, "state": 0}
-    adapter = adapter_parameters(decoder_parameters(QWEN), Settings(lora_rank=4))
-    alone = iteration_bytes(QWEN, {"lora_rank": 4, "lora_merge": False})
+    assert iteration_bytes(QWEN, recipe()) == {"checkpoint": 4 * total, "state": 8 * total}
+    assert iteration_bytes(QWEN, recipe(optimizer="sgd", checkpoint_dtype="bf16")) == {"checkpoint": 2 * total, "state": 0}
+    adapter = adapter_parameters(decoder_parameters(QWEN), recipe(lora_rank=4))
+    alone = iteration_bytes(QWEN, recipe(lora_rank=4, lora_merge=False))
     assert alone == {"checkpoint": 4 * adapter, "state": 8 * adapter}
-    assert iteration_bytes(QWEN, {"lora_rank": 4})["checkpoint"] == 4 * (total + adapter)
+    assert iteration_bytes(QWEN, recipe(lora_rank=4))["checkpoint"] == 4 * (total + adapter)
 
 
 def test_what_the_server_holds():

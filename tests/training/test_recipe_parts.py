@@ -10,7 +10,8 @@ import torch
 from transformers import Qwen2Config
 
 from ttrl.configs import GRPOConfig
-from ttrl.costs.flops import model_shape, training_flops
+from ttrl.costs.flops import training_flops
+from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.packing.row_balance import deal

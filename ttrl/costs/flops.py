@@ -14,83 +14,9 @@ Needs nothing but Python.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ttrl.errors import ModelFolderError
-
-_UNGATED = frozenset({"phi"})  # two matrices in the feed-forward layer; all other families have three
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What the counts need to know of a dense decoder."""
-
-    layers: int
-    width: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    feed_forward_width: int
-    feed_forward_matrices: int
-    vocabulary: int
-    windows: tuple[int | None, ...]
-    """Of each layer's attention; None sees everything before it."""
-
-    @property
-    def layer_weights(self) -> int:
-        """Entries of the matrices that each token passes in one layer."""
-        attention = self.width * self.head_dim * 2 * (self.heads + self.key_value_heads)
-        return attention + self.feed_forward_matrices * self.width * self.feed_forward_width
-
-    @property
-    def layers_by_window(self) -> Mapping[int | None, int]:
-        """How many layers have which window."""
-        return Counter(self.windows)
-
-
-def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """From the values of a Hugging Face config.json of the Llama, Qwen, Mistral, Gemma or Phi families.
-
-    Raises ModelFolderError where one is missing.
-    """
-    config = config.get("text_config") or config
-
-    def number(name: str, default: int | None = None) -> int:
-        value = config.get(name) if default is None else config.get(name) or default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelFolderError(f"config.json: {name} is {value!r}; a whole number above 0 is needed to count FLOPs")
-        return value
-
-    layers, width, heads = number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
-    return ModelShape(
-        layers=layers,
-        width=width,
-        heads=heads,
-        key_value_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", width // heads),
-        feed_forward_width=number("intermediate_size"),
-        feed_forward_matrices=2 if config.get("model_type") in _UNGATED else 3,
-        vocabulary=number("vocab_size"),
-        windows=_windows(config, layers),
-    )
-
-
-def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window, family = config.get("sliding_window"), str(config.get("model_type"))
-    if window is None or not config.get("use_sliding_window", not family.startswith("qwen")):
-        return (None,) * layers
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    # Folders from before transformers 4.53 leave the kinds to the family.
-    if family.startswith("gemma2"):
-        return tuple(window if layer % 2 == 0 else None for layer in range(layers))
-    if family.startswith("gemma3"):
-        every = config.get("sliding_window_pattern") or 6
-        return tuple(window if (layer + 1) % every else None for layer in range(layers))
-    if family.startswith("qwen"):
-        return tuple(window if layer >= config.get("max_window_layers", 0) else None for layer in range(layers))
-    return (window,) * layers
+from ttrl.configs.lora import LoRAConfig
+from ttrl.costs.parameters import DecoderParameters, ModelShape
 
 
 def attention_pairs(positions: Iterable[int], window: int | None = None) -> int:
@@ -166,3 +92,58 @@ def decode_flops(shape: ModelShape, prompt: int, completion: int) -> Flops:
     steps = max(0, completion - 1)
     pairs = {window: consecutive_pairs(prompt, prompt + steps, window) for window in shape.layers_by_window}
     return forward_flops(shape, steps, pairs, steps)
+
+
+def pass_flops(
+    decoder: DecoderParameters, config: LoRAConfig, tokens: int, pairs: Mapping[int | None, int], head_positions: int
+) -> Flops:
+    """Count a forward and a backward pass; arguments as for `forward_flops`.
+
+    With adapters of low rank the model's own matrices have no gradient: each costs a product forward and, where what it reads has
+    a gradient, one back. An adapter costs what any two trained matrices of its size cost. The first layer reads embeddings, which
+    are frozen too: nothing goes back through what comes before the first trained matrix. Left out: products of an adapter's two
+    matrices (DoRA's row lengths, a merged head), made once in a pass however many tokens it has.
+    """
+    shape = decoder.shape
+    forward = forward_flops(shape, tokens, pairs, head_positions)
+    if config.lora_rank is None:
+        return forward * 3
+    layers, attention, reached = forward.layers, forward.attention, False
+    for window in shape.windows:
+        one_product = 2 * shape.heads * shape.head_dim * pairs[window]
+        layer, products, reached = _layer_with_adapters(decoder, config, config.lora_rank, reached)
+        layers += tokens * layer
+        attention += one_product * products
+    head = forward.head * (2 if reached else 1)
+    if "output" in config.lora_targets and not decoder.tied:
+        head += forward.head  # of the merged matrix, from which its adapter's gradient is made
+    return Flops(layers, attention, head)
+
+
+def _layer_with_adapters(decoder: DecoderParameters, config: LoRAConfig, rank: int, reached: bool) -> tuple[int, int, bool]:
+    """Count what a layer adds to its forward pass without adapters: operations for each token, attention's products back (of
+    two forward), and whether its output has a gradient. `reached`: whether its input has one."""
+    shapes = decoder.matrix_shapes
+    total = 0
+
+    def matrix(name: str, input_grad: bool) -> bool:
+        """Count one matrix; return whether its result has a gradient."""
+        nonlocal total
+        if name not in shapes:
+            return False
+        before, behind = shapes[name]
+        if input_grad:
+            total += 2 * before * behind
+        if name not in config.lora_targets:
+            return input_grad
+        total += 2 * rank * (before + behind)  # forward
+        total += 2 * rank * (before + 2 * behind + (before if input_grad else 0))
+        return True
+
+    q, k, v = (matrix(name, reached) for name in ("q_proj", "k_proj", "v_proj"))
+    products = (q or k) + q + k + v  # gradients of attention's weights, queries, keys, values
+    attended = matrix("output_proj", q or k or v)
+    feed_forward_input = reached if decoder.family == "phi" else reached or attended  # Phi's two halves read the same input
+    gates = [matrix(name, feed_forward_input) for name in ("w1", "w3")]
+    fed = matrix("w2", any(gates))
+    return total, int(products), reached or attended or fed

@@ -1,6 +1,6 @@
-"""The memory of training, estimated from config.json, the recipe's settings and the length of its rows. Needs nothing but Python.
+"""Estimate the memory of training from config.json, the recipe's settings and the length of its rows.
 
-The recipe's iteration is taken apart into moments, each with what it holds at worst, by name:
+The recipe's iteration is taken apart into moments, each with the most that it holds, by name:
 
     loading      parameters, the optimizer's state if there is one, and the pages of the files that they are read from
     prepass      a forward pass without gradient; a reference model's weights come from a mapped file
@@ -8,39 +8,62 @@ The recipe's iteration is taken apart into moments, each with what it holds at w
     optimizer    parameters, gradients and moments
     saving       parameters and moments; the merged model, where there are adapters
 
-The estimate is the highest of them. On the CPU it is the resident memory of a process beyond what it has after its imports
-(`tools/check_memory.py` measures it beside the estimate), without the pages of mapped files. It is what the tensors need: between
-tensors of less than 32 MB glibc's heap loses some 10 to 35% more (`ttrl plan` adds 20%), unless MALLOC_MMAP_THRESHOLD_=1048576
-stands in the environment, which costs some 5% of the CPU time.
+The estimate is the highest of them. On the CPU it is a process's resident memory beyond what it has after its imports
+(`tools/check_memory.py` measures both), without the pages of mapped files. It is what the tensors need: glibc's heap loses
+another 10 to 35% between tensors of less than 32 MB (`ttrl plan` adds 20%), unless MALLOC_MMAP_THRESHOLD_=1048576 is set in the
+environment, which costs some 5% of the CPU time.
 
-On CUDA it is the memory of one device, with an allowance for the context and for the allocator's gaps; never run on a GPU.
+On CUDA it is the memory of one device, with an allowance for the context and the allocator's gaps; never run on a GPU.
 
 Letters: D width, V vocabulary, N trained positions of a microbatch, n of a chunk.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.costs.activations import Computation, layer_bytes
-from ttrl.costs.parameters import DecoderParameters, decoder_parameters
-from ttrl.costs.training_settings import Settings, Workload
+from ttrl.costs.parameters import DecoderParameters, adapter_parameters, decoder_parameters, trained_parameters
+from ttrl.costs.storage import PACKED_POSITION_BYTES, model_bytes, state_bytes
 
 Device = Literal["cpu", "cuda"]
 Parts = dict[str, float]
 """Bytes by what they hold."""
 
 IMPORTS = 0.55e9
-"""Resident memory of a recipe's process once everything is imported: beside the estimate, on the CPU."""
+"""Resident bytes of a recipe's process after its imports, on the CPU; not in the estimate."""
+HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
+"""Positions of a chunk of the head, where num_output_chunks is None; as in `ttrl.training.kernels.logprobs`."""
+LORA_RANK = 16
+"""The rank that `savings` suggests."""
 
 _FP32, _BF16 = 4, 2
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # a number, its block's share of a scale, and that one's of its own
-_ROW_BYTES = 65  # of a position in the packed tensors, all of them together
 _SHARD = 5e9  # of a checkpoint's files
-_WHOLE_STATE = 8e9  # of an optimizer's state that is written by one of several processes; larger ones each writes a part of
+_WHOLE_STATE = 8e9  # an optimizer's state up to this size is written by one of several processes, a larger one by all
 _RUNTIME = 40e6  # kernels and their workspaces, from the first pass on
 _CUDA_CONTEXT = 0.7e9
 _CUDA_GAPS = 0.06  # of all that is allocated; assumed
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank trains on in an iteration."""
+
+    row_length: int
+    """Positions of the longest row."""
+    trained_share: float = 1.0
+    """Labels, as a share of all positions."""
+    rows: int = 1
+    """All rows of this rank."""
+    microbatches: int = 2
+    """In one optimizer step. From the second on, the gradients of those before it are held throughout."""
+    continued: bool = True
+    """An optimizer state is loaded: every iteration but a run's first."""
+    longest_sample: int | None = None
+    """Positions; None: as long as a row. Sliding windows that are longer than it change nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +74,12 @@ class MemoryEstimate:
 
     @property
     def moment(self) -> str:
-        """The one with the highest sum, mapped files aside."""
+        """The moment with the highest sum, mapped files aside."""
         return max(self.moments, key=lambda name: _needed(self.moments[name]))
 
     @property
     def parts(self) -> Parts:
-        """Of that moment."""
+        """Bytes by part at that moment."""
         return self.moments[self.moment]
 
     @property
@@ -66,8 +89,7 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> float:
-        """Bytes that the system will report at the worst: with the pages of mapped files, which it takes back where memory is
-        short."""
+        """The most bytes that the system will report, mapped files included, whose pages it takes back when memory is short."""
         return max(sum(parts.values()) for parts in self.moments.values())
 
 
@@ -76,42 +98,72 @@ def _needed(parts: Parts) -> float:
 
 
 def training_memory(
-    config: Mapping[str, Any], settings: Mapping[str, Any], workload: Workload, *, device: Device = "cpu", ranks: int = 1
+    model: Mapping[str, Any], config: TrainingConfig, workload: Workload, *, device: Device = "cpu", ranks: int = 1
 ) -> MemoryEstimate:
-    """One process's (on CUDA: one GPU's) memory while it trains.
+    """Estimate the memory of one process (on CUDA: of one GPU) while it trains.
 
-    config: values of config.json. settings: those of GRPOConfig, plain. ranks: processes that share the parameters and train on
-    different rows, `tensor_parallel` not counted. Raises ModelFolderError where config.json lacks a number.
+    model: values of config.json. config: of either recipe. ranks: processes that share the parameters and train on different
+    rows, `tensor_parallel` not counted. Raises ModelFolderError where config.json lacks a number.
     """
-    return _Training(decoder_parameters(config), Settings.of(settings), workload, device == "cuda", ranks).estimate()
+    return _Training(decoder_parameters(model), config, workload, device == "cuda", ranks).estimate()
+
+
+def savings(
+    model: Mapping[str, Any], config: TrainingConfig, workload: Workload, *, device: Device = "cpu", ranks: int = 1
+) -> dict[str, float]:
+    """Return the bytes of a process's peak that other settings would save, by setting, the largest first.
+
+    Arguments as for `training_memory`. Raises ModelFolderError where config.json does not say the model's shape.
+    """
+
+    def peak(ranks: int = ranks, **changes: Any) -> float:
+        return training_memory(model, dataclasses.replace(config, **changes), workload, device=device, ranks=ranks).peak
+
+    changes: dict[str, Any] = {"dtype": "bf16", "activation_checkpointing": True}
+    positions = config.rows_per_microbatch * workload.row_length
+    chunk = head_chunk(config, positions, device)
+    # The head's own chunk where that is smaller; else four times as many chunks.
+    changes["num_output_chunks"] = None if chunk > HEAD_CHUNK[device] else 4 * -(-positions // int(chunk))
+    changes["rows_per_microbatch"] = max(1, config.rows_per_microbatch // 2)
+    four_bits = config.lora_base_dtype == "nf4"
+    if device == "cuda":
+        changes["activation_offloading"] = True
+        if not config.optimizer_on_cpu:  # it excludes both
+            changes |= {"optimizer": "adamw_8bit"} | ({} if four_bits else {"cpu_offload": True})
+    now = peak()
+    found = {f"{name}: {value}": now - peak(**{name: value}) for name, value in changes.items()}
+    if config.lora_rank is None and config.tensor_parallel == 1:
+        found[f"lora_rank: {LORA_RANK} (adapters alone are trained)"] = now - peak(lora_rank=LORA_RANK)
+    if not (four_bits or config.optimizer_on_cpu):  # both are for one process
+        found[f"{2 * ranks} processes with different rows"] = now - peak(2 * ranks)
+    worth = {name.replace("True", "true").replace("None", "null"): saved for name, saved in found.items() if saved > 0}
+    return dict(sorted(worth.items(), key=lambda pair: -pair[1]))
+
+
+def head_chunk(config: TrainingConfig, positions: float, device: Device) -> float:
+    """Return how many of so many trained positions are in the head's largest chunk."""
+    if config.num_output_chunks is None:
+        return min(positions, HEAD_CHUNK[device])
+    return -(-positions // config.num_output_chunks)
 
 
 def moment_bytes(optimizer: str) -> float:
-    """Of an optimizer's state, for each trained parameter; 8-bit moments have a scale for every 256."""
+    """Return the bytes of an optimizer's state for each trained parameter; 8-bit moments have a scale for every 256."""
     return {"adamw": 2.0 * _FP32, "adamw_8bit": 2.0 * (1 + _FP32 / 256), "sgd": 0.0}[optimizer]
 
 
-def adapter_parameters(decoder: DecoderParameters, settings: Settings) -> int:
-    """Of all adapters of low rank; 0 without."""
-    rank, shape = settings.lora_rank, decoder.shape
-    if rank is None:
-        return 0
-    of_rows = 1 if settings.lora_kind == "dora" else 0
-    own = [ends for name, ends in decoder.matrix_shapes.items() if name in settings.lora_targets]
-    total = shape.layers * sum(rank * (before + behind) + of_rows * behind for before, behind in own)
-    if "output" in settings.lora_targets and not decoder.tied:
-        total += rank * (shape.width + shape.vocabulary) + of_rows * shape.vocabulary
-    return total
-
-
 class _Training:
-    def __init__(self, decoder: DecoderParameters, settings: Settings, workload: Workload, cuda: bool, ranks: int) -> None:
+    def __init__(self, decoder: DecoderParameters, settings: TrainingConfig, workload: Workload, cuda: bool, ranks: int) -> None:
         self.decoder, self.settings, self.workload, self.cuda = decoder, settings, workload, cuda
+        grpo = settings if isinstance(settings, GRPOConfig) else None
+        self.updates = grpo.updates_per_iteration if grpo else 1
+        self.needs_reference = grpo is not None and grpo.needs_reference
+        self.full_divergence = grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_estimator == "full"
         self.sharded = ranks > 1 or settings.cpu_offload
         self.gathers = ranks * settings.tensor_parallel > 1
         """Files hold whole tensors, of which this process has parts; it is the one that writes."""
         self.on_device = not (settings.cpu_offload and cuda)
-        """Parameters, gradients and moments."""
+        """Whether parameters, gradients and moments are on the device that computes."""
         self.lora = settings.lora_rank is not None
         bf16 = settings.dtype == "bf16"
         self.how = Computation(bf16, cuda, bf16 and cuda and self.sharded, settings.tensor_parallel)
@@ -121,15 +173,15 @@ class _Training:
         self.head_gradient = 0.0 if self.lora else self.head_matrix * _FP32
         adapted_head = self.lora and "output" in settings.lora_targets and not decoder.tied
         self.merged_head = self.head_matrix * _FP32 if adapted_head else 0.0
-        """An output projection with its adapter, which each pass makes anew; DoRA has it before its rows are scaled as well."""
+        """Bytes of an output projection with its adapter, made anew in each pass; DoRA also holds it with unscaled rows."""
         shared = settings.tensor_parallel * ranks
-        adapters = adapter_parameters(decoder, settings)
-        self.trainable = (adapters if self.lora else decoder.total) / shared
-        """Parameters with a gradient that this process holds, and …"""
-        self.parameters = (decoder.total * _FP32 + adapters * _FP32 - self._saved_by_four_bits()) / shared
-        """… bytes of all of them."""
+        self.trainable = trained_parameters(decoder, settings) / shared
+        """Parameters with a gradient that this process holds."""
+        numbers = decoder.total + adapter_parameters(decoder, settings)
+        self.parameters = (numbers * _FP32 - self._saved_by_four_bits()) / shared
+        """Bytes of all parameters that this process holds."""
         self.mapped = 0.0 if cuda else min(decoder.stored * _FP32 / ranks, _SHARD)
-        """Pages of a model's files while they are read, one file after the other."""
+        """Bytes of a model's files that are mapped while they are read, one file after the other."""
 
     def _saved_by_four_bits(self) -> float:
         if self.settings.lora_base_dtype != "nf4":
@@ -137,25 +189,26 @@ class _Training:
         return self.decoder.shape.layers * self._adapted_numbers() * (_FP32 - _NF4)
 
     def _adapted_numbers(self) -> int:
-        """Entries of one layer's matrices that have adapters."""
+        """Count the entries of one layer's matrices that have adapters."""
         shapes = self.decoder.matrix_shapes
         return sum(before * behind for name, (before, behind) in shapes.items() if name in self.settings.lora_targets)
 
     def estimate(self) -> MemoryEstimate:
+        """Return what each moment holds."""
         moments = {
             "loading": self._loading(),
             "gradient": max(self._gradient(), key=lambda parts: sum(parts.values())),
             "optimizer": self._held(gradients=not self.settings.optimizer_in_backward, moments=True) | self._reference_parts(),
             "saving": self._saving(),
         }
-        if self.settings.needs_reference or self.settings.updates_per_iteration > 1:
+        if self.needs_reference or self.updates > 1:
             moments["prepass"] = self._prepass()
         return MemoryEstimate({name: self._finished(parts) for name, parts in moments.items()})
 
     # What is held for long
 
     def _held(self, *, gradients: bool = False, moments: bool) -> Parts:
-        """On the device that computes."""
+        """Return what stays on the device that computes."""
         if not self.on_device:
             return {}
         parts = {"parameters": self.parameters}
@@ -171,16 +224,14 @@ class _Training:
         return self._held(moments=continued) | {"mapped files": max(state, self.mapped)}
 
     def _saving(self) -> Parts:
-        """Tensors are gathered, merged or rounded for a file; on CUDA, one after the other."""
+        """Add the tensors that are gathered, merged or rounded for a file; on CUDA this goes tensor by tensor."""
         held = self._held(moments=True) | self._reference_parts()
         if self.cuda:
             return held
-        settings, decoder = self.settings, self.decoder
-        rounded = settings.checkpoint_dtype == "bf16"
-        made = settings.lora_merge if self.lora else self.gathers or rounded
-        file = min(decoder.stored * (_BF16 if rounded else _FP32), _SHARD) if made else 0.0
-        trained = adapter_parameters(decoder, settings) if self.lora else decoder.total
-        state = trained * 2.0 * _FP32 * (settings.optimizer != "sgd")
+        decoder, config = self.decoder, self.settings
+        made = self.lora or self.gathers or config.checkpoint_dtype == "bf16"
+        file = min(model_bytes(decoder, config), _SHARD) if made else 0.0
+        state = state_bytes(decoder, config)
         if not self.gathers or state > _WHOLE_STATE:
             state = 0.0
         one = decoder.vocabulary_matrix * _FP32 if self.gathers else 0.0
@@ -190,17 +241,17 @@ class _Training:
         parts = self._held(moments=self.workload.continued) | self._working_copies() | self._reference_parts()
         parts["activations"] = self.tokens * layer_bytes(self.decoder, self.how).kept / 2
         parts["head"] = self._chunk() + self.merged_head
-        swapped = self.settings.needs_reference and not self.lora  # adapters are switched off instead
+        swapped = self.needs_reference and not self.lora  # adapters are switched off instead
         return parts | {"mapped files": self.mapped if swapped else 0.0}
 
     # The gradient
 
     def _gradient(self) -> list[Parts]:
-        """At the head; where the backward pass begins; where it comes to the first layer; where it ends."""
+        """Return what is held at the head, where the backward pass begins, at its first layer, and where it ends."""
         settings, workload = self.settings, self.workload
         in_backward = settings.optimizer_in_backward
         accumulated = workload.microbatches > 1 and not in_backward
-        base = self._held(gradients=accumulated, moments=workload.continued or settings.updates_per_iteration > 1)
+        base = self._held(gradients=accumulated, moments=workload.continued or self.updates > 1)
         base |= self._reference_parts()
         copies = self._working_copies()
         kept, backward = self._activations()
@@ -232,13 +283,13 @@ class _Training:
         return [at_head, begins, first, ends]
 
     def _first_parameters(self) -> float:
-        """Of this process, those whose gradients come last: the first layer's and the embeddings'."""
+        """Count this process's parameters whose gradients come last: the first layer's and the embeddings'."""
         early = self.decoder.layer + (0 if self.lora else self.decoder.vocabulary_matrix)
         return self.trainable * min(1.0, early / self.decoder.total)
 
     def _activations(self) -> tuple[float, float]:
-        """What all layers keep, and what their backward passes add to that at the worst moment: layers that are recomputed need
-        room when those behind them have given theirs back."""
+        """Return what all layers keep, and the most that their backward passes add to it: layers that are recomputed need room
+        when the layers behind them have freed theirs."""
         settings, shape, row_length = self.settings, self.decoder.shape, self.workload.row_length
         longest = self.workload.longest_sample or row_length
         kept, worst, masks = 0.0, 0.0, set()
@@ -263,7 +314,7 @@ class _Training:
         return self.tokens * (kept + mask), self.tokens * backward
 
     def _adapter_bytes(self) -> float:
-        """What a layer's adapters keep for each token, beside their inputs; with dropout, of these a copy for each adapter."""
+        """Return what a layer's adapters keep for each token besides their inputs; with dropout, each has a copy of its input."""
         if self.settings.lora_rank is None:
             return 0.0
         ends = [ends for name, ends in self.decoder.matrix_shapes.items() if name in self.settings.lora_targets]
@@ -277,19 +328,19 @@ class _Training:
         return kept
 
     def _chunk(self) -> float:
-        """The logits of a chunk, and what is made of them."""
-        positions = self.settings.head_chunk(self.trained, "cuda" if self.cuda else "cpu")
+        """Return the bytes of a chunk's logits and of what is made of them."""
+        positions = head_chunk(self.settings, self.trained, "cuda" if self.cuda else "cpu")
         logits = positions * self.decoder.shape.vocabulary
         each = float(self.how.bytes)
         if self.cuda:  # on the CPU, what is made of them stays in the cache
             each += 2 * _FP32
-        if self.settings.full_divergence:
+        if self.full_divergence:
             each += self.how.bytes + (_FP32 if self.cuda else 0)
         return logits / self.settings.tensor_parallel * each
 
     def _reference_parts(self) -> Parts:
-        """The reference's output projection and hidden states."""
-        if not self.settings.full_divergence:
+        """Return the reference's output projection and hidden states, where KL is taken over the whole vocabulary."""
+        if not self.full_divergence:
             return {}
         workload = self.workload
         positions = self.trained
@@ -299,7 +350,7 @@ class _Training:
         return {"reference": matrix + positions * self.decoder.shape.width * _FP32}
 
     def _working_copies(self) -> Parts:
-        """Parameters as they are computed with, beside those that are held: autocast's copies, or what FSDP has gathered."""
+        """Return the parameters as they are computed with, besides those held: autocast's copies, or what FSDP has gathered."""
         settings, decoder = self.settings, self.decoder
         layers, each = decoder.shape.layers, decoder.layer / settings.tensor_parallel
         if settings.lora_base_dtype == "nf4":
@@ -314,8 +365,8 @@ class _Training:
         return {"gathered parameters": gathered * size}
 
     def _whole_gradients(self) -> tuple[float, float, float]:
-        """Of gathered parameters, before they are shared out: where the backward pass begins (the head's is in "head"), at the
-        first layer, when the head's still waits for the embeddings', and where it ends."""
+        """Return the gradients of gathered parameters before they are scattered: where the backward pass begins (the head's is in
+        "head"), at the first layer, while the head's still waits for the embeddings', and where it ends."""
         if not self.sharded or self.lora:
             return 0.0, 0.0, 0.0
         size = _BF16 if self.how.mixed else _FP32
@@ -324,10 +375,10 @@ class _Training:
         return layer, layer + waiting, self.decoder.outside_layers / self.settings.tensor_parallel * size
 
     def _finished(self, parts: Parts) -> Parts:
-        """With what is beside the recipe's own tensors, and without what is nothing."""
+        """Add what is held besides the recipe's own tensors, and leave out empty parts."""
         if self.cuda:
             parts = parts | {"context": _CUDA_CONTEXT, "allocator's gaps": sum(parts.values()) * _CUDA_GAPS}
         else:
-            rows = 2 * self.workload.rows * self.workload.row_length * _ROW_BYTES
+            rows = 2 * self.workload.rows * self.workload.row_length * PACKED_POSITION_BYTES
             parts = parts | {"rows": rows, "runtime": _RUNTIME}
         return {name: size for name, size in parts.items() if size}

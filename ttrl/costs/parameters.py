@@ -5,11 +5,13 @@ Counts are those of the model that is trained: of one with a vision tower, the t
 Letters in what follows: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ttrl.costs.flops import ModelShape, model_shape
+from ttrl.configs.lora import LoRAConfig
+from ttrl.errors import ModelFolderError
 
 # What a family has whatever its config.json says, or where that is silent. `attention_bias` adds biases to q, k, v and output.
 _QKV_BIAS = frozenset({"qwen2", "phi"})
@@ -19,6 +21,81 @@ _POST_NORMS = frozenset({"gemma2", "gemma3_text"})
 _TIED = frozenset({"gemma", "gemma2", "gemma3_text"})
 _SOFT_CAPS = frozenset({"gemma2"})
 _ONE_TIED_TENSOR = frozenset({"gemma2"})  # written once; checkpoints of all others hold a tied head twice
+
+
+_UNGATED = frozenset({"phi"})  # two matrices in the feed-forward layer; all other families have three
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the counts need to know of a dense decoder."""
+
+    layers: int
+    width: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    feed_forward_width: int
+    feed_forward_matrices: int
+    vocabulary: int
+    windows: tuple[int | None, ...]
+    """Of each layer's attention; None sees everything before it."""
+
+    @property
+    def layer_weights(self) -> int:
+        """Entries of the matrices that each token passes in one layer."""
+        attention = self.width * self.head_dim * 2 * (self.heads + self.key_value_heads)
+        return attention + self.feed_forward_matrices * self.width * self.feed_forward_width
+
+    @property
+    def layers_by_window(self) -> Mapping[int | None, int]:
+        """How many layers have which window."""
+        return Counter(self.windows)
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """From the values of a Hugging Face config.json of the Llama, Qwen, Mistral, Gemma or Phi families.
+
+    Raises ModelFolderError where one is missing.
+    """
+    config = config.get("text_config") or config
+
+    def number(name: str, default: int | None = None) -> int:
+        value = config.get(name) if default is None else config.get(name) or default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelFolderError(f"config.json: {name} is {value!r}; a whole number above 0 is needed to count FLOPs")
+        return value
+
+    layers, width, heads = number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
+    return ModelShape(
+        layers=layers,
+        width=width,
+        heads=heads,
+        key_value_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", width // heads),
+        feed_forward_width=number("intermediate_size"),
+        feed_forward_matrices=2 if config.get("model_type") in _UNGATED else 3,
+        vocabulary=number("vocab_size"),
+        windows=_windows(config, layers),
+    )
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window, family = config.get("sliding_window"), str(config.get("model_type"))
+    if window is None or not config.get("use_sliding_window", not family.startswith("qwen")):
+        return (None,) * layers
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    # Folders from before transformers 4.53 leave the kinds to the family.
+    if family.startswith("gemma2"):
+        return tuple(window if layer % 2 == 0 else None for layer in range(layers))
+    if family.startswith("gemma3"):
+        every = config.get("sliding_window_pattern") or 6
+        return tuple(window if (layer + 1) % every else None for layer in range(layers))
+    if family.startswith("qwen"):
+        return tuple(window if layer >= config.get("max_window_layers", 0) else None for layer in range(layers))
+    return (window,) * layers
 
 
 @dataclass(frozen=True)
@@ -128,3 +205,21 @@ def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
         output_bias=family in _ALL_BIASES or attention_bias,
         feed_forward_bias=family in _ALL_BIASES or (family == "llama" and bool(text.get("mlp_bias"))),
     )
+
+
+def adapter_parameters(decoder: DecoderParameters, config: LoRAConfig) -> int:
+    """Count the parameters of all adapters of low rank; 0 without adapters."""
+    rank, shape = config.lora_rank, decoder.shape
+    if rank is None:
+        return 0
+    of_rows = 1 if config.lora_kind == "dora" else 0
+    own = [ends for name, ends in decoder.matrix_shapes.items() if name in config.lora_targets]
+    total = shape.layers * sum(rank * (before + behind) + of_rows * behind for before, behind in own)
+    if "output" in config.lora_targets and not decoder.tied:
+        total += rank * (shape.width + shape.vocabulary) + of_rows * shape.vocabulary
+    return total
+
+
+def trained_parameters(decoder: DecoderParameters, config: LoRAConfig) -> int:
+    """Count the parameters that have a gradient: the adapters' where there are any, else all."""
+    return decoder.total if config.lora_rank is None else adapter_parameters(decoder, config)

@@ -1,50 +1,62 @@
-"""What an iteration leaves on disk, and what the server holds of a model. Needs nothing but Python."""
+"""What an iteration leaves on disk, and what the server holds of a model: bytes, from its config.json."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from ttrl.costs.memory import adapter_parameters, moment_bytes
-from ttrl.costs.parameters import decoder_parameters
-from ttrl.costs.training_settings import Settings
+from ttrl.configs import TrainingConfig
+from ttrl.costs.parameters import DecoderParameters, adapter_parameters, decoder_parameters, trained_parameters
 
-_BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of a number, by dtype."""
+PACKED_POSITION_BYTES = 65
+"""Bytes of a position in the packed tensors, all of them together."""
 
 
-def iteration_bytes(config: Mapping[str, Any], settings: Mapping[str, Any], checkpoint_dtype: str = "fp32") -> dict[str, float]:
-    """Bytes of an iteration's checkpoint and of its optimizer state, by name; packed rows and rollouts are small beside them.
+def state_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:
+    """Return the bytes of the optimizer's state on disk; moments are stored in fp32, 8-bit ones too."""
+    return 0.0 if config.optimizer == "sgd" else trained_parameters(decoder, config) * 2.0 * BYTES["fp32"]
 
-    8-bit moments are stored in fp32. With adapters the checkpoint is the merged model (unless `lora_merge` is false) and the
-    adapter beside it, and the state is that of the adapter.
+
+def model_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:
+    """Return the bytes of the whole model in a checkpoint; 0 where only adapters are written."""
+    whole = config.lora_rank is None or config.lora_merge
+    return float(decoder.stored * BYTES[config.checkpoint_dtype] * whole)
+
+
+def iteration_bytes(model: Mapping[str, Any], config: TrainingConfig) -> dict[str, float]:
+    """Return the bytes of an iteration's "checkpoint" and optimizer "state"; packed rows and rollouts are small next to them.
+
+    With adapters the checkpoint is the merged model (unless `lora_merge` is false) and the adapter next to it, and the state is
+    the adapter's. model: values of config.json.
     """
-    decoder, chosen = decoder_parameters(config), Settings.of(settings)
-    adapters = adapter_parameters(decoder, chosen)
-    trained = adapters if chosen.lora_rank is not None else decoder.total
-    whole = chosen.lora_rank is None or chosen.lora_merge
-    checkpoint = (decoder.stored if whole else 0) * _BYTES[checkpoint_dtype] + adapters * _BYTES["fp32"]
-    state = trained * 2.0 * _BYTES["fp32"] if moment_bytes(chosen.optimizer) else 0.0
-    return {"checkpoint": float(checkpoint), "state": state}
+    decoder = decoder_parameters(model)
+    adapters = adapter_parameters(decoder, config) * BYTES["fp32"]
+    return {"checkpoint": model_bytes(decoder, config) + adapters, "state": state_bytes(decoder, config)}
 
 
-def token_cache_bytes(config: Mapping[str, Any], dtype: str = "bf16") -> int:
-    """Bytes of the keys and values of one token in the server's cache, over all layers. Layers with a sliding window need them
-    for the window's tokens alone; they are counted in full."""
-    decoder = decoder_parameters(config)
-    return 2 * decoder.shape.layers * decoder.keys * _BYTES[dtype]
+def token_cache_bytes(model: Mapping[str, Any], dtype: str = "bf16") -> int:
+    """Return the bytes of one token's keys and values in the server's KV cache, over all layers.
+
+    Layers with a sliding window need them only for the window's tokens; they are counted in full.
+    """
+    decoder = decoder_parameters(model)
+    return 2 * decoder.shape.layers * decoder.keys * BYTES[dtype]
 
 
 def server_memory(
-    config: Mapping[str, Any], tokens: int, *, dtype: str = "bf16", tensor_parallel: int = 1, step_tokens: int = 8192
+    model: Mapping[str, Any], tokens: int, *, dtype: str = "bf16", tensor_parallel: int = 1, step_tokens: int = 8192
 ) -> dict[str, float]:
-    """Bytes that one of the server's processes needs to hold `tokens` in its cache at the same time, by part: weights (a tied
-    head once), cache, and the widest activations of a step of `step_tokens`. vLLM takes as much more cache as it is allowed to.
+    """Return the bytes that one of the server's processes needs to hold `tokens` in its KV cache at the same time, by part.
 
-    Fewer key/value heads than processes are held on several of them. On CUDA never measured.
+    Parts: weights (a tied head once), cache, and the widest activations of a step of `step_tokens`. vLLM takes as much more
+    cache as it is allowed to. Where there are fewer key/value heads than processes, several hold the same ones. On CUDA never
+    measured.
     """
-    decoder = decoder_parameters(config)
-    size, shape = _BYTES[dtype], decoder.shape
+    decoder = decoder_parameters(model)
+    size, shape = BYTES[dtype], decoder.shape
     copies = max(1.0, tensor_parallel / shape.key_value_heads)
     return {
         "weights": decoder.total * size / tensor_parallel,
-        "cache": tokens * token_cache_bytes(config, dtype) * copies / tensor_parallel,
+        "cache": tokens * token_cache_bytes(model, dtype) * copies / tensor_parallel,
         "activations": step_tokens * (2 * shape.feed_forward_width / tensor_parallel + 4 * shape.width) * float(size),
     }

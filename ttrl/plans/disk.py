@@ -1,8 +1,8 @@
-"""What a run needs on disk, held against what is free before anything starts.
+"""Say what a run needs on disk, for a plan and for the check before anything starts.
 
-Checkpoints and states are known from the model's config, or from those that lie there already; how many there are at once follows
-from the rules of pruning. Rollouts and packed rows are measured on a run that is continued, and at most what `max_tokens` allows
-on a new one.
+Checkpoints and states are known from the model's config, or from those that are there already; how many there are at once
+follows from the rules of pruning. Rollouts and packed rows are measured on a run that continues; on a new one the check takes the
+most that `max_tokens` allows, and a plan takes what it expects.
 """
 
 import errno
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttrl.configs.run import TrainConfig
-from ttrl.costs.storage import iteration_bytes
+from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, StorageError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.pruning import most_kept
 from ttrl.system.files import free_bytes, in_bytes, size_of
 
 NEXT_ITERATIONS = 2
-"""So many must fit for certain, or the run is not begun."""
-_SAMPLED_TOKEN_BYTES = 40  # in rollouts.jsonl: id, log-probability, text
-_PACKED_TOKEN_BYTES = 65
+"""Iterations that must fit, or the run is not started."""
+SAMPLED_TOKEN_BYTES = 40
+"""Bytes of a token in rollouts.jsonl: id, log-probability, text."""
 _CACHED_TOKEN_BYTES = 20
 _FOLDERS = ("checkpoint", "state")
 
@@ -32,55 +32,62 @@ class DiskNeeds:
     checkpoint: float
     state: float
     others: float
-    """What an iteration leaves beside them: rollouts, packed rows, logs; the cache, where it is a folder."""
+    """What else an iteration leaves: rollouts, packed rows, logs; the cache, where it is a folder."""
     next: float
-    """Of checkpoints and states, until two more iterations are finished."""
+    """The most that checkpoints and states take until NEXT_ITERATIONS more iterations are finished."""
     whole: float
-    """At most, until the end of the run."""
+    """The most until the end of the run."""
     free: float | None
     """None where the file system does not say."""
 
 
 def disk_needs(config: TrainConfig, model: Path, folder: RunFolder, validation_tasks: int = 0) -> DiskNeeds | None:
-    """None where the model's config does not tell sizes, and no checkpoint is there yet that would."""
+    """Return what a run still needs; None where neither the model's config nor a checkpoint that is there tells sizes."""
     done = _last_trained(folder)
     sizes = _measured(folder, done) or _estimated(config, model)
     if sizes is None:
         return None
     there = [sum((folder.iteration(n).path / name).is_dir() for n in range(1, done + 1)) for name in _FOLDERS]
+    others = _others_measured(folder, done) or _others_at_most(config, validation_tasks)
+    return needs_after(config, done, there, sizes, others, free_bytes(folder.path))
+
+
+def needs_after(
+    config: TrainConfig, done: int, there: list[int], sizes: tuple[float, float], others: float, free: float | None
+) -> DiskNeeds:
+    """Return what a run needs after `done` iterations that left so many checkpoints and states of these sizes."""
 
     def more(last: int) -> float:
-        """At the fullest moment until iteration `last` is finished."""
+        """Return what is added at the fullest moment until iteration `last` is finished."""
         peaks = [most_kept(config, number) for number in range(done + 1, last + 1)]
         return max(
             (sum(max(0, most - has) * size for most, has, size in zip(peak, there, sizes, strict=True)) for peak in peaks),
             default=0.0,
         )
 
-    others = _others_measured(folder, done) or _others_at_most(config, validation_tasks)
     return DiskNeeds(
         *sizes,
         others=others,
         next=more(min(done + NEXT_ITERATIONS, config.iterations)),
         whole=more(config.iterations) + others * max(0, config.iterations - done),
-        free=free_bytes(folder.path),
+        free=free,
     )
 
 
 def check_disk(config: TrainConfig, model: Path, folder: RunFolder, validation_tasks: int) -> str | None:
-    """A warning where the whole run may not fit. Raises StorageError where the next iterations cannot."""
+    """Return a warning where the whole run may not fit. Raises StorageError where the next iterations cannot."""
     needs = disk_needs(config, model, folder, validation_tasks)
     return None if needs is None else judge_disk(needs, folder.path)
 
 
 def judge_disk(needs: DiskNeeds, folder: Path) -> str | None:
-    """As `check_disk`."""
+    """Warn or raise as `check_disk` does."""
     if needs.free is None or needs.whole <= needs.free:
         return None
     free, each = in_bytes(needs.free), f"{in_bytes(needs.checkpoint)} a checkpoint, {in_bytes(needs.state)} an optimizer state"
     way_out = (
-        "make room, or choose another place for `run`; smaller are checkpoints with training={'checkpoint_dtype': 'bf16'}, "
-        "fewer with keep_checkpoints=3, keep_best=1 and no keep_every, and tiny those of LoRA with lora_merge off"
+        "make room, or choose another place for `run`; checkpoints get smaller with training={'checkpoint_dtype': 'bf16'}, "
+        "fewer with keep_checkpoints=3, keep_best=1 and no keep_every, and tiny with LoRA and lora_merge off"
     )
     if needs.next > needs.free:
         raise StorageError(
@@ -111,21 +118,16 @@ def _measured(folder: RunFolder, done: int) -> tuple[float, float] | None:
 
 
 def _estimated(config: TrainConfig, model: Path) -> tuple[float, float] | None:
-    recipe = config.recipe_config({})
     try:
-        values = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        each = iteration_bytes(values, recipe.to_dict(), recipe.checkpoint_dtype)
-    except (OSError, ValueError, KeyError, TypeError, ModelFolderError):  # a family that is not counted; training it may work
+        each = iteration_bytes(json.loads((model / "config.json").read_text(encoding="utf-8")), config.recipe_config({}))
+    except (OSError, ValueError, KeyError, TypeError, ModelFolderError):  # a family that is not counted; it may still train
         return None
     return each["checkpoint"], each["state"]
 
 
 def _others_measured(folder: RunFolder, done: int) -> float:
-    last = range(max(1, done - 2), done + 1)
-    total = 0
-    for number in last:
-        path = folder.iteration(number).path
-        total += size_of(path) - sum(size_of(path / name) for name in _FOLDERS)
+    last = [folder.iteration(number).path for number in range(max(1, done - 2), done + 1)]
+    total = sum(size_of(path) - sum(size_of(path / name) for name in _FOLDERS) for path in last)
     return total / len(last) if last else 0.0
 
 
@@ -136,5 +138,5 @@ def _others_at_most(config: TrainConfig, validation_tasks: int) -> float:
         sampled = min(sampled, config.tokens_per_iteration + config.samples_per_task * config.max_tokens)
     validated = validation_tasks * config.validation_samples * config.max_tokens
     cached = _CACHED_TOKEN_BYTES if any("://" not in place or place.startswith("file:") for place in config.cache) else 0
-    each = _SAMPLED_TOKEN_BYTES + cached
-    return float(sampled * (each + _PACKED_TOKEN_BYTES) + validated * each)
+    each = SAMPLED_TOKEN_BYTES + cached
+    return float(sampled * (each + PACKED_POSITION_BYTES) + validated * each)

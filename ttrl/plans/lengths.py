@@ -48,7 +48,7 @@ class Assumptions:
 
 
 @dataclass(frozen=True)
-class Group:
+class PlannedGroup:
     """A prompt's token ids, and the lengths of its completions in tokens."""
 
     prompt: Sequence[int]
@@ -56,10 +56,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class IterationLengths:
     """Groups of an iteration, or of a part of it."""
 
-    groups: list[Group]
+    groups: list[PlannedGroup]
     scale: float
     """An iteration is so many times that."""
     prompts_from: str
@@ -80,16 +80,16 @@ class Lengths:
         return [length for group in self.groups for length in group.completions]
 
 
-def assumed_lengths(config: TrainConfig, assumptions: Assumptions, vocabulary: int) -> Lengths:
+def assumed_lengths(config: TrainConfig, assumptions: Assumptions, vocabulary: int) -> IterationLengths:
     """Of a run of which only the config is known."""
     draw = np.random.default_rng(config.seed)
     mean = PROMPT_TOKENS if assumptions.prompt_tokens is None else assumptions.prompt_tokens
     count = _planned(config, mean + config.samples_per_task * completion_mean(config, assumptions))
-    prompts = [draw.integers(0, vocabulary, length) for length in lognormal(draw, mean, _PROMPT_SIGMA, count)]
+    prompts: list[Any] = [draw.integers(0, vocabulary, length) for length in lognormal(draw, mean, _PROMPT_SIGMA, count)]
     return _with_completions(config, assumptions, draw, prompts, "assumed")
 
 
-def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[Task], tokenizer: Any) -> Lengths:
+def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[Task], tokenizer: Any) -> IterationLengths:
     """Prompts of an iteration's tasks, in the tokens of the model's chat template; completions as assumed."""
     draw = np.random.default_rng(config.seed)
     some = draw.choice(len(tasks), min(len(tasks), config.tasks_per_iteration), replace=False)
@@ -111,22 +111,22 @@ def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
         ) from error
 
 
-def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> Lengths | None:
+def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> IterationLengths | None:
     """What the newest of a run's iteration folders sampled; None where none has rollouts. Of samples of several turns, what lies
     between the turns is counted with the completion."""
     there = [path for path in iterations if (path / "rollouts.jsonl").is_file()][-_RUN_ITERATIONS:]
-    groups: list[Group] = []
+    groups: list[PlannedGroup] = []
     for path in there:
-        by_task: dict[str, Group] = {}
+        by_task: dict[str, PlannedGroup] = {}
         for row in read_jsonl(path / "rollouts.jsonl"):
             sample = Sample.from_json(row)
             prompt, completion = _ids(sample)
             if prompt is not None and completion:
-                by_task.setdefault(sample.task_id, Group(prompt, [])).completions.append(completion)
+                by_task.setdefault(sample.task_id, PlannedGroup(prompt, [])).completions.append(completion)
         groups += by_task.values()
     if not groups:
         return None
-    lengths = Lengths(groups, 1 / len(there), "run", "run")
+    lengths = IterationLengths(groups, 1 / len(there), "run", "run")
     return lengths if signal_share is None else replace(lengths, signal_share=signal_share, signal_from="run")
 
 
@@ -146,7 +146,7 @@ def completion_mean(config: TrainConfig, assumptions: Assumptions) -> float:
 
 
 def lognormal(draw: np.random.Generator, mean: float, sigma: float, count: int) -> list[int]:
-    """Lengths of this mean, at least 1."""
+    """IterationLengths of this mean, at least 1."""
     return [max(1, round(x)) for x in draw.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)]
 
 
@@ -157,15 +157,15 @@ def _planned(config: TrainConfig, tokens_of_group: float) -> int:
 
 def _with_completions(
     config: TrainConfig, assumptions: Assumptions, draw: np.random.Generator, prompts: Sequence[Sequence[int]], source: str
-) -> Lengths:
+) -> IterationLengths:
     n, mean = config.samples_per_task, completion_mean(config, assumptions)
     drawn = [min(length, config.max_tokens) for length in lognormal(draw, mean, _COMPLETION_SIGMA, n * len(prompts))]
-    groups = [Group(prompt, drawn[n * k : n * (k + 1)]) for k, prompt in enumerate(prompts)]
+    groups = [PlannedGroup(prompt, drawn[n * k : n * (k + 1)]) for k, prompt in enumerate(prompts)]
     share = 1.0 if assumptions.signal_share is None else assumptions.signal_share
-    return Lengths(groups, config.tasks_per_iteration / len(groups), source, "assumed", share)
+    return IterationLengths(groups, config.tasks_per_iteration / len(groups), source, "assumed", share)
 
 
-def made_up_samples(lengths: Lengths, vocabulary: int, seed: int) -> list[TokenizedResult]:
+def made_up_samples(lengths: IterationLengths, vocabulary: int, seed: int) -> list[TokenizedResult]:
     """What the trainer would be given of the groups that are trained on: the prompts, and completions of random tokens."""
     draw = np.random.default_rng(seed)
     kept = max(1, round(lengths.signal_share * len(lengths.groups)))
@@ -174,14 +174,15 @@ def made_up_samples(lengths: Lengths, vocabulary: int, seed: int) -> list[Tokeni
         prompt = np.asarray(group.prompt, dtype=np.int64)
         for k, length in enumerate(group.completions):
             ids = np.concatenate([prompt, draw.integers(0, vocabulary, length)])
-            logprobs = np.full(len(ids), np.nan, dtype=np.float32)
+            mask: Any = np.arange(len(ids)) >= len(prompt)
+            logprobs: Any = np.full(len(ids), np.nan, dtype=np.float32)
             logprobs[len(prompt) :] = -1.0
             samples.append(
                 TokenizedResult(
                     task_id=str(number),
                     sample=k,
                     token_ids=ids,
-                    assistant_mask=np.arange(len(ids)) >= len(prompt),
+                    assistant_mask=mask,
                     input_pos=range(len(ids)),
                     logprobs=logprobs,
                     prompt_length=len(prompt),

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.costs.parameters import DecoderParameters, decoder_parameters
-from ttrl.costs.storage import iteration_bytes
-from ttrl.costs.training_settings import Settings
+from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
+from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
-from ttrl.plans.lengths import Assumptions, Lengths, assumed_lengths, run_lengths, task_lengths
+from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
+from ttrl.plans.lengths import Assumptions, IterationLengths, assumed_lengths, run_lengths, task_lengths
 from ttrl.plans.machine import gpu_named, this_machine
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
 from ttrl.plans.memory import memory_of
@@ -27,21 +27,17 @@ from ttrl.plans.seconds import seconds_of
 from ttrl.plans.warnings import cache_warning, warnings_of
 from ttrl.plans.work import Work, flops_of, pack, work_of
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.pruning import most_kept
 from ttrl.system.files import free_bytes
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
-
-_ROLLOUT_BYTES = 40  # of a sampled token in rollouts.jsonl: its id, its log-probability, its text
-_PACKED_BYTES = 65  # of a position in packed.safetensors
 
 
 @dataclass(frozen=True)
 class Probed:
     """What a probe has found out."""
 
-    lengths: Lengths
+    lengths: IterationLengths
     seconds: Mapping[str, Seconds]
     """Of an iteration's phases, and of "server start" and "trainer start"."""
     memory: Mapping[str, float]
@@ -86,25 +82,24 @@ def make_plan(
         lengths, measured = probed.lengths, probed.seconds
     else:
         lengths, measured = _lengths(config, assumptions, decoder, tasks, run, rows, tokenizer), measured_in_run(rows)
-    held_out = len(validation_tasks) or _validation_tasks(run)
+    counts = _task_counts(run)
+    held_out = len(validation_tasks) or counts.get("validation_tasks", 0)
     packed = pack(config, lengths, decoder.shape.vocabulary)
     work = work_of(config, recipe, lengths, packed, 0 if recipe_only else held_out)
-    settings = Settings.of(recipe.to_dict())
-    flops = flops_of(decoder, recipe, settings, lengths, packed, work)
+    flops = flops_of(decoder, recipe, lengths, packed, work)
     memory = memory_of(model, config, recipe, work, machine, with_server=not recipe_only)
-    each = iteration_bytes(model, recipe.to_dict(), recipe.checkpoint_dtype)
+    each = iteration_bytes(model, recipe)
     disk = _disk(config, each, work, here=gpu is None and not recipe_only)
     seconds = seconds_of(config, recipe, machine, work, flops, memory, sum(each.values()), measured)
-    known = len(tasks) or _count_of_tasks(run)
     notes = [
         *(() if probed is None else probed.warnings),
         *cache_warning(config, work, memory),
-        *warnings_of(model, config, recipe, work, memory, machine, disk, known or None),
+        *warnings_of(model, config, recipe, work, memory, machine, disk, len(tasks) or counts.get("tasks")),
     ]
     return Plan(
         model=config.model,
         parameters=decoder.total,
-        trained_parameters=_trained(decoder, settings),
+        trained_parameters=trained_parameters(decoder, recipe),
         machine=machine,
         processes=config.processes,
         iterations=config.iterations,
@@ -179,7 +174,7 @@ def _lengths(
     run: Path | None,
     rows: Sequence[Mapping[str, Any]],
     tokenizer: Any,
-) -> Lengths:
+) -> IterationLengths:
     if run is not None:
         share = signal_share(rows)
         found = run_lengths(iteration_folders(run), share or None)
@@ -194,20 +189,6 @@ def _lengths(
     return assumed_lengths(config, assumptions, decoder.shape.vocabulary)
 
 
-def _trained(decoder: DecoderParameters, settings: Settings) -> int:
-    from ttrl.costs.memory import adapter_parameters
-
-    return decoder.total if settings.lora_rank is None else adapter_parameters(decoder, settings)
-
-
-def _count_of_tasks(run: Path | None) -> int:
-    return _task_counts(run).get("tasks", 0)
-
-
-def _validation_tasks(run: Path | None) -> int:
-    return _task_counts(run).get("validation_tasks", 0)
-
-
 def _task_counts(run: Path | None) -> dict[str, int]:
     """Of a run folder, what its tasks.json says."""
     if run is None or not (run / "tasks.json").is_file():
@@ -219,10 +200,10 @@ def _task_counts(run: Path | None) -> dict[str, int]:
 
 
 def _disk(config: TrainConfig, each: Mapping[str, float], work: Work, here: bool) -> dict[str, float]:
-    """See Plan.disk: what the rules of pruning keep, and the rollouts and rows of all iterations."""
-    sampled = (work.completion_tokens + work.validation_tokens) * _ROLLOUT_BYTES
-    logs = config.iterations * (sampled + work.rows * work.seq_len * _PACKED_BYTES)
-    checkpoints, states = most_kept(config, config.iterations)
-    disk = {**each, "logs": logs, "most": checkpoints * each["checkpoint"] + states * each["state"] + logs}
+    """Return Plan.disk: what the rules of pruning keep, and the rollouts and rows of all iterations."""
+    sampled = (work.completion_tokens + work.validation_tokens) * SAMPLED_TOKEN_BYTES
+    others = sampled + work.rows * work.seq_len * PACKED_POSITION_BYTES
     free = free_bytes(config.run or ".") if here else None
+    needs = needs_after(config, 0, [0, 0], (each["checkpoint"], each["state"]), others, free)
+    disk = {**each, "logs": config.iterations * others, "most": needs.whole}
     return disk if free is None else disk | {"free": float(free)}

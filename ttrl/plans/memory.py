@@ -1,16 +1,15 @@
 """Memory of trainer and server, how many sequences the server computes at the same time, and whether it all fits."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
-from ttrl.costs.memory import IMPORTS, training_memory
-from ttrl.costs.savings import savings
-from ttrl.costs.storage import server_memory, token_cache_bytes
-from ttrl.costs.training_settings import Workload
-from ttrl.errors import ModelFolderError, UserError
+from ttrl.costs.memory import IMPORTS, Device, Workload, savings, training_memory
+from ttrl.costs.storage import server_memory
+from ttrl.errors import UserError
 from ttrl.plans.machine import Machine
 from ttrl.plans.work import Work
 from ttrl.server.model_folder import cpu_batch
@@ -62,7 +61,6 @@ def memory_of(
     model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig, work: Work, machine: Machine, with_server: bool = True
 ) -> PlannedMemory:
     """model: values of config.json. On CUDA trainer and server are taken to share each GPU."""
-    settings = recipe.to_dict() | {"dtype": config.dtype}
     ranks = max(1, config.processes // recipe.tensor_parallel)
     workload = Workload(
         row_length=max(1, work.row_length),
@@ -73,8 +71,9 @@ def memory_of(
     )
     # A microbatch holds no more rows than an optimizer step has for this process.
     rows_of_step = -(-work.rows // max(1, work.optimizer_steps) // ranks) or 1
-    settings["rows_per_microbatch"] = max(1, min(recipe.rows_per_microbatch, rows_of_step))
-    estimate = training_memory(model, settings, workload, device="cuda" if machine.cuda else "cpu", ranks=ranks)
+    recipe = dataclasses.replace(recipe, rows_per_microbatch=max(1, min(recipe.rows_per_microbatch, rows_of_step)))
+    device: Device = "cuda" if machine.cuda else "cpu"
+    estimate = training_memory(model, recipe, workload, device=device, ranks=ranks)
     parts = dict(estimate.parts)
     parts.pop("mapped files", None)
     if not machine.cuda:
@@ -97,17 +96,8 @@ def memory_of(
         beside=(1, min(1, config.servers)) if machine.cuda else (config.nproc_per_node, config.servers),
         together=with_server and not apart,
         available=machine.memory,
-        savings=_savings(model, settings, workload, machine, ranks),
+        savings=savings(model, recipe, workload, device=device, ranks=ranks),
     )
-
-
-def _savings(
-    model: Mapping[str, Any], settings: Mapping[str, Any], workload: Workload, machine: Machine, ranks: int
-) -> dict[str, float]:
-    try:
-        return savings(model, settings, workload, device="cuda" if machine.cuda else "cpu", ranks=ranks)
-    except ModelFolderError:
-        return {}
 
 
 def _argument(config: TrainConfig, name: str, default: Any) -> Any:
@@ -143,7 +133,6 @@ def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> 
     dtype = config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if machine.cuda else "fp32"
     parts = server_memory(model, 0, dtype=dtype, tensor_parallel=parallel, step_tokens=step_tokens)
     each = server_memory(model, 1, dtype=dtype, tensor_parallel=parallel)["cache"]
-    assert each >= token_cache_bytes(model, dtype) / parallel
     if machine.cuda:
         allowed = machine.memory * _number(config, "gpu_memory_utilization", _GPU_SHARE)
         room = allowed - parts["weights"] - parts["activations"]

@@ -11,12 +11,10 @@ import numpy as np
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
-from ttrl.costs.adapter_flops import pass_flops
-from ttrl.costs.flops import decode_flops, forward_flops, prefill_flops
+from ttrl.costs.flops import decode_flops, forward_flops, pass_flops, prefill_flops
 from ttrl.costs.parameters import DecoderParameters
-from ttrl.costs.training_settings import Settings
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors, packed_tensors_from_tokenized_results
-from ttrl.plans.lengths import Lengths, made_up_samples
+from ttrl.plans.lengths import IterationLengths, made_up_samples
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class PlannedFlops:
     validation: float
 
 
-def pack(config: TrainConfig, lengths: Lengths, vocabulary: int) -> PackedTensors:
+def pack(config: TrainConfig, lengths: IterationLengths, vocabulary: int) -> PackedTensors:
     """The rows of what was planned; an iteration has `lengths.scale` times as many."""
     return packed_tensors_from_tokenized_results(
         made_up_samples(lengths, vocabulary, config.seed),
@@ -90,7 +88,9 @@ def pack(config: TrainConfig, lengths: Lengths, vocabulary: int) -> PackedTensor
     )
 
 
-def work_of(config: TrainConfig, recipe: GRPOConfig, lengths: Lengths, packed: PackedTensors, validation_tasks: int) -> Work:
+def work_of(
+    config: TrainConfig, recipe: GRPOConfig, lengths: IterationLengths, packed: PackedTensors, validation_tasks: int
+) -> Work:
     """See Work."""
     prompts, completions, scale = lengths.prompt_lengths, lengths.completion_lengths, lengths.scale
     completion_mean = float(np.mean(completions))
@@ -139,9 +139,9 @@ def _computed(row_lengths: Sequence[int], rows_per_microbatch: int) -> int:
 
 
 def flops_of(
-    decoder: DecoderParameters, recipe: GRPOConfig, settings: Settings, lengths: Lengths, packed: PackedTensors, work: Work
+    decoder: DecoderParameters, recipe: GRPOConfig, lengths: IterationLengths, packed: PackedTensors, work: Work
 ) -> PlannedFlops:
-    """See PlannedFlops."""
+    """Count the operations of an iteration."""
     shape, prompt_mean = decoder.shape, round(work.prompt_mean)
     reading = sum(prefill_flops(shape, len(group.prompt)).total for group in lengths.groups)
     writing = sum(decode_flops(shape, len(group.prompt), n).total for group in lengths.groups for n in group.completions)
@@ -150,7 +150,7 @@ def flops_of(
     pairs = {
         window: int((positions if window is None else np.minimum(positions, window)).sum()) for window in shape.layers_by_window
     }
-    training = pass_flops(decoder, settings, len(positions), pairs, packed.num_trained).total
+    training = pass_flops(decoder, recipe, len(positions), pairs, packed.num_trained).total
     forward = forward_flops(shape, len(positions), pairs, packed.num_trained).total
     several = recipe.updates_per_iteration > 1 and recipe.start_of_all_rows
     own = several or recipe.rewards_tokens or recipe.lora_dropout > 0

@@ -1,6 +1,5 @@
 """How much work a step is: positions and floating-point operations."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -8,10 +7,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ttrl.configs import TrainingConfig
-from ttrl.costs.adapter_flops import pass_flops
-from ttrl.costs.flops import forward_flops
+from ttrl.costs.flops import forward_flops, pass_flops
 from ttrl.costs.parameters import decoder_parameters
-from ttrl.costs.training_settings import Settings
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.training.kernels.logprobs import IGNORE
 
@@ -24,10 +21,10 @@ def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def work_counts(rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig) -> dict[str, float]:
-    """ "flops" of a forward and a backward pass over the rows (`ttrl.costs.flops`; with adapters `ttrl.costs.adapter_flops`), and
+    """ "flops" of a forward and a backward pass over the rows (`ttrl.costs.flops`), and
     "logical_tokens": the positions that the samples would take in rows that share nothing."""
     decoder = decoder_parameters(config.to_dict())
-    shape, settings = decoder.shape, Settings.of(dataclasses.asdict(training))
+    shape = decoder.shape
     positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
     pairs = {
         window: int((positions if window is None else positions.clamp(max=window)).sum()) for window in shape.layers_by_window
@@ -35,7 +32,7 @@ def work_counts(rows: PackedTensors, config: PretrainedConfig, training: Trainin
     owned = rows.sample_ids >= 0
     lengths = torch.zeros(len(rows.samples), dtype=torch.int64)
     lengths.scatter_reduce_(0, rows.sample_ids[owned], rows.input_pos[owned] + 1, "amax")
-    flops = pass_flops(decoder, settings, len(positions), pairs, rows.num_trained)
+    flops = pass_flops(decoder, training, len(positions), pairs, rows.num_trained)
     return {"flops": float(flops.total), "logical_tokens": float(lengths.sum())}
 
 

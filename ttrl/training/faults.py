@@ -6,7 +6,6 @@ decide alike, because they decide on sums over the ranks.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Iterator
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor, distributed
 
 from ttrl.configs import TrainingConfig
-from ttrl.costs.memory import Device
-from ttrl.costs.savings import savings as savings_by_setting
-from ttrl.costs.training_settings import Workload
+from ttrl.costs.memory import Device, Workload
+from ttrl.costs.memory import savings as savings_by_setting
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import DivergedError, ModelFolderError, TrainerMemoryError
 from ttrl.training.kernels.logprobs import IGNORE
@@ -35,7 +33,7 @@ def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: 
     device: Device = "cuda" if cuda else "cpu"
     try:
         shape, workload = model_shape(config.model), Workload(row_length=seq_len)
-        return savings_by_setting(shape, dataclasses.asdict(config), workload, device=device, ranks=ranks)
+        return savings_by_setting(shape, config, workload, device=device, ranks=ranks)
     except ModelFolderError:
         return {}
 
