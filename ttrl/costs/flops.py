@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ttrl.configs.lora import LoRAConfig
+from ttrl.configs import TrainingConfig
 from ttrl.costs.parameters import DecoderParameters, ModelShape
 
 
@@ -95,7 +95,7 @@ def decode_flops(shape: ModelShape, prompt: int, completion: int) -> Flops:
 
 
 def pass_flops(
-    decoder: DecoderParameters, config: LoRAConfig, tokens: int, pairs: Mapping[int | None, int], head_positions: int
+    decoder: DecoderParameters, config: TrainingConfig, tokens: int, pairs: Mapping[int | None, int], head_positions: int
 ) -> Flops:
     """Count a forward and a backward pass; arguments as for `forward_flops`.
 
@@ -120,7 +120,7 @@ def pass_flops(
     return Flops(layers, attention, head)
 
 
-def _layer_with_adapters(decoder: DecoderParameters, config: LoRAConfig, rank: int, reached: bool) -> tuple[int, int, bool]:
+def _layer_with_adapters(decoder: DecoderParameters, config: TrainingConfig, rank: int, reached: bool) -> tuple[int, int, bool]:
     """Count what a layer adds to its forward pass without adapters: operations for each token, attention's products back (of
     two forward), and whether its output has a gradient. `reached`: whether its input has one."""
     shapes = decoder.matrix_shapes

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ttrl.configs.lora import LoRAConfig
+from ttrl.configs import TrainingConfig
 from ttrl.errors import ModelFolderError
 
 # What a family has whatever its config.json says, or where that is silent. `attention_bias` adds biases to q, k, v and output.
@@ -207,7 +207,7 @@ def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
     )
 
 
-def adapter_parameters(decoder: DecoderParameters, config: LoRAConfig) -> int:
+def adapter_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
     """Count the parameters of all adapters of low rank; 0 without adapters."""
     rank, shape = config.lora_rank, decoder.shape
     if rank is None:
@@ -220,6 +220,6 @@ def adapter_parameters(decoder: DecoderParameters, config: LoRAConfig) -> int:
     return total
 
 
-def trained_parameters(decoder: DecoderParameters, config: LoRAConfig) -> int:
+def trained_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
     """Count the parameters that have a gradient: the adapters' where there are any, else all."""
     return decoder.total if config.lora_rank is None else adapter_parameters(decoder, config)
