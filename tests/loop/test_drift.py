@@ -15,8 +15,7 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import DriftError, ServerError
 from ttrl.monitoring.drift import DEFAULT_LIMITS, ENOUGH_TOKENS, Judged, check_drift, exceeded, judged_figures, limits_of
-from ttrl.monitoring.drift_causes import Evidence, likely_causes
-from ttrl.monitoring.drift_tokens import WorstToken, worst_tokens
+from ttrl.monitoring.drift_causes import Evidence, WorstToken, likely_causes, worst_tokens
 from ttrl.records import Sample, TaskResult
 from ttrl.run_folder.folder import DRIFT_FILE as FILE_NAME
 from ttrl.run_folder.folder import RunFolder

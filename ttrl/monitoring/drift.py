@@ -1,9 +1,9 @@
 """Whether sampler and trainer are the same model: every iteration's difference of their log-probabilities, held to limits.
 
 The recipe measures it before its first step (`ttrl.training.drift`). Only tokens of the policy that training starts from are
-judged: those of older policies differ because the policy has moved since, which is what importance ratios are for. Where there
-are none of it (one step off policy), those of the policy that sampled are, under its own weights, in some rows. Where a limit is
-exceeded, a check looks for the likely causes (`ttrl.monitoring.drift_causes`), everything is written to drift.json in the
+judged: those of older policies differ because the policy has moved since, which is what importance ratios are for. Where it
+sampled none (one step off policy), tokens of the policy that sampled are judged under its own weights, in some of the rows. Where
+a limit is exceeded, the likely causes are checked (`ttrl.monitoring.drift_causes`), everything is written to drift.json in the
 iteration's folder, and the run ends with DriftError, or warns and goes on (`TrainConfig.drift`).
 """
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
 
 ENOUGH_TOKENS = 1000
-"""Below it a 99.9th percentile is the largest of all, and one token in a hundred weighs more than the limits allow: only the mean
-is judged."""
+"""With fewer, only the mean is judged: the 99.9th percentile would be the largest of all, and a single token would weigh more
+than the limits allow."""
 FEWEST_TOKENS = 100
-"""A mean over fewer counts as if it were over so many, with no difference in those that are not there: single tokens that are a
-nat apart are nothing unusual in bfloat16, and with `tokens_per_iteration` the newest policy may have sampled a handful."""
+"""A mean over fewer counts as if it were over this many, the missing ones without a difference: in bfloat16 it is not unusual
+that a single token is a nat apart, and with `tokens_per_iteration` the newest policy may have sampled only a handful."""
 _WORDS = {
     "mean": "mean |difference of log-probabilities|",
     "p999": "99.9th percentile of it",
@@ -36,8 +36,8 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How far apart they may be. None: no limit."""
+class DriftLimits:
+    """How far apart sampler and trainer may be. None: no limit."""
 
     mean: float | None
     """Nats; above it is too far, as with `p999`."""
@@ -57,31 +57,32 @@ class Limits:
 # model, not a policy that is one small step old: that is what the canary after each sync is for. Both half-precision and CUDA
 # limits come from reading, not from runs of ours: no GPU has run this yet.
 DEFAULT_LIMITS = {
-    ("fp32", "cpu"): Limits(mean=2e-4, p999=5e-3, ess=0.99, outside=0.005),
-    ("fp32", "cuda"): Limits(mean=2e-3, p999=5e-2, ess=0.98, outside=0.05),
-    ("bf16", "cpu"): Limits(mean=0.06, p999=1.0, ess=0.9, outside=0.04),
-    ("bf16", "cuda"): Limits(mean=0.06, p999=1.0, ess=0.9, outside=0.04),
+    ("fp32", "cpu"): DriftLimits(mean=2e-4, p999=5e-3, ess=0.99, outside=0.005),
+    ("fp32", "cuda"): DriftLimits(mean=2e-3, p999=5e-2, ess=0.98, outside=0.05),
+    ("bf16", "cpu"): DriftLimits(mean=0.06, p999=1.0, ess=0.9, outside=0.04),
+    ("bf16", "cuda"): DriftLimits(mean=0.06, p999=1.0, ess=0.9, outside=0.04),
 }
 
 
-def limits(dtype: str | None, device: str | None, changes: Mapping[str, Any] | None = None) -> Limits:
-    """The defaults for a dtype and device (float32 on CPU where they are not known), with `drift_limits`' changes."""
+def limits(dtype: str | None, device: str | None, changes: Mapping[str, Any] | None = None) -> DriftLimits:
+    """Return the defaults for a dtype and device (float32 on CPU where unknown), with the changes of `drift_limits`."""
     kind = "bf16" if dtype == "bf16" else "fp32", "cuda" if device == "cuda" else "cpu"
     given = {name: (changes or {})[name] for name in LIMIT_NAMES if name in (changes or {})}
-    return Limits(**(asdict(DEFAULT_LIMITS[kind]) | given))
+    return DriftLimits(**(asdict(DEFAULT_LIMITS[kind]) | given))
 
 
-def limits_of(config: "TrainConfig") -> Limits:
-    """What a run is held to."""
+def limits_of(config: "TrainConfig") -> DriftLimits:
+    """Return what a run is held to."""
     return limits(config.dtype, config.device, config.drift_limits)
 
 
-def exceeded(figures: Mapping[str, Any], limits: Limits) -> list[str]:
-    """What of the figures of one weights version is beyond its limit, in words with both numbers; empty where nothing is."""
+def exceeded(figures: Mapping[str, Any], limits: DriftLimits) -> list[str]:
+    """Say which figures of one weights version are beyond their limits, with both numbers; empty where none is."""
     found = []
     if figures.get("not_finite"):
         found.append(f"{figures['not_finite']} tokens for which one of the two has no finite log-probability")
-    tokens = figures["tokens"] if is_number(figures.get("tokens")) else 0
+    known = figures.get("tokens")
+    tokens = known if is_number(known) else 0
     names = LIMIT_NAMES if tokens >= ENOUGH_TOKENS else ("mean",)
     for name in names:
         value, limit = figures.get("ess_of_most" if name == "ess" and "ess_of_most" in figures else name), getattr(limits, name)
@@ -95,25 +96,26 @@ def exceeded(figures: Mapping[str, Any], limits: Limits) -> list[str]:
 
 
 class Judged(NamedTuple):
-    """What is held to the limits."""
+    """The figures that are held to the limits."""
 
     version: int
-    """Of the policy that sampled the tokens, and under whose weights they were compared."""
+    """The policy that sampled the tokens, and under whose weights they were compared."""
     figures: dict[str, Any]
     source: dict[str, Any]
-    """What holds "worst" and "by_position" of these tokens."""
+    """The entry that holds "worst" and "by_position" of these tokens."""
 
 
 def judged_figures(drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]) -> Judged | None:
-    """The figures of the tokens that policy `version` sampled, from which training starts; where there are none, those that were
-    compared under the weights of an older policy that sampled them; None where there are neither. Figures of older run folders,
-    which are not kept by version, are not judged. training: the run's settings of the recipe.
+    """Return the figures of the tokens that were sampled by policy `version`, from which training starts; where there are none,
+    those that were compared under the weights of the older policy that sampled them; None where there are neither.
+
+    Figures of older run folders, which are not kept by version, are not judged. training: the run's settings of the recipe.
 
     A base in 4 bits is not judged while the server has the starting model, whose numbers nobody has rounded: from the first
     checkpoint on, both have the same.
     """
-    drift = drift or {}
-    by_version, own, judged = drift.get("by_version"), drift.get("own_weights"), None
+    drift, judged = drift or {}, None
+    by_version, own = drift.get("by_version"), drift.get("own_weights")
     if isinstance(by_version, dict) and str(version) in by_version:
         judged = Judged(version, by_version[str(version)], drift)
     elif isinstance(own, dict) and own.get("tokens"):
@@ -130,15 +132,16 @@ def check_drift(
     console: Console,
     ask_server: Callable[[str], Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Judges iteration `number`, whose train phase is done.
+    """Judge iteration `number`, whose train phase is done.
 
-    ask_server: GETs a path of the running server and returns the JSON answer; None where no server runs.
+    ask_server: a function that GETs a path of the running server and returns the JSON answer; None where no server runs.
 
     Returns None where everything is within the limits or nothing could be judged, else what drift.json holds; raises DriftError
     instead where `config.drift` is "stop".
     """
     marker = folder.iteration(number).marker("train") or {}
-    drift = next(iter(marker.get("steps") or [{}]), {}).get("sampler_trainer")
+    steps: list[dict[str, Any]] = marker.get("steps") or [{}]
+    drift = steps[0].get("sampler_trainer")
     judged = judged_figures(drift, folder.policy_version(number - 1), config.training)
     path = folder.iteration(number).path / DRIFT_FILE
     if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
@@ -146,8 +149,7 @@ def check_drift(
         return None
     version, figures, source = judged
     # Loads torch and the pack, which a run without drift need not pay for.
-    from ttrl.monitoring.drift_causes import gather_evidence, likely_causes
-    from ttrl.monitoring.drift_tokens import describe, worst_tokens
+    from ttrl.monitoring.drift_causes import gather_evidence, likely_causes, worst_tokens
 
     try:
         tokens = worst_tokens(folder, number, source, version)
@@ -169,7 +171,7 @@ def check_drift(
         f"iteration {number}: sampler and trainer do not compute the same: {'; '.join(beyond)}; over {figures['tokens']:,} "
         f"tokens that policy {version} sampled",
         "The tokens that are furthest apart (natural log-probabilities):",
-        *([describe(token) for token in tokens] or [unread or "  (none were kept)"]),
+        *([token.line() for token in tokens] or [unread or "  (none were kept)"]),
         "Likely causes, checked:",
         *(cause.line() for cause in causes),
     ]
@@ -177,8 +179,8 @@ def check_drift(
         lines += [
             f"What iteration {number} sampled and trained is of no use. Remove the cause, and start the same command again with "
             f"{REDO_VARIABLE}={number} in front of it, or as train(..., redo={number}): that throws away {path.parent} and all "
-            'after it, and does them again. If this difference is to be expected here: drift="warn", or higher drift_limits; '
-            "both may be changed for a run that goes on",
+            'after it, and does them again. If this difference is expected here: drift="warn", or higher drift_limits; both may '
+            "be changed for a run that goes on",
         ]
         raise DriftError("\n".join(lines))
     for line in lines:
@@ -187,7 +189,7 @@ def check_drift(
 
 
 def _server_info(ask: Callable[[str], Any] | None) -> dict[str, Any] | None:
-    """vLLM's own description of how it runs; None where there is none to be had."""
+    """Ask vLLM how it runs; None where it does not say."""
     if ask is None:
         return None
     try:

@@ -1,23 +1,112 @@
-"""Why sampler and trainer may differ: each likely cause, checked against what the run folder, the model and the server say.
+"""Where sampler and trainer differ, and why: the tokens that are furthest apart, and each likely cause, checked against what the
+run folder, the model and the server say. Read by `ttrl.monitoring.drift` where a limit is exceeded.
 
 A check says "found" where it saw the cause itself, "ruled out" where it saw that it is not there, and "could not be checked"
-where what it would have to look at is not to be had. Nothing is guessed from the size of the difference.
+where it could not see what it would have to look at. Nothing is guessed from the size of the difference.
 """
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from ttrl.monitoring.drift_tokens import WorstToken
+from ttrl.data.packing.pack import PackedTensors, unpack
 from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.reader import read_run
+from ttrl.run_folder.token_text import run_token_text
+from ttrl.system.files import read_jsonl
 
 if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
+
+_BEFORE, _AFTER = 12, 4  # tokens of context
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """One of the tokens on which sampler and trainer differ most, with what stands around it."""
+
+    task_id: str
+    sample: int
+    place: int
+    """Its number among the generated tokens, from 0."""
+    position: int
+    """Its position in the whole sequence."""
+    token_id: int
+    text: str
+    before: str
+    after: str
+    trainer: float | None
+    sampler: float | None
+    as_sent: bool | None
+    """Whether the packed sequence up to it is, id by id, what the server said it sampled from; None where the server gave no ids
+    or the sample has several turns."""
+
+    def line(self) -> str:
+        """Return it for a terminal."""
+
+        def shown(text: str) -> str:
+            return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+        sampler, trainer = ("not finite" if value is None else f"{value:.4f}" for value in (self.sampler, self.trainer))
+        return (
+            f"  sampler {sampler}, trainer {trainer}: task {self.task_id!r}, sample {self.sample}, token {self.place} "
+            f"(position {self.position}, id {self.token_id}): …{shown(self.before)}[{shown(self.text)}]{shown(self.after)}…"
+        )
+
+
+def worst_tokens(folder: RunFolder, number: int, drift: Mapping[str, Any], version: int) -> list[WorstToken]:
+    """Return the tokens that policy `version` sampled on which the two differ most, the furthest first.
+
+    Raises PackError where the pack cannot be read.
+    """
+    chosen = [one for one in drift.get("worst") or [] if one["version"] == version]
+    if not chosen:
+        return []
+    path = folder.iteration(number).path
+    packed = PackedTensors.load(path / "packed.safetensors")
+    text = run_token_text(read_run(folder.path), number) or (lambda token: f"⟨{token}⟩")
+    tasks = {packed.samples[int(packed.sample_ids[one["row"], one["position"]])].task_id for one in chosen}
+    sent = {  # prompt and completion ids of single-turn samples, as the server gave them
+        (row["task_id"], row["sample"]): [*row["prompt_token_ids"], *row["token_ids"]]
+        for row in read_jsonl(path / "rollouts.jsonl")
+        if row["task_id"] in tasks and row.get("prompt_token_ids") and row.get("token_ids") and not row.get("turns")
+    }
+    # Samples of a group that begin alike have the same worst token: the first of them is enough.
+    found: dict[tuple[str, int, int, str], WorstToken] = {}
+    for one in chosen:
+        token = _worst_token(packed, one, text, sent)
+        found.setdefault((token.task_id, token.position, token.token_id, token.before), token)
+    return list(found.values())
+
+
+def _worst_token(
+    packed: PackedTensors, one: Mapping[str, Any], text: Callable[[int], str], sent: Mapping[tuple[str, int], list[int]]
+) -> WorstToken:
+    row, position = one["row"], one["position"]
+    alone = packed.rows([row])
+    sample = unpack(alone)[int(alone.sample_ids[0, position])]
+    place = int(alone.input_pos[0, position]) + 1  # of the token that is predicted from here
+    ids = list(sample.token_ids)
+    known = sent.get((sample.task_id, sample.sample))
+    return WorstToken(
+        task_id=sample.task_id,
+        sample=sample.sample,
+        place=place - sample.prompt_length,
+        position=place,
+        token_id=ids[place],
+        text=text(ids[place]),
+        before="".join(map(text, ids[max(0, place - _BEFORE) : place])),
+        after="".join(map(text, ids[place + 1 : place + 1 + _AFTER])),
+        trainer=one["trainer"],
+        sampler=one["sampler"],
+        as_sent=None if known is None else known[: place + 1] == ids[: place + 1],
+    )
+
 
 Verdict = Literal["found", "ruled out", "could not be checked"]
 _ORDER = {"found": 0, "could not be checked": 1, "ruled out": 2}
@@ -40,7 +129,7 @@ class Cause:
     way_out: str = ""
 
     def line(self) -> str:
-        """For a terminal."""
+        """Return it for a terminal."""
         mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[self.verdict]
         way = f" → {self.way_out}" if self.way_out and self.verdict != "ruled out" else ""
         return f"  {mark:<11} {self.name}: {self.detail}{way}"
@@ -48,7 +137,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the checks look at. Whatever could not be had is None or empty."""
+    """What the checks look at. Whatever is not available is None or empty."""
 
     config: "TrainConfig"
     version: int
@@ -70,15 +159,15 @@ class Evidence:
     tokens: tuple[WorstToken, ...] = ()
 
     def argument(self, name: str) -> Any:
-        """An argument that the run's config gives vLLM; None where it gives none."""
+        """Return an argument that the run's config gives vLLM; None where it gives none."""
         return next((value for key, value in self.config.server.items() if key.replace("_", "-") == name), None)
 
     def by_default(self, value: str) -> str | None:
-        """What a server that ttrl starts is told anyway; None for one that said how it runs, or that somebody else started."""
+        """Return what ttrl tells a server that it starts; None for one that said how it runs, or was started by others."""
         return value if self.server is None and not self.config.joined_servers else None
 
     def told(self, *path: str) -> Any:
-        """What the server says of itself at a path; None where it says nothing."""
+        """Return what the server says about itself at a path; None where it says nothing."""
         value: Any = self.server
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -94,7 +183,7 @@ def gather_evidence(
     tokens: list[WorstToken],
     server: Mapping[str, Any] | None,
 ) -> Evidence:
-    """Reads what is there; never raises for what is not."""
+    """Read what is there; never raises for what is not."""
     model, iteration = folder.checkpoint(version), folder.iteration(number)
     shape = _read(model / "config.json")
     # The policy was brought to the server for one of these; an iteration that trained nothing has that of the one before.
@@ -118,7 +207,7 @@ def gather_evidence(
 
 
 def likely_causes(evidence: Evidence) -> list[Cause]:
-    """All of them, those that were found first."""
+    """Check all likely causes; those that were found come first."""
     checks = (
         _temperature, _sampling, _generation_config, _logprobs_mode, _tokens, _weights, _dtype, _positions, _vocabulary,
         _adapters,
@@ -127,7 +216,7 @@ def likely_causes(evidence: Evidence) -> list[Cause]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file (JSON is YAML) as a mapping; empty where it cannot be read."""
+    """Read a JSON or YAML file (JSON is YAML) as a mapping; empty where it cannot be read."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -179,7 +268,7 @@ def _logprobs_mode(e: Evidence) -> Cause:
     name = "logprobs mode of the server"
     mode = e.told("model_config", "logprobs_mode") or e.argument("logprobs-mode") or e.by_default("processed_logprobs")
     if mode is None:
-        return Cause(name, "could not be checked", "the server does not say it")
+        return Cause(name, "could not be checked", "the server does not say which")
     if mode == "processed_logprobs" or (mode == "raw_logprobs" and e.config.temperature == 1.0):
         return Cause(name, "ruled out", f"{mode} at temperature {e.config.temperature:g}")
     return Cause(
@@ -215,7 +304,7 @@ def _weights(e: Evidence) -> Cause:
     apart = e.sync.get("canary_max_difference")
     how = f"after {e.sync.get('mode', 'the sync')} the canary differed by at most {apart:.2g} nats" if apart is not None else ""
     if apart is None:
-        return Cause(name, "could not be checked", "the sync says nothing of a canary", "weight_sync='restart'")
+        return Cause(name, "could not be checked", "the sync does not mention a canary", "weight_sync='restart'")
     limit = 1e-3 if e.config.dtype == "fp32" else 1.0
     if apart > limit:
         return Cause(name, "found", f"{how}, more than {limit:g}", "weight_sync='restart'")
@@ -257,9 +346,8 @@ def _positions(e: Evidence) -> Cause:
             way = "put it into the model folder's config.json, which both read"
             return Cause(name, "found", f"the server is started with {argument} {e.argument(argument)!r}{grows}", way)
     rope = e.shape.get("rope_parameters") or e.shape.get("rope_scaling") or {}
-    kinds = {
-        part.get("rope_type") or part.get("type") for part in [rope, *rope.values()] if isinstance(part, Mapping)
-    } & _SCALED_ROPE
+    parts = [part for part in [rope, *rope.values()] if isinstance(part, Mapping)]
+    kinds = _SCALED_ROPE.intersection(str(part.get("rope_type") or part.get("type")) for part in parts)
     length, context = e.told("model_config", "max_model_len"), e.recipe.get("context") or e.shape.get("max_position_embeddings")
     if not kinds:
         return Cause(name, "ruled out", f"plain RoPE, the same for any length{grows}")
@@ -289,12 +377,10 @@ def _adapters(e: Evidence) -> Cause:
     rank = e.recipe.get("lora_rank")
     if rank is None:
         return Cause(name, "ruled out", "there are none")
-    adapter = _read(e.model / "adapter_config.json") if e.model is not None else {}
-    adapter = adapter or (_read(e.model / "adapter" / "adapter_config.json") if e.model is not None else {})
+    folders = [e.model, e.model / "adapter"] if e.model is not None else []
+    adapter = next((found for folder in folders if (found := _read(folder / "adapter_config.json"))), {})
     if not adapter:
-        return Cause(
-            name, "could not be checked", "the checkpoint says nothing of adapters: they were merged into it by the trainer"
-        )
+        return Cause(name, "could not be checked", "the checkpoint does not mention adapters: the trainer merged them into it")
     mine = float(e.recipe.get("lora_alpha", 16.0)) / float(rank)
     theirs = float(adapter.get("lora_alpha", 0)) / (float(adapter.get("r", 1)) ** (0.5 if adapter.get("use_rslora") else 1.0))
     if abs(mine - theirs) > 1e-9:
@@ -304,7 +390,7 @@ def _adapters(e: Evidence) -> Cause:
 
 
 def _headers(model: Path | None) -> list[dict[str, Any]]:
-    """The headers of a checkpoint's safetensors files; nothing else of them is read."""
+    """Read the headers of a checkpoint's safetensors files, and nothing else of them."""
     headers = []
     for path in sorted(model.glob("*.safetensors")) if model is not None and model.is_dir() else []:
         try:
