@@ -76,7 +76,7 @@ HOUSE = {
     "data": _room("data.chat configs records"),
     "data.chat": _room("records", "transformers jinja2"),
     "data.packing": _room("configs records", "torch safetensors numpy"),
-    "data.pictures": _room("data.packing", "numpy matplotlib"),
+    "data.pictures": _room("data.packing", "numpy matplotlib jinja2 markupsafe"),
     # The recipes and their parts: neither openai nor vllm.
     "training": _room(
         "training.kernels training.models training.objective training.optimizer training.parallel training.policy "

@@ -1,5 +1,6 @@
 """Pictures: that they show what is in the tensors, and say what they leave out."""
 
+import html
 import math
 import re
 import subprocess
@@ -9,11 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
-from ttrl.data.pictures.plot import packed_row_svg, plot_packed_tensors
+from ttrl.data.pictures.page import packed_row_html
+from ttrl.data.pictures.plot import plot_packed_tensors
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -38,17 +38,19 @@ def packed() -> PackedTensors:
     return packed_tensors_from_tokenized_results(results, seq_len=12, pad_id=0)
 
 
-def hovers(svg: str) -> list[str]:
-    return [title.text for title in ElementTree.fromstring(svg).iter(f"{SVG}title")]
+def hovers(row: str) -> list[str]:
+    ElementTree.fromstring(row)  # well-formed
+    return [html.unescape(title) for title in re.findall(r'<span[^>]* title="([^"]*)"', row)]
 
 
 def test_every_position_of_a_row_is_drawn_with_what_is_known_of_it(packed):
-    svg = packed_row_svg(packed, 0)
-    titles = hovers(svg)
+    row = packed_row_html(packed, 0)
+    titles = hovers(row)
     cells = [title for title in titles if "never read" not in title]
     assert [re.search(r"id (\d+)", title)[1] for title in cells] == ["1", "2", "3", "4", "3", "7", "8"]
     assert [re.search(r"id (\d+)", title)[1] for title in titles if "never read" in title] == ["5", "6", "9"]
-    assert cells[0].split("\n")[1:] == [
+    assert cells[0].split("\n") == [
+        "token '1', id 1",
         "group 0, a root",
         "position 0",
         "shared by the completions that continue it",
@@ -63,29 +65,29 @@ def test_every_position_of_a_row_is_drawn_with_what_is_known_of_it(packed):
         "advantage -2.000, logprob -0.250",
     ]
     assert "task b<, sample 0" in cells[6]
-    assert "12 positions, 7 tokens, 4 trained (57.1%), 5 padding (41.7%), 3 samples in 2 trees" in svg
-    assert "2 shared tokens saved (22.2%)" in svg  # 1 2 for the second completion
+    assert "12 positions, 7 tokens, 4 trained (57.1%), 5 padding (41.7%), 3 samples in 2 trees" in row
+    assert "2 shared tokens saved (22.2%)" in row  # 1 2 for the second completion
 
 
 def test_any_text_is_safe_inside_of_html(packed):
     strings = {1: "<script>", 2: "&amp;", 3: '"', 4: "\x00\n\t\x07", 5: "]]>", 6: "é", 7: "日本\u202e"}
-    svg = packed_row_svg(packed, 0, lambda token: strings.get(token, ""))
-    ElementTree.fromstring(svg)  # well-formed
-    assert "<script" not in svg and "&lt;script&gt;" in svg
-    assert any("␀↵⇥␇" in title for title in hovers(svg)) and any("日本⟨202e⟩" in title for title in hovers(svg))
-    assert any("]]>" in title and "never read" in title for title in hovers(svg))  # a label that is no input has its text too
+    packed.samples[0].task_id = "<b>\x1b"
+    row = packed_row_html(packed, 0, lambda token: strings.get(token, ""))
+    assert "<script" not in row and "&lt;script&gt;" in row and "&lt;b&gt;␛" in row
+    assert any("␀↵⇥␇" in title for title in hovers(row)) and any("日本⟨202e⟩" in title for title in hovers(row))
+    assert any("]]>" in title and "never read" in title for title in hovers(row))  # a label that is no input has its text too
 
 
 def test_a_long_row_says_what_is_not_drawn(packed):
-    svg = packed_row_svg(packed, 0, max_positions=3)
-    assert len([title for title in hovers(svg) if "never read" not in title]) == 3
-    assert "… and 4 more positions" in svg
-    ElementTree.fromstring(packed_row_svg(packed.pad_rows_to_multiple(2), 1))  # a row of padding alone
+    row = packed_row_html(packed, 0, max_positions=3)
+    assert len([title for title in hovers(row) if "never read" not in title]) == 3
+    assert "… and 4 more positions" in row
+    ElementTree.fromstring(packed_row_html(packed.pad_rows_to_multiple(2), 1))  # a row of padding alone
 
 
 def test_what_cannot_be_drawn_is_named(packed):
     with pytest.raises(PackError, match="row 1 of 1 row; give rows from 0 to 0"):
-        packed_row_svg(packed, 1)
+        packed_row_html(packed, 1)
     with pytest.raises(PackError, match="no row of 1 row"):
         plot_packed_tensors(packed, rows=[])
 
@@ -122,5 +124,5 @@ def boxes(axis) -> list[tuple[float, float, float, float]]:
 
 
 def test_a_row_is_drawn_without_loading_matplotlib():
-    code = "import sys, ttrl.data.pictures.plot, ttrl.data.packing.pack; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, ttrl.data.pictures.plot, ttrl.data.pictures.page; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,10 +3,8 @@
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -448,7 +446,7 @@ def test_hundreds_of_iterations_become_means_in_bars_and_stay_small(tmp_path: Pa
 
 
 def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn is plot.py's matter; here: the newest pack, its first row, one string per token."""
+    """What is drawn is pictures/page.py's matter; here: the newest pack, its first row, one string per token."""
     folder = make_run(tmp_path / "run", [0.5, 0.6, 0.7])
     sequences = [
         TokenizedResult(
@@ -472,7 +470,7 @@ def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path, monkeypatch: pyte
         drawn.append((packed.tokens.tolist(), row, token_text))
         return '<svg viewBox="0 0 1 1"><title>a packed row</title></svg>'
 
-    monkeypatch.setitem(sys.modules, "ttrl.data.pictures.plot", SimpleNamespace(packed_row_svg=draw))
+    monkeypatch.setattr("ttrl.data.pictures.page.packed_row_html", draw)
     text = page_of(folder).text
     assert drawn == [([[5, 6, 7, 0]], 0, None)]  # no tokenizer in this run folder
     assert "Row 1 of 4 of iteration 2" in text and "a packed row" in text

@@ -66,8 +66,7 @@ def _view(arguments: argparse.Namespace) -> int:
 
     view = open_pack(arguments.run, arguments.iteration, arguments.rows, arguments.tokenizer)
     if arguments.text:
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        print(view.text(colour=colour, width=shutil.get_terminal_size((130, 24)).columns))
+        print(view.text(shutil.get_terminal_size((130, 24)).columns))
     written = [view.write_png(arguments.png)] if arguments.png else []
     if arguments.output or not (arguments.text or arguments.png):
         written.append(view.write_html(arguments.output))

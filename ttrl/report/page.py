@@ -112,7 +112,7 @@ def _packed_row(run: RunData) -> dict[str, Any] | None:
         return None
     from ttrl.data.packing.packed import PackedTensors
     from ttrl.data.packing.packed_file import load_packed
-    from ttrl.data.pictures.plot import packed_row_svg
+    from ttrl.data.pictures.page import packed_row_html
 
     path = run.iteration_folder(there[-1]) / "packed.safetensors"
     try:
@@ -123,7 +123,7 @@ def _packed_row(run: RunData) -> dict[str, Any] | None:
             return None
         first = packed.rows([0])
         first.check(str(path))
-        picture = packed_row_svg(first, 0, token_text_of(run, there[-1]), max_positions=600)
+        picture = packed_row_html(first, 0, token_text_of(run, there[-1]), max_positions=600)
     except TtrlError as error:
         logger.warning("the report has no picture of a packed row: %s", error)
         return {"error": str(error)}

@@ -50,11 +50,11 @@ class PackView:
             raise UserError(f"{path}: pictures need matplotlib ({error}); pip install matplotlib, or leave out --png") from error
         return Path(path)
 
-    def text(self, *, colour: bool, width: int) -> str:
-        """The rows for a terminal of `width` columns."""
+    def text(self, width: int) -> str:
+        """Return the rows for a terminal of `width` columns."""
         from ttrl.data.pictures.text import packed_rows_text
 
-        return packed_rows_text(self.packed, self.rows, self.token_text, self.title, colour=colour, width=width)
+        return packed_rows_text(self.packed, self.rows, self.token_text, self.title, width=width)
 
 
 def open_pack(

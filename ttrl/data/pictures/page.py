@@ -1,21 +1,22 @@
-"""Packed rows as one HTML page to look through: an overview of each row, and the tokens of the place that one points at.
+"""Show packed rows as HTML: as a page to look through (`ttrl view`), and one row as a piece of a report.
 
-The page needs nothing else: its one script stands in it, named by its hash in the content security policy, which forbids
-everything other, and draws from compact arrays (`row_data`), a few bytes per position. What models wrote reaches the page only as
-JSON with every `<` written as an escape, and from there only as text, so no token can become markup. Drawn are canvases for whole
-rows, and elements for a few hundred tokens at a time: rows of 100,000 positions stay usable.
+The page needs nothing else: its one script is part of it, named by its hash in the content security policy, which forbids
+everything else, and draws from compact arrays (`row_data`), a few bytes per position: canvases for whole rows, and elements for a
+few hundred tokens at a time, so that rows of 100,000 positions stay usable. What models wrote reaches the page only as JSON with
+every `<` escaped, and from there only as text; in a report's row the template escapes it. No token can become markup.
 """
 
 import base64
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
@@ -33,18 +34,21 @@ from ttrl.data.pictures.segments import (
 from ttrl.errors import PackError
 
 MAX_BYTES = 50_000_000
-"""Of a page: browsers still open it, phones hardly."""
-_BYTES_PER_POSITION = 14  # at the most, about: a number in the vocabulary, a log-probability
-_BYTES_PER_CHANGE = 12  # of an advantage or weight from one position to the next
-_LOGPROB_UNIT = 1e-4  # nats: what log-probabilities are rounded to on the page
+"""The largest page: browsers still open it, phones hardly."""
+_BYTES_PER_POSITION = 14  # about the most: a number in the vocabulary, a log-probability
+_BYTES_PER_CHANGE = 12  # where an advantage or weight differs from the position before
+_LOGPROB_UNIT = 1e-4  # nats, to which log-probabilities are rounded on the page
 
-_TEMPLATE = Path(__file__).with_name("page.html")
+_HERE = Path(__file__).parent
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
 
 
 def packed_rows_html(
     packed: PackedTensors, rows: Sequence[int], token_text: TokenText | None = None, title: str = "Packed rows"
 ) -> str:
-    """The page. `rows`: which ones, in this order. Ids are shown where `token_text` is None.
+    """Return the page of these rows, in this order; ids are shown where `token_text` is None.
 
     Raises PackError for rows that are not there, and for so many that the page would be larger than MAX_BYTES.
     """
@@ -58,34 +62,104 @@ def packed_rows_html(
             f"above {MAX_BYTES / 1e6:.0f} MB; choose about {max(1, len(chosen) * MAX_BYTES // size)} rows at a time"
         )
     segments = {row: segments_of(packed, row) for row in chosen}
-    figures = {row: figures_of(packed, row, segments[row]) for row in chosen}
     data = page_data(packed, segments, token_text)
-    style, markup, script = _template()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_source_hash(script)}'"
-    title = escape(visible(title))
-    facts = {
-        "TITLE": title,
-        "POLICY": escape(policy),
-        "STYLE": style,
-        "SUMMARY": escape(_summary(packed, chosen, figures_of_pack(packed))),
-        "SCALE": escape(f"{data['largest']:.3g}"),
-        "ROWS": "".join(_row_html(row, figures[row]) for row in figures),
-        "DATA": script_json(data),
-        "SCRIPT": script,
-    }
-    # Split once, so that nothing that is put in is looked at again.
-    pieces = markup.split("@@")
-    return "".join(facts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _TEMPLATES.get_template("page.html").render(
+        title=visible(title),
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
+        summary=_summary(packed, chosen, figures_of_pack(packed)),
+        scale=f"{data['largest']:.3g}",
+        rows={row: figures_of(packed, row, segments[row]).words() for row in chosen},
+        data=Markup(script_json(data)),
+        script=Markup(script),
+    )
+
+
+def packed_row_html(packed: PackedTensors, row: int, token_text: TokenText | None = None, max_positions: int = 2048) -> str:
+    """Return one row as a `<div>` without a script, for other pages: every token, with what the trainer knows of it on hover.
+
+    Ids are shown where `token_text` is None. Only the first `max_positions` positions are drawn, at about 0.3 kB each; a line
+    says how many are left. Padding is counted in the title.
+
+    Raises PackError for a row that is not there.
+    """
+    check_rows(packed, [row])
+    segments = segments_of(packed, row)
+    used = segments[-1].stop if segments else 0
+    depths = max((segment.depth + 1 for segment in segments), default=1)
+    facts = _RowFacts(packed, row, token_text)
+    blocks = []
+    for segment in segments:
+        if segment.begin < max_positions:
+            stop = min(segment.stop, max_positions)
+            trained = segment.label != IGNORE_LABEL and stop == segment.stop
+            blocks.append(
+                {
+                    "colour": colours.group_colour(segment.tree, segment.depth, depths),
+                    "indent": 14 * min(segment.depth, 12),
+                    "head": f"{_parentage(segment)}: {facts.owner(segment)}",
+                    "tokens": [facts.cell(segment, position) for position in range(segment.begin, stop)],
+                    "last": facts.last(segment) if trained else None,
+                }
+            )
+    words = ", ".join(figures_of(packed, row, segments).words()).replace(" of the tokens", "")
+    return _TEMPLATES.get_template("row.html").render(
+        title=f"Row {row}: {words}", blocks=blocks, left=max(0, used - max_positions), ids=token_text is None
+    )
+
+
+def _parentage(segment: Segment) -> str:
+    return f"group {segment.group}, " + ("a root" if segment.parent == segment.group else f"continues group {segment.parent}")
+
+
+class _RowFacts:
+    """What is said of each position of a row."""
+
+    def __init__(self, packed: PackedTensors, row: int, token_text: TokenText | None) -> None:
+        columns = (packed.tokens, packed.labels, packed.input_pos, packed.advantages, packed.logprobs)
+        self.tokens, self.labels, self.positions, self.advantages, self.logprobs = (column[row].tolist() for column in columns)
+        self._samples, self._token_text = packed.samples, token_text
+        self._largest = max(map(abs, self.advantages), default=0.0) or 1.0
+
+    def text(self, token: int) -> str:
+        """Return a token for people: its id where its text is unknown, else the text with everything made visible."""
+        return str(token) if self._token_text is None else visible(self._token_text(token)) or "∅"
+
+    def owner(self, segment: Segment) -> str:
+        """Say whose tokens these are."""
+        if segment.sample < 0:
+            return "shared by the completions that continue it"
+        sample = self._samples[segment.sample]
+        return f"task {visible(sample.task_id)}, sample {sample.sample}"
+
+    def cell(self, segment: Segment, position: int) -> dict[str, str]:
+        """Return a token's text, what it says on hover, and the colour of the advantage that belongs to its label."""
+        token, label, advantage = self.tokens[position], self.labels[position], self.advantages[position]
+        lines = [f"token {self.text(token)!r}, id {token}", _parentage(segment), f"position {self.positions[position]}"]
+        lines.append(self.owner(segment))
+        if label == IGNORE_LABEL:
+            return {"text": self.text(token), "hover": "\n".join([*lines, "nothing is trained here"]), "bar": "transparent"}
+        lines.append(f"predicts {self.text(label)!r}, id {label}")
+        lines.append(f"advantage {advantage:+.3f}, logprob {self.logprobs[position]:.3f}")
+        bar = colours.advantage_colour(advantage, self._largest)
+        return {"text": self.text(token), "hover": "\n".join(lines), "bar": bar}
+
+    def last(self, segment: Segment) -> dict[str, str]:
+        """Return the same for a sample's last token, which is only a label."""
+        text = self.text(segment.label)
+        return {"text": text, "hover": f"token {text!r}, id {segment.label}\nthe sample's last: predicted, never read"}
 
 
 def script_json(value: Any) -> str:
-    """JSON that can stand in a <script> element: ASCII, and nothing in it that an HTML parser reacts to."""
+    """Return JSON that is safe inside a <script> element: ASCII, and nothing that an HTML parser reacts to."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page_data(packed: PackedTensors, segments: dict[int, list[Segment]], token_text: TokenText | None) -> dict[str, Any]:
-    """What the page's script draws from, as JSON values.
+    """Return what the page's script draws from, as JSON values.
 
     rows         one per row, see `row_data`
     samples      by number in the sample table: task, sample, reward, advantage, finish reason
@@ -130,7 +204,7 @@ def page_data(packed: PackedTensors, segments: dict[int, list[Segment]], token_t
 
 
 def row_data(packed: PackedTensors, row: int, segments: Sequence[Segment], ids: np.ndarray) -> dict[str, Any]:
-    """A row as compact lists; `ids` is the sorted vocabulary of the page.
+    """Return a row as compact lists; `ids` is the sorted vocabulary of the page.
 
     segments     [parent, depth, tree, begin, stop, end, sample, position, label], in the order of their groups; label -1 for none
     tokens       one per position that is not padding
@@ -160,25 +234,13 @@ def row_data(packed: PackedTensors, row: int, segments: Sequence[Segment], ids: 
 
 
 def _runs(values: np.ndarray) -> list[float | int]:
-    """[1, 1, 2] as [1, 2, 2, 1]. Floats with the six digits that people may want to read."""
+    """Return [1, 1, 2] as [1, 2, 2, 1], floats with the six digits that people may want to read."""
     pairs = ((value, sum(1 for _ in run)) for value, run in groupby(values.tolist()))
     return [one for value, count in pairs for one in (float(f"{value:.6g}") if isinstance(value, float) else value, count)]
 
 
 def _rounded(logprobs: np.ndarray) -> list[int | None]:
     return [None if value != value else round(value / _LOGPROB_UNIT) for value in logprobs.tolist()]
-
-
-def _template() -> tuple[str, str, str]:
-    """Style, markup and script of the page."""
-    text = _TEMPLATE.read_text(encoding="utf-8")
-    style, rest = text.split("<!-- style -->\n")[1].split("<!-- markup -->\n")
-    markup, script = rest.split("<!-- script -->\n")
-    return style, markup, script.replace("<script>", "").replace("</script>", "")
-
-
-def _source_hash(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _summary(packed: PackedTensors, chosen: Sequence[int], figures: RowFigures) -> str:
@@ -189,7 +251,7 @@ def _summary(packed: PackedTensors, chosen: Sequence[int], figures: RowFigures) 
 
 
 def _ranges(rows: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "rows 0-2, 5"."""
+    """Return [0, 1, 2, 5] as "rows 0-2, 5"."""
 
     def spans() -> Iterator[str]:
         for _, run in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
@@ -197,10 +259,3 @@ def _ranges(rows: Sequence[int]) -> str:
             yield str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
     return ("row " if len(rows) == 1 else "rows ") + ", ".join(spans())
-
-
-def _row_html(row: int, figures: RowFigures) -> str:
-    """A row's place on the page; the script fills it."""
-    words = "".join(f"<li>{escape(word)}</li>" for word in figures.words())
-    head = f'<h2>Row {row}</h2><ul class="figures">{words}</ul>'
-    return f'<section class="row" id="row-{row}">{head}<div class="picture"></div></section>'

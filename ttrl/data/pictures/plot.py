@@ -1,8 +1,4 @@
-"""Pictures of packed tensors, to look at a pack before training on it.
-
-`plot_packed_tensors` draws many rows at once with matplotlib (loaded when it is called, and not needed otherwise);
-`packed_row_svg` draws one row token by token, with nothing but text.
-"""
+"""Draw packed tensors with matplotlib, which is loaded when it is called and not needed otherwise."""
 
 import os
 from collections.abc import Sequence
@@ -12,15 +8,12 @@ import numpy as np
 
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
-from ttrl.data.pictures import colours as row_colours
+from ttrl.data.pictures.colours import advantage_colour, group_colour, mix
 from ttrl.data.pictures.segments import Segment, TokenText, check_rows, figures_of, figures_of_pack, segments_of, visible
-from ttrl.data.pictures.svg import packed_row_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["packed_row_svg", "plot_packed_tensors"]
 
 _PADDING, _TRAINED, _UNTRAINED, _INK = "#d9dadc", "#1c1e21", "#e9e9e5", "#5d636a"
 _MAX_ROWS, _MAX_TEXT = 12, 96  # rows of a picture when none are named; columns up to which tokens are written into it
@@ -38,8 +31,8 @@ def plot_packed_tensors(
     *,
     title: str = "",
 ) -> "Figure":
-    """A figure with four lanes per row, drawn to scale along the positions: trees of groups, trained positions, advantages, and
-    the position of each token in its sample. Saved to `path` (as PNG where its name does not say otherwise) if that is given.
+    """Draw a figure with four lanes per row, to scale along the positions: trees of groups, trained positions, advantages, and
+    the position of each token in its sample. It is saved to `path` if given (as PNG where its name does not say otherwise).
 
     A hue is a tree; its root is dark, and what lies deeper stands lower and is lighter. A faint bar behind a group spans all that
     continues it. Advantages are blue above and red-brown below a common zero, on one scale for all rows. Without `rows`, the
@@ -51,6 +44,7 @@ def plot_packed_tensors(
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     chosen = check_rows(packed, range(min(packed.num_rows, _MAX_ROWS)) if rows is None else rows)
     segments = [segments_of(packed, row) for row in chosen]
@@ -60,8 +54,7 @@ def plot_packed_tensors(
     level = 4.0 if token_text else max(0.45, min(1.6, 7 / depths))
     top = _TREE + level * depths
     height = len(chosen) * (top * _UNIT + 0.36) + 1.5
-    figure = Figure(figsize=(13, height), layout="constrained")
-    figure.get_layout_engine().set(hspace=0.02, h_pad=0.05)
+    figure = Figure(figsize=(13, height), layout=ConstrainedLayoutEngine(hspace=0.02, h_pad=0.05))
     axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
     for axis, row, one in zip(axes, chosen, segments, strict=True):
         _draw_row(axis, packed, row, one, depths, largest, level)
@@ -75,7 +68,7 @@ def plot_packed_tensors(
         axis.set_title(f"row {row}: {', '.join(figures_of(packed, row, one).words()[1:])}", fontsize=8, loc="left", pad=3)
     axes[-1].set_xlabel("position in the row", fontsize=8)
     axes[-1].tick_params(axis="x", length=3, labelsize=8)
-    scale = LinearSegmentedColormap.from_list("", [row_colours.advantage_colour(v, 1, "light") for v in (-1, 0, 1)])
+    scale = LinearSegmentedColormap.from_list("", [advantage_colour(v, 1, "light") for v in (-1, 0, 1)])
     mappable = ScalarMappable(Normalize(-largest, largest), scale)
     figure.colorbar(
         mappable, ax=list(axes), label="advantage of the next token", pad=0.01, fraction=0.015, aspect=min(30, 8 * height)
@@ -98,27 +91,27 @@ def plot_packed_tensors(
 
 
 def _token_text(tokenizer: Any) -> TokenText | None:
-    if tokenizer is None or not hasattr(tokenizer, "decode"):
-        return tokenizer  # a function, or nothing
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
+    if tokenizer is None or callable(getattr(tokenizer, "decode", None)):
+        return None if tokenizer is None else lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
+    return lambda token: str(tokenizer(token))
 
 
 def _draw_row(
     axis: "Axes", packed: PackedTensors, row: int, segments: Sequence[Segment], depths: int, largest: float, level: float
 ) -> None:
-    """All lanes of a row. Position t spans t to t + 1."""
+    """Draw all lanes of a row. Position t spans t to t + 1."""
     from matplotlib.collections import PolyCollection
 
     used = segments[-1].stop if segments else 0
     top = _TREE + level * depths
     longest = max((segment.position + segment.stop - segment.begin for segment in segments), default=1)
     for segment in segments:
-        colour = row_colours.group_colour(segment.tree, segment.depth, depths)
+        colour = group_colour(segment.tree, segment.depth, depths)
         bottom = top - (segment.depth + 1) * level
-        box = {"linewidth": 0.6 if len(segments) < 200 else 0.15, "edgecolor": "white"}
+        box: dict[str, Any] = {"linewidth": 0.6 if len(segments) < 200 else 0.15, "edgecolor": "white"}
         axis.broken_barh([(segment.begin, segment.stop - segment.begin)], (bottom, level), facecolor=colour, **box)
         if segment.end > segment.stop:
-            below = row_colours.mix("#ffffff", colour, 0.18)
+            below = mix("#ffffff", colour, 0.18)
             axis.broken_barh([(segment.stop, segment.end - segment.stop)], (bottom, level), facecolor=below, **box)
         low, high = segment.position, segment.position + segment.stop - segment.begin
         heights = [(_POSITION[1] - _POSITION[0]) * value / longest for value in (low, high)]
@@ -135,15 +128,15 @@ def _draw_row(
     for begin, stop, value in _runs(values):
         low, high = sorted((zero, zero + value / largest * half)) if value else (zero - 0.06, zero + 0.06)
         bars.append([(begin, low), (begin, high), (stop, high), (stop, low)])
-        colours.append(row_colours.advantage_colour(value, largest))
+        colours.append(advantage_colour(value, largest))
     axis.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0))
     if used < packed.seq_len:
-        padding = {"facecolor": "#f4f4f2", "hatch": "////", "edgecolor": _PADDING, "linewidth": 0}
+        padding: dict[str, Any] = {"facecolor": "#f4f4f2", "hatch": "////", "edgecolor": _PADDING, "linewidth": 0}
         axis.broken_barh([(used, packed.seq_len - used)], (_TREE, top - _TREE), **padding)
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int, float]]:
-    """Begin, stop and value of the runs of equal numbers; NaN is left out."""
+    """Return begin, stop and value of the runs of equal numbers; NaN is left out."""
     known = ~np.isnan(values)
     filled = np.where(known, values, 0.0)
     change = (filled[1:] != filled[:-1]) | (known[1:] != known[:-1])
@@ -154,11 +147,11 @@ def _runs(values: np.ndarray) -> list[tuple[int, int, float]]:
 def _legend(figure: "Figure", depths: int) -> None:
     from matplotlib.patches import Patch
 
-    root, leaf = (row_colours.group_colour(0, depth, max(depths, 2)) for depth in (0, depths - 1 or 1))
+    root, leaf = (group_colour(0, depth, max(depths, 2)) for depth in (0, depths - 1 or 1))
     handles = [
         Patch(facecolor=root, label="root of a tree (one hue per tree)"),
         Patch(facecolor=leaf, label="deepest group"),
-        Patch(facecolor=row_colours.mix("#ffffff", root, 0.18), label="seen by all that stands below"),
+        Patch(facecolor=mix("#ffffff", root, 0.18), label="seen by all that stands below"),
         Patch(facecolor=_TRAINED, label="the next token is trained"),
         Patch(facecolor="#f4f4f2", hatch="////", edgecolor=_PADDING, label="padding"),
     ]

@@ -1,119 +1,60 @@
-"""Packed rows as text for a terminal: one line per segment, indented in the shape of the trees."""
+"""Show packed rows as text for a terminal (`ttrl view --text`): one line per segment, indented in the shape of the trees."""
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+import textwrap
+from collections.abc import Sequence
 
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
-from ttrl.data.pictures import colours
 from ttrl.data.pictures.segments import Segment, TokenText, check_rows, figures_of, segments_of, visible
 
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_HEAD = ("group", "parent", "positions", "trained", "advantage")
+_HEAD = ["group", "parent", "positions", "trained", "advantage", "tokens"]
+_DEEPEST = 8  # levels that are indented
 
 
 def packed_rows_text(
-    packed: PackedTensors,
-    rows: Sequence[int],
-    token_text: TokenText | None = None,
-    title: str = "",
-    *,
-    colour: bool = False,
-    width: int = 130,
+    packed: PackedTensors, rows: Sequence[int], token_text: TokenText | None = None, title: str = "", *, width: int = 130
 ) -> str:
-    """One block of lines per row: its figures, then group, parent, positions, share of trained positions, advantage, and the
-    first and last tokens of each segment, with the label behind its end.
+    """Return a block of lines per row: its figures, then each segment with its share of trained positions, advantage and tokens.
 
-    colour: blocks in the colours of the trees as escape sequences for 24-bit terminals; letters (A: the first tree) otherwise.
-    width: columns that a line may take; at least 60 are used. Token texts hold no control characters (`visible`).
-
-    Raises PackError for rows that are not there.
+    Of long segments the first and the last tokens are shown, and always the label behind the end, in brackets. width: columns
+    that a line may take, at least 60. Texts hold no control characters (`visible`). Raises PackError for rows that are not there.
     """
-    width = max(width, 60)
     lines = [visible(title)] if title else []
-    chosen = check_rows(packed, rows)
-    segments = {row: segments_of(packed, row) for row in chosen}
-    depths = max((segment.depth + 1 for row in chosen for segment in segments[row]), default=1)
-    for row in segments:
-        figures = figures_of(packed, row, segments[row])
-        lines += ["", *_wrapped(f"row {row}: ", figures.words(), width)]
-        if not segments[row]:
-            continue
-        cells = [_cells(packed, row, segment) for segment in segments[row]]
-        widths = [max(map(len, column)) for column in zip(_HEAD, *cells)]
-        mark = 2 + 2 * min(depths - 1, 8)
-        lines.append(" " * (mark + 1) + _joined(_HEAD, widths) + "  tokens")
-        for segment, values in zip(segments[row], cells, strict=True):
-            left = "  " * min(segment.depth, 8) + _mark(segment, depths, colour)
-            left += " " * (mark + 1 - 2 * min(segment.depth, 8) - 2) + _joined(values, widths) + "  "
-            room = width - (mark + 1 + sum(widths) + 2 * (len(widths) - 1) + 2)
-            lines.append(left + _tokens(packed, row, segment, token_text, max(room, 12)))
+    for row in check_rows(packed, rows):
+        segments = segments_of(packed, row)
+        figures = ", ".join(figures_of(packed, row, segments).words())
+        lines += ["", *textwrap.wrap(f"row {row}: {figures}", max(width, 60), subsequent_indent="  ")]
+        cells = [_HEAD, *(_cells(packed, row, segment) for segment in segments)]
+        widths = [max(map(len, column)) for column in zip(*(line[:-1] for line in cells), strict=True)]
+        room = max(12, max(width, 60) - sum(widths) - 2 * len(widths))
+        for line in cells if segments else ():
+            lines.append("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:]), line[-1]]))
+        for number, segment in enumerate(segments):
+            lines[number - len(segments)] += _tokens(packed, row, segment, token_text, room)
     return "\n".join(lines)
-
-
-def _wrapped(lead: str, words: Sequence[str], width: int) -> Iterator[str]:
-    line = lead + words[0]
-    for word in words[1:]:
-        if len(line) + 2 + len(word) > width:
-            yield line + ","
-            line = "  " + word
-        else:
-            line += ", " + word
-    yield line
-
-
-def _joined(values: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(value.rjust(width) for value, width in zip(values, widths, strict=True))
-
-
-def _mark(segment: Segment, depths: int, colour: bool) -> str:
-    """Two columns: a block in the colour of the segment, or a letter for its tree, small where samples do not share it."""
-    if not colour:
-        letter = _LETTERS[segment.tree % len(_LETTERS)]
-        return (letter if segment.sample < 0 else letter.lower()) + " "
-    found = colours.group_colour(segment.tree, segment.depth, depths)
-    red, green, blue = (int(found[i : i + 2], 16) for i in (1, 3, 5))
-    return f"\x1b[38;2;{red};{green};{blue}m██\x1b[0m"
 
 
 def _cells(packed: PackedTensors, row: int, segment: Segment) -> list[str]:
     own = slice(segment.begin, segment.stop)
-    trained = (packed.labels[row, own] != IGNORE_LABEL).numpy()
+    trained = packed.labels[row, own] != IGNORE_LABEL
     share, advantage = "–", "–"
     if trained.any():
-        values = packed.advantages[row, own].numpy()[trained]
-        low, high = float(np.min(values)), float(np.max(values))
-        share = f"{100 * trained.mean():.0f}%"
-        advantage = f"{low:+.2f}" if low == high else f"{low:+.2f}…{high:+.2f}"
+        values = packed.advantages[row, own][trained]
+        low, high = f"{values.min():+.2f}", f"{values.max():+.2f}"
+        share, advantage = f"{100 * trained.float().mean():.0f}%", low if low == high else f"{low}…{high}"
     parent = "–" if segment.parent == segment.group else str(segment.parent)
-    return [str(segment.group), parent, f"{segment.begin}-{segment.stop - 1}", share, advantage]
+    indent = "  " * min(segment.depth, _DEEPEST)
+    return [f"{indent}{segment.group}", parent, f"{segment.begin}-{segment.stop - 1}", share, advantage, ""]
 
 
 def _tokens(packed: PackedTensors, row: int, segment: Segment, token_text: TokenText | None, room: int) -> str:
-    """The first and the last tokens in `room` columns, then the label behind the end, in brackets."""
+    """Return the tokens in `room` columns, the middle left out where it must, and the label behind the end."""
 
-    def shown(token: int) -> str:
-        return str(token) if token_text is None else visible(token_text(token))
+    def shown(ids: list[int]) -> str:
+        return " ".join(map(str, ids)) if token_text is None else "".join(visible(token_text(one)) for one in ids)
 
-    between = " " if token_text is None else ""
-    label = f"[{shown(segment.label)}]" if segment.label != IGNORE_LABEL else ""
+    label = f"[{shown([segment.label])}]" if segment.label != IGNORE_LABEL else ""
     ids = packed.tokens[row, segment.begin : segment.stop].tolist()
-    if len(ids) <= room:  # else they cannot fit
-        text = between.join(map(shown, ids))
-        if len(text) + len(label) <= room:
-            return text + label
-    half = max((room - len(label) - 3) // 2, 3)
-    first = _fitting(map(shown, ids), half, between)
-    last = _fitting((shown(token)[::-1] for token in reversed(ids)), half, between)[::-1]
-    return f"{first} … {last}{label}"
-
-
-def _fitting(texts: Iterator[str], room: int, between: str) -> str:
-    """As many as fit into `room` characters, whole; the first one cut off where it alone is longer."""
-    line = next(texts)[:room]
-    for text in texts:
-        if len(line) + len(between) + len(text) > room:
-            break
-        line += between + text
-    return line
+    text, room = shown(ids if len(ids) <= room else [*ids[:room], *ids[-room:]]), room - len(label)
+    half = max((room - 3) // 2, 3)
+    return (text if len(text) <= room and len(ids) <= room else f"{text[:half]} … {text[-half:]}") + label
