@@ -11,11 +11,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from support.world import World
 
 # Machines are noisy: a slow example is no failure. What guards a change tries the same examples each time; people explore.
 settings.register_profile("ttrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -100,3 +105,56 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
     return f"s3://{name}/some/folder"
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> None:
+    """More threads than idle cores make tiny models hundreds of times slower."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes, once, the folder of a tiny random model of a family."""
+    import check_parity
+
+    made: dict[str, Path] = {}
+
+    def make(family: str = "qwen2") -> Path:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            check_parity.make_folder(family, folder)
+            made[family] = folder
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def float64_reference() -> Iterator[Callable[[Path], Any]]:
+    """Loads transformers' model in float64 throughout."""
+    import check_parity
+    import torch
+
+    with check_parity.softmax_keeps_dtype():
+        yield lambda folder: check_parity.reference_model(folder, torch.float64)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a tokenizer and a chat template."""
+    from ttrl.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "model", layers=1, width=16, heads=1)
+
+
+@pytest.fixture
+def world(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> "World":
+    """A run on fake parts."""
+    from support.world import World
+
+    made = World(tmp_path, tiny_model)
+    made.take_over(monkeypatch)
+    return made

@@ -1,14 +1,13 @@
 """What the recipe's options do to an update, each against the same update said in another way; and steps that are not taken."""
 
-import importlib.util
 import math
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.tiny_models import random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,11 +27,7 @@ from ttrl.training.references import model_digest
 from ttrl.training.step import GradientStep
 from ttrl.training.taking import Stepper
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parent / "training" / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-model_folder, one_thread = helpers.model_folder, helpers.one_thread
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = Ranks(0, 1, torch.device("cpu"))
 
 
@@ -55,7 +50,7 @@ class Trials:
 
     def __init__(self, folder, model, reference):
         self.folder, self.model, self.reference = folder, model, reference
-        self.samples = helpers.random_samples(8, prompts=(1, 3, 6), completions=5)
+        self.samples = random_samples(8, prompts=(1, 3, 6), completions=5)
         for number, sample in enumerate(self.samples):
             sample.reward = (number * 7 % 11) / 10
         self.count = 0
@@ -406,7 +401,7 @@ class Shapes(TorchDispatchMode):
 
 def test_nothing_has_the_square_of_a_row_s_length(trials):
     """Fault 14 of the predecessor: a B×S×S mask was built for every batch."""
-    trials.samples = helpers.random_samples(3, prompts=(20, 30), completions=12, longest=16)
+    trials.samples = random_samples(3, prompts=(20, 30), completions=12, longest=16)
     packed = packed_tensors_from_tokenized_results(trials.samples, seq_len=250, pad_id=0)
     length = packed.trim().seq_len
     with Shapes() as shapes:

@@ -1,13 +1,12 @@
 """The recipe's own step against transformers in float64, in this process: what is trained, not only what is reported."""
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.tiny_models import random_samples
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
@@ -17,11 +16,7 @@ from ttrl.system.files import read_jsonl
 from ttrl.training.models import read_config, to_hugging_face_names
 from ttrl.training.parallel.distributed import Ranks
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parent / "training" / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-model_folder, float64_reference, one_thread = helpers.model_folder, helpers.float64_reference, helpers.one_thread
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = Ranks(0, 1, torch.device("cpu"))
 BETA1 = 0.9
 
@@ -39,7 +34,7 @@ def inputs(model_folder, tmp_path):
         metadata={"format": "pt"},
     )
     (reference / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
-    samples = helpers.random_samples(8, prompts=(1, 3, 6), completions=5)
+    samples = random_samples(8, prompts=(1, 3, 6), completions=5)
     for number, sample in enumerate(samples):
         if number % 3 == 0:
             sample.logprobs[-1] = math.nan

@@ -1,26 +1,15 @@
 """Who imports whom: the checker on our tree, the checker on a tree that breaks every rule, and sys.modules of real processes."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import check_imports as tool
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "check_imports.py"
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_imports", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_imports"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 LONG_ENOUGH = "x = 1\n" * 40
@@ -159,11 +148,11 @@ def test_our_house_is_in_order() -> None:
         ),
     ],
 )
-def test_each_rule_can_be_broken(tool: ModuleType, tmp_path: Path, files: dict[str, str], expected: str) -> None:
+def test_each_rule_can_be_broken(tmp_path: Path, files: dict[str, str], expected: str) -> None:
     assert tool.Checker(make_tree(tmp_path, files)).problems() == [expected]
 
 
-def test_what_is_allowed_is_not_reported(tool: ModuleType, tmp_path: Path) -> None:
+def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
     tree = {
         "ttrl/errors.py": "",
         "ttrl/system/files.py": "from ttrl.errors import StorageError\n",
@@ -177,7 +166,7 @@ def test_what_is_allowed_is_not_reported(tool: ModuleType, tmp_path: Path) -> No
     assert tool.Checker(make_tree(tmp_path, tree)).problems() == []
 
 
-def test_the_else_branch_of_type_checking_counts(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_else_branch_of_type_checking_counts(tmp_path: Path) -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nelse:\n    import torch\n"
     assert tool.Checker(make_tree(tmp_path, {"ttrl/tasks/a.py": text})).problems() == [
         "ttrl/tasks/a.py:5: tasks must not import torch"

@@ -20,11 +20,9 @@ cpu_only = pytest.mark.skipif(not ON_CPU, reason="looks at the environment that 
 
 @pytest.fixture
 def install() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ttrl_install", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    import install
+
+    return install
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ text, token ids, logprobs and reward must be equal wherever the sample finished.
 
 import argparse
 import asyncio
-import importlib.util
 import logging
 import sys
 import time
@@ -18,10 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from support import bad_server
+
 ANSWERS = "empty=0.02,null=0.02,length=0.1,long=0.001"
 REASONS = {
     "http_400": "HTTP 400",
@@ -53,16 +53,6 @@ class Way:
     @property
     def name(self) -> str:
         return f"{'streamed' if self.streamed else 'whole'}, {self.per_request} per request"
-
-
-def load_bad_server() -> ModuleType:
-    """The server of the tests, from its file."""
-    spec = importlib.util.spec_from_file_location("bad_server", ROOT / "tests/rollouts/bad_server.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bad_server"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def reward_of(text: str) -> float:
@@ -151,7 +141,7 @@ async def measure(server: Any, way: Way, *, faults: str, seed: int, tasks: int, 
     return way
 
 
-def run(bad_server: ModuleType, *, completions: int, share: float, seed: int, n: int = 8, ways: Sequence[Way] = ()) -> list[Way]:
+def run(*, completions: int, share: float, seed: int, n: int = 8, ways: Sequence[Way] = ()) -> list[Way]:
     """Every way in turn, against one server process."""
     ways = ways or [Way(streamed, per_request) for streamed in (False, True) for per_request in (n, 1)]
     with bad_server.process("--answers", ANSWERS, "--seed", str(seed)) as server:
@@ -187,7 +177,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.getLogger("ttrl").setLevel(logging.ERROR)
-    ways = run(load_bad_server(), completions=args.completions, share=args.share, seed=args.seed)
+    ways = run(completions=args.completions, share=args.share, seed=args.seed)
     print(table(ways))
     for way in ways:
         for problem in way.problems[:10]:

@@ -10,32 +10,21 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import importlib.util
 import resource
 import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from support import bad_server
+
 from ttrl import Task, get_task_results
 from ttrl.rollouts.task_results import iter_task_results
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def load_bad_server() -> ModuleType:
-    """The server of the tests, from its file."""
-    spec = importlib.util.spec_from_file_location("bad_server", ROOT / "tests/rollouts/bad_server.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bad_server"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def resident() -> float:
@@ -102,7 +91,7 @@ def main() -> None:
         arguments |= {"on_chunk": ignore, "samples_per_request": args.n}
     if args.cache:
         arguments |= {"cache": args.cache, "weights_digest": "none"}
-    with load_bad_server().process("--tokens", str(args.tokens)) as server:
+    with bad_server.process("--tokens", str(args.tokens)) as server:
         began, cpu = time.monotonic(), cpu_seconds()
         rows = asyncio.run(iterate(server.url, args.completions, args.n, arguments))
         seconds, cpu = time.monotonic() - began, cpu_seconds() - cpu

@@ -10,7 +10,6 @@ Exit status 1 where an fp32 way differs by 1e-5 or more.
 """
 
 import argparse
-import importlib.util
 import itertools
 import math
 import random
@@ -20,9 +19,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import check_parity
 import torch
 from torch import Tensor, distributed
 from transformers.utils.logging import disable_progress_bar
@@ -57,16 +56,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "entropy_coefficient": 0.05,
     },
 }
-
-
-def _check_parity() -> ModuleType:
-    """The tool beside this one, which makes models and float64 references."""
-    if "check_parity" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("check_parity", Path(__file__).with_name("check_parity.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules["check_parity"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["check_parity"])
-    return sys.modules["check_parity"]
 
 
 @dataclass(frozen=True)
@@ -148,23 +137,22 @@ class Inputs:
 
 def make_inputs(folder: Path, objective: str, family: str = "qwen2", groups: int = 8, group_size: int = 8) -> Inputs:
     """Two models, samples that are near the policy, some of their log-probabilities unknown, and the gradient in float64."""
-    tools = _check_parity()
     for name, seed in (("model", 0), ("reference", 1)):
         if not (folder / name).is_dir():
             (folder / name).mkdir(parents=True)
-            tools.make_folder(family, folder / name)
+            check_parity.make_folder(family, folder / name)
             if seed:
                 _disturb(folder / name)
     draw = random.Random(0)
     samples = []
     for group in range(groups):
-        prompt = [draw.randrange(1, tools.VOCAB) for _ in range(draw.randint(1, 20))]
+        prompt = [draw.randrange(1, check_parity.VOCAB) for _ in range(draw.randint(1, 20))]
         for number in range(group_size):
-            completion = [draw.randrange(1, tools.VOCAB) for _ in range(draw.randint(1, 16))]
+            completion = [draw.randrange(1, check_parity.VOCAB) for _ in range(draw.randint(1, 16))]
             samples.append(_sample(f"g{group}", number, prompt, completion, draw.gauss(0, 1)))
-    with tools.softmax_keeps_dtype():
-        policy = tools.reference_model(folder / "model", torch.float64)
-        frozen = tools.reference_model(folder / "reference", torch.float64)
+    with check_parity.softmax_keeps_dtype():
+        policy = check_parity.reference_model(folder / "model", torch.float64)
+        frozen = check_parity.reference_model(folder / "reference", torch.float64)
         for sample in samples:
             with torch.no_grad():
                 chosen = _distributions(policy, sample)[1].tolist()
@@ -259,7 +247,7 @@ def errors_of(way: Way, inputs: Inputs, here: Ranks) -> tuple[float, float]:
 
 def error_of_transformers_in_bf16(inputs: Inputs) -> float:
     """Of the gradient that transformers finds under autocast: what bf16 costs by itself."""
-    policy, frozen = (_check_parity().reference_model(inputs.folder / name, torch.float32) for name in ("model", "reference"))
+    policy, frozen = (check_parity.reference_model(inputs.folder / name, torch.float32) for name in ("model", "reference"))
     config = inputs.config({})
     with torch.autocast("cpu", torch.bfloat16):
         loss = sum(_loss(config, policy, frozen, sample) for sample in inputs.samples) / len(inputs.samples)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from check_puzzles_cp import cp_mystery, cp_streets
 from check_puzzles_sat import Gates, MysteryGates, street_clue
 from check_puzzles_text import read_mystery, read_subject

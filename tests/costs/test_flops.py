@@ -1,13 +1,12 @@
 """Counts of FLOPs against brute force, and against PyTorch's counter on a decoder whose attention is plain matrix products."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiny_models import load_policy_in, random_samples
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl.configs import GRPOConfig
@@ -27,11 +26,6 @@ from ttrl.errors import ModelFolderError
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.policy.lora import apply_lora
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-model_folder = helpers.model_folder
-
 SHAPE = {
     "hidden_size": 8,
     "intermediate_size": 12,
@@ -47,7 +41,7 @@ SHAPE = {
 @pytest.mark.parametrize("seed", range(3))
 def test_pairs_are_those_of_the_mask(seed, window):
     """Trees of prompts, over several rows."""
-    packed = packed_tensors_from_tokenized_results(helpers.random_samples(seed), seq_len=32, pad_id=0)
+    packed = packed_tensors_from_tokenized_results(random_samples(seed), seq_len=32, pad_id=0)
     real = packed.group_ids >= 0
     allowed = dense_mask(packed.group_ids, packed.parent_ids) & real.unsqueeze(1)
     if window is not None:
@@ -80,9 +74,9 @@ def attend_plainly(policy, monkeypatch):
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral"])
 def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypatch):
     """With all pairs, since plain products compute them all. PyTorch counts nothing for its CPU attention kernel."""
-    policy = helpers.load_policy_in(model_folder(family), torch.float32)
+    policy = load_policy_in(model_folder(family), torch.float32)
     attend_plainly(policy, monkeypatch)
-    packed = packed_tensors_from_tokenized_results(helpers.random_samples(0), seq_len=64, pad_id=0).rows([0]).trim()
+    packed = packed_tensors_from_tokenized_results(random_samples(0), seq_len=64, pad_id=0).rows([0]).trim()
     trained = packed.labels != IGNORE
     with FlopCounterMode(display=False) as counter:
         h = policy.decoder.hidden_states(packed.tokens, packed.input_pos, None)
@@ -104,7 +98,7 @@ ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
 def test_with_adapters_frozen_matrices_have_no_gradient(family, targets, model_folder, monkeypatch):
     """Every product that PyTorch makes, and no other, but for the head's merging, which is made once in a pass."""
     folder = model_folder(family)
-    policy = helpers.load_policy_in(folder, torch.float32)
+    policy = load_policy_in(folder, torch.float32)
     recipe = GRPOConfig(model="m", packed="p", output_dir="o", lora_rank=3, lora_targets=targets)
     apply_lora(policy.decoder, recipe)
     attend_plainly(policy, monkeypatch)

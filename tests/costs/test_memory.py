@@ -1,11 +1,10 @@
 """The memory model against what is really there: parameters, saved tensors, adapters, files; and its own rules."""
 
 import dataclasses
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
+import check_parity
 import pytest
 import torch
 import transformers
@@ -24,10 +23,6 @@ from ttrl.training.policy.lora import apply_lora, is_adapter
 from ttrl.training.policy.policy import Policy
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("check_parity", ROOT / "tools" / "check_parity.py")
-check_parity = sys.modules.setdefault("check_parity", importlib.util.module_from_spec(_spec))
-if not hasattr(check_parity, "VARIANTS"):  # dataclasses look their module up while it is loaded
-    _spec.loader.exec_module(check_parity)
 
 ARCHITECTURES = json.loads((ROOT / "tests" / "architectures.json").read_text())
 QWEN = ARCHITECTURES["qwen2.5_7b"]

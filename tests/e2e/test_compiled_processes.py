@@ -1,24 +1,20 @@
 """What compiles C++, in two processes: the update is that of one process."""
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support import parallel_worker
+from support.tiny_models import random_samples
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 
-TRAINING_TESTS = Path(__file__).parents[1] / "training"
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-_spec = importlib.util.spec_from_file_location("training_conftest", TRAINING_TESTS / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
 
 EIGHT_BIT = {"optimizer": "adamw_8bit"}
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": None}
@@ -41,7 +37,7 @@ def results(tmp_path_factory):
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=128, num_key_value_heads=2, **shape)).save_pretrained(root / "model")
-    packed = packed_tensors_from_tokenized_results(helpers.random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0)
+    packed = packed_tensors_from_tokenized_results(random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0)
     packed.save(root / "packed.safetensors")
     common = {"lr": 1e-3, "max_grad_norm": 1e9, "rows_per_microbatch": 100}
     files = {"model": str(root / "model"), "packed": str(root / "packed.safetensors")}
@@ -50,7 +46,7 @@ def results(tmp_path_factory):
         for name, (n, more) in JOBS.items()
     ]
     (root / "jobs.json").write_text(json.dumps(todo))
-    command = [sys.executable, str(TRAINING_TESTS / "parallel_worker.py"), str(root / "jobs.json")]
+    command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=880)
     failures = {name: error.read_text()[-3000:] for name in JOBS if (error := root / name / "error.txt").exists()}
     assert done.returncode == 0 and not failures, f"{failures} {done.stderr[-3000:]}"

@@ -1,30 +1,19 @@
 """The crash test of tools/ in short, and a disk that is really full: real trainer processes, recorded rollouts, no vLLM."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
 
+import crash_test
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-@pytest.fixture(scope="module")
-def crash_test() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("crash_test", TOOLS / "crash_test.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["crash_test"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_three_kills(crash_test: ModuleType, tmp_path: Path) -> None:
+def test_three_kills(tmp_path: Path) -> None:
     outcome = crash_test.crash_test(tmp_path, kills=3, iterations=2, seed=1, twice=False)
     assert outcome.problems == [], outcome.table()
     assert len(outcome.kills) == 3
@@ -62,7 +51,7 @@ FULL_DISK = textwrap.dedent(
 )
 
 
-def test_a_disk_that_is_full_in_mid_run(crash_test: ModuleType, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_in_mid_run(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare for a private small file system")
     disk, script, work = tmp_path / "disk", tmp_path / "script.py", tmp_path / "work"

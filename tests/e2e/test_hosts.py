@@ -1,7 +1,6 @@
 """A run over four hosts: the trainer on two, vLLM servers on two; a server is cut off for a while, a trainer process killed."""
 
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -13,13 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import network_hosts
 
 from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
-
-_spec = importlib.util.spec_from_file_location("network_hosts", Path(__file__).with_name("network_hosts.py"))
-network_hosts = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(network_hosts)
 
 pytestmark = [
     pytest.mark.e2e,

@@ -1,17 +1,19 @@
 """Adapters over several processes, compiled, in a run, and in vLLM beside the base that they belong to."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import check_parity
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import parallel_worker
+from support.tiny_models import load_policy_in
+from support.training_steps import ALONE, adapter_config, adapter_gradients, distance, move_adapters, packed_rows
 
 from ttrl import Task, TrainConfig, train
-from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import Canary, check_canary
 from ttrl.tiny_model import make_tiny_model
@@ -19,20 +21,7 @@ from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import is_adapter
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-TRAINING_TESTS = Path(__file__).parents[1] / "training"
-
-
-def _of_training(name):
-    spec = importlib.util.spec_from_file_location(name, TRAINING_TESTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-lora, helpers = _of_training("test_lora"), _of_training("conftest")
-one_thread, model_folder, packed = helpers.one_thread, helpers.model_folder, lora.packed
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 SETTINGS = {"lora_rank": 4, "lr": 1e-2, "max_grad_norm": 0.05, "weight_decay": 0.1}
 KINDS = {"lora": {}, "dora": {"lora_kind": "dora", "activation_checkpointing": True, "lora_targets": ["q_proj", "w2", "output"]}}
@@ -42,9 +31,8 @@ KINDS = {"lora": {}, "dora": {"lora_kind": "dora", "activation_checkpointing": T
 def results(tmp_path_factory):
     """name → what its first process left, for both kinds in one process and in two, and handed over in between."""
     root = tmp_path_factory.mktemp("parallel")
-    helpers.check_parity.make_folder("qwen2", root / "model")
-    samples = helpers.random_samples(3, prompts=(3, 5, 8, 9, 4))
-    packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0).save(root / "packed.safetensors")
+    check_parity.make_folder("qwen2", root / "model")
+    packed_rows().save(root / "packed.safetensors")
     jobs = []
 
     def add(name, processes, kind, model="model", **more):
@@ -56,7 +44,7 @@ def results(tmp_path_factory):
         add(f"{kind}-2", 2, kind, steps=2)
         add(f"{kind}-3", 1, kind, f"{kind}-2/checkpoint", steps=1, state=str(root / f"{kind}-2" / "state"))
     (root / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, str(TRAINING_TESTS / "parallel_worker.py"), str(root / "jobs.json")]
+    command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     errors = [error.read_text()[-3000:] for job in jobs if (error := Path(job["output_dir"], "error.txt")).exists()]
     assert done.returncode == 0 and not errors, "\n".join([done.stderr[-3000:], *errors])
@@ -67,7 +55,7 @@ def results(tmp_path_factory):
 def test_two_processes_do_what_one_does(kind, results):
     one, two, handed_over = (results[f"{kind}-{number}"] for number in (1, 2, 3))
     assert two["ranks"][:2] == (0, 2) and len(two["norms"]) == 2
-    assert lora.distance(two["gradients"], one["gradients"]) < 1e-5
+    assert distance(two["gradients"], one["gradients"]) < 1e-5
     assert [*two["norms"], *handed_over["norms"]] == pytest.approx(one["norms"], rel=1e-4)
     trained = {name for name in one["weights"] if is_adapter(name)}
     assert {name.rpartition(".")[0] for name in handed_over["state"]} == trained
@@ -79,19 +67,19 @@ def test_two_processes_do_what_one_does(kind, results):
 
 
 def test_compiled(model_folder, packed):
-    plain = lora.step_gradients(model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"])
-    compiled = lora.step_gradients(
+    plain = adapter_gradients(model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"])
+    compiled = adapter_gradients(
         model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"], compile=True, row_length_multiple=64
     )
-    assert lora.distance(compiled, plain) < 1e-5
+    assert distance(compiled, plain) < 1e-5
 
 
 def test_vllm_serves_the_base_with_the_adapter(tmp_path):
     """Which computes what the trainer said; the base alone does not."""
     base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
-    config = lora.config_of(base, lora_rank=8)
-    policy = lora.move_adapters(load_policy(config, lora.ALONE))
-    save_checkpoint(tmp_path / "out", policy, base, lora.ALONE, config=config)
+    config = adapter_config(base, lora_rank=8)
+    policy = move_adapters(load_policy(config, ALONE))
+    save_checkpoint(tmp_path / "out", policy, base, ALONE, config=config)
     canary = Canary.load(tmp_path / "out")
     modules = ["tuned=" + str(tmp_path / "out" / "adapter")]
     arguments = {"enable_lora": True, "max_lora_rank": 8, "lora_modules": modules}
@@ -125,6 +113,6 @@ def test_a_run(tmp_path):
     sync = rollouts["facts"]["sync"]
     assert sync["mode"] == "adapter" and sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
     assert load_file(adapters[0].parent / "model.safetensors")  # merged as well, for everybody else
-    policy = load_policy(lora.config_of(result.checkpoint, lora_rank=4, lora_alpha=16.0), lora.ALONE)
-    frozen = helpers.load_policy_in(base, torch.float32).parameters_by_name()
+    policy = load_policy(adapter_config(result.checkpoint, lora_rank=4, lora_alpha=16.0), ALONE)
+    frozen = load_policy_in(base, torch.float32).parameters_by_name()
     assert all(torch.equal(policy.parameters_by_name()[name], weight) for name, weight in frozen.items())

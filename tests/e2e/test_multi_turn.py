@@ -1,13 +1,13 @@
 """Rollouts of several turns on a real vLLM server: the log-probabilities in packed rows are those that the trainer computes."""
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.tiny_models import load_policy_in
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -18,9 +18,6 @@ from ttrl.tasks.task import RolloutLimits
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
 
 CONTEXT = 256
 # One token per character, roles in plain words: whatever the model says reads and tokenizes as it was generated. With strip, the
@@ -97,7 +94,7 @@ def packed_logprobs(server, results):
     sequences = [one for result in results for one in tokenize(result, [1.0] * len(result.graded))]
     assert (tokenize.counts.mismatches, tokenize.counts.unaligned) == (0, 0)
     packed = packed_tensors_from_tokenized_results(sequences, seq_len=3 * CONTEXT, pad_id=0)
-    policy = helpers.load_policy_in(server.folder)
+    policy = load_policy_in(server.folder)
     with torch.no_grad():
         out = policy(packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos)
     return packed.logprobs[packed.labels != IGNORE_LABEL].double(), out.logprobs.double(), packed, sequences

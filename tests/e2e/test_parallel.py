@@ -3,26 +3,24 @@
 All jobs run first (tests/training/parallel_worker.py, over gloo); the tests look at what they left.
 """
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import check_parity
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from support import parallel_worker
+from support.tiny_models import random_samples
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 
 pytestmark = pytest.mark.e2e
 
-TRAINING_TESTS = Path(__file__).parents[1] / "training"
-_spec = importlib.util.spec_from_file_location("training_conftest", TRAINING_TESTS / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
 
 SETTINGS = {"lr": 1e-3, "lr_schedule": "linear", "total_steps": 10, "max_grad_norm": 0.05, "weight_decay": 0.1}
 TP = {"tensor_parallel": 2}
@@ -69,19 +67,19 @@ def results(tmp_path_factory):
     """name → what its first process left."""
     root = tmp_path_factory.mktemp("parallel")
     for family in (*FAMILIES, *OTHERS):
-        helpers.check_parity.make_folder(family, root / family)
-    helpers.check_parity.make_folder("qwen2-tied", root / "reference")
+        check_parity.make_folder(family, root / family)
+    check_parity.make_folder("qwen2-tied", root / "reference")
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=4096, num_key_value_heads=4, **shape)).save_pretrained(root / "large")
     weights = load_file(root / "reference" / "model.safetensors")
     noise = torch.Generator().manual_seed(1)
     moved = {name: weight + 0.05 * torch.randn(weight.shape, generator=noise) for name, weight in weights.items()}
-    helpers.save_file(moved, root / "reference" / "model.safetensors", metadata={"format": "pt"})
-    samples = helpers.random_samples(3, prompts=(3, 5, 8, 9, 4))
+    save_file(moved, root / "reference" / "model.safetensors", metadata={"format": "pt"})
+    samples = random_samples(3, prompts=(3, 5, 8, 9, 4))
     packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0).save(root / "packed.safetensors")
     todo = jobs(root)
     (root / "jobs.json").write_text(json.dumps(todo))
-    command = [sys.executable, str(TRAINING_TESTS / "parallel_worker.py"), str(root / "jobs.json")]
+    command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     failures = {job["name"]: error.read_text() for job in todo if (error := Path(job["output_dir"], "error.txt")).exists()}

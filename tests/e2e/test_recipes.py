@@ -1,6 +1,5 @@
 """The recipes through a real `tune run`: what comes out, and that nothing but rounding depends on how it was computed."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from support.tiny_models import random_samples, sample
 from transformers import AutoModelForCausalLM
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
@@ -19,10 +19,6 @@ from ttrl.training.parallel.distributed import derived_generator
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
@@ -30,7 +26,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_tiny_model(folder / "model", layers=2, width=64)
     for name, seed in (("a", 3), ("b", 4)):
-        packed_tensors_from_tokenized_results(helpers.random_samples(seed, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0).save(
+        packed_tensors_from_tokenized_results(random_samples(seed, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0).save(
             folder / f"{name}.safetensors"
         )
     return folder
@@ -135,7 +131,7 @@ def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(settings,
 
 def test_optimizer_state_goes_on_from_iteration_to_iteration(inputs, tmp_path):
     """Fault 6 of the predecessor. Two updates in one run equal two runs of one update that hand on their state, bit for bit."""
-    packed = packed_tensors_from_tokenized_results(helpers.random_samples(3, prompts=(3, 5)), seq_len=30, pad_id=0)
+    packed = packed_tensors_from_tokenized_results(random_samples(3, prompts=(3, 5)), seq_len=30, pad_id=0)
     assert packed.num_rows >= 2
     two = packed.rows([0, 1])
     two.save(tmp_path / "both.safetensors")
@@ -188,7 +184,7 @@ def test_mistakes_are_named(inputs, tmp_path):
     said = run(tmp_path / "model", inputs, expect=1, model=str(tmp_path / "nowhere"))
     assert "ModelFolderError" in said and "nowhere" in said and "Traceback" not in said
     small = tmp_path / "small_vocabulary"
-    packed = packed_tensors_from_tokenized_results([helpers.sample([1, 2], [5000])], seq_len=8, pad_id=0)
+    packed = packed_tensors_from_tokenized_results([sample([1, 2], [5000])], seq_len=8, pad_id=0)
     packed.save(tmp_path / "other.safetensors")
     said = run(small, inputs, expect=1, packed=str(tmp_path / "other.safetensors"))
     assert "PackError" in said and "5000" in said and "Traceback" not in said

@@ -1,11 +1,11 @@
 """The report as a browser shows it; skipped where there is no Chromium."""
 
-import importlib.util
 import os
 import shutil
 import struct
 from pathlib import Path
 
+import picture_report
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -14,13 +14,9 @@ TOOL = Path(__file__).parents[2] / "tools" / "picture_report.py"
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("picture_report", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not os.environ.get("CHROMIUM") and not any(map(shutil.which, module.NAMES)):
+    if not os.environ.get("CHROMIUM") and not any(map(shutil.which, picture_report.NAMES)):
         pytest.skip("no Chromium")
-    return module
+    return picture_report
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """The resident trainer over real processes: `tune run` and torchrun, FSDP over gloo, and a rank that is killed."""
 
 import hashlib
-import importlib.util
 import time
-from pathlib import Path
 
 import psutil
 import pytest
+from support.tiny_models import random_samples
 
 from ttrl import TrainConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
@@ -18,18 +17,13 @@ from ttrl.system.files import read_jsonl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-model_folder = helpers.model_folder
-
 
 @pytest.fixture
 def trainers(model_folder, tmp_path):
     """`trainers("resident")`: two ranks; `trainers.config("resident", number)`: the config of iteration 1 or 2."""
     made = []
     for number in (1, 2):
-        packed = packed_tensors_from_tokenized_results(helpers.random_samples(number, completions=6), seq_len=24, pad_id=0)
+        packed = packed_tensors_from_tokenized_results(random_samples(number, completions=6), seq_len=24, pad_id=0)
         packed.save(tmp_path / f"packed{number}.safetensors")
 
     def make(form):

@@ -19,13 +19,13 @@ LONG = [f"{number} " + "sort these letters please " * 7 for number in range(3)] 
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     model = make_tiny_model(folder / "model", seed=3, layers=2, width=64, heads=2)
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     with VLLMServer(
         model,
         served_model_name="m",
         log_path=folder / "server.log",
         dtype="float32",
-        extra_args={"worker_extension_cls": "sharing_worker.Sharing"},
+        extra_args={"worker_extension_cls": "support.sharing_worker.Sharing"},
         env={"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))},
     ) as server:
         yield server

@@ -51,13 +51,13 @@ def checkpoints(folder):
 
 @pytest.fixture(scope="module")
 def started(folder, checkpoints):
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     with VLLMServer(
         checkpoints[0],
         served_model_name="policy",
         log_path=folder / "server.log",
         dtype="float32",
-        extra_args={"worker_extension_cls": "faulty_worker.FaultyWeightSync", "max_num_seqs": 8},
+        extra_args={"worker_extension_cls": "support.faulty_worker.FaultyWeightSync", "max_num_seqs": 8},
         env={
             "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
             "TTRL_TEST_FAULT": str(folder / "fault.json"),

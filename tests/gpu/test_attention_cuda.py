@@ -1,26 +1,18 @@
 """The CUDA way of attention against the CPU's, in float32. Written without a GPU at hand: never run yet."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from support.tiny_models import random_samples
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.kernels.attention import attend, attention_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).parents[1] / "training" / "conftest.py")
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (30, None), (None, 1.5), (30, 1.5)])
 def test_flex_attention_equals_the_cpu_forward_and_backward(window, soft_cap):
-    packed = packed_tensors_from_tokenized_results(
-        helpers.random_samples(1, prompts=(40, 90, 1), longest=60), seq_len=512, pad_id=0
-    )
+    packed = packed_tensors_from_tokenized_results(random_samples(1, prompts=(40, 90, 1), longest=60), seq_len=512, pad_id=0)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(packed.num_rows, 4, 512, 64, generator=generator)
     k, v = (torch.randn(packed.num_rows, 2, 512, 64, generator=generator) for _ in range(2))

@@ -7,15 +7,13 @@ compared with those without, sample by sample.
 import asyncio
 import contextlib
 import gc
-import importlib.util
-import sys
 import warnings
 import zlib
 from collections import Counter
-from pathlib import Path
 
 import openai
 import pytest
+from support import bad_server
 
 from ttrl.rollouts.task_results import get_task_results, iter_task_results
 from ttrl.tasks import Task
@@ -80,7 +78,7 @@ async def nothing_left(server):
     assert [str(w.message) for w in warned if issubclass(w.category, ResourceWarning | RuntimeWarning)] == []
 
 
-def call(bad_server, plan="", *, tasks=6, stream=False, settings=None, timeout=100.0, **arguments):
+def call(plan="", *, tasks=6, stream=False, settings=None, timeout=100.0, **arguments):
     """One call of get_task_results against a server of its own: (results, its stats, what graders saw).
 
     Nobody runs out of time on a busy machine, unless a test says so: a request would be sent once more than expected.
@@ -109,7 +107,7 @@ SILENT = ("silence", "stall")  # only a time limit ends them
 IMPATIENT = {"timeout": 1.0, "stall_timeout": 0.7}
 
 
-def faults_of(bad_server, stream, silent):
+def faults_of(stream, silent):
     """Those that only a time limit ends, or all others."""
     other = "plain" if stream else "stream"
     return [fault for fault, (_, where) in bad_server.FAULTS.items() if where != other and (fault in SILENT) == silent]
@@ -120,10 +118,10 @@ def by_task(results):
 
 
 @pytest.fixture(scope="module")
-def clean(bad_server):
+def clean():
     """Without faults, streamed and not: the same."""
-    plain, stats, _ = call(bad_server, tasks=80)
-    streamed, _, _ = call(bad_server, tasks=80, stream=True)
+    plain, stats, _ = call(tasks=80)
+    streamed, _, _ = call(tasks=80, stream=True)
     assert seen(plain) == seen(streamed)
     assert stats["requests"] == 80
     assert plain.stats.num_graded == 80 * N
@@ -136,16 +134,16 @@ def content(result):
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_fault_once(bad_server, clean, stream, silent):
+def test_each_fault_once(clean, stream, silent):
     """Two tasks meet each fault, in their first request."""
-    faults = faults_of(bad_server, stream, silent)
+    faults = faults_of(stream, silent)
 
     def plan(ask):
         number = int(ask.prompt.split()[-1])
         return faults[number // 2] if ask.attempt == 1 and ask.n == N else None
 
     limits = IMPATIENT if silent else {}
-    results, stats, _ = call(bad_server, plan, tasks=2 * len(faults), stream=stream, max_retries=20, **limits)
+    results, stats, _ = call(plan, tasks=2 * len(faults), stream=stream, max_retries=20, **limits)
     assert stats["faults"].keys() == set(faults)
     for number, result in enumerate(results):
         fault = faults[number // 2]
@@ -169,16 +167,16 @@ def test_each_fault_once(bad_server, clean, stream, silent):
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_fault_for_ever_costs_one_task_and_not_the_others(bad_server, clean, stream, silent):
+def test_each_fault_for_ever_costs_one_task_and_not_the_others(clean, stream, silent):
     """Every second task meets a fault, whenever it is asked for."""
-    faults = faults_of(bad_server, stream, silent)
+    faults = faults_of(stream, silent)
 
     def plan(ask):
         number = int(ask.prompt.split()[-1])
         return faults[number // 2] if number % 2 == 0 else None
 
     limits = IMPATIENT if silent else {}
-    results, stats, _ = call(bad_server, plan, tasks=2 * len(faults), stream=stream, max_retries=1, max_downtime=60.0, **limits)
+    results, stats, _ = call(plan, tasks=2 * len(faults), stream=stream, max_retries=1, max_downtime=60.0, **limits)
     for number, result in enumerate(results):
         fault = faults[number // 2]
         kind, _ = bad_server.FAULTS[fault]
@@ -198,11 +196,10 @@ def test_each_fault_for_ever_costs_one_task_and_not_the_others(bad_server, clean
             assert 2 <= stats["asked"][result.task_id] <= 20, fault  # moves are bounded, too
 
 
-def test_a_restart_in_mid_run_costs_nothing(bad_server):
+def test_a_restart_in_mid_run_costs_nothing():
     for stream in (False, True):
-        clean, _, _ = call(bad_server, tasks=60, stream=stream)
+        clean, _, _ = call(tasks=60, stream=stream)
         results, stats, _ = call(
-            bad_server,
             tasks=60,
             stream=stream,
             concurrency=20,
@@ -213,10 +210,10 @@ def test_a_restart_in_mid_run_costs_nothing(bad_server):
         assert results.stats.num_failed == 0
 
 
-def test_unusual_answers_are_graded_as_they_are(bad_server):
+def test_unusual_answers_are_graded_as_they_are():
     model = bad_server.Model((8, 64), {"empty": 0.25, "null": 0.25, "length": 0.25, "long": 0.02})
-    plain, _, _ = call(bad_server, tasks=25, n=4, settings={"model": model})
-    streamed, _, _ = call(bad_server, tasks=25, n=4, settings={"model": model}, stream=True)
+    plain, _, _ = call(tasks=25, n=4, settings={"model": model})
+    streamed, _, _ = call(tasks=25, n=4, settings={"model": model}, stream=True)
     assert seen(plain) == seen(streamed)
     assert plain.stats.num_graded == 100
     assert {s.finish_reason for s in plain.samples} == {"stop", "length"}
@@ -225,16 +222,16 @@ def test_unusual_answers_are_graded_as_they_are(bad_server):
     assert all(len(s.token_ids) == len(s.logprobs) >= 1 for s in plain.samples)
 
 
-def test_choices_that_a_server_leaves_out_again_and_again(bad_server):
+def test_choices_that_a_server_leaves_out_again_and_again():
     """It gives every other one of those asked for, so 5 samples take several requests; each is sampled once."""
-    results, stats, _ = call(bad_server, lambda ask: "fewer_choices", tasks=4, n=5)
-    whole, _, _ = call(bad_server, tasks=4, n=5)
+    results, stats, _ = call(lambda ask: "fewer_choices", tasks=4, n=5)
+    whole, _, _ = call(tasks=4, n=5)
     assert seen(results) == seen(whole)
     for numbers in stats["delivered"].values():
         assert sorted(numbers) == [3, 4, 5, 6, 7]
 
 
-def test_two_servers_of_which_one_dies_and_one_lies(bad_server):
+def test_two_servers_of_which_one_dies_and_one_lies():
     async def main():
         async with (
             bad_server.serving("all=0.5", seed=4, refused_for=0.1, retry_after=0.2) as lies,
@@ -277,7 +274,7 @@ def many_files():
     ("count", "stream"),
     [(1500, False), pytest.param(5000, False, marks=pytest.mark.e2e), pytest.param(5000, True, marks=pytest.mark.e2e)],
 )
-def test_thousands_of_concurrent_requests(bad_server, many_files, count, stream):
+def test_thousands_of_concurrent_requests(many_files, count, stream):
     """All of them wait at the server at the same time; then all are answered. The server is a process of its own."""
     grades = Counter()
     with bad_server.process("--tokens", "4", "--gate", str(count)) as server:
@@ -304,7 +301,7 @@ def test_thousands_of_concurrent_requests(bad_server, many_files, count, stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cancelled_in_the_middle(bad_server, tmp_path, stream):
+def test_cancelled_in_the_middle(tmp_path, stream):
     """What was finished is in the exception, in the cache, and was handed to the callback; nothing else is left anywhere."""
     done = []
 
@@ -343,7 +340,7 @@ def test_cancelled_in_the_middle(bad_server, tmp_path, stream):
     asyncio.run(main())
 
 
-def test_leaving_an_iteration_ends_everything(bad_server):
+def test_leaving_an_iteration_ends_everything():
     async def main():
         async with bad_server.serving(latency=0.02) as server, nothing_left(server):
             begun = []
@@ -369,11 +366,11 @@ def test_leaving_an_iteration_ends_everything(bad_server):
     asyncio.run(main())
 
 
-def test_a_callback_of_chunks_that_raises_costs_its_samples(bad_server):
+def test_a_callback_of_chunks_that_raises_costs_its_samples():
     def on_chunk(chunk, completion):
         raise KeyError("mine")
 
-    results, stats, _ = call(bad_server, tasks=3, stream=True, on_chunk=on_chunk)
+    results, stats, _ = call(tasks=3, stream=True, on_chunk=on_chunk)
     assert results.stats.num_failed == 9
     assert all("KeyError" in s.error for s in results.samples)
     assert stats["requests"] == 3  # not worth a retry
@@ -384,23 +381,20 @@ def test_a_callback_of_chunks_that_raises_costs_its_samples(bad_server):
 
 @pytest.fixture(scope="module")
 def bench():
-    path = Path(__file__).resolve().parents[2] / "tools/bench_faults.py"
-    spec = importlib.util.spec_from_file_location("bench_faults", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_faults"] = module
-    spec.loader.exec_module(module)
-    return module
+    import bench_faults
+
+    return bench_faults
 
 
 @pytest.mark.parametrize(("streamed", "per_request"), [(False, 8), (True, 1)])
-def test_every_fault_at_once(bad_server, bench, streamed, per_request):
-    check(bench, bench.run(bad_server, completions=240, share=0.3, seed=1, ways=[bench.Way(streamed, per_request)]), 240)
+def test_every_fault_at_once(bench, streamed, per_request):
+    check(bench, bench.run(completions=240, share=0.3, seed=1, ways=[bench.Way(streamed, per_request)]), 240)
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-def test_every_fault_at_once_over_two_thousand_completions(bad_server, bench):
-    check(bench, bench.run(bad_server, completions=2000, share=0.2, seed=2), 2000)
+def test_every_fault_at_once_over_two_thousand_completions(bench):
+    check(bench, bench.run(completions=2000, share=0.2, seed=2), 2000)
 
 
 def check(bench, ways, completions):

@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from support import bad_server
 
 SCRIPT = """
 import asyncio, json, sys, zlib
@@ -63,7 +64,7 @@ NOISE = (
 
 
 @pytest.mark.parametrize("how", ["caught stream", "caught isolated", "plain"])
-def test_ctrl_c_in_the_middle(bad_server, tmp_path, how):
+def test_ctrl_c_in_the_middle(tmp_path, how):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     with bad_server.process(
         "--latency", "0.05", "--token-delay", "0.001", "--faults", "all=0.1", "--retry-after", "0.2"

@@ -9,16 +9,13 @@ import textwrap
 
 import pytest
 
-SERVER = pathlib.Path(__file__).parent / "conftest.py"
+TESTS = str(pathlib.Path(__file__).parents[1])
 
-# A server in the process's own loop; `Kit` is loaded from its file, because a script cannot import a conftest.
+# A server in the process's own loop.
 PREAMBLE = f"""
-import asyncio, importlib.util, sys, threading, time
-spec = importlib.util.spec_from_file_location("kit", {str(SERVER)!r})
-kit_module = importlib.util.module_from_spec(spec)
-sys.modules["kit"] = kit_module
-spec.loader.exec_module(kit_module)
-kit = kit_module.Kit
+import asyncio, sys, threading, time
+sys.path.append({TESTS!r})
+from support.chat_server import Kit as kit
 from ttrl import Task, get_task_results
 """
 

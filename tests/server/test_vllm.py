@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -205,12 +206,13 @@ def test_a_small_model_s_command_on_a_cpu(tmp_path, monkeypatch):
         assert "--max-num-batched-tokens 256" in line(extra_args=own) and "--max-num-seqs" not in line(extra_args=own)
 
 
+TESTS = str(Path(__file__).parents[1])
 OWNER = """
-import importlib.util, pathlib, sys, time
-spec = importlib.util.spec_from_file_location("fake", sys.argv[1]); fake = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fake)
+import pathlib, sys, time
+sys.path.append(sys.argv[1])
+from support.fake_vllm import FakeVLLM
 folder = pathlib.Path(sys.argv[2])
-server = fake.FakeVLLM(folder / "old", served_model_name="m", log_path=folder / "server.log").start()
+server = FakeVLLM(folder / "old", served_model_name="m", log_path=folder / "server.log").start()
 print(server._child.pid, server._child._guard.pid, "torch" in sys.modules, flush=True)
 time.sleep(600)
 """
@@ -218,8 +220,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path, checkpoints):
-    conftest = os.path.join(os.path.dirname(__file__), "conftest.py")
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, conftest, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, TESTS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         child, guard, loads_torch = owner.stdout.readline().split()
         processes = [psutil.Process(int(child)), psutil.Process(int(guard))]

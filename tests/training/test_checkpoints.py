@@ -1,22 +1,17 @@
 """Checkpoints: transformers reads what we write, and it is what was there, to the last bit."""
 
-import importlib.util
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.tiny_models import load_policy_in, native_layout
 from transformers import AutoModelForCausalLM
 
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.models import load_weights, read_config
 from ttrl.training.parallel.distributed import Ranks
-
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
 
 HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -36,9 +31,7 @@ def test_there_and_back(family, max_shard_bytes, model_folder, tmp_path):
     shutil.copytree(model_folder(family), start)
     (start / "tokenizer.json").write_text("{}")
     (start / "pytorch_model.bin").write_bytes(b"not to be copied")
-    save_checkpoint(
-        tmp_path / "checkpoint", helpers.load_policy_in(start, torch.float32), start, HERE, max_shard_bytes=max_shard_bytes
-    )
+    save_checkpoint(tmp_path / "checkpoint", load_policy_in(start, torch.float32), start, HERE, max_shard_bytes=max_shard_bytes)
 
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert {"tokenizer.json", "config.json", "canary.json"} <= names and "pytorch_model.bin" not in names
@@ -63,7 +56,7 @@ def test_there_and_back(family, max_shard_bytes, model_folder, tmp_path):
 
 def test_bf16_checkpoints(model_folder, tmp_path):
     start = model_folder("phi3")
-    save_checkpoint(tmp_path / "out", helpers.load_policy_in(start, torch.float32), start, HERE, checkpoint_dtype="bf16")
+    save_checkpoint(tmp_path / "out", load_policy_in(start, torch.float32), start, HERE, checkpoint_dtype="bf16")
     written = everything(tmp_path / "out")
     assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in everything(start).items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -72,8 +65,8 @@ def test_bf16_checkpoints(model_folder, tmp_path):
 
 @pytest.mark.parametrize("native", [False, True])
 def test_a_vision_tower_is_kept_as_it_was(native, with_vision_tower, tmp_path):
-    start = helpers.native_layout(with_vision_tower, tmp_path / "start") if native else with_vision_tower
-    policy = helpers.load_policy_in(start, torch.float32)
+    start = native_layout(with_vision_tower, tmp_path / "start") if native else with_vision_tower
+    policy = load_policy_in(start, torch.float32)
     with torch.no_grad():
         policy.parameters_by_name()["norm.scale"].fill_(0.25)
     save_checkpoint(tmp_path / "out", policy, start, HERE)

@@ -1,19 +1,13 @@
 """The gradient of an update is the same however it is computed, and it is that of the loss: `tools/check_invariance.py` against
 transformers in float64 on unpacked sequences. The whole table is the tool's; here is a part of it."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
+import check_invariance as tool
 import pytest
 import torch
 
 from ttrl.training.parallel.distributed import Ranks
-
-_spec = importlib.util.spec_from_file_location("check_invariance", Path(__file__).parents[2] / "tools" / "check_invariance.py")
-tool = sys.modules.setdefault("check_invariance", importlib.util.module_from_spec(_spec))
-if not hasattr(tool, "OBJECTIVES"):  # dataclasses look their module up while it is loaded
-    _spec.loader.exec_module(tool)
 
 HERE = Ranks(0, 1, torch.device("cpu"))
 

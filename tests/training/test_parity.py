@@ -1,10 +1,9 @@
 """Packed rows through our policy against the same samples, one by one, through transformers, in float64."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from support import tiny_models
+from support.tiny_models import load_policy_in, random_samples
 
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing.aggregation import normaliser
@@ -13,19 +12,15 @@ from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.models import to_hugging_face_names
 from ttrl.training.objective.losses import clipped_ratio_loss
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-
 CASES = {
-    "groups with prompts of 1, 2 and 7 tokens": (helpers.random_samples(0), 64),
-    "one sample": (helpers.random_samples(1, prompts=(5,), completions=1 + 1)[:1], 64),
+    "groups with prompts of 1, 2 and 7 tokens": (random_samples(0), 64),
+    "one sample": (random_samples(1, prompts=(5,), completions=1 + 1)[:1], 64),
     "identical samples": (
-        [helpers.sample([3, 4, 5], [6, 7, 8], advantage=a, logprobs=[-1.0, -2.0, -0.5]) for a in (1, 1, -2)],
+        [tiny_models.sample([3, 4, 5], [6, 7, 8], advantage=a, logprobs=[-1.0, -2.0, -0.5]) for a in (1, 1, -2)],
         64,
     ),
-    "a sample that fills the row": ([helpers.sample([3, 4, 5], [9] * 14, logprobs=[-1.0] * 14)], 16),
-    "groups split over rows": (helpers.random_samples(2, prompts=(6, 6), completions=8), 24),
+    "a sample that fills the row": ([tiny_models.sample([3, 4, 5], [9] * 14, logprobs=[-1.0] * 14)], 16),
+    "groups split over rows": (random_samples(2, prompts=(6, 6), completions=8), 24),
 }
 
 
@@ -50,10 +45,10 @@ def unpacked(packed, values):
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "gemma2-untied", "phi"])
 def test_logprobs_of_the_policy_equal_transformers(family, model_folder, float64_reference):
     """Through the head, in chunks: a tied one, one with a soft cap, one with a bias."""
-    samples = helpers.random_samples(3)
+    samples = random_samples(3)
     packed = packed_tensors_from_tokenized_results(samples, seq_len=64, pad_id=0)
     with torch.no_grad():
-        logprobs, entropy, *_ = helpers.load_policy_in(model_folder(family))(*policy_inputs(packed))
+        logprobs, entropy, *_ = load_policy_in(model_folder(family))(*policy_inputs(packed))
         reference = float64_reference(model_folder(family))
         expected = [reference_logprobs(reference, result) for result in samples]
     for ours, theirs in zip(unpacked(packed, logprobs), expected, strict=True):
@@ -68,7 +63,7 @@ def test_loss_and_gradients_equal_transformers(case, aggregation, model_folder, 
     here."""
     samples, seq_len = CASES[case]
     packed = packed_tensors_from_tokenized_results(samples, seq_len=seq_len, pad_id=0, aggregation=aggregation)
-    policy = helpers.load_policy_in(model_folder())
+    policy = load_policy_in(model_folder())
     logprobs = policy(*policy_inputs(packed)).logprobs
     trained = packed.labels != IGNORE
     old, advantages, weights = (t[trained].double() for t in (packed.logprobs, packed.advantages, packed.weights))
@@ -97,14 +92,14 @@ def test_loss_and_gradients_equal_transformers(case, aggregation, model_folder, 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 1000])
 def test_chunks_lose_no_token(chunks, model_folder):
     """Fault 2 of the predecessor: labels were shifted inside each chunk, which dropped one token per border."""
-    packed = packed_tensors_from_tokenized_results(helpers.random_samples(4), seq_len=64, pad_id=0)
+    packed = packed_tensors_from_tokenized_results(random_samples(4), seq_len=64, pad_id=0)
     results = []
     for n in (1, chunks):
-        policy = helpers.load_policy_in(model_folder(), num_output_chunks=n)
+        policy = load_policy_in(model_folder(), num_output_chunks=n)
         logprobs, entropy, *_ = policy(*policy_inputs(packed))
         (logprobs.sum() + entropy.sum()).backward()
         results.append((logprobs, entropy, policy.decoder.output.weight.grad))
-    assert len(results[1][0]) == packed.num_trained == sum(len(s.token_ids) - s.prompt_length for s in helpers.random_samples(4))
+    assert len(results[1][0]) == packed.num_trained == sum(len(s.token_ids) - s.prompt_length for s in random_samples(4))
     for one, many in zip(*results, strict=True):
         torch.testing.assert_close(one, many, rtol=0, atol=1e-12)
 
@@ -112,11 +107,11 @@ def test_chunks_lose_no_token(chunks, model_folder):
 def test_siblings_do_not_see_each_other(model_folder):
     """Changing the tokens of one completion changes no other sample's log-probabilities, not even in the last bit."""
     prompt = [5, 6, 7, 8]
-    policy = helpers.load_policy_in(model_folder(), torch.float32)
+    policy = load_policy_in(model_folder(), torch.float32)
 
     def logprobs(second):
         packed = packed_tensors_from_tokenized_results(
-            [helpers.sample(prompt, c, number=i) for i, c in enumerate([[1, 2, 3], second, [9, 10]])], seq_len=32, pad_id=0
+            [tiny_models.sample(prompt, c, number=i) for i, c in enumerate([[1, 2, 3], second, [9, 10]])], seq_len=32, pad_id=0
         )
         with torch.no_grad():
             return unpacked(packed, policy(*policy_inputs(packed))[0])
@@ -128,8 +123,8 @@ def test_siblings_do_not_see_each_other(model_folder):
 
 def test_a_row_without_labels_keeps_the_graph(model_folder):
     """Zero-weight rows must take part in the backward pass: other ranks wait for it."""
-    packed = packed_tensors_from_tokenized_results(helpers.random_samples(5), seq_len=64, pad_id=0).pad_rows_to_multiple(7)
-    policy = helpers.load_policy_in(model_folder())
+    packed = packed_tensors_from_tokenized_results(random_samples(5), seq_len=64, pad_id=0).pad_rows_to_multiple(7)
+    policy = load_policy_in(model_folder())
     logprobs = policy(*policy_inputs(packed.rows([packed.num_rows - 1]))).logprobs
     assert logprobs.shape == (0,)
     logprobs.sum().backward()
@@ -142,8 +137,8 @@ def test_kl_of_a_model_with_itself_is_zero(model_folder):
     from ttrl.training.objective.divergences import k3_divergence
     from ttrl.training.prepass import row_signals
 
-    packed = packed_tensors_from_tokenized_results(helpers.random_samples(6), seq_len=48, pad_id=0)
-    policy = helpers.load_policy_in(model_folder(), torch.float32)
+    packed = packed_tensors_from_tokenized_results(random_samples(6), seq_len=48, pad_id=0)
+    policy = load_policy_in(model_folder(), torch.float32)
     config = TrainingConfig(model="", output_dir="", rows_per_microbatch=2)
     reference = row_signals(policy, Update(packed, 1.0, 1), config, torch.device("cpu"))["start_logprobs"]
     logprobs = policy(*policy_inputs(packed)).logprobs

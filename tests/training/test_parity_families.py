@@ -1,9 +1,8 @@
 """Every family against transformers: forward and gradient, one by one and packed with shared beginnings."""
 
-import importlib.util
 import json
-from pathlib import Path
 
+import check_parity
 import pytest
 import torch
 
@@ -14,10 +13,7 @@ from ttrl.training.models.rope import frequencies
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.loading import load_policy
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-check_parity = helpers.check_parity
+check_parity = check_parity
 
 
 @pytest.mark.parametrize("name", check_parity.VARIANTS)

@@ -1,35 +1,31 @@
 """Rows that share beginnings as a tree, several turns included, against the same samples one by one through transformers."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 import torch
+from support import tiny_models
+from support.tiny_models import VOCAB, load_policy_in
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.models import to_hugging_face_names
-
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
 
 
 def tree_of_samples(seed: int):
     """Prompts that continue one another, five deep, and three samples each: two equal, one that branches off in its third token;
     every other sample has a stretch of context between two turns."""
     draw = random.Random(seed)
-    prompts = [[draw.randrange(helpers.VOCAB) for _ in range(3)]]
+    prompts = [[draw.randrange(VOCAB) for _ in range(3)]]
     for depth in range(4):
-        prompts += [prompts[-1] + [draw.randrange(helpers.VOCAB) for _ in range(depth + 1)] for _ in range(2)]
-    prompts.append([draw.randrange(helpers.VOCAB)])
+        prompts += [prompts[-1] + [draw.randrange(VOCAB) for _ in range(depth + 1)] for _ in range(2)]
+    prompts.append([draw.randrange(VOCAB)])
     samples = []
     for prompt in prompts:
-        completion = [draw.randrange(helpers.VOCAB) for _ in range(draw.randint(4, 7))]
-        branch = [*completion[:2], *(draw.randrange(helpers.VOCAB) for _ in range(4))]
+        completion = [draw.randrange(VOCAB) for _ in range(draw.randint(4, 7))]
+        branch = [*completion[:2], *(draw.randrange(VOCAB) for _ in range(4))]
         for number, tokens in enumerate([completion, completion, branch]):
-            one = helpers.sample(prompt, tokens, advantage=draw.gauss(0, 1), number=number)
+            one = tiny_models.sample(prompt, tokens, advantage=draw.gauss(0, 1), number=number)
             if len(samples) % 2:
                 one.assistant_mask[len(prompt) + 1] = one.assistant_mask[len(prompt) + 2] = False
             samples.append(one)
@@ -41,7 +37,7 @@ def test_logprobs_and_gradients_of_trees_equal_transformers(seq_len, share, mode
     samples = tree_of_samples(0)
     packed = packed_tensors_from_tokenized_results(samples, seq_len=seq_len, pad_id=0, share=share, shortest_shared=1)
     assert max(len(one.groups) for one in packed.samples) >= (4 if share == "tree" else 1)
-    policy = helpers.load_policy_in(model_folder())
+    policy = load_policy_in(model_folder())
     logprobs = policy(packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos).logprobs
     trained = packed.labels != IGNORE
     (logprobs * packed.advantages[trained].double()).sum().backward()

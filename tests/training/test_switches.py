@@ -1,76 +1,22 @@
 """Switches that save memory or time, in one process: the gradients stay the same, and each does what it is there for."""
 
-import contextlib
-import importlib.util
 import math
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import distributed
+from support.parallel_worker import accumulate
+from support.training_steps import ALONE, distance, gradients_with, group_of_one, settings_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ttrl.configs import TrainingConfig
-from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError
 from ttrl.training.batches import updates
 from ttrl.training.models import load_weights, read_config
 from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, learning_rate, make_optimizer
-from ttrl.training.parallel.distributed import Ranks, grid, ranks
+from ttrl.training.parallel.distributed import ranks
 from ttrl.training.policy.activations import PRODUCTS
 from ttrl.training.policy.loading import load_policy
-
-
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-worker = _beside("parallel_worker")
-accumulate, gradients = worker.accumulate, worker.gradients
-ALONE = Ranks(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def packed():
-    """Several rows of several lengths."""
-    samples = _beside("conftest").random_samples(3, prompts=(3, 5, 8, 9, 4))
-    return packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0)
-
-
-def settings_of(folder, **settings):
-    values = {"model": str(folder), "output_dir": "unused", "device": "cpu", "max_grad_norm": None, "rows_per_microbatch": 100}
-    return TrainingConfig.parse({**values, **settings}, "test")
-
-
-def gradients_with(folder, packed, here=ALONE, **settings):
-    """The gradient of a step, by parameter name."""
-    config = settings_of(folder, **settings)
-    policy = load_policy(config, here)
-    (step,) = updates(packed, 1, (0, 1), here)
-    accumulate(policy, step, config, here)
-    return gradients(policy)
-
-
-def distance(one, other):
-    """‖one - other‖ / ‖other‖ over all parameters."""
-    assert one.keys() == other.keys()
-    square = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
-    return math.sqrt(square / sum(float(value.double().square().sum()) for value in other.values()))
-
-
-@contextlib.contextmanager
-def group_of_one(tensor_parallel=1):
-    """A process group with this process alone: what sharding does then must change nothing."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield grid(torch.device("cpu"), tensor_parallel)
-    finally:
-        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3"])

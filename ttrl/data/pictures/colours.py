@@ -1,8 +1,8 @@
 """Colours for pictures of packed rows: a hue per tree, lightness by depth, and a diverging scale for advantages.
 
 Given in OKLCH, where equal steps of lightness look equal in every hue. The order of the hues was searched so that neighbouring
-trees differ for people with every kind of colour blindness (tests/data/test_row_colours.py computes how they see them). Pictures
-draw borders too, so that nothing rests on colour alone.
+trees differ for people with every kind of colour blindness (tests/data/pictures/test_colours.py computes how they see them).
+Pictures draw borders too, so that nothing rests on colour alone.
 """
 
 import math

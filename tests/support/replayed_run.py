@@ -3,11 +3,6 @@
 The run has three iterations of two tasks with four answers each. The answers are "yes" and "no", and "yes" earned 1.
 """
 
-import sys
-import textwrap
-
-import pytest
-
 from ttrl import Sample
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.loop.phases import Phases
@@ -77,21 +72,3 @@ class Run:
 
     def rows(self, result, number):
         return read_jsonl(result.folder / f"iterations/{number:04d}/rollouts.jsonl")
-
-
-@pytest.fixture
-def run(world):
-    return Run(world)
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """The current folder, with modules of the test's own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def write(name, text):
-        sys.modules.pop(name, None)
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
-
-    return write

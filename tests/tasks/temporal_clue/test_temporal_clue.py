@@ -1,10 +1,7 @@
 """Temporal-clue: grades of odd replies, the published puzzles, and puzzles of our own against trying out every possible night."""
 
-import importlib.util
 import json
-import sys
 from itertools import permutations, product
-from pathlib import Path
 
 import pytest
 
@@ -17,18 +14,11 @@ SOLUTION = {"A": "Miss Violet", "B": "Fire Iron", "C": "11:30 PM", "D": "Tea Roo
 RIGHT = "A. Miss Violet\nB. Fire Iron\nC. 11:30 PM\nD. Tea Room"
 
 
-def _load_tool():
-    path = Path(__file__).parents[2] / "tools" / "check_puzzles.py"
-    spec = importlib.util.spec_from_file_location("check_puzzles", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("check_puzzles", module)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def tool():
-    return _load_tool()
+    import check_puzzles
+
+    return check_puzzles
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,19 +295,20 @@ def test_a_sharded_vocabulary_gives_the_whole_ones_numbers(monkeypatch):
 
 
 RANK = """
-import importlib.util, sys, torch
-rank, folder, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+import sys, torch
+rank, folder = int(sys.argv[1]), sys.argv[2]
+sys.path.append(sys.argv[3])
+import test_head
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-spec = importlib.util.spec_from_file_location("test_head", file)
-tests = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tests)
-torch.save(tests.sharded(torch.distributed.group.WORLD, rank), f"{folder}/{rank}.pt")
+torch.save(test_head.sharded(torch.distributed.group.WORLD, rank), f"{folder}/{rank}.pt")
 """
 
 
 @pytest.mark.e2e
 def test_a_sharded_vocabulary_over_gloo(tmp_path):
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path), __file__]) for rank in range(2)]
+    command = [sys.executable, "-c", RANK]
+    places = [str(tmp_path), str(Path(__file__).parent)]
+    ranks = [subprocess.Popen([*command, str(rank), *places]) for rank in range(2)]
     assert [process.wait(timeout=300) for process in ranks] == [0, 0]
     assert_same_as_whole([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention_trees import siblings, tensors, trees, with_gradients
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.training.test_attention import siblings, tensors, trees, with_gradients
 from ttrl.training.kernels import native_attention
 from ttrl.training.kernels.attention import attend, attention_plan, dense_attend
 from ttrl.training.policy.activations import PRODUCTS

@@ -1,15 +1,14 @@
 """Adapters against their formulas in float64, and everything that must stay as it is around them."""
 
-import importlib.util
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from support.parallel_worker import accumulate, gradients
+from support.training_steps import ALONE, adapter_config, adapter_gradients, distance, group_of_one, logprobs, move_adapters
 from torch import nn
 
-from ttrl.configs import GRPOConfig, TrainingConfig
-from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.configs import GRPOConfig
 from ttrl.errors import ConfigError
 from ttrl.training.batches import updates
 from ttrl.training.parallel.distributed import Ranks
@@ -19,54 +18,12 @@ from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import AdaptedLinear, adapted, plain, without_adapters
 
 
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-switches = _beside("test_switches")
-accumulate, gradients, distance = switches.accumulate, switches.gradients, switches.distance
-ALONE = Ranks(0, 1, torch.device("cpu"))
-
-
-def config_of(folder="unused", **settings):
-    values = {"model": str(folder), "output_dir": "unused", "device": "cpu", "max_grad_norm": None, "rows_per_microbatch": 100}
-    return TrainingConfig.parse({**values, "lora_rank": 4, "lora_alpha": 6.0, **settings}, "test")
-
-
-@torch.no_grad()
-def move_adapters(policy, seed=1, size=0.1):
-    """Away from where they change nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    for layer in adapted(policy).values():
-        layer.lora_b.copy_(size * torch.randn(layer.lora_b.shape, generator=generator))
-        if layer.magnitude is not None:
-            layer.magnitude.mul_(1 + size * torch.rand(layer.magnitude.shape, generator=generator))
-    return policy
-
-
-@pytest.fixture(scope="module")
-def packed():
-    """Several rows of several lengths."""
-    samples = _beside("conftest").random_samples(3, prompts=(3, 5, 8, 9, 4))
-    return packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0)
-
-
-def logprobs(policy, seed=0):
-    """Of a plain row of random tokens."""
-    row = torch.randint(90, (1, 12), generator=torch.Generator().manual_seed(seed))
-    zeros = torch.zeros_like(row)
-    return policy(row, row, zeros, zeros, torch.arange(12)[None]).logprobs
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_layers_follow_the_formula(kind, bias):
     """W + (α/r)·B A, and DoRA's rows m·V/‖V‖ with ‖V‖ constant, written out; outputs and all gradients."""
     torch.manual_seed(0)
-    layer = AdaptedLinear(nn.Linear(7, 5, bias=bias), config_of(lora_kind=kind)).double()
+    layer = AdaptedLinear(nn.Linear(7, 5, bias=bias), adapter_config(lora_kind=kind)).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     layer.requires_grad_(True)
@@ -92,7 +49,7 @@ def test_layers_follow_the_formula(kind, bias):
 def test_rows_of_zeros_have_no_direction():
     """As in layers that were put between others, whose output is to be zero at first."""
     torch.manual_seed(0)
-    layer = AdaptedLinear(nn.Linear(7, 5), config_of(lora_kind="dora"))
+    layer = AdaptedLinear(nn.Linear(7, 5), adapter_config(lora_kind="dora"))
     nn.init.normal_(layer.lora_a)
     nn.init.zeros_(layer.lora_b)
     with torch.no_grad():
@@ -111,7 +68,7 @@ def test_rows_of_zeros_have_no_direction():
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_under_bf16_a_layer_gives_bf16(kind, bias, four_bits):
     """As a linear layer does, bias or not: what follows it takes one dtype."""
-    layer = AdaptedLinear(nn.Linear(64, 8, bias=bias), config_of(lora_kind=kind))
+    layer = AdaptedLinear(nn.Linear(64, 8, bias=bias), adapter_config(lora_kind=kind))
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     if four_bits:
@@ -123,7 +80,7 @@ def test_under_bf16_a_layer_gives_bf16(kind, bias, four_bits):
 def test_under_bf16_small_changes_of_magnitudes_count():
     """In bf16 a scale of 1.003 would be 1."""
     torch.manual_seed(0)
-    layer = AdaptedLinear(nn.Linear(64, 64, bias=False), config_of(lora_kind="dora"))
+    layer = AdaptedLinear(nn.Linear(64, 64, bias=False), adapter_config(lora_kind="dora"))
     nn.init.normal_(layer.lora_a)
     nn.init.zeros_(layer.lora_b)
     with torch.no_grad():
@@ -138,7 +95,7 @@ def test_under_bf16_small_changes_of_magnitudes_count():
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_head_with_an_adapter(kind, model_folder, packed):
     """Its gradient, which comes through the chunks of the head, against that of logits in float64."""
-    policy = load_policy(config_of(model_folder(), lora_targets=["output"], lora_kind=kind), ALONE)
+    policy = load_policy(adapter_config(model_folder(), lora_targets=["output"], lora_kind=kind), ALONE)
     move_adapters(policy).double().compute_dtype = torch.float64
     (head,) = adapted(policy).values()
     wanted = [p for p in policy.parameters() if p.requires_grad]
@@ -154,11 +111,11 @@ def test_a_head_with_an_adapter(kind, model_folder, packed):
 
 
 def test_only_adapters_are_trained(model_folder, packed):
-    policy = load_policy(config_of(model_folder("qwen3"), lora_targets=["q_proj", "w2"]), ALONE)
+    policy = load_policy(adapter_config(model_folder("qwen3"), lora_targets=["q_proj", "w2"]), ALONE)
     names = {name for name, p in policy.parameters_by_name().items() if p.requires_grad}
     layers = ("layers.0.attn.q_proj", "layers.0.mlp.w2", "layers.1.attn.q_proj", "layers.1.mlp.w2")
     assert names == {f"{layer}.{part}" for layer in layers for part in ("lora_a", "lora_b")}
-    base = load_policy(config_of(model_folder("qwen3"), lora_rank=None, lora_alpha=16.0), ALONE)
+    base = load_policy(adapter_config(model_folder("qwen3"), lora_rank=None, lora_alpha=16.0), ALONE)
     assert torch.equal(logprobs(policy), logprobs(base)), "a new adapter changes nothing"
     move_adapters(policy)
     assert not torch.allclose(logprobs(policy), logprobs(base), atol=1e-3)
@@ -168,27 +125,16 @@ def test_only_adapters_are_trained(model_folder, packed):
 
 
 def test_a_new_dora_changes_nothing_but_rounding(model_folder):
-    policy = load_policy(config_of(model_folder(), lora_kind="dora"), ALONE)
+    policy = load_policy(adapter_config(model_folder(), lora_kind="dora"), ALONE)
     with without_adapters(policy):
         base = logprobs(policy)
     torch.testing.assert_close(logprobs(policy), base, rtol=0, atol=2e-6)
 
 
-def step_gradients(folder, packed, here=ALONE, seed=None, **settings):
-    """The gradient of a step, by parameter name."""
-    config = config_of(folder, **settings)
-    policy = move_adapters(load_policy(config, here)) if here is ALONE else load_policy(config, here)
-    (step,) = updates(packed, 1, (0, 1), here)
-    if seed is not None:
-        torch.manual_seed(seed)
-    accumulate(policy, step, config, here)
-    return gradients(policy)
-
-
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
     folder = model_folder("qwen2-tied")
-    plain_gradients = step_gradients(folder, packed, lora_kind=kind)
+    plain_gradients = adapter_gradients(folder, packed, lora_kind=kind)
     assert all("lora" in name or "magnitude" in name for name in plain_gradients)
     for settings, tolerance in (
         ({"activation_checkpointing": True}, 0.0),
@@ -196,7 +142,7 @@ def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
         ({"rows_per_microbatch": 1}, 3e-6),
         ({"dtype": "bf16"}, 0.15),  # 0.05 here, as without adapters
     ):
-        far = distance(step_gradients(folder, packed, lora_kind=kind, **settings), plain_gradients)
+        far = distance(adapter_gradients(folder, packed, lora_kind=kind, **settings), plain_gradients)
         assert far <= tolerance, (settings, far)
 
 
@@ -205,9 +151,9 @@ def test_sharding_over_one_process_changes_nothing(kind, model_folder, packed):
     """The code of FSDP on a mesh of one; more processes: tests/e2e/test_lora.py."""
     from ttrl.training.parallel import sharding
 
-    config = config_of(model_folder(), lora_kind=kind, activation_checkpointing=True)
+    config = adapter_config(model_folder(), lora_kind=kind, activation_checkpointing=True)
     alone = load_policy(config, ALONE)
-    with switches.group_of_one() as here, pytest.MonkeyPatch.context() as patch:
+    with group_of_one() as here, pytest.MonkeyPatch.context() as patch:
 
         def over_one(policy, config, here, between):
             between()
@@ -225,15 +171,15 @@ def test_sharding_over_one_process_changes_nothing(kind, model_folder, packed):
 
 def test_dropout_acts_in_passes_with_a_gradient_alone(model_folder, packed):
     folder = model_folder()
-    policy = move_adapters(load_policy(config_of(folder, lora_dropout=0.5), ALONE))
+    policy = move_adapters(load_policy(adapter_config(folder, lora_dropout=0.5), ALONE))
     with torch.no_grad():
         first = logprobs(policy)
         assert torch.equal(first, logprobs(policy))
     assert not torch.allclose(first, logprobs(policy), atol=1e-3)
-    plain_gradients = step_gradients(folder, packed, lora_dropout=0.5, seed=3)
-    recomputed = step_gradients(folder, packed, lora_dropout=0.5, seed=3, activation_checkpointing=True)
+    plain_gradients = adapter_gradients(folder, packed, lora_dropout=0.5, seed=3)
+    recomputed = adapter_gradients(folder, packed, lora_dropout=0.5, seed=3, activation_checkpointing=True)
     assert distance(recomputed, plain_gradients) == 0.0, "layers are recomputed with the same dropout"
-    assert distance(step_gradients(folder, packed, lora_dropout=0.5, seed=4), plain_gradients) > 1e-3
+    assert distance(adapter_gradients(folder, packed, lora_dropout=0.5, seed=4), plain_gradients) > 1e-3
 
 
 def test_dropout_is_repeatable(model_folder, packed):
@@ -241,7 +187,7 @@ def test_dropout_is_repeatable(model_folder, packed):
     found = []
     for seed, rank in ((1, 0), (1, 0), (2, 0), (1, 1)):
         torch.rand(len(found) + 1)
-        config = config_of(model_folder(), lora_dropout=0.5, seed=seed)
+        config = adapter_config(model_folder(), lora_dropout=0.5, seed=seed)
         load_policy(config, ALONE if rank == 0 else Ranks(1, 1, torch.device("cpu")))
         found.append(torch.rand(1).item())
     assert found[0] == found[1] and Counter(found).most_common()[0][1] == 2
@@ -251,8 +197,8 @@ def test_dropout_is_repeatable(model_folder, packed):
 def test_a_base_in_four_bits(family, model_folder, packed):
     """It computes with the rounded numbers, as a base in fp32 that holds these does, and costs an eighth."""
     folder = model_folder(family)
-    policy = move_adapters(load_policy(config_of(folder, lora_base_dtype="nf4"), ALONE))
-    rounded = move_adapters(load_policy(config_of(folder), ALONE))
+    policy = move_adapters(load_policy(adapter_config(folder, lora_base_dtype="nf4"), ALONE))
+    rounded = move_adapters(load_policy(adapter_config(folder), ALONE))
     layers = adapted(policy)
     assert len(layers) == (14 if family == "qwen2" else 12)
     with torch.no_grad():
@@ -266,19 +212,19 @@ def test_a_base_in_four_bits(family, model_folder, packed):
         assert size < layer.weight.numel() * 4 / 7, name
     torch.testing.assert_close(logprobs(policy), logprobs(rounded), rtol=0, atol=1e-5)
     (step,) = updates(packed, 1, (0, 1), ALONE)
-    config = config_of(folder)
+    config = adapter_config(folder)
     for one in (policy, rounded):
         accumulate(one, step, config, ALONE)
     assert distance(gradients(policy), gradients(rounded)) < 1e-5
-    lower = step_gradients(folder, packed, lora_base_dtype="nf4", dtype="bf16", activation_checkpointing=True)
+    lower = adapter_gradients(folder, packed, lora_base_dtype="nf4", dtype="bf16", activation_checkpointing=True)
     assert distance(lower, gradients(policy)) < 0.15
 
 
 def test_magnitudes_are_never_gathered_in_bf16():
     cuda = torch.device("cuda")
-    assert gathered_precision(config_of(dtype="bf16"), cuda).param_dtype is torch.bfloat16
-    assert gathered_precision(config_of(dtype="bf16", lora_kind="dora"), cuda).param_dtype is None
-    assert gathered_precision(config_of(dtype="bf16"), torch.device("cpu")).param_dtype is None
+    assert gathered_precision(adapter_config(dtype="bf16"), cuda).param_dtype is torch.bfloat16
+    assert gathered_precision(adapter_config(dtype="bf16", lora_kind="dora"), cuda).param_dtype is None
+    assert gathered_precision(adapter_config(dtype="bf16"), torch.device("cpu")).param_dtype is None
 
 
 @pytest.mark.parametrize(
@@ -301,19 +247,19 @@ def test_magnitudes_are_never_gathered_in_bf16():
 )
 def test_wrong_settings(settings, problem):
     with pytest.raises(ConfigError) as caught:
-        config_of(**settings)
+        adapter_config(**settings)
     assert problem in str(caught.value) and len(caught.value.problems) == 1
 
 
 def test_what_a_model_or_machine_does_not_allow(model_folder):
     with pytest.raises(ConfigError, match="names 'output', but the model's head is its embedding"):
-        load_policy(config_of(model_folder("qwen2-tied"), lora_targets=["q_proj", "output"]), ALONE)
+        load_policy(adapter_config(model_folder("qwen2-tied"), lora_targets=["q_proj", "output"]), ALONE)
     with pytest.raises(ConfigError, match="lora_targets is w3, and the model has none of them"):
-        load_policy(config_of(model_folder("phi"), lora_targets=["w3"]), ALONE)
-    assert config_of(lora_base_dtype="nf4").problems_here("cpu", 2, {}) == [
+        load_policy(adapter_config(model_folder("phi"), lora_targets=["w3"]), ALONE)
+    assert adapter_config(lora_base_dtype="nf4").problems_here("cpu", 2, {}) == [
         "lora_base_dtype is 'nf4', which is for one process, and there are 2; 'fp32' is sharded over them"
     ]
-    assert not config_of().problems_here("cpu", 2, {})
+    assert not adapter_config().problems_here("cpu", 2, {})
 
 
 def test_four_bits_need_whole_blocks():
@@ -322,7 +268,7 @@ def test_four_bits_need_whole_blocks():
     decoder = nn.Sequential()
     decoder.add_module("w1", nn.Linear(9, 7))
     with pytest.raises(ConfigError, match="holds blocks of 64 numbers, but w1 has 63"):
-        apply_lora(decoder, config_of(lora_base_dtype="nf4"))
+        apply_lora(decoder, adapter_config(lora_base_dtype="nf4"))
 
 
 def test_reference_swaps_weights_where_there_are_no_adapters(model_folder):

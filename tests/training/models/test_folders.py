@@ -1,13 +1,13 @@
 """Model folders: what is refused and how, and weights in and out."""
 
-import importlib.util
 import json
 import shutil
-from pathlib import Path
 
+import check_parity
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.tiny_models import native_layout
 
 from ttrl.errors import ModelFolderError
 from ttrl.training.models import (
@@ -20,10 +20,6 @@ from ttrl.training.models import (
     read_config,
     to_hugging_face_names,
 )
-
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
 
 
 @pytest.fixture
@@ -113,7 +109,7 @@ def test_the_same_weights_under_another_config(family, settings, field, changed,
             check_same_architecture(other, own, "FOLDER")
 
 
-@pytest.mark.parametrize("family", helpers.check_parity.VARIANTS)
+@pytest.mark.parametrize("family", check_parity.VARIANTS)
 def test_weights_go_in_and_out_bit_for_bit(family, model_folder):
     stored = load_file(model_folder(family) / "model.safetensors")
     config = read_config(model_folder(family))
@@ -198,7 +194,7 @@ def test_rope_tables_of_old_files_are_passed_over(changed):
 def test_the_text_part_of_a_model_with_a_vision_tower(native, with_vision_tower, tmp_path):
     from transformers import Gemma3ForConditionalGeneration
 
-    folder = helpers.native_layout(with_vision_tower, tmp_path / "native") if native else with_vision_tower
+    folder = native_layout(with_vision_tower, tmp_path / "native") if native else with_vision_tower
     config = read_config(folder)
     assert architecture(config).windows == (5, 5) and config.tie_word_embeddings
     decoder = build_decoder(config)
@@ -207,6 +203,6 @@ def test_the_text_part_of_a_model_with_a_vision_tower(native, with_vision_tower,
     reference = Gemma3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         zeros = torch.zeros_like(tokens)
-        plan = helpers.check_parity.attention_plan(zeros, zeros, tokens - 1, torch.float32)
+        plan = check_parity.attention_plan(zeros, zeros, tokens - 1, torch.float32)
         ours = decoder.logits(decoder.hidden_states(tokens, tokens - 1, plan))
         torch.testing.assert_close(ours, reference(tokens).logits, rtol=0, atol=1e-5)

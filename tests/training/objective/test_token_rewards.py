@@ -1,12 +1,12 @@
 """Advantages of single tokens in packed rows, against the formulas on the unpacked samples."""
 
-import importlib.util
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
+from support import tiny_models
+from support.tiny_models import random_samples
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import PackError
@@ -14,14 +14,10 @@ from ttrl.records import TokenizedResult
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
 
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
-
 
 def with_a_gap(task: str) -> TokenizedResult:
     """A conversation of two turns: a tool's answer lies between the tokens that were sampled."""
-    result = helpers.sample([1, 2], [3, 4, 5, 6, 7], task=task, number=9, reward=0.25)
+    result = tiny_models.sample([1, 2], [3, 4, 5, 6, 7], task=task, number=9, reward=0.25)
     result.assistant_mask[4] = result.assistant_mask[5] = False
     return result
 
@@ -29,8 +25,8 @@ def with_a_gap(task: str) -> TokenizedResult:
 def packs():
     """The same samples in two orders, so in other rows; groups spread over rows; one task with a single sample."""
     draw = random.Random(0)
-    samples = helpers.random_samples(5, prompts=(3, 6), completions=5)
-    samples += [helpers.sample([8, 8, 9], [4, 5, 6], task="alone"), with_a_gap("g0")]
+    samples = random_samples(5, prompts=(3, 6), completions=5)
+    samples += [tiny_models.sample([8, 8, 9], [4, 5, 6], task="alone"), with_a_gap("g0")]
     for sample in samples:
         sample.reward = draw.choice([0.0, 0.5, 1.0])
     shuffled = samples[:]
@@ -177,11 +173,13 @@ def test_a_label_without_a_number_is_told():
 def test_a_sample_of_several_sequences_is_one_completion_and_a_task_may_come_up_twice():
     """Two turns that do not continue each other: the reward comes after the second, and the first one's tokens lead to it."""
     first, second = (
-        helpers.sample([1, 2], [3, 4], task="t", reward=1.0),
-        helpers.sample([1, 5, 6], [7, 8, 9], task="t", reward=1.0),
+        tiny_models.sample([1, 2], [3, 4], task="t", reward=1.0),
+        tiny_models.sample([1, 5, 6], [7, 8, 9], task="t", reward=1.0),
     )
     first.share, second.share = 0.4, 0.6
-    others = [helpers.sample([1, 2], [4, 5], task="t", number=number, reward=0.0) for number in (1, 0, 1)]  # and again 0 and 1
+    others = [
+        tiny_models.sample([1, 2], [4, 5], task="t", number=number, reward=0.0) for number in (1, 0, 1)
+    ]  # and again 0 and 1
     packed = packed_tensors_from_tokenized_results([first, second, *others], seq_len=8, pad_id=0)
     zeros = torch.zeros(packed.labels.shape)
 

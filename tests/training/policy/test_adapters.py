@@ -1,6 +1,5 @@
 """Adapters on disk: peft computes with them what we do, and training goes on from them as if it had never stopped."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -9,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.parallel_worker import accumulate
+from support.tiny_models import load_policy_in, random_samples
+from support.training_steps import ALONE, adapter_config, logprobs, move_adapters
 from transformers import AutoModelForCausalLM
 
 from ttrl import grpo_recipe
@@ -25,18 +27,6 @@ from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted, plain
 
 
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-lora, helpers = _beside("test_lora"), _beside("conftest")
-config_of, move_adapters, logprobs = lora.config_of, lora.move_adapters, lora.logprobs
-ALONE = lora.ALONE
-
-
 @pytest.fixture(autouse=True)
 def short_canaries(monkeypatch):
     """Most of the time of a tiny checkpoint would be theirs."""
@@ -46,7 +36,7 @@ def short_canaries(monkeypatch):
 
 def saved(folder, out, policy=None, **settings):
     """A checkpoint with adapters that were moved, and the policy that it was made of."""
-    config = config_of(folder, **settings)
+    config = adapter_config(folder, **settings)
     policy = policy or move_adapters(load_policy(config, ALONE))
     save_checkpoint(out, policy, folder, ALONE, config=config)
     return policy, config
@@ -71,11 +61,11 @@ CASES = [
 def test_there_and_back(family, settings, model_folder, tmp_path):
     """The merged folder computes what base and adapter do, and the adapter is read again to the last bit."""
     policy, _ = saved(model_folder(family), tmp_path / "out", **settings)
-    merged = helpers.load_policy_in(tmp_path / "out", torch.float32)
-    base = helpers.load_policy_in(model_folder(family), torch.float32)
+    merged = load_policy_in(tmp_path / "out", torch.float32)
+    base = load_policy_in(model_folder(family), torch.float32)
     assert (logprobs(merged) - logprobs(policy)).abs().max() < 2e-5
     assert (logprobs(base) - logprobs(policy)).abs().max() > 1e-2
-    again = load_policy(config_of(tmp_path / "out", **settings), ALONE)
+    again = load_policy(adapter_config(tmp_path / "out", **settings), ALONE)
     before, after = everything(policy), everything(again)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
@@ -128,7 +118,7 @@ def test_beside_a_vision_tower(with_vision_tower, tmp_path):
     pattern = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["target_modules"]
     assert re.fullmatch(pattern, "model.language_model.layers.0.self_attn.q_proj")
     assert not re.fullmatch(pattern, "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj")
-    load_policy(config_of(tmp_path / "out", lora_targets=["q_proj"]), ALONE)
+    load_policy(adapter_config(tmp_path / "out", lora_targets=["q_proj"]), ALONE)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +128,13 @@ def test_beside_a_vision_tower(with_vision_tower, tmp_path):
 )
 def test_stopping_in_between_changes_nothing(settings, model_folder, tmp_path):
     """Two steps, against one step, checkpoint and state, and one step more from them: the same to the last bit."""
-    samples = helpers.random_samples(3, prompts=(3, 5), completions=3)
+    samples = random_samples(3, prompts=(3, 5), completions=3)
     packed = packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0)
     (step,) = updates(packed, 1, (0, 1), ALONE)
-    config = config_of(model_folder(), lr=1e-2, weight_decay=0.1, **settings)
+    config = adapter_config(model_folder(), lr=1e-2, weight_decay=0.1, **settings)
 
     def go(policy, optimizer, number):
-        lora.accumulate(policy, step, config, ALONE)
+        accumulate(policy, step, config, ALONE)
         clip_and_step(policy, optimizer, config, number)
 
     policy = load_policy(config, ALONE)
@@ -154,7 +144,7 @@ def test_stopping_in_between_changes_nothing(settings, model_folder, tmp_path):
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
     go(policy, optimizer, 1)
 
-    config = config_of(tmp_path / "out", lr=1e-2, weight_decay=0.1, **settings)
+    config = adapter_config(tmp_path / "out", lr=1e-2, weight_decay=0.1, **settings)
     other = load_policy(config, ALONE)
     other_optimizer = make_optimizer(other, config)
     assert load_state(tmp_path / "state", other, other_optimizer) == 1
@@ -174,7 +164,7 @@ def state_of(policy, optimizer):
 
 @pytest.fixture
 def pack(tmp_path):
-    samples = helpers.random_samples(8, prompts=(1, 3, 6), completions=4)
+    samples = random_samples(8, prompts=(1, 3, 6), completions=4)
     packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(tmp_path / "packed.safetensors")
     return tmp_path / "packed.safetensors"
 
@@ -204,8 +194,8 @@ def test_iterations_of_the_recipe(model_folder, pack):
     two, (second,) = run_recipe(pack, "two", model=str(one / "checkpoint"), **known, **settings)
     assert second["kl"] > 1e-6 and second["global_step"] == 2
 
-    base = helpers.load_policy_in(model, torch.float32)
-    policy = load_policy(config_of(two / "checkpoint", lora_rank=2, lora_alpha=16.0), ALONE)
+    base = load_policy_in(model, torch.float32)
+    policy = load_policy(adapter_config(two / "checkpoint", lora_rank=2, lora_alpha=16.0), ALONE)
     own, frozen = policy.parameters_by_name(), base.parameters_by_name()
     assert all(torch.equal(own[name], frozen[name]) for name in frozen)
     before = load_file(one / "checkpoint" / "adapter" / "adapter_model.safetensors")
@@ -244,7 +234,7 @@ class TestFolders:
 
     def test_another_kind_of_adapter(self, checkpoint):
         with pytest.raises(ConfigError, match=r"lora_rank is 8 and there 4; lora_alpha is 9.0 and there 6.0; lora_targets"):
-            base_folder(config_of(checkpoint, lora_rank=8, lora_alpha=9.0))
+            base_folder(adapter_config(checkpoint, lora_rank=8, lora_alpha=9.0))
 
     def test_a_base_that_is_gone(self, checkpoint):
         path = checkpoint / "adapter" / "ttrl_adapter.json"
@@ -252,11 +242,11 @@ class TestFolders:
         with pytest.raises(
             ModelFolderError, match="an adapter to /nowhere, which is not there; say where it is now with lora_base"
         ):
-            base_folder(config_of(checkpoint, lora_targets=["q_proj"]))
+            base_folder(adapter_config(checkpoint, lora_targets=["q_proj"]))
 
     def test_a_base_that_moved(self, checkpoint, model_folder, tmp_path):
         shutil.copytree(model_folder(), tmp_path / "moved")
-        config = config_of(checkpoint, lora_targets=["q_proj"], lora_base=str(tmp_path / "moved"))
+        config = adapter_config(checkpoint, lora_targets=["q_proj"], lora_base=str(tmp_path / "moved"))
         assert base_folder(config) == str(tmp_path / "moved")
         assert len(adapted(load_policy(config, ALONE))) == 2
 
@@ -264,7 +254,7 @@ class TestFolders:
     def test_a_base_that_is_another_model(self, other, model_folder):
         base = "/nowhere" if other is None else str(model_folder(other))
         with pytest.raises(ModelFolderError, match="has no adapter/, and its weights are not those of lora_base"):
-            base_folder(config_of(model_folder(), lora_base=base))
+            base_folder(adapter_config(model_folder(), lora_base=base))
 
     def test_a_reference_that_is_another_model(self, model_folder):
         values = {"model": str(model_folder()), "output_dir": "", "packed": "", "lora_rank": 2, "kl_coefficient": 0.1}
@@ -273,7 +263,7 @@ class TestFolders:
             base_folder(GRPOConfig.parse({**values, "reference_model": str(model_folder("qwen3"))}, "test"))
 
     def test_damaged_files(self, checkpoint):
-        config = config_of(checkpoint, lora_targets=["q_proj"])
+        config = adapter_config(checkpoint, lora_targets=["q_proj"])
         weights = checkpoint / "adapter" / "adapter_model.safetensors"
         whole = weights.read_bytes()
         weights.write_bytes(whole[: len(whole) // 2])
@@ -295,7 +285,7 @@ class TestFolders:
         tensors = load_file(path)
         save_file({name: tensor + 1.0 for name, tensor in tensors.items()}, path)
         with pytest.raises(ModelFolderError, match=r"qkv_proj\.lora_B\.weight mixes matrices that ttrl has apart"):
-            load_policy(config_of(tmp_path / "out", lora_targets=["q_proj", "k_proj"]), ALONE)
+            load_policy(adapter_config(tmp_path / "out", lora_targets=["q_proj", "k_proj"]), ALONE)
 
     def test_dora_of_a_part_of_a_matrix(self, model_folder, tmp_path):
         with pytest.raises(ConfigError, match="lora_targets has no k_proj, which the model stores in one matrix"):

@@ -1,21 +1,16 @@
 """The choice of tokens by their covariance: against the definition, and whatever the order, the packing and the ranks."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiny_models import random_samples
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.objective.covariance import choose_by_covariance, covariances, token_keys
-
-_spec = importlib.util.spec_from_file_location("training_conftest", Path(__file__).with_name("conftest.py"))
-helpers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(helpers)
 
 tokens = st.lists(st.tuples(st.floats(-8, 0), st.floats(-3, 3)), min_size=1, max_size=12)
 
@@ -85,7 +80,7 @@ def test_without_tokens_or_candidates(bounds):
 
 
 def test_keys_are_those_of_the_tokens_wherever_they_are_packed():
-    samples = helpers.random_samples(0, prompts=(3, 5, 2), completions=4)
+    samples = random_samples(0, prompts=(3, 5, 2), completions=4)
     draw = random.Random(0)
     found = []
     for _ in range(2):

@@ -1,6 +1,6 @@
 """A small fast HTTP server that answers as vLLM does and misbehaves on purpose, in this process or in one of its own:
 
-    python tests/rollouts/bad_server.py --port 0 --faults all=0.2 --seed 1      prints its port
+    python tests/support/bad_server.py --port 0 --faults all=0.2 --seed 1      prints its port
 
 Which fault a request meets is drawn from (seed, request, how often it has been asked): equal runs meet equal faults. The
 answers are those of bad_answers.py. GET /stats says what was done; POST /control {"faults": …, "restart": seconds} changes it.
@@ -25,11 +25,10 @@ from typing import Any
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parent))
-from bad_answers import Frame, Model, Spoken
-from bad_faults import FAULTS, Ask, Body, Misbehaviour, Plan, drawn, parse_shares
+sys.path.append(str(Path(__file__).parents[1]))  # it is started by its path, too
+from support.bad_answers import Frame, Model, Spoken
+from support.bad_faults import FAULTS, Ask, Body, Misbehaviour, Plan, drawn, parse_shares
 
-sys.path.pop(0)
 WORDS = {200: "OK", 400: "Bad Request", 404: "Not Found", 408: "Request Timeout", 422: "Unprocessable Entity"}
 WORDS |= {429: "Too Many Requests", 500: "Internal Server Error", 502: "Bad Gateway", 503: "Service Unavailable"}
 

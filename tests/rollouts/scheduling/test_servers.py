@@ -5,16 +5,13 @@ Pauses are checked on a clock that jumps (tools/bench_scheduling.py), connection
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import random
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import bench_scheduling as bench
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +21,6 @@ from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.scheduling import open_files, server_state, servers
 from ttrl.rollouts.scheduling.servers import Servers, Size
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_scheduling.py"
 SIZE = Size(prompt=30, n=1, max_tokens=100)
 RESET = RequestError("connection reset", "connection")
 
@@ -33,18 +29,6 @@ RESET = RequestError("connection reset", "connection")
 def real_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that jumps they cost nothing."""
     monkeypatch.setattr(servers, "FIRST_DELAY", 0.5)
-
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_scheduling", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_scheduling"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_tool()
 
 
 def virtual(main: Coroutine[Any, Any, Any]) -> Any:

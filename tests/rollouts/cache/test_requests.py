@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from support import bad_server
 
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.tasks import Task
@@ -21,7 +22,7 @@ def content(results):
     ]
 
 
-def in_turn(bad_server, *calls, faults="", **settings):
+def in_turn(*calls, faults="", **settings):
     """Calls against one server, each (tasks, arguments): [(results, requests, choices delivered)] of each."""
 
     async def main():
@@ -44,7 +45,7 @@ def cache(request, tmp_path):
     return {"folder": tmp_path / "c", "memory": Cache.of("memory://"), "list": [tmp_path / "a", tmp_path / "b"]}[request.param]
 
 
-def test_the_same_call_twice(bad_server, cache):
+def test_the_same_call_twice(cache):
     same = {"n": 4, "cache": cache, "weights_digest": "w"}
     (
         (first, asked, made),
@@ -53,7 +54,6 @@ def test_the_same_call_twice(bad_server, cache):
         (other, _, made_for_other),
         (fewer, none, _),
     ) = in_turn(
-        bad_server,
         (tasks(), same),
         (tasks(), same),
         (tasks(), {**same, "n": 7}),
@@ -77,7 +77,7 @@ def test_the_same_call_twice(bad_server, cache):
     assert [[s.text for s in r.samples] for r in fewer] == [[s.text for s in r.samples[:2]] for r in first]
 
 
-def test_whatever_changes_the_answer_shares_nothing_and_what_does_not_shares_all(bad_server, tmp_path):
+def test_whatever_changes_the_answer_shares_nothing_and_what_does_not_shares_all(tmp_path):
     same = {"n": 2, "cache": tmp_path / "c", "weights_digest": "w", "params": {"temperature": 0.7, "max_tokens": 30}}
     changed = [
         {"params": {"temperature": 0.8, "max_tokens": 30}},
@@ -96,27 +96,26 @@ def test_whatever_changes_the_answer_shares_nothing_and_what_does_not_shares_all
         {"max_retries": 0, "concurrency": 1, "grader_timeout": 5.0, "weights_version": 3},
     ]
     calls = [(tasks(2), {**same, **change}) for change in [{}, *changed, *unchanged]]
-    first, *rest = in_turn(bad_server, *calls)
+    first, *rest = in_turn(*calls)
     assert [made for _, _, made in rest[: len(changed)]] == [4] * len(changed)
     assert [requests for _, requests, _ in rest[len(changed) :]] == [0] * len(unchanged)
     for results, _, _ in rest[len(changed) :]:
         assert content(results) == content(first[0])
 
 
-def test_equal_tasks_of_one_call_do_not_share_samples(bad_server, tmp_path):
+def test_equal_tasks_of_one_call_do_not_share_samples(tmp_path):
     same = {"n": 2, "cache": tmp_path / "c", "weights_digest": "w"}
     twins = [*tasks(1), *tasks(1), *tasks(1)]
-    (first, _, made), (again, requests, _) = in_turn(bad_server, (twins, same), (twins, same))
+    (first, _, made), (again, requests, _) = in_turn((twins, same), (twins, same))
     assert (made, requests) == (6, 0)
     assert len({s.text for s in first.samples}) == 6
     assert content(again) == content(first)
 
 
-def test_what_failed_is_asked_for_again_and_only_that(bad_server, tmp_path):
+def test_what_failed_is_asked_for_again_and_only_that(tmp_path):
     same = {"n": 3, "cache": tmp_path / "c", "weights_digest": "w", "params": {"seed": 5}, "max_retries": 0, "max_downtime": 2.0}
     faults = {0: "http_500", 1: "abort", 2: "http_404"}
     (first, _, _), (second, requests, made) = in_turn(
-        bad_server,
         (tasks(20), same),
         (tasks(20), same),
         faults=lambda ask: faults.get(ask.key[0] % 6) if ask.attempt == 1 and ask.n == 3 else None,
@@ -128,9 +127,9 @@ def test_what_failed_is_asked_for_again_and_only_that(bad_server, tmp_path):
     assert requests <= failed
 
 
-def test_a_store_that_cannot_be_written_costs_no_sample(bad_server, tmp_path, caplog):
+def test_a_store_that_cannot_be_written_costs_no_sample(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     same = {"n": 2, "cache": [tmp_path / "file" / "c", tmp_path / "good"], "weights_digest": "w"}
-    (first, _, _), (second, requests, _) = in_turn(bad_server, (tasks(), same), (tasks(), same))
+    (first, _, _), (second, requests, _) = in_turn((tasks(), same), (tasks(), same))
     assert first.stats.num_graded == second.stats.num_graded == 10
     assert requests == 0

@@ -2,13 +2,10 @@
 
 import asyncio
 import dataclasses
-import importlib.util
 import math
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import bench_scheduling as bench
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,20 +14,6 @@ from hypothesis import strategies as st
 from ttrl.rollouts.scheduling.capacity import FIRST_LIMIT, Load, Metrics, Room, read_metrics
 from ttrl.rollouts.scheduling.lengths import Lengths, Survival
 from ttrl.rollouts.scheduling.servers import Servers, Size
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_scheduling.py"
-
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_scheduling_for_capacity", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_tool()
 
 # Of vLLM 0.32 under load, trimmed to these metrics and their neighbours.
 REAL = """\

@@ -4,21 +4,16 @@ import asyncio
 import email.utils
 import gzip
 import random
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from support.bad_answers import Frame, Spoken
 
-sys.path.insert(0, str(Path(__file__).parent))
-from bad_answers import Frame, Spoken
-
-sys.path.pop(0)
 if TYPE_CHECKING:
-    from bad_server import Connection
+    from support.bad_server import Connection
 
 # What a client must do about each fault, and where it can happen: "retried" (the samples are fine in the end), "final" (these
 # samples fail, with a reason), "harmless" (the answer is good in spite of it).

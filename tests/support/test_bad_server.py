@@ -9,6 +9,7 @@ from collections import defaultdict
 import aiohttp
 import openai
 import pytest
+from support import bad_server
 
 BODY = {
     "model": "m",
@@ -68,7 +69,7 @@ def whole(data: bytes):
     }, body["usage"]
 
 
-def run(bad_server, work, faults="", **settings):
+def run(work, faults="", **settings):
     async def main():
         async with bad_server.serving(faults, **settings) as server, aiohttp.ClientSession() as session:
             return await work(server, session)
@@ -76,7 +77,7 @@ def run(bad_server, work, faults="", **settings):
     return asyncio.run(main())
 
 
-def test_streamed_or_not_together_or_alone_a_sample_is_the_same(bad_server):
+def test_streamed_or_not_together_or_alone_a_sample_is_the_same():
     async def work(server, session):
         plain, usage = whole((await post(session, server, BODY))[2])
         for interval in (1, 4, 1000):
@@ -98,10 +99,10 @@ def test_streamed_or_not_together_or_alone_a_sample_is_the_same(bad_server):
         assert stats["delivered"]["hello"] == [5, 6, 7] * 4 + [5, 6, 7] + [5, 6, 7]
         assert (stats["requests"], stats["completions"], stats["in_flight"]) == (9, 21, 0)
 
-    run(bad_server, work)
+    run(work)
 
 
-def test_the_openai_client_understands_it(bad_server):
+def test_the_openai_client_understands_it():
     async def work(server, session):
         async with openai.AsyncOpenAI(base_url=server.url, api_key="k") as client:
             assert [model.id async for model in client.models.list()] == ["m"]
@@ -117,10 +118,10 @@ def test_the_openai_client_understands_it(bad_server):
                 text += chunk.choices[0].delta.content or ""
             assert text == plain.choices[0].message.content
 
-    run(bad_server, work)
+    run(work)
 
 
-def test_without_a_seed_every_answer_is_new_unless_greedy(bad_server):
+def test_without_a_seed_every_answer_is_new_unless_greedy():
     async def work(server, session):
         free = {key: value for key, value in BODY.items() if key != "seed"}
         texts = [c[0] for _ in range(2) for c in whole((await post(session, server, free))[2])[0].values()]
@@ -128,10 +129,10 @@ def test_without_a_seed_every_answer_is_new_unless_greedy(bad_server):
         greedy = whole((await post(session, server, {**free, "temperature": 0}))[2])[0]
         assert greedy[0] == greedy[1] == greedy[2]
 
-    run(bad_server, work)
+    run(work)
 
 
-def test_unusual_answers(bad_server):
+def test_unusual_answers():
     async def answers(kind, body):
         async def work(server, session):
             return (await post(session, server, body))[2]
@@ -162,7 +163,7 @@ def expected_failure(fault):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_fault_is_what_its_name_says(bad_server, stream):
+def test_every_fault_is_what_its_name_says(stream):
     async def one(fault):
         body = {**BODY, **(STREAM if stream else {})}
         read = assembled if stream else whole
@@ -241,7 +242,7 @@ def test_every_fault_is_what_its_name_says(bad_server, stream):
     asyncio.run(main())
 
 
-def test_faults_are_drawn_as_often_as_told_and_the_same_each_time(bad_server):
+def test_faults_are_drawn_as_often_as_told_and_the_same_each_time():
     async def work(server, session):
         async def one(i):
             try:
@@ -252,14 +253,14 @@ def test_faults_are_drawn_as_often_as_told_and_the_same_each_time(bad_server):
 
         return await asyncio.gather(*map(one, range(300))), server.stats()["faults"]
 
-    outcomes = [run(bad_server, work, "http_500=0.1,http_429=0.2,drop=0.1", seed=seed) for seed in (3, 3, 4)]
+    outcomes = [run(work, "http_500=0.1,http_429=0.2,drop=0.1", seed=seed) for seed in (3, 3, 4)]
     statuses, faults = outcomes[0]
     assert outcomes[1] == outcomes[0] != outcomes[2]
     assert 80 <= sum(faults.values()) <= 160  # 120 expected, standard deviation 8.5
     assert statuses.count(500) == faults["http_500"] < statuses.count(429) == faults["http_429"]
 
 
-def test_a_process_of_its_own_is_asked_and_told(bad_server):
+def test_a_process_of_its_own_is_asked_and_told():
     async def main(server):
         async with aiohttp.ClientSession() as session:
             assert (await post(session, server, BODY))[0] == 200

@@ -23,7 +23,6 @@ from ttrl.loop import phases, sampling
 from ttrl.loop import sampling as finished_groups
 from ttrl.loop import train as train_module
 from ttrl.system.files import append_jsonl, atomic_folder, write_json
-from ttrl.tiny_model import make_tiny_model
 
 try:
     import httpx2 as http
@@ -134,6 +133,12 @@ class World:
         self.refused: set[str] = set()
         """Prompts that the server answers with 400."""
         self.server_is_dead = False
+
+    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The run's server, trainer and canary are those of this world."""
+        monkeypatch.setattr(train_module, "PolicyServer", type("Server", (FakeServer,), {"world": self}))
+        monkeypatch.setattr(phases, "Trainer", self.trainer())
+        monkeypatch.setattr(phases, "wait_for_process", self.fake_canary)
 
     def note(self, event: str) -> None:
         self.events.append(event)
@@ -260,17 +265,3 @@ class World:
     def fake_canary(self, command: list[str], log_path: Path, **_: Any) -> None:
         self.note("canary")
         write_json(command[command.index("--output") + 1], {"schema": 1, "dtype": "float32"})
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "model", layers=1, width=16, heads=1)
-
-
-@pytest.fixture
-def world(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World(tmp_path, tiny_model)
-    monkeypatch.setattr(train_module, "PolicyServer", type("Server", (FakeServer,), {"world": made}))
-    monkeypatch.setattr(phases, "Trainer", made.trainer())
-    monkeypatch.setattr(phases, "wait_for_process", made.fake_canary)
-    return made

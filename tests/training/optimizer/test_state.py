@@ -1,50 +1,19 @@
 """The optimizer's state on disk: both formats, every optimizer, and what is said of folders that do not fit."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.parallel_worker import accumulate
+from support.training_steps import ALONE, settings_of, tensors_of, trained
 
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.system.files import digest
 from ttrl.training.batches import updates
-from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
-from ttrl.training.optimizer.state import load_state, save_state, state_tensors
-from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
+from ttrl.training.optimizer.state import load_state, save_state
 from ttrl.training.policy.loading import load_policy
-
-
-def _beside(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-switches = _beside("test_switches")
-ALONE = Ranks(0, 1, torch.device("cpu"))
-packed = switches.packed
-
-
-def trained(folder, packed, steps=1, state=None, **settings):
-    """A policy and its optimizer after some steps, from a saved state where there is one."""
-    config = switches.settings_of(folder, lr=1e-3, **settings)
-    policy = load_policy(config, ALONE)
-    optimizer = make_optimizer(policy, config)
-    first = load_state(state, policy, optimizer) if state else 0
-    (step,) = updates(packed, 1, (0, 1), ALONE)
-    for number in range(first, first + steps):
-        begin_step(optimizer, config, number)
-        switches.accumulate(policy, step, config, ALONE)
-        clip_and_step(policy, optimizer, config, number)
-    return policy, optimizer
-
-
-def tensors_of(policy, optimizer):
-    return {name: tensor.clone() for name, tensor in state_tensors(policy, optimizer)}
 
 
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
@@ -72,9 +41,9 @@ def test_steps_go_on_as_if_nothing_had_happened(model_folder, packed, tmp_path):
     for name, parameter in resumed.parameters_by_name().items():
         parameter.data.copy_(policy.parameters_by_name()[name])
     (step,) = updates(packed, 1, (0, 1), ALONE)
-    config = switches.settings_of(model_folder(), lr=1e-3)
+    config = settings_of(model_folder(), lr=1e-3)
     for number in (1, 2):
-        switches.accumulate(resumed, step, config, ALONE)
+        accumulate(resumed, step, config, ALONE)
         clip_and_step(resumed, again, config, number)
     assert all(torch.equal(weight, whole.full_weights()[name]) for name, weight in resumed.full_weights().items())
 
@@ -90,13 +59,13 @@ def test_a_state_from_before_the_first_step_is_one_of_zeros(model_folder, packed
 
 
 def test_frozen_parameters_have_no_state(model_folder, packed, tmp_path):
-    config = switches.settings_of(model_folder(), lr=1e-3)
+    config = settings_of(model_folder(), lr=1e-3)
     policy = load_policy(config, ALONE)
     for name, parameter in policy.parameters_by_name().items():
         parameter.requires_grad_("norm" in name)
     optimizer = make_optimizer(policy, config)
     (step,) = updates(packed, 1, (0, 1), ALONE)
-    switches.accumulate(policy, step, config, ALONE)
+    accumulate(policy, step, config, ALONE)
     clip_and_step(policy, optimizer, config, 0)
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
     stored = load_file(tmp_path / "state" / "optimizer.safetensors")

@@ -1,0 +1,131 @@
+"""A stand-in for vLLM: the same paths and answers, a "model" of two numbers, and misbehaviour on demand; starts in a moment.
+
+The real one is tested in tests/e2e/test_server.py.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from ttrl.server.vllm import VLLMServer
+
+# logprob of a token = −(token mod 7) − weight − (cached weight of the prefix)/10; the weight stands in the model folder. So stale
+# "keys and values" show in generations alone, as in vLLM.
+FAKE = r"""
+import hashlib, http.server, json, os, pathlib, sys, time
+port, model, behaviour = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+key = os.environ["VLLM_API_KEY"]
+state = {"weight": float((model / "weight").read_text()), "cache": {}, "refusals": 2, "calls": []}
+print("loading", model, flush=True)
+if behaviour == "die":
+    print("(EngineCore) ERROR ValueError: the root of it all", flush=True)
+    for i in range(40):
+        print("line", i, flush=True)
+    sys.exit(3)
+if behaviour == "lose-port":
+    marker = model / "lost"
+    if not marker.exists():
+        marker.write_text(str(port))
+        sys.exit("OSError: [Errno 98] Address already in use")
+if behaviour == "hang":
+    time.sleep(600)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args): pass
+    def answer(self, status, body):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status); self.send_header("Content-Length", str(len(data))); self.end_headers(); self.wfile.write(data)
+    def do_GET(self): self.do_POST()
+    def do_DELETE(self): self.do_POST()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        path = self.path
+        if path == "/health": return self.answer(503 if behaviour == "dead-engine" and state.get("models") else 200, b"")
+        if path == "/version": state["models"] = True
+        if self.headers.get("Authorization") != "Bearer " + key and behaviour != "open": return self.answer(401, {"error": "no"})
+        if path == "/metrics":
+            return self.answer(200, b'# HELP\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n')
+        if path == "/crash": os._exit(9)
+        wanted = self.headers.get("X-TTRL-Weights")
+        if path == "/ttrl/weights":
+            if self.command != "GET": state["open"] = wanted
+            return self.answer(200, {"weights": state.get("open")})
+        if wanted and wanted != state.get("open"): return self.answer(503, {"error": "other weights"})
+        if path == "/v1/models" or path == "/version":
+            return self.answer(200, {})
+        if path == "/collective_rpc":
+            if behaviour == "refuse": return self.answer(500, {"error": "shape mismatch"})
+            folder = pathlib.Path(body["kwargs"].get("folder") or body["kwargs"]["weights_path"])
+            weight = (folder / "weight").read_text()
+            if body["method"] == "ttrl_compare_weights":
+                equal = behaviour != "differs" and float(weight) == state["weight"]
+                problems = [] if equal or behaviour == "blind" else ["w: 1 elements are not those of the files"]
+                tensors = {"w": hashlib.sha256(weight.encode()).hexdigest()}
+                result = {"problems": problems, "tensors": tensors, "compared": 2, "unchecked": 1, "exact": True}
+                result["failed"] = "KeyError: 'w'" if behaviour == "cannot-compare" else None
+                return self.answer(200, {"results": [result, result]})
+            assert body["method"] in ("ttrl_load_weights", "reload_weights")
+            state["calls"].append(body["method"])
+            if behaviour not in ("ignore-reload", "blind"): state["weight"] = float(weight)
+            return self.answer(200, {"results": [None]})
+        if path == "/calls": return self.answer(200, state["calls"])
+        if path.startswith(("/sleep", "/wake_up")):
+            state["calls"].append(path)
+            return self.answer(200, {})
+        if path == "/v1/load_lora_adapter":
+            if behaviour == "no-adapters": return self.answer(400, {"error": "vLLM does not yet support DoRA."})
+            assert body["load_inplace"] and body["lora_name"] == "policy-adapter"
+            state["adapters"] = True
+            state["weight"] = float((pathlib.Path(body["lora_path"]).parent / "weight").read_text())
+            return self.answer(200, b"Success")
+        if path == "/reset_prefix_cache":
+            state["refusals"] -= 1
+            success = state["refusals"] < 0
+            if success and behaviour != "keep-cache": state["cache"].clear()
+            return self.answer(200, {"success": success})
+        assert path == "/v1/completions", path
+        if (body["model"] == "policy-adapter") != state.get("adapters", False): return self.answer(404, {"error": "no model"})
+        prompt, weight = body["prompt"], state["weight"] + (float("nan") if behaviour == "nan" else 0)
+        if "prompt_logprobs" in body:
+            rows = [None] + [{str(t): {"logprob": -(t % 7) - weight - weight / 10}} for t in prompt[1:]]
+            return self.answer(200, {"choices": [{"prompt_logprobs": rows}]})
+        old = state["cache"].setdefault(str(prompt), state["weight"])
+        count = body["max_tokens"]
+        tokens = [1000 + i for i in range(count)]
+        if behaviour == "other-token": tokens[-1] = 5
+        logprobs = [-1.0 - weight - old / 10] * count
+        self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}]})
+
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+class FakeVLLM(VLLMServer):
+    """Everything of VLLMServer but the command."""
+
+    behaviour = "fine"
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", FAKE, str(self.port), str(self.model_folder), self.behaviour]
+
+
+def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_text("x")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "weight").write_text(str(weight))
+    tokens = list(range(3, 40))
+    canary = {
+        "schema": 1,
+        "dtype": "float32",
+        "token_ids": tokens,
+        "logprobs": [None] + [-(t % 7) - 1.1 * weight for t in tokens[1:]],
+        "greedy_token_ids": [1000 + i for i in range(8)],
+        "greedy_logprobs": [-1.0 - 1.1 * weight] * 8,
+        "greedy_margins": [margin] * 8,
+    }
+    canary["weights"] = {"w": hashlib.sha256(str(weight).encode()).hexdigest()}
+    (folder / "canary.json").write_text(json.dumps(canary))
+    return folder

@@ -1,0 +1,65 @@
+"""Tiny models of every family, float64 references, and samples to pack."""
+
+import math
+import random
+import shutil
+
+import check_parity
+import torch
+from safetensors.torch import load_file, save_file
+
+from ttrl.records import TokenizedResult
+from ttrl.training.models import build_decoder, load_into, load_weights, read_config
+from ttrl.training.policy.policy import Policy
+
+VOCAB = check_parity.VOCAB
+
+
+def native_layout(folder, target):
+    """The same model with the names that its modules have, which transformers 4.52 and later wrote too."""
+    shutil.copytree(folder, target)
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        renamed["model." + name.replace("language_model.model.", "language_model.")] = tensor
+    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def load_policy_in(folder, dtype=torch.float64, num_output_chunks=3):
+    """Our policy, without sharding, in any dtype."""
+    config = read_config(folder)
+    decoder = build_decoder(config)
+    load_into(decoder, load_weights(folder, config), folder)
+    return Policy(decoder, num_output_chunks=num_output_chunks, compute_dtype=dtype).to(dtype)
+
+
+def sample(prompt, completion, *, advantage=1.0, logprobs=None, number=0, task="t", reward=0.0):
+    """A TokenizedResult of plain lists."""
+    n, m = len(prompt), len(completion)
+    return TokenizedResult(
+        task_id=task,
+        sample=number,
+        token_ids=[*prompt, *completion],
+        assistant_mask=[False] * n + [True] * m,
+        input_pos=list(range(n + m)),
+        logprobs=[math.nan] * n + (logprobs or [math.nan] * m),
+        prompt_length=n,
+        reward=reward,
+        advantage=advantage,
+        weights_version=0,
+    )
+
+
+def random_samples(seed, prompts=(1, 2, 7), completions=4, longest=9):
+    """Groups with prompts of the given lengths, completions of random length, one of them twice."""
+    draw = random.Random(seed)
+    samples = []
+    for group, length in enumerate(prompts):
+        prompt = [draw.randrange(VOCAB) for _ in range(length)]
+        texts = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(completions - 1)]
+        for number, completion in enumerate([*texts, texts[0]]):
+            logprobs = [-draw.random() * 5 for _ in completion]
+            samples.append(
+                sample(prompt, completion, advantage=draw.gauss(0, 1), logprobs=logprobs, number=number, task=f"g{group}")
+            )
+    return samples

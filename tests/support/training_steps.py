@@ -1,0 +1,108 @@
+"""Short trainings of tiny models in this process: gradients, steps, moved adapters, and the distance of two results."""
+
+import contextlib
+import math
+
+import torch
+from support.parallel_worker import accumulate, gradients
+from support.tiny_models import random_samples
+from torch import distributed
+
+from ttrl.configs import TrainingConfig
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.training.batches import updates
+from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
+from ttrl.training.optimizer.state import load_state, state_tensors
+from ttrl.training.parallel.distributed import Ranks, grid
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.lora import adapted
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def packed_rows():
+    """Several rows of several lengths."""
+    return packed_tensors_from_tokenized_results(random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0)
+
+
+def settings_of(folder, **settings):
+    values = {"model": str(folder), "output_dir": "unused", "device": "cpu", "max_grad_norm": None, "rows_per_microbatch": 100}
+    return TrainingConfig.parse({**values, **settings}, "test")
+
+
+def gradients_with(folder, packed, here=ALONE, **settings):
+    """The gradient of a step, by parameter name."""
+    config = settings_of(folder, **settings)
+    policy = load_policy(config, here)
+    (step,) = updates(packed, 1, (0, 1), here)
+    accumulate(policy, step, config, here)
+    return gradients(policy)
+
+
+def distance(one, other):
+    """‖one - other‖ / ‖other‖ over all parameters."""
+    assert one.keys() == other.keys()
+    square = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
+    return math.sqrt(square / sum(float(value.double().square().sum()) for value in other.values()))
+
+
+@contextlib.contextmanager
+def group_of_one(tensor_parallel=1):
+    """A process group with this process alone: what sharding does then must change nothing."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield grid(torch.device("cpu"), tensor_parallel)
+    finally:
+        distributed.destroy_process_group()
+
+
+def trained(folder, packed, steps=1, state=None, **settings):
+    """A policy and its optimizer after some steps, from a saved state where there is one."""
+    config = settings_of(folder, lr=1e-3, **settings)
+    policy = load_policy(config, ALONE)
+    optimizer = make_optimizer(policy, config)
+    first = load_state(state, policy, optimizer) if state else 0
+    (step,) = updates(packed, 1, (0, 1), ALONE)
+    for number in range(first, first + steps):
+        begin_step(optimizer, config, number)
+        accumulate(policy, step, config, ALONE)
+        clip_and_step(policy, optimizer, config, number)
+    return policy, optimizer
+
+
+def tensors_of(policy, optimizer):
+    return {name: tensor.clone() for name, tensor in state_tensors(policy, optimizer)}
+
+
+def adapter_config(folder="unused", **settings):
+    values = {"model": str(folder), "output_dir": "unused", "device": "cpu", "max_grad_norm": None, "rows_per_microbatch": 100}
+    return TrainingConfig.parse({**values, "lora_rank": 4, "lora_alpha": 6.0, **settings}, "test")
+
+
+@torch.no_grad()
+def move_adapters(policy, seed=1, size=0.1):
+    """Away from where they change nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapted(policy).values():
+        layer.lora_b.copy_(size * torch.randn(layer.lora_b.shape, generator=generator))
+        if layer.magnitude is not None:
+            layer.magnitude.mul_(1 + size * torch.rand(layer.magnitude.shape, generator=generator))
+    return policy
+
+
+def logprobs(policy, seed=0):
+    """Of a plain row of random tokens."""
+    row = torch.randint(90, (1, 12), generator=torch.Generator().manual_seed(seed))
+    zeros = torch.zeros_like(row)
+    return policy(row, row, zeros, zeros, torch.arange(12)[None]).logprobs
+
+
+def adapter_gradients(folder, packed, here=ALONE, seed=None, **settings):
+    """The gradient of a step, by parameter name."""
+    config = adapter_config(folder, **settings)
+    policy = move_adapters(load_policy(config, here)) if here is ALONE else load_policy(config, here)
+    (step,) = updates(packed, 1, (0, 1), here)
+    if seed is not None:
+        torch.manual_seed(seed)
+    accumulate(policy, step, config, here)
+    return gradients(policy)
