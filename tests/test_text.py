@@ -10,7 +10,8 @@ from ttrl import text
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        (0.04, "0.0 s"), (59.9, "59.9 s"), (59.96, "1 min 00 s"), (161, "2 min 41 s"), (3599.6, "1 h 00 min"), (3900, "1 h 05 min"),
+        (0.04, "0.0 s"),
+        (59.9, "59.9 s"), (59.96, "1 min 00 s"), (161, "2 min 41 s"), (3599.6, "1 h 00 min"), (3900, "1 h 05 min"),
         (172_790, "47 h 59 min"), (172_800, "2 days"), (181_440, "2.1 days"),
     ],
 )  # fmt: skip

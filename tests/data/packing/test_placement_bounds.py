@@ -1,20 +1,14 @@
 """bound ≤ fewest rows ≤ ours, on cases small enough to try everything."""
 
 import functools
-import importlib.util
 import random
-from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placement_bounds import _dffs, lower_bound, lower_bounds
 
 from ttrl.data.packing.placement import Forest, place
-
-_spec = importlib.util.spec_from_file_location("placement_bounds", Path(__file__).parents[2] / "tools" / "placement_bounds.py")
-_bounds = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_bounds)
-_dffs, lower_bound, lower_bounds = _bounds._dffs, _bounds.lower_bound, _bounds.lower_bounds
 
 
 def forest_of(prompts, members) -> Forest:
