@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttrl.errors import TaskError
-from ttrl.tasks.arc_agi import ARCGrader, Pair, Puzzle, augmented, get_arc_agi_tasks, parse_row, read_grids, write_grid
+from ttrl.tasks.arc_agi import ARCGrader, ARCPuzzle, Pair, augmented, get_arc_agi_tasks, parse_row, read_grids, write_grid
 
 RIGHT = ((1, 2, 3), (4, 5, 6))
 
@@ -120,7 +120,7 @@ def test_long_replies(grade_long_replies):
 
 
 def test_augmentation():
-    puzzle = Puzzle("x", (Pair(((1, 2), (3, 4), (5, 6)), ((7, 8, 9),)),), (Pair(((1, 2),), ((0,),)),))
+    puzzle = ARCPuzzle("x", (Pair(((1, 2), (3, 4), (5, 6)), ((7, 8, 9),)),), (Pair(((1, 2),), ((0,),)),))
     seen = set()
     for seed in range(200):
         changed = augmented(puzzle, random.Random(seed), ("rotations", "reflections"))

@@ -7,14 +7,14 @@ import pytest
 
 from ttrl.errors import TaskError
 from ttrl.tasks import humaneval, sandbox
-from ttrl.tasks.humaneval import HumanEvalGrader, Problem, get_humaneval_tasks, parse_row, read_code
+from ttrl.tasks.humaneval import HumanEvalGrader, HumanEvalProblem, get_humaneval_tasks, parse_row, read_code
 
 WHY_NOT = sandbox.why_not()
 needs_sandbox = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 PROMPT = 'from typing import List\n\n\ndef helper(x):\n    return x\n\n\ndef add(a: int, b: int) -> int:\n    """Sum."""\n'
 TEST = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
-PROBLEM = Problem("x/1", PROMPT, "add", TEST, "    return a + b\n")
+PROBLEM = HumanEvalProblem("x/1", PROMPT, "add", TEST, "    return a + b\n")
 FUNCTION = "def add(a, b):\n    return a + b"
 
 
@@ -26,8 +26,8 @@ def unsafe(monkeypatch):
         try:
             exec(source, {"__name__": "__main__"})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of any program
-            return sandbox.Outcome(False, type(error).__name__)
-        return sandbox.Outcome(True)
+            return sandbox.SandboxOutcome(False, type(error).__name__)
+        return sandbox.SandboxOutcome(True)
 
     monkeypatch.setattr(humaneval, "run_sandboxed", run)
 
@@ -78,7 +78,7 @@ def test_grader(reply, unsafe, content, right):
 
 
 def test_long_replies(grade_long_replies, monkeypatch):
-    monkeypatch.setattr(humaneval, "run_sandboxed", lambda source, limits: sandbox.Outcome(False, "ended"))
+    monkeypatch.setattr(humaneval, "run_sandboxed", lambda source, limits: sandbox.SandboxOutcome(False, "ended"))
     grade_long_replies(HumanEvalGrader(PROBLEM), "def add", "\ndef add", "```\ndef add(\n", "\ndef ")
     assert read_code("x```python\ny\n```z", "add") == "y\n"
 

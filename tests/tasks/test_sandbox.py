@@ -9,12 +9,12 @@ import pytest
 
 from ttrl.errors import GraderError, TaskError
 from ttrl.tasks import sandbox
-from ttrl.tasks.sandbox import Limits, Outcome, run_sandboxed
+from ttrl.tasks.sandbox import SandboxLimits, SandboxOutcome, run_sandboxed
 
 WHY_NOT = sandbox.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
-LIMITS = Limits(seconds=100, cpu_seconds=50, memory=256 * 2**20)
+LIMITS = SandboxLimits(seconds=100, cpu_seconds=50, memory=256 * 2**20)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ LIMITS = Limits(seconds=100, cpu_seconds=50, memory=256 * 2**20)
     ],
 )
 def test_what_a_program_may_do(source):
-    assert run_sandboxed(source, LIMITS) == Outcome(True)
+    assert run_sandboxed(source, LIMITS) == SandboxOutcome(True)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,16 @@ def test_what_it_may_not():
 
 
 def test_time():
-    assert run_sandboxed("while True: pass", Limits(seconds=100, cpu_seconds=1)) == Outcome(False, "out of CPU time")
-    assert run_sandboxed("import time; time.sleep(1000)", Limits(seconds=0.3)) == Outcome(False, "out of time")
+    assert run_sandboxed("while True: pass", SandboxLimits(seconds=100, cpu_seconds=1)) == SandboxOutcome(
+        False, "out of CPU time"
+    )
+    assert run_sandboxed("import time; time.sleep(1000)", SandboxLimits(seconds=0.3)) == SandboxOutcome(False, "out of time")
 
 
 def test_a_flood_of_answers_is_not_kept():
     """A program may find the pipe to its judge; what it writes there must not fill the judge's memory."""
     flood = "import os\nwhile True:\n  for fd in range(3, 32):\n    try: os.write(fd, b'x' * 65536)\n    except OSError: pass"
-    assert run_sandboxed(flood, LIMITS) == Outcome(False, "ended: it wrote where only its judge may write")
+    assert run_sandboxed(flood, LIMITS) == SandboxOutcome(False, "ended: it wrote where only its judge may write")
 
 
 def test_a_fork_bomb_leaves_nothing(monkeypatch, tmp_path):
@@ -123,7 +125,7 @@ def test_a_fork_bomb_leaves_nothing(monkeypatch, tmp_path):
     child.write_text(sandbox._CHILD.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(sandbox, "_CHILD", child)
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert run_sandboxed(bomb, Limits(seconds=0.5)) == Outcome(False, "out of time")
+    assert run_sandboxed(bomb, SandboxLimits(seconds=0.5)) == SandboxOutcome(False, "out of time")
     deadline = time.monotonic() + 60
     while running(str(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -181,4 +183,4 @@ def test_as_another_user_than_root():
 )
 def test_refusals(changes):
     with pytest.raises(TaskError, match=f"sandbox: {next(iter(changes))} is"):
-        Limits(**changes)
+        SandboxLimits(**changes)

@@ -38,12 +38,12 @@ _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,60})\}\{([^{}]{1,60})\}")
 
 
 def reply_text(choice: "Choice") -> str:
-    """The text of a reply; "" where there is none."""
+    """Return the text of a reply; "" where there is none."""
     return choice.message.content or ""
 
 
 def after_thinking(text: str) -> str:
-    """What comes after the last `</think>`; "" when the reply never ended its thinking; all of it when it did not think aloud."""
+    """Return what follows the last `</think>`; "" for thinking that never ends; everything where there is none."""
     end, start = text.rfind("</think>"), text.rfind("<think>")
     if start > end:
         return ""
@@ -51,13 +51,12 @@ def after_thinking(text: str) -> str:
 
 
 def tagged(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last `<answer>` tags, open ones included (a stop string cuts the closing tag off); None without."""
-    place = find_tagged(text, tag)
-    return None if place is None else text[place[0] : place[1]]
+    """Return what stands in the last `<answer>` tags, open ones included (a stop string cuts the closing tag off), or None."""
+    return latest(text, find_tagged(text, tag))
 
 
 def find_tagged(text: str, tag: str = "answer") -> tuple[int, int] | None:
-    """(start, end) of what `tagged` returns."""
+    """Return (start, end) of what `tagged` returns."""
     lower = ascii_lower(text)
     start = lower.rfind(f"<{tag}>")
     if start < 0:
@@ -67,8 +66,31 @@ def find_tagged(text: str, tag: str = "answer") -> tuple[int, int] | None:
     return start, len(text) if end < 0 else end
 
 
+def find_after(text: str, mark: str, *, skip: str = "", most: int = 0) -> tuple[int, int] | None:
+    """Find the rest of the line after the last `mark`, in either case, less up to `most` characters of `skip` at its start."""
+    start = ascii_lower(text).rfind(mark)
+    if start < 0:
+        return None
+    start += len(mark)
+    rest = text[start : start + most]
+    start += len(rest) - len(rest.lstrip(skip)) if skip else 0
+    return start, _line_end(text, start)
+
+
+def latest(text: str, *places: tuple[int, int] | None) -> str | None:
+    """Return what stands at that of these places that begins last; None where there are none."""
+    start, end = max((place for place in places if place is not None), default=(0, -1))
+    return text[start:end] if end >= 0 else None
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty, nor the end of a code block."""
+    text = text.rstrip(" \t\r\n`")
+    return text[text.rfind("\n") + 1 :]
+
+
 def find_boxed(text: str) -> tuple[int, int] | None:
-    r"""(start, end) of what stands in the last `\boxed{…}` (LaTeX), braces balanced; None without one, or when it has no end."""
+    r"""Return (start, end) of what stands in the last `\boxed{…}` (LaTeX), braces balanced; None where none is complete."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -82,34 +104,28 @@ def find_boxed(text: str) -> tuple[int, int] | None:
 
 
 def marked(text: str) -> str | None:
-    r"""What the reply gives as its answer: in `<answer>` tags, in `\boxed{}` or after `####`, whichever begins last; else None.
+    r"""Return what the reply marks as its answer, by `<answer>` tags, `\boxed{}` or `####`, whichever begins last, or None.
 
     After `####` that is the rest of the line, or the next line that is not empty where the rest holds no digit.
     """
     text = text.replace("＃", "#")
-    places = [place for place in (find_tagged(text), find_boxed(text)) if place is not None]
-    sign = text.rfind("####")
-    if sign >= 0:
-        start = sign + 4
-        end = _line_end(text, start)
-        if not any(character.isdecimal() for character in text[start:end]):
-            rest = text[end:]
-            end = _line_end(text, end + len(rest) - len(rest.lstrip()))
-        places.append((start, end))
-    if not places:
-        return None
-    start, end = max(places)
-    return text[start:end]
+    after = find_after(text, "####")
+    if after is not None and not any(character.isdecimal() for character in text[after[0] : after[1]]):
+        rest = text[after[1] :]
+        after = after[0], _line_end(text, after[1] + len(rest) - len(rest.lstrip()))
+    return latest(text, find_tagged(text), find_boxed(text), after)
 
 
 def ascii_lower(text: str) -> str:
-    """Lower case, character by character: `str.lower` can change the length of a text ("İ")."""
+    """Lower the letters a to z alone: `str.lower` can change the length of a text ("İ")."""
     return text.lower() if text.isascii() else "".join(c.lower() if c.isascii() else c for c in text)
 
 
 def ascii_digits(text: str) -> str:
-    """Decimal digits of all scripts (full-width, Arabic-Indic, …) as 0–9, and signs as ASCII. A superscript becomes `^2`, a
-    fraction in one character `^`: no number can be read where they stand."""
+    """Write decimal digits of all scripts (full-width, Arabic-Indic, …) as 0–9, and signs as ASCII.
+
+    A superscript becomes `^2` and a fraction in one character `^`: no number can be read where they stand.
+    """
     if text.isascii():
         return text
     return "".join(c if c.isascii() else _as_ascii(c) for c in text.translate(_SIGNS))
@@ -128,7 +144,7 @@ def _as_ascii(character: str) -> str:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text, exactly; None without one, or when it cannot be read for certain.
+    """Return the last number of a text, exactly; None without one, or when it cannot be read for certain.
 
     Read are signs, decimals, thousands separators (comma, apostrophe, underscore, space), fractions (3/4, LaTeX's too), exponents
     (1e3), digits of any script, whatever units stand around (also m^2). "1,5", "1.2.3", "10^3", "2½", "2 or 3" and "2-3" cannot
@@ -159,7 +175,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _between(text: str, before: "re.Match[str]", last: "re.Match[str]") -> str:
-    """A short text between two numbers, without spaces and currency signs around it."""
+    """Return a short text between two numbers, without spaces and currency signs around it."""
     return text[before.end() : min(last.start(), before.end() + 20)].strip(" \n$€£¥\\").lower()
 
 
@@ -177,7 +193,7 @@ def _scale(value: Fraction | None, exponent: str) -> Fraction | None:
 
 
 def _value(text: str, match: "re.Match[str]") -> Fraction | None:
-    """The number that stands at a run of digits, with its sign."""
+    """Return the number that stands at a run of digits, with its sign."""
     digits = match[0].rstrip(".,'_")
     end = match.start() + len(digits)
     if (
@@ -198,7 +214,7 @@ def _value(text: str, match: "re.Match[str]") -> Fraction | None:
 
 
 def _is_negative(head: str) -> bool:
-    """Whether what stands before a number ends with its sign: "-", "-$", "$-"; no hyphen ("a-5") and no minus ("7-5")."""
+    """Return whether the text before a number ends with its sign: "-", "-$", "$-"; not a hyphen ("a-5") or a minus ("7-5")."""
     if head.endswith("-"):
         body = head[:-1]
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_digits, reply_text
-from ttrl.tasks.datasets import Row, RowError, list_field, load_rows, select, split_name
+from ttrl.tasks.datasets import Row, RowError, check_name, check_share, list_field, load_rows, select
 from ttrl.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Puzzle:
+class ARCPuzzle:
     """One task of the data set."""
 
     id: str
@@ -49,7 +49,7 @@ class Puzzle:
     test: tuple[Pair, ...]
 
     def cells(self) -> int:
-        """Of all its grids."""
+        """Count the cells of all its grids."""
         return sum(len(grid) * len(grid[0]) for pair in self.train + self.test for grid in (pair.input, pair.output))
 
 
@@ -65,7 +65,7 @@ class ARCGrader:
     partial_credit: float = 0.0
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"exact": 1 if every grid is right, "cells": mean share of equal cells, "shape": share of right shapes})."""
+        """Return (reward, {"exact": 1 if all are right, "cells": mean share of equal cells, "shape": share of right shapes})."""
         grids = read_grids(after_thinking(reply_text(choice)))[-len(self.expected) :]
         given: list[Grid | None] = [*grids, *[None] * (len(self.expected) - len(grids))]
         shares = [_equal_share(grid, right) for grid, right in zip(given, self.expected, strict=True)]
@@ -79,12 +79,12 @@ class ARCGrader:
         return reward, metrics
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return "\n\n".join(map(write_grid, self.expected))
 
 
 def _equal_share(grid: Grid | None, right: Grid) -> float | None:
-    """Share of equal cells; None for another shape."""
+    """Return the share of equal cells; None for another shape."""
     if grid is None or len(grid) != len(right) or len(grid[0]) != len(right[0]):
         return None
     equal = sum(a == b for row, wanted in zip(grid, right) for a, b in zip(row, wanted))
@@ -92,7 +92,7 @@ def _equal_share(grid: Grid | None, right: Grid) -> float | None:
 
 
 def read_grids(text: str) -> list[Grid]:
-    """Every grid of a text: lines next to each other of the same number of digits.
+    """Return every grid of a text: lines next to each other of the same number of digits.
 
     Read are "1 2 3", "1, 2, 3", "123", "| 1 | 2 | 3 |" and [[1, 2], [3, 4]] in one line or several, in digits of any script. A
     line that holds anything else ends a grid; so does a row of another length, which begins a new one.
@@ -122,7 +122,7 @@ def read_grids(text: str) -> list[Grid]:
 
 
 def _bracketed(line: str) -> list[str]:
-    """[[1, 2], [3, 4]] → its rows, with an empty piece before and behind each list of lists, whatever words stand before it."""
+    """Cut [[1, 2], [3, 4]] into its rows, with an empty piece around each list of lists, whatever words stand before it."""
     pieces: list[str] = []
     for piece in line.replace("]]", "]\n]").split("]"):
         if "[[" in piece or "\n" in piece:
@@ -143,7 +143,7 @@ def _read_row(line: str) -> tuple[int, ...] | None:
 
 
 def write_grid(grid: Grid) -> str:
-    """One line for each row, digits separated by spaces."""
+    """Write one line for each row, digits separated by spaces."""
     return "\n".join(" ".join(map(str, row)) for row in grid)
 
 
@@ -157,7 +157,7 @@ def get_arc_agi_tasks(
     augment: Collection[str] = (),
     max_cells: int | None = None,
 ) -> list[Task]:
-    """`n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
+    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
 
     train: the data set's training puzzles without those of validation, one in ten by a hash of the id. test: its evaluation set.
     path: a folder with `training` and `evaluation` (.jsonl, .json, .csv, .parquet, or folders of json files, as published), one
@@ -168,9 +168,8 @@ def get_arc_agi_tasks(
 
     Raises TaskError.
     """
-    split_name(split, ("train", "validation", "test"), "arc_agi")
-    if not 0.0 <= partial_credit <= 1.0:
-        raise TaskError(f"partial_credit is {partial_credit}; give a number from 0 to 1")
+    check_name("split", split, ("train", "validation", "test"), "arc_agi")
+    check_share("partial_credit", partial_credit)
     unknown = [name for name in augment if name not in AUGMENTATIONS] if not isinstance(augment, str) else [augment]
     if unknown:
         raise TaskError(f"augment has {unknown}; give a list of any of {', '.join(AUGMENTATIONS)}")
@@ -191,8 +190,8 @@ def get_arc_agi_tasks(
     ]
 
 
-def write_prompt(puzzle: Puzzle) -> str:
-    """Demonstrations, test inputs, and what to do."""
+def write_prompt(puzzle: ARCPuzzle) -> str:
+    """Write demonstrations, test inputs, and what to do."""
     parts = [f"Input:\n{write_grid(pair.input)}\n\nOutput:\n{write_grid(pair.output)}" for pair in puzzle.train]
     if len(puzzle.test) == 1:
         parts.append(f"Test input:\n{write_grid(puzzle.test[0].input)}")
@@ -203,8 +202,8 @@ def write_prompt(puzzle: Puzzle) -> str:
     return "\n\n".join([*parts, _INSTRUCTION.format(what=what, answer=answer)])
 
 
-def augmented(puzzle: Puzzle, rng: random.Random, augment: Collection[str]) -> Puzzle:
-    """The same puzzle turned, mirrored and recoloured: one random change for all of its grids. The rule stays a rule."""
+def augmented(puzzle: ARCPuzzle, rng: random.Random, augment: Collection[str]) -> ARCPuzzle:
+    """Return the puzzle turned, mirrored and recoloured: one random change for all of its grids. The rule stays a rule."""
     turns = int(rng.random() * 4) if "rotations" in augment else 0
     mirror = "reflections" in augment and rng.random() < 0.5
     colours = list(range(10))
@@ -220,15 +219,15 @@ def augmented(puzzle: Puzzle, rng: random.Random, augment: Collection[str]) -> P
             grid = tuple(row[::-1] for row in grid)
         return tuple(tuple(colours[cell] for cell in row) for row in grid)
 
-    return Puzzle(puzzle.id, _changed(puzzle.train, change), _changed(puzzle.test, change))
+    return ARCPuzzle(puzzle.id, _changed(puzzle.train, change), _changed(puzzle.test, change))
 
 
 def _changed(pairs: tuple[Pair, ...], change: Callable[[Grid], Grid]) -> tuple[Pair, ...]:
     return tuple(Pair(change(pair.input), change(pair.output)) for pair in pairs)
 
 
-def parse_row(row: Row) -> Puzzle:
-    """{"train": [{"input": grid, "output": grid}], "test": the same}. Raises RowError."""
+def parse_row(row: Row) -> ARCPuzzle:
+    """Read {"train": [{"input": grid, "output": grid}], "test": the same}. Raises RowError."""
     train, test = (
         tuple(_pair(pair, f"{part}[{number}]") for number, pair in enumerate(list_field(row, part))) for part in ("train", "test")
     )
@@ -237,7 +236,7 @@ def parse_row(row: Row) -> Puzzle:
     name = row.get("id", row.get("task_id"))
     if name is None:
         name = hashlib.sha256(repr((train, test)).encode()).hexdigest()[:8]
-    return Puzzle(str(name), train, test)
+    return ARCPuzzle(str(name), train, test)
 
 
 def _pair(pair: Any, where: str) -> Pair:

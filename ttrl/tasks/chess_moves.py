@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, ascii_lower, find_boxed, find_tagged, reply_text
-from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, last_line, latest, reply_text
+from ttrl.tasks.datasets import Row, RowError, check_name, check_share, load_rows, read_text, select, text_field
 from ttrl.tasks.task import Task
 
 try:
@@ -67,7 +67,7 @@ class ChessGrader:
     judge: Judge | None = None
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"legal", "best": 0 or 1}; in style "P" also "candidates": share of the moves behind `M:` that are legal)."""
+        """Return (reward, {"legal", "best": 0 or 1}); in style "P" also "candidates", the legal share of the moves after `M:`."""
         board = chess.Board(self.fen)
         text = after_thinking(reply_text(choice))
         metrics = {"legal": 0.0, "best": 0.0}
@@ -86,12 +86,12 @@ class ChessGrader:
         return max(self.legal_reward, points), metrics
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return f"M: {self.best[0]} B: {self.best[0]}" if self.style == "P" else f"<answer>{self.best[0]}</answer>"
 
 
 def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
-    """The legal move that a text is, in coordinates or algebraic notation; None for anything else, and for several moves."""
+    """Return the legal move that a text is, in coordinates or algebraic notation; None for anything else."""
     text = text.translate(_FIGURES).replace("\\", "").strip(" \t\r\n*_`\"'.,;:()[]$!?")
     if len(text) > _LONGEST:
         return None
@@ -116,22 +116,13 @@ def _answer(text: str, style: Style) -> str:
         start = text.rfind("B:")
         words = text[start + 2 : start + 2 + _LONGEST].split() if start >= 0 else []
         return words[0] if words else ""
-    places = [place for place in (find_tagged(text), find_boxed(text)) if place is not None]
-    for mark in ("best move:", "best move is"):
-        start = ascii_lower(text).rfind(mark)
-        if start >= 0:
-            start += len(mark)
-            end = text.find("\n", start)
-            places.append((start, len(text) if end < 0 else end))
-    if places:
-        start, end = max(places)
-        return text[start:end]
-    text = text.rstrip(" \t\r\n`")
-    return text[text.rfind("\n") + 1 :]
+    marked = (find_after(text, mark) for mark in ("best move:", "best move is"))
+    part = latest(text, find_tagged(text), find_boxed(text), *marked)
+    return last_line(text) if part is None else part
 
 
 def _legal_share(board: "chess.Board", text: str) -> float:
-    """Of the moves between the last `M:` and what follows it (`E:`, `B:` or the end of the line); 0 without any."""
+    """Return the legal share of the moves between the last `M:` and `E:`, `B:` or the end of the line; 0 without any."""
     start = text.rfind("M:")
     if start < 0:
         return 0.0
@@ -153,7 +144,7 @@ def get_chess_tasks(
     legal_reward: float = 0.0,
     judge: Judge | None = None,
 ) -> list[Task]:
-    """`n` positions (None: all of the split), none twice; in train, the seed decides which and in which order.
+    """Return `n` positions (None: all of the split), none twice; in train, the seed decides which and in which order.
 
     Of a single file, test is all positions; train and validation are parts of them, one in ten for validation, by a hash of the
     position. path: an `.epd` file with `bm` (and points in `c8` and `c9`, as the Strategic Test Suite has them); or rows (see
@@ -163,18 +154,15 @@ def get_chess_tasks(
         `B:` the best move, as small models that are trained on chess alone do it.
     judge: see `ChessGrader`. Raises TaskError.
     """
-    split_name(split, ("train", "validation", "test"), "chess")
-    if style not in ("plain", "P"):
-        raise TaskError(f"style is {style!r}; chess has 'plain' and 'P'")
-    if not 0.0 <= legal_reward < 1.0:
-        raise TaskError(f"legal_reward is {legal_reward}; give a number from 0 to less than 1")
+    check_name("split", split, ("train", "validation", "test"), "chess")
+    check_name("style", style, ("plain", "P"), "chess")
+    check_share("legal_reward", legal_reward, below_one=True)
     source = Path(path).expanduser()
     if source.suffix == ".epd":
         positions = read_epd(source)
     else:
         positions = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
-    held_out = split != "test"
-    chosen = select(positions, _key, split, n, seed, "chess", held_out=held_out)
+    chosen = select(positions, _key, split, n, seed, "chess", held_out=split != "test")
     return [
         Task(
             messages=[{"role": "user", "content": write_prompt(position.fen, style)}],
@@ -186,25 +174,21 @@ def get_chess_tasks(
 
 
 def _key(position: Position) -> str:
-    """The position without its counters of moves: the same board is the same question."""
+    """Return the position without its counters of moves: the same board is the same question."""
     return " ".join(position.fen.split()[:4])
 
 
 def write_prompt(fen: str, style: Style) -> str:
-    """What is asked about a position."""
+    """Write what is asked about a position."""
     if style == "P":
         return f"P: {fen}"
     return _PLAIN.format(fen=fen, side="White" if fen.split()[1] == "w" else "Black")
 
 
 def read_epd(path: Path) -> list[Position]:
-    """Every position of a test suite. Raises TaskError, naming the line."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: cannot be read: {error}") from None
+    """Read every position of a test suite. Raises TaskError, naming the line."""
     positions = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 positions.append(parse_epd(line, f"{path.stem}-{number}"))
@@ -216,7 +200,7 @@ def read_epd(path: Path) -> list[Position]:
 
 
 def parse_epd(line: str, name: str) -> Position:
-    """One line of EPD. Raises ValueError."""
+    """Read one line of EPD. Raises ValueError."""
     board, operations = chess.Board.from_epd(line)
     best = operations.get("bm")
     if not isinstance(best, list) or not best:
@@ -229,7 +213,7 @@ def parse_epd(line: str, name: str) -> Position:
 
 
 def parse_row(row: Row) -> Position:
-    """See `get_chess_tasks`. Raises RowError."""
+    """Read a row as `get_chess_tasks` describes it. Raises RowError."""
     if "Moves" in row:
         moves = text_field(row, "Moves").split()
         try:
@@ -248,7 +232,7 @@ def parse_row(row: Row) -> Position:
 
 
 def _points(points: Mapping[str, Any]) -> dict[str, float]:
-    """Of 100, as shares. Moves without points (a table may have a column for all of them) are left out."""
+    """Return points of 100 as shares. Moves without points (a table may have a column for all of them) are left out."""
     known = {move: value for move, value in points.items() if value is not None}
     if not all(isinstance(value, int | float) and 0 <= value <= 100 for value in known.values()):
         raise RowError(f"points {known!r:.120}; they must be numbers from 0 to 100")
@@ -256,7 +240,7 @@ def _points(points: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _position(name: str, fen: str, best: list[str], points: dict[str, float]) -> Position:
-    """Checked: every move is legal. Raises RowError."""
+    """Return the position after checking that every move is legal. Raises RowError."""
     try:
         board = chess.Board(fen)
     except ValueError as error:

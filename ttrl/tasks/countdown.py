@@ -11,8 +11,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, ascii_digits, find_boxed, find_tagged, reply_text
-from ttrl.tasks.datasets import split_name
+from ttrl.tasks.answers import after_thinking, ascii_digits, find_boxed, find_tagged, latest, reply_text
+from ttrl.tasks.datasets import check_count, check_name, check_share
 from ttrl.tasks.task import Task
 from ttrl.tasks.words import in_validation, pick
 
@@ -45,24 +45,23 @@ class CountdownGrader:
     valid_reward: float = 0.0
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"exact": 0 or 1, "valid": 1 if it is an expression of the right numbers})."""
+        """Return (reward, {"exact": 0 or 1, "valid": 1 if it is an expression of the right numbers})."""
         read = evaluate(read_expression(reply_text(choice)))
         valid = read is not None and sorted(read[1]) == sorted(self.numbers)
         exact = valid and read is not None and read[0] == self.target and read[2] in (None, self.target)
         return 1.0 if exact else self.valid_reward * valid, {"exact": float(exact), "valid": float(valid)}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return f"<answer>{self.solution}</answer>"
 
 
 def read_expression(text: str) -> str:
-    """What a reply gives as its answer, with ASCII signs."""
+    """Return what a reply gives as its answer, with ASCII signs."""
     text = after_thinking(text)
-    places = [place for place in (find_tagged(text), find_boxed(text)) if place is not None]
-    if places:
-        start, end = max(places)
-        part = text[start:end] if end - start <= 2 * LONGEST else ""
+    part = latest(text, find_tagged(text), find_boxed(text))
+    if part is not None:
+        part = part if len(part) <= 2 * LONGEST else ""
     else:
         text = text.rstrip()
         part = text[max(text.rfind("\n") + 1, len(text) - 2 * LONGEST) :]
@@ -74,7 +73,7 @@ def read_expression(text: str) -> str:
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int], Fraction | None] | None:
-    """(value, numbers used, what stands behind "=" or None) of an expression of whole numbers with + - * / and parentheses.
+    """Evaluate whole numbers with + - * / and parentheses: (value, numbers used, what stands after "=" or None).
 
     Exact, and safe: a parser of its own, which knows nothing else. None for everything that is no such expression, for
     divisions by zero, and beyond LONGEST characters. A sign before a parenthesis or number ("-3") is allowed.
@@ -175,20 +174,18 @@ def get_countdown_tasks(
     largest_target: int = 999,
     valid_reward: float = 0.0,
 ) -> list[Task]:
-    """`n` puzzles of min_numbers to max_numbers (2 to 8) whole numbers from 1 to `largest`, targets from 1 to largest_target.
+    """Return `n` puzzles of min_numbers to max_numbers (2 to 8) whole numbers up to `largest`, targets up to largest_target.
 
     train: the seed decides. validation: the same for every seed, no two with the same numbers and target; more of them begin
     with the same ones. Raises TaskError for impossible settings.
     """
-    split_name(split, ("train", "validation"), "countdown")
-    if type(n) is not int or n < 1:
-        raise TaskError(f"n is {n!r}; ask for at least one")
+    check_name("split", split, ("train", "validation"), "countdown")
+    check_count(n)
     if not 2 <= min_numbers <= max_numbers <= 8:
         raise TaskError(f"min_numbers {min_numbers} and max_numbers {max_numbers}: 2 <= min_numbers <= max_numbers <= 8")
     if largest < 10 or largest_target < 10:
         raise TaskError(f"largest {largest} and largest_target {largest_target}: give 10 or more for both")
-    if not 0.0 <= valid_reward < 1.0:
-        raise TaskError(f"valid_reward is {valid_reward}; give a number from 0 to less than 1")
+    check_share("valid_reward", valid_reward, below_one=True)
     held_out = split == "validation"
     settings = f"{min_numbers} {max_numbers} {largest} {largest_target}"
     rng = random.Random(f"countdown {split} {settings} {'' if held_out else seed}")
@@ -211,7 +208,7 @@ def get_countdown_tasks(
 
 
 def _draw(rng: random.Random, count: int, largest: int) -> tuple[list[int], str, Fraction]:
-    """(numbers in an order that says nothing, an expression of them, its value, which may be any)."""
+    """Draw (numbers in an order that gives nothing away, an expression of them, its value, which may be any)."""
     numbers = [1 + int(rng.random() * largest) for _ in range(count)]
     terms = [(Fraction(number), str(number)) for number in numbers]
     while len(terms) > 1:

@@ -5,6 +5,7 @@ ttrl ships no data of others. A source is a file (`.jsonl`, `.json`, `.csv`, `.p
 through the package `datasets` (the `tasks` extra) and kept in its own cache.
 """
 
+import contextlib
 import csv
 import hashlib
 import importlib
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 
 from ttrl.errors import TaskError
 from ttrl.tasks.words import in_validation
+from ttrl.text import short
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -39,7 +41,7 @@ def load_rows(
     splits: Sequence[str] = (),
     config: str | None = None,
 ) -> list[T]:
-    """Every row, as `parse` makes it of the row's fields.
+    """Load every row, as `parse` makes it of the row's fields.
 
     splits: names that the split has in folders and on the hub, tried in this order; a single file is read whole.
     config: the hub's configuration ("main"). `parse` raises RowError, which names no place, for rows that are not as they should
@@ -51,7 +53,7 @@ def load_rows(
     parsed = []
     for place, row in rows:
         if not isinstance(row, dict):
-            raise TaskError(f"{place}: {_short(row)}; a row is an object with named fields")
+            raise TaskError(f"{place}: {short(row, 120)}; a row is an object with named fields")
         try:
             parsed.append(parse(row))
         except RowError as error:
@@ -62,46 +64,48 @@ def load_rows(
 
 
 def text_field(row: Row, *names: str) -> str:
-    """The first of these fields that the row has: text that is not empty. Raises RowError."""
+    """Return the first of these fields that the row has: text that is not empty. Raises RowError."""
     value = _field(row, names)
     if not isinstance(value, str) or not value.strip():
-        raise RowError(f"{names[0]} is {_short(value)}; it must be a text that is not empty")
+        raise RowError(f"{names[0]} is {short(value, 120)}; it must be a text that is not empty")
     return value
 
 
 def whole_field(row: Row, *names: str) -> int:
-    """A whole number, also one that is written as text (csv). Raises RowError."""
+    """Return a whole number, also one that is written as text (csv). Raises RowError."""
     value = _field(row, names)
     if isinstance(value, str) and re.fullmatch(r"\s{0,9}-?[0-9]{1,18}\s{0,9}", value, re.ASCII):
         value = int(value)
     if type(value) is not int:
-        raise RowError(f"{names[0]} is {_short(value)}; it must be a whole number")
+        raise RowError(f"{names[0]} is {short(value, 120)}; it must be a whole number")
     return value
 
 
 def list_field(row: Row, *names: str) -> list[Any]:
-    """A list, also one that is written as JSON (csv). Raises RowError."""
-    value = _field(row, names)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise RowError(f"{names[0]} is {_short(value)}; it must be a list, in csv one that is written as JSON") from None
+    """Return a list, also one that is written as JSON (csv). Raises RowError."""
+    value = from_json(_field(row, names))
     if not isinstance(value, list):
-        raise RowError(f"{names[0]} is {_short(value)}; it must be a list")
+        raise RowError(f"{names[0]} is {short(value, 120)}; it must be a list, in csv one that is written as JSON")
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """Return what a text says in JSON, as lists and objects are written in csv; anything else as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
     return value
 
 
 def select(
     rows: Sequence[T], key: Callable[[T], str], split: str, n: int | None, seed: int, what: str, *, held_out: bool
 ) -> list[T]:
-    """`n` rows of a split (None: all), no row twice: for "train" in an order that the seed decides; else always the same ones.
+    """Return `n` rows of a split (None: all), each once: for "train" in an order given by the seed, else always the same.
 
     key: what tells rows apart. held_out: train and validation are the same file, of which one row in ten, by a hash of its key,
     is for validation. More rows of the same split and seed begin with the same ones. Raises TaskError when there are not enough.
     """
-    if n is not None and (type(n) is not int or n < 1):
-        raise TaskError(f"n is {n!r}; ask for at least one, or None for all")
+    check_count(n, "one, or None for all", may_be_none=True)
     keys = [key(row) for row in rows]
     chosen = [
         (name, row) for name, row in zip(keys, rows) if not held_out or in_validation(f"{what} {name}") == (split == "validation")
@@ -114,29 +118,48 @@ def select(
 
 
 def puzzle_seeds(split: str, n: int | None, seed: int) -> list[str]:
-    """Seeds of `n` puzzles that are made: for "train" by the seed; else always the same ones. Raises TaskError."""
-    if type(n) is not int or n < 1:
-        raise TaskError(f"n is {n!r}; ask for at least one puzzle")
+    """Return seeds for making `n` puzzles, which depend on `seed` for "train" alone. Raises TaskError."""
+    n = check_count(n, "one puzzle")
     name = f"train {seed}" if split == "train" else "validation"
     return [f"{name} {number}" for number in range(n)]
 
 
-def split_name(split: str, known: Sequence[str], what: str) -> str:
-    """The split, or a TaskError that lists those there are."""
-    if split not in known:
-        raise TaskError(f"split is {split!r}; {what} has {', '.join(map(repr, known))}")
-    return split
+def check_count(n: int | None, least: str = "one", *, may_be_none: bool = False) -> int:
+    """Return the number of tasks asked for, 0 for None. Raises TaskError unless it is a whole number above 0."""
+    if n is None and may_be_none:
+        return 0
+    if type(n) is not int or n < 1:
+        raise TaskError(f"n is {n!r}; ask for at least {least}")
+    return n
+
+
+def check_name(option: str, value: str, known: Iterable[str], what: str) -> None:
+    """Raise TaskError, listing those there are, for a split or a style that `what` does not have."""
+    known = list(known)
+    if value not in known:
+        raise TaskError(f"{option} is {value!r}; {what} has {', '.join(map(repr, known))}")
+
+
+def check_share(option: str, value: float, *, below_one: bool = False) -> None:
+    """Raise TaskError for a share of the reward that is not from 0 to 1."""
+    if not 0.0 <= value <= 1.0 or (below_one and value == 1.0):
+        raise TaskError(f"{option} is {value}; give a number from 0 to {'less than ' * below_one}1")
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether a source is a single file, whose splits are parts of its rows."""
+    return Path(path).expanduser().is_file()
 
 
 def _field(row: Row, names: Sequence[str]) -> Any:
     for name in names:
         if name in row:
             return row[name]
-    raise RowError(f"no field {' or '.join(map(repr, names))}; it has {_short(sorted(map(str, row)))}")
+    raise RowError(f"no field {' or '.join(map(repr, names))}; it has {short(sorted(map(str, row)), 120)}")
 
 
 def _open(source: str | os.PathLike[str], splits: Sequence[str], config: str | None) -> tuple[str, Iterable[tuple[str, Any]]]:
-    """(what it is called, (place, row) of each row)."""
+    """Return (name of the source, (place, row) of each row)."""
     path = Path(source).expanduser()
     if path.is_dir():
         path = _in_folder(path, splits)
@@ -164,11 +187,12 @@ def _in_folder(folder: Path, splits: Sequence[str]) -> Path:
     there = sorted(path.name for path in folder.iterdir())
     raise TaskError(
         f"{folder}: no file {' or '.join(split + '.jsonl' for split in splits) or '*.json'} (or {', '.join(SUFFIXES[1:])}); "
-        f"there are {_short(there)}. Name the file itself, or rename it"
+        f"there are {short(there, 120)}. Name the file itself, or rename it"
     )
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises TaskError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -183,13 +207,13 @@ def _loads(text: str, place: str) -> Any:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", _loads(line, f"{path}, line {number}")
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    data = _loads(_read_text(path), str(path))
+    data = _loads(read_text(path), str(path))
     if isinstance(data, dict) and all(isinstance(value, dict) for value in data.values()):
         for name, row in data.items():
             yield f"{path}, {name!r}", {"id": name, **row}
@@ -197,7 +221,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(data, 1):
             yield f"{path}, row {number}", row
     else:
-        raise TaskError(f"{path}: it holds {_short(data)}; it must hold a list of rows, or an object of objects by their ids")
+        raise TaskError(f"{path}: it holds {short(data, 120)}; it must hold a list of rows, or an object of objects by their ids")
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
@@ -231,7 +255,7 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
 
 def _one_each(folder: Path) -> Iterator[tuple[str, Any]]:
     for path in sorted(folder.glob("*.json")):
-        row = _loads(_read_text(path), str(path))
+        row = _loads(read_text(path), str(path))
         yield str(path), {"id": path.stem, **row} if isinstance(row, dict) else row
 
 
@@ -252,7 +276,7 @@ def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str
         there = list(datasets.get_dataset_split_names(name, config))
         split = next((split for split in splits if split in there), None)
         if split is None:
-            raise TaskError(f"{where}: no split {' or '.join(map(repr, splits))}; there are {_short(there)}")
+            raise TaskError(f"{where}: no split {' or '.join(map(repr, splits))}; there are {short(there, 120)}")
         rows = datasets.load_dataset(name, config, split=split)
     except TaskError:
         raise
@@ -266,7 +290,7 @@ def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str
 
 
 def _check_hub(where: str) -> None:
-    """Says at once that there is no way to the hub, whose client would try again for half a minute. Raises TaskError."""
+    """Raise TaskError at once where the hub cannot be reached, whose client would try for half a minute."""
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE")
     if offline or urllib.request.getproxies():  # the cache is used; a proxy finds the address itself
         return
@@ -278,8 +302,3 @@ def _check_hub(where: str) -> None:
             f"{where}: no way to the Hugging Face hub: {host}: {error}. Without a network, download it elsewhere and give the "
             "path of its file; what was loaded before is found again with HF_HUB_OFFLINE=1 in the environment"
         ) from None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

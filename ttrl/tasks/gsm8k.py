@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, last_number, marked, reply_text
-from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
+from ttrl.tasks.datasets import Row, RowError, check_name, check_share, load_rows, select, text_field
 from ttrl.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ INSTRUCTIONS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Problem:
+class GSM8KProblem:
     """One row: the question, the worked solution without calculator marks, and the number that is right."""
 
     question: str
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def written(self) -> str:
-        """The answer in digits."""
+        """Return the answer in digits."""
         return write_number(self.answer)
 
 
@@ -58,19 +58,19 @@ class GSM8KGrader:
     flexible: bool = False
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"exact": 0 or 1, "format": 0 or 1})."""
+        """Return (reward, {"exact": 0 or 1, "format": 0 or 1})."""
         text = reply_text(choice)
         answer = read_answer(text, flexible=self.flexible)
         exact, formed = float(answer == self.expected), float(follows_format(text, self.style))
         return (1.0 - self.format_reward) * exact + self.format_reward * formed, {"exact": exact, "format": formed}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return write_answer("I know it.", write_number(self.expected), self.style)
 
 
 def read_answer(text: str, *, flexible: bool = False) -> Fraction | None:
-    """The number that a reply gives as its answer; None without one."""
+    """Return the number that a reply gives as its answer; None without one."""
     text = after_thinking(text)
     part = marked(text)
     if part is None:
@@ -79,8 +79,11 @@ def read_answer(text: str, *, flexible: bool = False) -> Fraction | None:
 
 
 def follows_format(text: str, style: Style) -> bool:
-    r"""plain: the last line that is not empty is `####` and a number, and no other line has the mark; boxed: exactly one
-    `\boxed{}` with a number; r1: `<think>…</think>`, then `<answer>…</answer>`, once each, nothing before, between and behind."""
+    r"""Return whether a reply has its style's form.
+
+    plain: the last line that is not empty is `####` and a number, and no other line has the mark. boxed: exactly one `\boxed{}`
+    with a number. r1: `<think>…</think>`, then `<answer>…</answer>`, once each, and nothing before, between or after them.
+    """
     if style == "r1":
         tags = ("<think>", "</think>", "<answer>", "</answer>")
         if any(text.count(tag) != 1 for tag in tags):
@@ -98,7 +101,7 @@ def follows_format(text: str, style: Style) -> bool:
 
 
 def write_number(value: Fraction) -> str:
-    """18, -3, 2.5: as GSM8K writes numbers, without thousands separators; a fraction where no decimal is exact."""
+    """Write a number as GSM8K does: 18, -3, 2.5, without thousands separators; as a fraction where no decimal is exact."""
     if value.denominator == 1:
         return str(value.numerator)
     places = next((k for k in range(1, 20) if (value * 10**k).denominator == 1), None)
@@ -109,7 +112,7 @@ def write_number(value: Fraction) -> str:
 
 
 def write_answer(solution: str, number: str, style: Style) -> str:
-    """A worked solution in the form that the style asks for."""
+    """Write a worked solution in the form that the style asks for."""
     if style == "r1":
         return f"<think>{solution}</think>\n<answer>{number}</answer>"
     return f"{solution}\n" + (f"\\boxed{{{number}}}" if style == "boxed" else f"#### {number}")
@@ -126,7 +129,7 @@ def get_gsm8k_tasks(
     format_reward: float = 0.0,
     flexible: bool = False,
 ) -> list[Task]:
-    """`n` problems (None: all of the split), no problem twice; in train, the seed decides which and in which order.
+    """Return `n` problems (None: all of the split), no problem twice; in train, the seed decides which and in which order.
 
     path: a folder with train.jsonl and test.jsonl, one file, or an id on the hub (see `ttrl.tasks.datasets`).
     style: "plain" (####), "boxed", or "r1" (think and answer tags), which decides the prompt and the format that is rewarded.
@@ -136,18 +139,15 @@ def get_gsm8k_tasks(
 
     Raises TaskError.
     """
-    split_name(split, ("train", "validation", "test"), "gsm8k")
-    if style not in INSTRUCTIONS:
-        raise TaskError(f"style is {style!r}; gsm8k has {', '.join(map(repr, INSTRUCTIONS))}")
-    if not 0.0 <= format_reward <= 1.0:
-        raise TaskError(f"format_reward is {format_reward}; give a number from 0 to 1")
+    check_name("split", split, ("train", "validation", "test"), "gsm8k")
+    check_name("style", style, INSTRUCTIONS, "gsm8k")
+    check_share("format_reward", format_reward)
     problems = select(_load(path, split), lambda p: p.question, split, n, seed, "gsm8k", held_out=split != "test")
-    shots: list[Problem] = []
+    shots: list[GSM8KProblem] = []
     if few_shot:
         if type(few_shot) is not int or few_shot < 0:
             raise TaskError(f"few_shot is {few_shot!r}; give a number of examples, 0 or more")
-        examples = select(_load(path, "train"), lambda p: p.question, "train", few_shot + 1, 0, "gsm8k", held_out=True)
-        shots = examples
+        shots = select(_load(path, "train"), lambda p: p.question, "train", few_shot + 1, 0, "gsm8k", held_out=True)
     return [
         Task(
             messages=_messages(problem, [shot for shot in shots if shot.question != problem.question][:few_shot], style),
@@ -160,41 +160,41 @@ def get_gsm8k_tasks(
 def gsm8k_examples(
     n: int | None = None, seed: int = 0, *, path: "str | os.PathLike[str]" = "openai/gsm8k", style: Style = "plain"
 ) -> list[dict[str, Any]]:
-    """Solved training problems for supervised training: {"messages": [user, assistant]}; never one of validation or test."""
+    """Return solved training problems for supervised training, {"messages": [user, assistant]}; none of validation or test."""
     problems = select(_load(path, "train"), lambda p: p.question, "train", n, seed, "gsm8k", held_out=True)
     return [{"messages": [*_messages(problem, [], style), _solved(problem, style)]} for problem in problems]
 
 
-def _load(path: "str | os.PathLike[str]", split: str) -> list[Problem]:
+def _load(path: "str | os.PathLike[str]", split: str) -> list[GSM8KProblem]:
     return load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",), config="main")
 
 
-def parse_row(row: Row) -> Problem:
-    """{"question", "answer": worked solution, `####` and the number at its end}. Raises RowError."""
+def parse_row(row: Row) -> GSM8KProblem:
+    """Read {"question", "answer": worked solution, then `####` and the number}. Raises RowError."""
     question, answer = text_field(row, "question"), text_field(row, "answer")
     solution, mark, number = answer.rpartition("####")
     value = last_number(number) if mark else None
     if value is None:
         raise RowError(f"answer ends with {answer[-40:]!r}; it must end with #### and a number")
-    return Problem(question.strip(), _without_marks(solution).strip(), value)
+    return GSM8KProblem(question.strip(), _without_marks(solution).strip(), value)
 
 
 def _without_marks(solution: str) -> str:
-    """48/2 = <<48/2=24>>24 → 48/2 = 24."""
+    """Remove the calculator's marks: 48/2 = <<48/2=24>>24 → 48/2 = 24."""
     parts = solution.split("<<")
     return parts[0] + "".join(part.partition(">>")[2] if ">>" in part else "<<" + part for part in parts[1:])
 
 
-def _messages(problem: Problem, shots: list[Problem], style: Style) -> list[dict[str, Any]]:
+def _messages(problem: GSM8KProblem, shots: list[GSM8KProblem], style: Style) -> list[dict[str, Any]]:
     messages = []
     for shot in shots:
         messages += [_asked(shot, style), _solved(shot, style)]
     return [*messages, _asked(problem, style)]
 
 
-def _asked(problem: Problem, style: Style) -> dict[str, Any]:
+def _asked(problem: GSM8KProblem, style: Style) -> dict[str, Any]:
     return {"role": "user", "content": f"{problem.question}\n\n{INSTRUCTIONS[style]}"}
 
 
-def _solved(problem: Problem, style: Style) -> dict[str, Any]:
+def _solved(problem: GSM8KProblem, style: Style) -> dict[str, Any]:
     return {"role": "assistant", "content": write_answer(problem.solution, problem.written, style)}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name, text_field
-from ttrl.tasks.sandbox import Limits, run_sandboxed, why_not
+from ttrl.tasks.datasets import Row, RowError, check_name, load_rows, select, text_field
+from ttrl.tasks.sandbox import SandboxLimits, run_sandboxed, why_not
 from ttrl.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LONGEST = 100_000
 
 
 @dataclass(frozen=True)
-class Problem:
+class HumanEvalProblem:
     """One row: `prompt` is the function up to its body, `test` defines check(candidate), `solution` is a right body."""
 
     id: str
@@ -45,11 +45,11 @@ class HumanEvalGrader:
     code that does not define the function is taken to continue the prompt. Raises GraderError where the machine has no sandbox.
     """
 
-    problem: Problem
-    limits: Limits = field(default_factory=Limits)
+    problem: HumanEvalProblem
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"ran": 1 unless time, memory or a crash ended it})."""
+        """Return (reward, {"ran": 1 unless time, memory or a crash ended it})."""
         code = read_code(reply_text(choice), self.problem.entry_point)
         if not code.strip() or len(code) > LONGEST:
             return 0.0, {"ran": 0.0}
@@ -58,12 +58,12 @@ class HumanEvalGrader:
         return float(outcome.passed), {"ran": float(not ended)}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return f"```python\n{self.problem.prompt}{self.problem.solution}```"
 
 
 def read_code(text: str, entry_point: str) -> str:
-    """The program in a reply. A block without an end goes to the end of the reply."""
+    """Return the program in a reply. A block without an end goes to the end of the reply."""
     text = after_thinking(text)
     pieces = text.split("```")
     blocks = [piece.partition("\n")[2] if _is_language(piece) else piece for piece in pieces[1::2]]
@@ -74,7 +74,7 @@ def read_code(text: str, entry_point: str) -> str:
 
 
 def _is_language(block: str) -> bool:
-    """Whether a block's first line names its language ("python"), or is empty."""
+    """Return whether a block's first line names its language ("python"), or is empty."""
     first = block.partition("\n")[0].strip()
     return "\n" in block and (not first or first.isalnum())
 
@@ -83,8 +83,8 @@ def _defines(code: str, entry_point: str) -> bool:
     return re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", code, re.MULTILINE) is not None
 
 
-def program(problem: Problem, code: str) -> str:
-    """What is run: the reply's function, behind what stands before it in the prompt, and the tests."""
+def program(problem: HumanEvalProblem, code: str) -> str:
+    """Return what is run: the reply's function, after what precedes it in the prompt, and the tests."""
     if _defines(code, problem.entry_point):
         start = re.search(rf"^def {re.escape(problem.entry_point)}\b", problem.prompt, re.MULTILINE)
         code = problem.prompt[: start.start() if start else 0] + code
@@ -99,14 +99,14 @@ def get_humaneval_tasks(
     seed: int = 0,
     *,
     path: "str | os.PathLike[str]" = "openai/openai_humaneval",
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
 ) -> list[Task]:
-    """`n` problems (None: all), the same for every seed, none twice. There is only a test split: it is for evaluation.
+    """Return `n` problems (None: all), each once, the same for every seed. There is only a test split: they are for evaluation.
 
     path: a file, a folder with test.jsonl, or an id on the Hugging Face hub; rows as published: "task_id", "prompt",
     "entry_point", "test", "canonical_solution". Raises TaskError, also where this machine has no sandbox; it tries.
     """
-    split_name(split, ("test",), "humaneval")
+    check_name("split", split, ("test",), "humaneval")
     problems = select(load_rows(path, parse_row, splits=("test",)), lambda p: p.id, split, n, seed, "humaneval", held_out=False)
     reason = why_not()
     if reason is not None:
@@ -114,17 +114,17 @@ def get_humaneval_tasks(
     return [
         Task(
             messages=[{"role": "user", "content": _PROMPT.format(prompt=problem.prompt)}],
-            grader=HumanEvalGrader(problem, limits or Limits()),
+            grader=HumanEvalGrader(problem, limits or SandboxLimits()),
             id=problem.id,
         )
         for problem in problems
     ]
 
 
-def parse_row(row: Row) -> Problem:
-    """See `get_humaneval_tasks`. Raises RowError."""
+def parse_row(row: Row) -> HumanEvalProblem:
+    """Read a row as `get_humaneval_tasks` describes it. Raises RowError."""
     names = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
-    problem = Problem(*(text_field(row, name) for name in names))
+    problem = HumanEvalProblem(*(text_field(row, name) for name in names))
     if not problem.entry_point.isidentifier() or not _defines(problem.prompt, problem.entry_point):
         raise RowError(f"entry_point {problem.entry_point!r:.80} is not defined in the prompt")
     if not problem.test.count("def check("):

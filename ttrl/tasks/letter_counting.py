@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, last_number, reply_text
+from ttrl.tasks.datasets import check_count, check_name, check_share
 from ttrl.tasks.task import Task
 from ttrl.tasks.words import get_words, in_validation
 
@@ -34,7 +35,7 @@ class LetterCountingGrader:
     partial_credit: float = 0.0
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"exact": 0 or 1})."""
+        """Return (reward, {"exact": 0 or 1})."""
         answer = last_number(after_thinking(reply_text(choice)))
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
@@ -42,7 +43,7 @@ class LetterCountingGrader:
         return reward, {"exact": 0.0}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return str(self.expected)
 
 
@@ -56,25 +57,23 @@ def get_letter_counting_tasks(
     length_exponent: float = 0.0,
     partial_credit: float = 0.0,
 ) -> list[Task]:
-    """`n` questions about words of min_length to max_length letters, the counts 0 to 3 equally often; in validation, where no
-    question comes twice, as far as there are enough of each.
+    """Return `n` questions about words of min_length to max_length letters, the counts 0 to 3 equally often.
 
     train: within a count, with probabilities in proportion to (letters of the word) ** length_exponent; the seed decides.
-    validation: the same for every seed, no two alike; more of them begin with the same ones.
+    validation: the same for every seed, no two alike, so the counts are balanced only as far as there are enough of each; more
+        of them begin with the same ones.
     partial_credit: the reward of a wrong number is at most half of it; 0 <= partial_credit <= 1.
 
     Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there are.
     """
-    if not 0.0 <= partial_credit <= 1.0:
-        raise TaskError(f"partial_credit is {partial_credit}; give a number from 0 to 1")
+    check_name("split", split, ("train", "validation"), "letter_counting")
+    check_share("partial_credit", partial_credit)
     if split == "train":
         questions = _draw(
             random.Random(f"letter counting, train, {seed}"), n, False, min_length, max_length, length_exponent=length_exponent
         )
-    elif split == "validation":
-        questions = _validation_questions(n, min_length, max_length)
     else:
-        raise TaskError(f"split is {split!r}; letter_counting has 'train' and 'validation'")
+        questions = _validation_questions(n, min_length, max_length)
     return [
         Task(
             messages=[_question(word, letter)],
@@ -86,7 +85,7 @@ def get_letter_counting_tasks(
 
 
 def spelled_count(word: str, letter: str) -> str:
-    """The answer of one who counts aloud while spelling: ("strawberry", "r") → "str1awber2r3y: 3"."""
+    """Return the answer of somebody who counts aloud while spelling: ("strawberry", "r") → "str1awber2r3y: 3"."""
     counter = itertools.count(1)
     return "".join(f"{x}{next(counter)}" if x == letter else x for x in word) + f": {word.count(letter)}"
 
@@ -100,7 +99,7 @@ def letter_counting_examples(
     spelled: bool = False,
     count_weights: Sequence[float] = (1.0,) * (MOST + 1),
 ) -> list[dict[str, Any]]:
-    """`n` answered training questions for a supervised warm start: {"messages": [user, assistant]}; never a validation word.
+    """Return `n` answered training questions for a supervised warm start, {"messages": [user, assistant]}; no validation words.
 
     The answer is the number alone, or where `spelled` what `spelled_count` says, which is much easier to learn: aloud, a model
     copies letters and remembers one number. `count_weights`: how often counts 0, 1, 2, 3 are asked, in proportion to each other.
@@ -121,7 +120,7 @@ def _question(word: str, letter: str) -> dict[str, Any]:
 
 @functools.cache
 def _pool(held_out: bool, min_length: int, max_length: int) -> list[list[tuple[str, str]]]:
-    """For each count that occurs, all (word, letter) of one split; every letter of the alphabet that a word lacks has count 0."""
+    """Return, for each count that occurs, all (word, letter) of a split; every letter that a word lacks has count 0."""
     pool: list[list[tuple[str, str]]] = [[] for _ in range(MOST + 1)]
     for word in get_words(min_length, max_length):
         if in_validation("letter counting " + word) == held_out:
@@ -134,7 +133,7 @@ def _pool(held_out: bool, min_length: int, max_length: int) -> list[list[tuple[s
 
 @functools.cache
 def _cumulative_weights(held_out: bool, min_length: int, max_length: int, length_exponent: float) -> list[list[float]]:
-    """For each count of the pool, the running sum of its questions' weights."""
+    """Return, for each count of the pool, the running sum of its questions' weights."""
     return [
         list(itertools.accumulate(float(len(word)) ** length_exponent for word, _ in pairs))
         for pairs in _pool(held_out, min_length, max_length)
@@ -151,8 +150,7 @@ def _draw(
     length_exponent: float = 0.0,
     count_weights: Sequence[float] = (1.0,) * (MOST + 1),
 ) -> list[tuple[str, str]]:
-    if not isinstance(n, int) or n < 1:
-        raise TaskError(f"n is {n!r}; ask for at least one")
+    check_count(n)
     if len(count_weights) != MOST + 1 or min(count_weights) < 0 or count_weights[0] <= 0:
         raise TaskError(f"count_weights is {count_weights!r}; give {MOST + 1} numbers, none below 0 and the first above it")
     pool = _pool(held_out, min_length, max_length)
@@ -166,7 +164,7 @@ def _draw(
 
 
 def _pick_weighted(rng: random.Random, cumulative: Sequence[float]) -> int:
-    """An index, with probabilities in proportion to the steps of `cumulative`."""
+    """Return an index, with probabilities in proportion to the steps of `cumulative`."""
     place = bisect.bisect_right(cumulative, rng.random() * cumulative[-1])
     return min(place, len(cumulative) - 1)  # a product that was rounded up to the sum itself would be past the end
 

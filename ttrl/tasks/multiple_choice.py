@@ -5,12 +5,11 @@ arXiv 1803.05457). The answer is a letter.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, ascii_lower, find_boxed, find_tagged, reply_text
-from ttrl.tasks.datasets import Row, RowError, list_field, load_rows, select, split_name, text_field
+from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, latest, reply_text
+from ttrl.tasks.datasets import Row, RowError, check_name, is_file, list_field, load_rows, select, text_field
 from ttrl.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ _ANOTHER_LATER = re.compile(r"(?:\b(?i:or|and|oder|und|ou|et)|[,;/&|])\s{0,3}[(\
 
 
 @dataclass(frozen=True)
-class Question:
+class MultipleChoiceQuestion:
     """One row; `answer` is the place of the right option, from 0."""
 
     id: str
@@ -68,23 +67,23 @@ class MultipleChoiceGrader:
     choices: tuple[str, ...]
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"answered": 1 if a letter could be read})."""
+        """Return (reward, {"answered": 1 if a letter could be read})."""
         given = read_choice(reply_text(choice), self.choices)
         return float(given == self.answer), {"answered": float(given is not None)}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return f"Answer: {LETTERS[self.answer]}"
 
 
 def read_choice(text: str, choices: Sequence[str]) -> int | None:
-    """The place of the option that a reply chooses; None where it chooses none, or several."""
+    """Return the place of the option that a reply chooses; None where it chooses none, or several."""
     text = after_thinking(text).translate(_FULL_WIDTH)
     part = _marked(text)
     if part is not None:
         return _option(part, choices)
     text = _without_list(text.strip(), choices).strip()
-    first, last = text[: _end(text, 0)], text[text.rfind("\n") + 1 :]
+    first, last = text.partition("\n")[0], text[text.rfind("\n") + 1 :]
     found = _option(first, choices)
     if first == last:
         return found
@@ -94,7 +93,7 @@ def read_choice(text: str, choices: Sequence[str]) -> int | None:
 
 
 def _without_list(text: str, choices: Sequence[str]) -> str:
-    """The text without the question's options, where it repeats two or more of them in lines next to each other."""
+    """Return the text without the question's options, where it repeats two or more of them in adjacent lines."""
     lines = text.split("\n")
     repeated = [
         next((place for place, option in enumerate(choices) if _is_listed(line, LETTERS[place], option)), None) for line in lines
@@ -109,34 +108,18 @@ def _without_list(text: str, choices: Sequence[str]) -> str:
 
 
 def _is_listed(line: str, letter: str, option: str) -> bool:
-    """Whether a line is "B. Paris" for the option Paris of the letter B."""
+    """Return whether a line is "B. Paris" for the option Paris of the letter B."""
     line = line.strip(" \t\r*_([-") if len(line) <= _LONGEST else ""
     return line[:1].upper() == letter and line[1:2] in (".", ")", ":") and _plain(line[2:]) == _plain(option)
 
 
 def _marked(text: str) -> str | None:
-    places = [place for place in (find_tagged(text), find_boxed(text)) if place is not None]
-    lower = ascii_lower(text)
-    for mark in _MARKS:
-        start = lower.rfind(mark)
-        if start >= 0:
-            start += len(mark)
-            rest = text[start : start + _LONGEST]
-            start += len(rest) - len(rest.lstrip(_OPENING))  # the letter may stand on the next line
-            places.append((start, _end(text, start)))
-    if not places:
-        return None
-    start, end = max(places)
-    return text[start:end]
-
-
-def _end(text: str, start: int) -> int:
-    end = text.find("\n", start)
-    return len(text) if end < 0 else end
+    marked = (find_after(text, mark, skip=_OPENING, most=_LONGEST) for mark in _MARKS)  # the letter may stand on the next line
+    return latest(text, find_tagged(text), find_boxed(text), *marked)
 
 
 def _option(text: str, choices: Sequence[str]) -> int | None:
-    """What an answer such as "B", "(b)", "**B. Paris**", "option B", "\\text{B}" or "Paris" chooses."""
+    """Return which option "B", "(b)", "**B. Paris**", "option B", "\\text{B}" or "Paris" chooses."""
     text = text[:_LONGEST].strip()
     same = [place for place, option in enumerate(choices) if _plain(option) == _plain(text)]
     if same and _plain(text) not in map(str.lower, LETTERS):
@@ -167,7 +150,7 @@ def _option(text: str, choices: Sequence[str]) -> int | None:
 
 
 def _is_another(match: "re.Match[str]", rest: str, choices: Sequence[str], place: int) -> bool:
-    """Whether a letter behind an answer is another option with its text."""
+    """Return whether a letter behind an answer is another option with its text."""
     other = LETTERS.index(match[1])
     if other == place or other >= len(choices):
         return False
@@ -188,7 +171,7 @@ def get_mmlu_tasks(
     style: Style = "letter",
     subjects: Sequence[str] = (),
 ) -> list[Task]:
-    """`n` questions of MMLU (None: all of the split). subjects: of these alone, as the rows name them ("abstract_algebra").
+    """Return `n` questions of MMLU (None: all of the split). subjects: only these, as the rows name them ("abstract_algebra").
 
     test and validation are MMLU's own; train its auxiliary_train. Of a single file, test is all rows, and train and validation
     are parts of them. The rest as `get_arc_tasks`.
@@ -206,7 +189,7 @@ def get_arc_tasks(
     challenge: bool = True,
     style: Style = "letter",
 ) -> list[Task]:
-    """`n` questions of ARC-Challenge, or where not `challenge` of ARC-Easy (None: all of the split), none twice.
+    """Return `n` questions of ARC-Challenge, or of ARC-Easy unless `challenge` (None: all of the split), each once.
 
     In train the seed decides which and in which order; the other splits are the same for every seed.
     path: a folder with a file for each split, an id on the Hugging Face hub, or a single file: then test is all of its rows, and
@@ -232,16 +215,14 @@ def _tasks(
     style: str,
     subjects: tuple[str, ...],
 ) -> list[Task]:
-    split_name(split, tuple(files), what)
-    if style not in INSTRUCTIONS:
-        raise TaskError(f"style is {style!r}; {what} has {', '.join(map(repr, INSTRUCTIONS))}")
-    single = Path(path).expanduser().is_file()
+    check_name("split", split, files, what)
+    check_name("style", style, INSTRUCTIONS, what)
     rows = load_rows(path, lambda row: (row.get("subject"), parse_row(row)), splits=files[split], config=config)
     there = {subject for subject, _ in rows}
     if missing := [subject for subject in subjects if subject not in there]:
         raise TaskError(f"{what}: no questions of {', '.join(missing)}; there are {', '.join(sorted(map(str, there)))}")
     questions = [question for subject, question in rows if not subjects or subject in subjects]
-    chosen = select(questions, _key, split, n, seed, what, held_out=single and split != "test")
+    chosen = select(questions, _key, split, n, seed, what, held_out=is_file(path) and split != "test")
     return [
         Task(
             messages=[{"role": "user", "content": write_prompt(question, style)}],
@@ -252,18 +233,18 @@ def _tasks(
     ]
 
 
-def _key(question: Question) -> str:
+def _key(question: MultipleChoiceQuestion) -> str:
     return "\n".join((question.question, *question.choices))
 
 
-def write_prompt(question: Question, style: str) -> str:
-    """The question, its options by letter, and how to answer."""
+def write_prompt(question: MultipleChoiceQuestion, style: str) -> str:
+    """Write the question, its options by letter, and how to answer."""
     options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, question.choices))
     return f"{question.question}\n\n{options}\n\n{INSTRUCTIONS[style]}"
 
 
-def parse_row(row: Row) -> Question:
-    """See `get_arc_tasks`. Raises RowError."""
+def parse_row(row: Row) -> MultipleChoiceQuestion:
+    """Read a row as `get_arc_tasks` describes it. Raises RowError."""
     choices: Any = row.get("choices")
     labels: list[str] = []
     if isinstance(choices, dict):
@@ -288,4 +269,4 @@ def parse_row(row: Row) -> Question:
         raise RowError(
             f"answer is {given!r}; it must be the place of one of {len(choices)} choices, from 0, or one of {', '.join(labels)}"
         )
-    return Question(str(row.get("id", "")), text_field(row, "question").strip(), tuple(choices), place)
+    return MultipleChoiceQuestion(str(row.get("id", "")), text_field(row, "question").strip(), tuple(choices), place)

@@ -5,7 +5,6 @@ The puzzles belong to the New York Times, so ttrl ships none; the loader reads t
 
 import ast
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Collection, Sequence
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-from ttrl.tasks.datasets import Row, RowError, load_rows, select, split_name
+from ttrl.tasks.datasets import Row, RowError, check_name, from_json, load_rows, select
 from ttrl.tasks.task import Task
 from ttrl.tasks.words import in_validation
+from ttrl.text import short
 
 if TYPE_CHECKING:
     import os
@@ -37,14 +37,14 @@ _AROUND = " \t\r*_`~\"'“”‘’«»[].;"
 
 
 @dataclass(frozen=True)
-class Puzzle:
+class ConnectionsPuzzle:
     """Four groups of four words, as published."""
 
     id: str
     groups: tuple[tuple[str, ...], ...]
 
     def words(self) -> list[str]:
-        """All sixteen."""
+        """Return all sixteen words."""
         return [word for group in self.groups for word in group]
 
 
@@ -62,7 +62,7 @@ class ConnectionsGrader:
     liberal: bool = False
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"exact": 1 if all four are right})."""
+        """Return (reward, {"exact": 1 if all four are right})."""
         clean = _clean if self.liberal else str
         wanted = {_group([clean(word) for word in group]) for group in self.groups}
         given = {_group(line) for line in read_lines(after_thinking(reply_text(choice)), liberal=self.liberal)}
@@ -70,12 +70,12 @@ class ConnectionsGrader:
         return right / len(wanted), {"exact": float(right == len(wanted))}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return "\n".join(", ".join(group) for group in self.groups)
 
 
 def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
-    """The last four lines that are not empty, each cut at its commas, and cleaned where `liberal`."""
+    """Return the last four lines that are not empty, each cut at its commas, and cleaned where `liberal`."""
     lines = [line for line in text.split("\n") if line.strip() and not (liberal and line.strip().startswith("```"))]
     cut = []
     for line in lines[-GROUPS:]:
@@ -90,12 +90,12 @@ def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
 
 
 def _clean(word: str) -> str:
-    """A word of the puzzle as it is read where the grader is liberal: "U.S." → "U.S"."""
+    """Return a word of the puzzle as the liberal grader reads it: "U.S." → "U.S"."""
     return _without_parentheses(word).strip().strip(_AROUND)
 
 
 def _without_parentheses(line: str) -> str:
-    """Without what stands in parentheses, nested ones too; an end without a beginning stays."""
+    """Remove what stands in parentheses, nested ones too; a closing one without an opening one stays."""
     kept, depth = [], 0
     for character in line:
         if character == "(":
@@ -119,7 +119,7 @@ def get_nyt_connections_tasks(
     path: "str | os.PathLike[str]",
     liberal: bool = False,
 ) -> list[Task]:
-    """`n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
+    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
 
     The data has no splits of its own: by a hash of their words, one puzzle in ten is for validation, and one in ten for test.
     path: a file, a folder with a file train.(jsonl, json, csv, parquet), or an id on the Hugging Face hub. Rows have their four
@@ -130,7 +130,7 @@ def get_nyt_connections_tasks(
 
     Raises TaskError.
     """
-    split_name(split, ("train", "validation", "test"), "nyt_connections")
+    check_name("split", split, ("train", "validation", "test"), _NAME)
     rows = load_rows(path, lambda row: row, splits=("train",))
     puzzles = list({_key(puzzle): puzzle for puzzle in read_puzzles(rows, str(path))}.values())  # some files hold puzzles twice
     chosen = select([puzzle for puzzle in puzzles if _split_of(puzzle) == split], _key, split, n, seed, _NAME, held_out=False)
@@ -147,25 +147,25 @@ def get_nyt_connections_tasks(
 _NAME = "nyt_connections"
 
 
-def _key(puzzle: Puzzle) -> str:
+def _key(puzzle: ConnectionsPuzzle) -> str:
     return "/".join(sorted(puzzle.words()))
 
 
-def _split_of(puzzle: Puzzle) -> str:
+def _split_of(puzzle: ConnectionsPuzzle) -> str:
     key = _key(puzzle)
     if in_validation(f"{_NAME} {key}"):
         return "validation"
     return "test" if in_validation(f"{_NAME} test {key}", one_in=9) else "train"
 
 
-def write_prompt(puzzle: Puzzle) -> str:
-    """The words in an order that says nothing of the groups, the same in every run."""
+def write_prompt(puzzle: ConnectionsPuzzle) -> str:
+    """Write the words in an order that gives nothing away about the groups, the same in every run."""
     order = sorted(puzzle.words(), key=lambda word: hashlib.sha256(f"{_key(puzzle)} {word}".encode()).digest())
     return _PROMPT.format(words=", ".join(order))
 
 
-def read_puzzles(rows: Sequence[Row], where: str) -> list[Puzzle]:
-    """Puzzles of any of the forms that `get_nyt_connections_tasks` names. Raises TaskError, naming the row.
+def read_puzzles(rows: Sequence[Row], where: str) -> list[ConnectionsPuzzle]:
+    """Read puzzles in any of the forms that `get_nyt_connections_tasks` names. Raises TaskError, naming the row.
 
     Of files with a row for each word or group, which were put together by programs, games with parts missing are left out, and a
     warning says so.
@@ -195,7 +195,7 @@ def read_puzzles(rows: Sequence[Row], where: str) -> list[Puzzle]:
     if len(whole) < len(games):
         missing = [name for name in games if name not in whole]
         _log.warning(
-            "%s: %d of %d games are left out, as words are missing: %s", where, len(missing), len(games), _short(missing)
+            "%s: %d of %d games are left out, as words are missing: %s", where, len(missing), len(games), short(missing, 160)
         )
     if not whole:
         raise TaskError(f"{where}: words are missing in all of its {len(games)} games")
@@ -215,41 +215,33 @@ def _any(row: Row, *names: str) -> Any:
     raise RowError(f"none of the fields {', '.join(names)}")
 
 
-def _puzzle(name: str, row: Row, place: str) -> Puzzle:
+def _puzzle(name: str, row: Row, place: str) -> ConnectionsPuzzle:
     try:
         value = _parsed(_any(row, "answers", "groups", "categories", "solution"))
         groups = tuple(_words(group) for group in (value.values() if isinstance(value, dict) else value))
     except (RowError, ValueError, TypeError) as error:
         raise TaskError(f"{place}: {error}") from None
     if [len(group) for group in groups] != [SIZE] * GROUPS or len({word.casefold() for group in groups for word in group}) != 16:
-        raise TaskError(f"{place}: groups {_short(groups)}; there must be {GROUPS} groups of {SIZE} words, no word twice")
-    return Puzzle(name, groups)
+        raise TaskError(f"{place}: groups {short(groups, 160)}; there must be {GROUPS} groups of {SIZE} words, no word twice")
+    return ConnectionsPuzzle(name, groups)
 
 
 def _parsed(text: Any) -> Any:
-    """Lists in a column of csv: JSON, or as Python prints them. What is no text stays as it is. Raises ValueError."""
+    """Parse a list in a column of csv, in JSON or as Python prints it; return anything but text as it is. Raises ValueError."""
+    text = from_json(text)
     if not isinstance(text, str):
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        raise ValueError(f"groups {_short(text)} are neither JSON nor Python's lists") from None
+        raise ValueError(f"groups {short(text, 160)} are neither JSON nor Python's lists") from None
 
 
 def _words(group: Any) -> tuple[str, ...]:
-    """A comma in a word would end it in the answer, so there it becomes a space."""
+    """Return the words of a group, commas as spaces: in the answer a comma ends a word."""
     if isinstance(group, dict):
         group = _any(group, "members", "words", "cards", "values")
     words = [_any(word, "content", "image_alt_text") if isinstance(word, dict) else word for word in group]
     if isinstance(group, str) or not all(isinstance(word, str) and word.strip() for word in words):
-        raise RowError(f"a group is {_short(group)}; it must be a list of words")
+        raise RowError(f"a group is {short(group, 160)}; it must be a list of words")
     return tuple(" ".join(word.replace(",", " ").split()) for word in words)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else text[:157] + "..."

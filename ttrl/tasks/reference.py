@@ -19,7 +19,7 @@ from ttrl.text import short
 
 
 def load_reference(reference: str, option: str) -> tuple[Any, ModuleType]:
-    """The object that a reference names, and the module it was named in."""
+    """Load what a reference names; return it and the module it was named in."""
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"{option} {reference}: give module:name or path/to/file.py:name, such as graders:strict")
@@ -75,14 +75,14 @@ def _import_file(path: Path, reference: str, option: str) -> ModuleType:
 
 
 def _is_other(path: Path) -> bool:
-    """True where another module of the file's name is loaded, which must not be replaced."""
+    """Return whether another module of the file's name is loaded, which must not be replaced."""
     module = sys.modules.get(path.stem)
     return module is not None and getattr(module, "__file__", None) != str(path)
 
 
 @contextlib.contextmanager
 def _explained(reference: str, option: str, what: str) -> Iterator[None]:
-    """Turns whatever the person's code raises while it is imported into a UserError with the last line of its traceback."""
+    """Turn whatever the person's code raises while it is imported into a UserError with the last line of its traceback."""
     arguments = sys.argv
     sys.argv = [what]  # a script that reads its arguments when imported must not find ours
     try:
@@ -101,7 +101,7 @@ DEFAULT_NAME = "get_tasks"
 
 
 def load_tasks(reference: str, n: int) -> list[Task]:
-    """The first `n` tasks of FILE.py, FILE.py:NAME or MODULE:NAME; NAME, get_tasks if left out, is a list or a function.
+    """Load the first `n` tasks of FILE.py, FILE.py:NAME or MODULE:NAME; NAME (default get_tasks) is a list or a function.
 
     A function is called with n= where it takes that. Raises UserError, TaskError.
     """

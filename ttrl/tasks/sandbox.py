@@ -36,7 +36,7 @@ _ENDS = {96: "ended by a signal: a crash", 97: "out of CPU time", 98: "out of ti
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Raises TaskError for limits that are none."""
 
     seconds: float = 10.0
@@ -59,20 +59,19 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxOutcome:
     """passed: the program came to its end without an exception. reason: why not; "" when it passed."""
 
     passed: bool
     reason: str = ""
 
 
-def run_sandboxed(source: str, limits: Limits | None = None) -> Outcome:
-    """Runs a Python program and says whether it came to its end; `sys.exit(0)` is no such end. Takes about 0.1 s and its own
-    time.
+def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOutcome:
+    """Run a Python program; return whether it ran to its end, which `sys.exit(0)` is not. Takes 0.1 s and the program's time.
 
     Raises GraderError where this machine cannot enforce all the limits; nothing was run then.
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     if not sys.platform.startswith("linux"):
         raise GraderError(f"sandbox: {sys.platform} has no namespaces; programs of a model are run on Linux only")
     passed = secrets.token_hex(16)
@@ -98,11 +97,11 @@ def run_sandboxed(source: str, limits: Limits | None = None) -> Outcome:
         try:
             written = _exchange(done, json.dumps(order).encode(), time.monotonic() + limits.seconds + _START_SECONDS)
         except subprocess.TimeoutExpired:
-            return Outcome(False, _ENDS[98])
+            return SandboxOutcome(False, _ENDS[98])
         finally:
             done.kill()  # if it still runs, and with it the kernel all the others
     if written is None:
-        return Outcome(False, "ended: it wrote where only its judge may write")
+        return SandboxOutcome(False, "ended: it wrote where only its judge may write")
     try:
         answer = json.loads(written)
     except ValueError:
@@ -118,14 +117,14 @@ def run_sandboxed(source: str, limits: Limits | None = None) -> Outcome:
             f"sandbox: it ended with exit code {done.returncode} before or beside the program; the machine may be out of memory"
         )
     if done.returncode == 0 and answer.get("passed") == passed:
-        return Outcome(True)
+        return SandboxOutcome(True)
     if isinstance(answer.get("failed"), str):
-        return Outcome(False, answer["failed"])
-    return Outcome(False, _ENDS.get(done.returncode, "ended by itself before its last line"))
+        return SandboxOutcome(False, answer["failed"])
+    return SandboxOutcome(False, _ENDS.get(done.returncode, "ended by itself before its last line"))
 
 
 def _exchange(process: "subprocess.Popen[bytes]", order: bytes, deadline: float) -> bytes | None:
-    """What it answers until it ends; None as soon as that is too long. Raises TimeoutExpired."""
+    """Send the order; return the answer, or None as soon as that is too long. Raises TimeoutExpired."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: the exit code says how
         process.stdin.write(order)  # read to its end before anything else is done
@@ -148,7 +147,7 @@ def _exchange(process: "subprocess.Popen[bytes]", order: bytes, deadline: float)
 
 
 def why_not() -> str | None:
-    """Why programs cannot be run here; None when they can. Tries it."""
+    """Try to run a program; return why that is not possible here, or None."""
     try:
         outcome = run_sandboxed("pass")
     except GraderError as error:
@@ -157,7 +156,7 @@ def why_not() -> str | None:
 
 
 def _folders() -> list[str]:
-    """What the program may read, no folder twice and none inside another."""
+    """Return the folders that the program may read, none twice and none inside another."""
     wanted = [path for path in _LIBRARIES if os.path.isdir(path)]
     base = {"installed_base": sys.base_prefix, "base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     for name in ("stdlib", "platstdlib"):

@@ -30,7 +30,7 @@ _LONGEST_REASON = 2000
 
 
 def main() -> NoReturn:
-    """Reads {"source", "passed", "seconds", "cpu", "memory", "processes", "disk", "folders"} from stdin; answers on stdout."""
+    """Read {"source", "passed", "seconds", "cpu", "memory", "processes", "disk", "folders"} from stdin; answer on stdout."""
     order = json.loads(sys.stdin.buffer.read())
     answer = os.dup(1)
     try:
@@ -46,7 +46,7 @@ def main() -> NoReturn:
 
 
 def _shut_in(order: dict[str, Any]) -> int:
-    """Makes the namespaces and the root folder; forks their first process. Its pid, and 0 in it. Raises OSError."""
+    """Make the namespaces and the root folder; fork their first process. Return its pid, and 0 in it. Raises OSError."""
     folders, place = {path: path for path in order["folders"]}, "/tmp"
     if os.getuid() == 0:  # root's processes are not counted by the kernel, whatever their limit
         folders, place = _stage(order["folders"]), "/tmp/root"
@@ -69,7 +69,7 @@ def _shut_in(order: dict[str, Any]) -> int:
 
 
 def _stage(folders: list[str]) -> dict[str, str]:
-    """As root: makes folders that nobody may not come to (a Python below /root) reachable, for us alone. Raises OSError."""
+    """As root, make folders that nobody else can reach (a Python below /root) reachable, for us alone. Raises OSError."""
     _call("unshare", _NEW["mount"], what="a mount namespace (unshare)")
     _mount(None, "/", None, _REC | _PRIVATE)
     opened = {path: os.open(path, os.O_PATH) for path in folders}  # before they may be covered
@@ -86,7 +86,7 @@ def _stage(folders: list[str]) -> dict[str, str]:
 
 
 def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
-    """Mounts the new root folder at `place` and makes it ours; `folders`: names inside, and where they are now."""
+    """Mount the new root folder at `place` and make it ours; `folders`: names inside, and where they are now."""
     _mount(None, "/", None, _REC | _PRIVATE)
     devices = {path: path for path in ("/dev/null", "/dev/urandom")}
     opened = {path: os.open(now, os.O_PATH) for path, now in (folders | devices).items()}
@@ -115,7 +115,7 @@ def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
 
 
 def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
-    """Everything in the namespace ends with it. Nothing inside can signal it, and it runs nothing of the program."""
+    """Wait for the program, and end everything in the namespace by ending. Nothing inside can signal this process."""
     try:
         _drop_capabilities()
         program = os.fork()
@@ -135,7 +135,7 @@ def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
 
 
 def _drop_capabilities() -> None:
-    """Of its own namespace, too: with them, read-only folders could be made writable again."""
+    """Give up those of our own namespace, too: with them, read-only folders could be made writable again."""
     for capability in range(64):
         try:
             _prctl(_CAPBSET_DROP, capability)
@@ -148,7 +148,7 @@ def _drop_capabilities() -> None:
 
 
 def _program(order: dict[str, Any], answer: int) -> NoReturn:
-    """Runs the source. What it prints goes nowhere; whether it came to its end goes to `answer`."""
+    """Run the source. What it prints goes nowhere; whether it ran to its end goes to `answer`."""
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.datasets import check_count, check_name
 from ttrl.tasks.task import Task
 from ttrl.tasks.words import in_validation, pick
 
@@ -21,7 +22,7 @@ LONGEST = 64
 
 
 def sort_letters(word: str) -> str:
-    """The right answer."""
+    """Return the right answer."""
     return "".join(sorted(word))
 
 
@@ -36,7 +37,7 @@ class SortLettersGrader:
     expected: str
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"exact": 0 or 1})."""
+        """Return (reward, {"exact": 0 or 1})."""
         answer = after_thinking(reply_text(choice)).strip()
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
@@ -44,7 +45,7 @@ class SortLettersGrader:
         return 0.5 * right / max(len(answer), len(self.expected)), {"exact": 0.0}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return self.expected
 
 
@@ -58,22 +59,20 @@ def get_sort_letters_tasks(
     length_exponent: float = 0.0,
     distinct: bool = True,
 ) -> list[Task]:
-    """`n` tasks of random lower-case letters, no letter twice in a word unless `distinct` is False, which is much harder to
-    learn.
+    """Return `n` tasks of random lower-case letters; `distinct`: no letter twice in a word, which is much easier to learn.
 
     train: lengths from min_length to max_length, with probabilities in proportion to length ** length_exponent; the seed decides.
     validation: max_length letters each, the same for every seed, no two alike; more of them begin with the same ones.
 
     Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there are.
     """
+    check_name("split", split, ("train", "validation"), "sort_letters")
     _check(n, min_length, max_length, distinct)
     if split == "train":
         rng = random.Random(f"sort letters, train, {seed}")
         words = _train_words(rng, n, min_length, max_length, length_exponent, distinct)
-    elif split == "validation":
-        words = _validation_words(n, max_length, distinct)
     else:
-        raise TaskError(f"split is {split!r}; sort_letters has 'train' and 'validation'")
+        words = _validation_words(n, max_length, distinct)
     return [
         Task(messages=[_question(word)], grader=SortLettersGrader(sort_letters(word)), id=f"sort-letters/{word}")
         for word in words
@@ -83,7 +82,7 @@ def get_sort_letters_tasks(
 def sort_letters_examples(
     n: int, seed: int = 0, *, min_length: int = 3, max_length: int = 8, distinct: bool = True
 ) -> list[dict[str, Any]]:
-    """`n` solved training words for a supervised warm start: {"messages": [user, assistant]}; never a validation word."""
+    """Return `n` solved training words for a supervised warm start, {"messages": [user, assistant]}; no validation words."""
     _check(n, min_length, max_length, distinct)
     words = _train_words(random.Random(f"sort letters, examples, {seed}"), n, min_length, max_length, 0.0, distinct)
     return [{"messages": [_question(word), {"role": "assistant", "content": sort_letters(word)}]} for word in words]
@@ -94,8 +93,7 @@ def _question(word: str) -> dict[str, Any]:
 
 
 def _check(n: int, min_length: int, max_length: int, distinct: bool) -> None:
-    if not isinstance(n, int) or n < 1:
-        raise TaskError(f"n is {n!r}; ask for at least one")
+    check_count(n)
     longest = len(LETTERS) if distinct else LONGEST
     if not 1 <= min_length <= max_length <= longest:
         raise TaskError(f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length <= {longest}")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, find_tagged, reply_text
-from ttrl.tasks.datasets import split_name
+from ttrl.tasks.answers import after_thinking, last_line, reply_text, tagged
+from ttrl.tasks.datasets import check_count, check_name, check_share, read_text
 from ttrl.tasks.task import Task
 from ttrl.tasks.words import get_words, in_validation, pick
 
@@ -35,7 +35,7 @@ class SpellingGrader:
     partial_credit: float = 0.0
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"exact": 0 or 1})."""
+        """Return (reward, {"exact": 0 or 1})."""
         letters = read_letters(reply_text(choice))
         if letters == list(self.word):
             return 1.0, {"exact": 1.0}
@@ -43,28 +43,23 @@ class SpellingGrader:
         return self.partial_credit * right / max(len(letters), len(self.word)) / 2, {"exact": 0.0}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return spelled(self.word)
 
 
 def spelled(word: str) -> str:
-    """plum → p-l-u-m."""
+    """Spell a word: plum → p-l-u-m."""
     return "-".join(word)
 
 
 def read_letters(text: str) -> list[str]:
-    """The letters of a reply's answer, in lower case; none where it has pieces longer than a letter.
+    """Return the letters of a reply's answer, in lower case; none where it has pieces longer than a letter.
 
     Words before a colon in the same line are left out: "plum: p-l-u-m".
     """
     text = after_thinking(text)
-    place = find_tagged(text)
-    if place is not None:
-        text = text[place[0] : place[1]]
-    else:
-        text = text.rstrip(" \t\r\n`")
-        text = text[text.rfind("\n") + 1 :]
-    text = text.rpartition(":")[2]
+    part = tagged(text)
+    text = (last_line(text) if part is None else part).rpartition(":")[2]
     if len(text) > 8 * LONGEST:
         return []
     for separator in _SEPARATORS:
@@ -83,16 +78,15 @@ def get_spelling_tasks(
     max_length: int = 12,
     partial_credit: float = 0.0,
 ) -> list[Task]:
-    """`n` words of min_length to max_length letters to spell.
+    """Return tasks to spell `n` words of min_length to max_length letters.
 
     train: the seed decides, words may come twice. validation: the same for every seed, no two alike.
     path: a file of words, one a line; those that are not letters alone are left out. Without it, generated words.
 
     Raises TaskError.
     """
-    split_name(split, ("train", "validation"), "spelling")
-    if not 0.0 <= partial_credit <= 1.0:
-        raise TaskError(f"partial_credit is {partial_credit}; give a number from 0 to 1")
+    check_name("split", split, ("train", "validation"), "spelling")
+    check_share("partial_credit", partial_credit)
     words = _pick(split, n, seed, path, min_length, max_length)
     return [Task([_question(word)], SpellingGrader(word, partial_credit), id=f"spelling/{word}") for word in words]
 
@@ -100,7 +94,7 @@ def get_spelling_tasks(
 def spelling_examples(
     n: int, seed: int = 0, *, path: "str | os.PathLike[str] | None" = None, min_length: int = 3, max_length: int = 12
 ) -> list[dict[str, Any]]:
-    """`n` spelled training words for a supervised warm start: {"messages": [user, assistant]}; never a validation word."""
+    """Return `n` spelled training words for a supervised warm start, {"messages": [user, assistant]}; no validation words."""
     words = _pick("train", n, seed, path, min_length, max_length)
     return [{"messages": [_question(word), {"role": "assistant", "content": spelled(word)}]} for word in words]
 
@@ -110,8 +104,7 @@ def _question(word: str) -> dict[str, Any]:
 
 
 def _pick(split: str, n: int, seed: int, path: "str | os.PathLike[str] | None", min_length: int, max_length: int) -> list[str]:
-    if type(n) is not int or n < 1:
-        raise TaskError(f"n is {n!r}; ask for at least one")
+    check_count(n)
     if not 1 <= min_length <= max_length <= LONGEST:
         raise TaskError(f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length <= {LONGEST}")
     words = get_words(min_length, max_length) if path is None else _read_words(Path(path), min_length, max_length)
@@ -126,10 +119,6 @@ def _pick(split: str, n: int, seed: int, path: "str | os.PathLike[str] | None", 
 
 
 def _read_words(path: Path, min_length: int, max_length: int) -> list[str]:
-    """Words of a file, lower case, none twice. Raises TaskError."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").lower().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: cannot be read: {error}") from None
-    words = dict.fromkeys(line.strip() for line in lines)
+    """Read the words of a file, in lower case, each once. Raises TaskError."""
+    words = dict.fromkeys(line.strip() for line in read_text(path).lower().split("\n"))
     return [word for word in words if min_length <= len(word) <= max_length and word.isalpha()]

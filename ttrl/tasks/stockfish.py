@@ -53,7 +53,7 @@ class Stockfish:
         self._program()
 
     def __call__(self, fen: str, move: str) -> float:
-        """Raises GraderError when the engine fails twice in a row."""
+        """Return the points of a move. Raises GraderError when the engine fails twice in a row."""
         program = os.path.realpath(self._program())
         status = os.stat(program)  # another version in its place is another engine
         key = (f"{program} {status.st_size} {status.st_mtime_ns} {self.nodes}", fen, move)
@@ -103,7 +103,7 @@ class Stockfish:
         raise AssertionError("unreachable")
 
     def _expected(self, engine: Any, board: "chess.Board", moves: "list[chess.Move] | None") -> float:
-        """The expected score of the side to move, of all moves or of these."""
+        """Return the expected score of the side to move, of all moves or of these."""
         limit = chess.engine.Limit(nodes=self.nodes, time=_LONGEST_SECONDS)
         info = engine.analyse(board, limit, root_moves=moves, game=object(), info=chess.engine.INFO_SCORE)
         if "score" not in info:
@@ -112,7 +112,7 @@ class Stockfish:
 
 
 def _engine(program: str) -> Any:
-    """The engine of this process. A fork of a process that has one starts its own."""
+    """Return the engine of this process. A fork of a process that has one starts its own."""
     key = (os.getpid(), program)
     if key not in _engines:
         engine = chess.engine.SimpleEngine.popen_uci(program)

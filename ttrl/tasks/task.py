@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ttrl.errors import GraderError, RolloutError, TaskError
 from ttrl.records import Sample
+from ttrl.text import short
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
@@ -29,7 +30,7 @@ class Grade:
 
     @classmethod
     def of(cls, output: object, where: str, *, who: str = "grader") -> "Grade":
-        """Reads what a grader returned (or a rollout, `who`): a number, (number, metrics) or a Grade.
+        """Read what a grader (or a rollout, `who`) returned: a number, (number, metrics) or a Grade.
 
         Raises GraderError, naming `where`, for anything else, and for NaN and infinities.
         """
@@ -42,30 +43,22 @@ class Grade:
             reward = output
         if not _is_finite_number(reward):
             raise GraderError(
-                f"{where}: the {who} returned {_short(output)}; a {who} returns a finite number or (number, metrics)"
+                f"{where}: the {who} returned {short(output, 80)}; a {who} returns a finite number or (number, metrics)"
             )
         if not isinstance(metrics, Mapping):
-            raise GraderError(f"{where}: the {who}'s metrics are {_short(metrics)}; they must be a dict of names to numbers")
+            raise GraderError(f"{where}: the {who}'s metrics are {short(metrics, 80)}; they must be a dict of names to numbers")
         for name, value in metrics.items():
             if not isinstance(name, str) or not _is_finite_number(value):
-                raise GraderError(f"{where}: the {who}'s metric {name!r} is {_short(value)}; it must be a finite number")
+                raise GraderError(f"{where}: the {who}'s metric {name!r} is {short(value, 80)}; it must be a finite number")
         return cls(float(reward), {name: float(value) for name, value in metrics.items()})  # type: ignore[arg-type]
 
 
 def _is_finite_number(value: object) -> bool:
-    """bools, ints, floats and NumPy scalars count; NaN, infinities, strings, and whole numbers beyond any float do not."""
+    """Return whether it is a finite number: bool, int, float or NumPy scalar, and not a whole number beyond any float."""
     try:
         return isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:
         return False
-
-
-def _short(value: object) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 - the user's object (or a number of thousands of digits, which Python does not print)
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 @dataclass(frozen=True)
@@ -117,21 +110,21 @@ class Task:
     def __post_init__(self) -> None:
         name = f"task {self.id!r}" if self.id else "task"
         if not isinstance(self.messages, list) or not self.messages:
-            raise TaskError(f"{name}: messages is {_short(self.messages)}; give a non-empty list of OpenAI chat messages")
+            raise TaskError(f"{name}: messages is {short(self.messages, 80)}; give a non-empty list of OpenAI chat messages")
         for number, message in enumerate(self.messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise TaskError(
-                    f"{name}: message {number} is {_short(message)}; a message is a dict with 'role' and 'content', "
+                    f"{name}: message {number} is {short(message, 80)}; a message is a dict with 'role' and 'content', "
                     'such as {"role": "user", "content": "…"}'
                 )
             if message.get("content") is None and not message.get("tool_calls"):
                 raise TaskError(f"{name}: message {number} (role {message['role']!r}) has neither content nor tool_calls")
         if self.rollout is not None and not callable(self.rollout):
-            raise TaskError(f"{name}: rollout is {_short(self.rollout)}; give a coroutine function, async def rollout(chat)")
+            raise TaskError(f"{name}: rollout is {short(self.rollout, 80)}; give a coroutine function, async def rollout(chat)")
         if not callable(self.grader) and (self.grader is not None or self.rollout is None):
-            raise TaskError(f"{name}: grader is {_short(self.grader)}; give a function of the choice that returns a reward")
+            raise TaskError(f"{name}: grader is {short(self.grader, 80)}; give a function of the choice that returns a reward")
         if not isinstance(self.limits, RolloutLimits):
-            raise TaskError(f"{name}: limits is {_short(self.limits)}; give RolloutLimits(turns=…, tokens=…, seconds=…)")
+            raise TaskError(f"{name}: limits is {short(self.limits, 80)}; give RolloutLimits(turns=…, tokens=…, seconds=…)")
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
             self.id = "task-" + hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -147,7 +140,7 @@ class Asked(Protocol):
         max_tokens: int | None,
         stop: str | Sequence[str] | None,
     ) -> "tuple[Choice, dict[str, Any]]":
-        """The model's choice, and its message as it is sent back."""
+        """Return the model's choice, and its message as it is sent back."""
         ...
 
 
@@ -176,7 +169,7 @@ class Chat:
         max_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> "Choice":
-        """Appends `new` to `messages` (a string is a user's message), asks the model, appends its reply, and returns the choice.
+        """Append `new` to `messages` (a string is a user's message), ask the model, append its reply, and return the choice.
 
         The choice is as graders get it: `.message.content`, `.message.tool_calls`, `.finish_reason`, `.token_ids`.
         max_tokens, stop: for this reply, instead of the call's own.
@@ -200,7 +193,7 @@ class Chat:
         return choice
 
     def copy(self, messages: Sequence[Mapping[str, Any]] | None = None) -> "Chat":
-        """Another conversation of the same sample: from here on, or from `messages` (the other player of a game, a helper)."""
+        """Return another conversation of the same sample, from here or from `messages` (the other player of a game, a helper)."""
         return Chat(self._asked, self.messages if messages is None else messages, self.task_id, self.sample, self.tools)
 
 
@@ -212,5 +205,5 @@ class WithSample:
     sample: Sample
 
     def __call__(self, choice: Any) -> Any:
-        """What the grader returns, which may be an awaitable."""
+        """Return what the grader returns, which may be an awaitable."""
         return self.grader(choice, self.sample)

@@ -25,7 +25,7 @@ _CODAS = "l l m n n n r r r s sh nd ng nt ll rm rt rry sk st th mp".split()  # n
 
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:
-    """A uniform choice that is the same in every version of Python (`random.choice` is not promised to be)."""
+    """Draw an item uniformly, the same in every version of Python (`random.choice` is not promised to be)."""
     return items[int(rng.random() * len(items))]
 
 
@@ -38,12 +38,12 @@ def shuffled(rng: random.Random, items: Sequence[T]) -> list[T]:
 
 
 def in_validation(text: str, one_in: int = 10) -> bool:
-    """True for one text in `one_in`, by a hash of the text alone: a split that no seed can blur."""
+    """Return True for one text in `one_in`, by a hash of the text alone: a split that no seed can blur."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % one_in == 0
 
 
 def get_words(min_length: int = SHORTEST, max_length: int = LONGEST) -> list[str]:
-    """All words of min_length to max_length letters, in a fixed order: about 1000 of each length from 3 to 14.
+    """Return all words of min_length to max_length letters, in a fixed order: about 1000 of each length from 3 to 14.
 
     Lower case a–z, no word twice. Raises UserError where there are none.
     """
@@ -71,7 +71,7 @@ def _all_words() -> tuple[str, ...]:
 
 
 def _word(rng: random.Random) -> str:
-    """One to five syllables; a coda after the last one mostly, seldom before."""
+    """Draw one to five syllables; a coda mostly after the last one, seldom before."""
     syllables = 1 + int(rng.random() * 5)
     parts = [] if rng.random() < 0.15 else [pick(rng, _ONSETS)]
     for number in range(syllables):

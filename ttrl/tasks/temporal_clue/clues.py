@@ -26,7 +26,7 @@ Maker = Callable[[random.Random, Scene], Clue | None]
 
 
 def draw_clue(rng: random.Random, scene: Scene) -> Clue:
-    """A random true clue."""
+    """Draw a random true clue."""
     makers = [(maker, weight) for maker, weight, wants in _MAKERS if wants(scene)]
     while True:
         place = rng.random() * sum(weight for _, weight in makers)
@@ -47,7 +47,7 @@ def _in(scene: Scene, r: int) -> str:
 
 
 def _subject(rng: random.Random, scene: Scene, *, weapons: bool = True, people: bool = True) -> Subject:
-    """A random subject; roles now and then."""
+    """Draw a random subject; roles now and then."""
     first = 0 if people else len(scene.suspects) + 1
     last = scene.movers if weapons else len(scene.suspects) + 1
     mover = first + int(rng.random() * (last - first))
@@ -81,7 +81,7 @@ def _placed(rng: random.Random, scene: Scene) -> Clue:
 
 
 def _some_holder(rules: Rules, switch: int, subject: Subject) -> list[tuple[int, int]]:
-    """(condition, mover) pairs of which one must have its condition true if the switch is."""
+    """Return (condition, mover) pairs, one of which must have its condition true if the switch is."""
     if subject.kind == "mover":
         return [(switch, subject.index)]
     pairs = []
@@ -94,7 +94,7 @@ def _some_holder(rules: Rules, switch: int, subject: Subject) -> list[tuple[int,
 
 
 def _moved(rng: random.Random, scene: Scene) -> Clue | None:
-    """Somebody moved, perhaps with a weapon. Under "a suspect motivated by", it is one and the same suspect in both rooms."""
+    """Say that somebody moved, perhaps with a weapon: for "a suspect motivated by", the same suspect in both rooms."""
     subject, t = _subject(rng, scene, weapons=False), _time(rng, scene, 1)
     mover = pick(rng, subject.movers(scene))
     before, after = scene.where[mover][t - 1 : t + 1]
@@ -149,7 +149,7 @@ def _never(rng: random.Random, scene: Scene) -> Clue | None:
 
 
 def _two(rng: random.Random, scene: Scene) -> tuple[Subject, Subject] | None:
-    """Two subjects of different names; the second is exactly one mover."""
+    """Draw two subjects of different names; the second is exactly one mover."""
     one, other = _subject(rng, scene), _subject(rng, scene)
     if one == other or len(other.movers(scene)) > 1:
         return None
@@ -158,7 +158,7 @@ def _two(rng: random.Random, scene: Scene) -> tuple[Subject, Subject] | None:
 
 
 def _holders_apart(rules: Rules, switch: int, one: Subject, other: Subject) -> list[tuple[int, int]]:
-    """`_some_holder` of `one`, where it is not the same mover as `other`: nobody is in the same room as oneself."""
+    """Return `_some_holder` of `one` where it is not the same mover as `other`: nobody is in the same room as themselves."""
     pairs = _some_holder(rules, switch, one)
     for condition, mover in pairs:
         if other.kind == "mover":
@@ -239,7 +239,7 @@ def _together(rng: random.Random, scene: Scene) -> Clue | None:
 
 
 def _logical(rng: random.Random, scene: Scene) -> Clue | None:
-    """One of two statements is true, or both or neither are."""
+    """Say that one of two statements is true, or that both or neither are."""
     or_clue = rng.random() < 0.5
     statements, truths = [], []
     for _ in range(2):
@@ -274,7 +274,7 @@ def _motive(rng: random.Random, scene: Scene) -> Clue:
 
 
 def told_facts(scene: Scene) -> dict[str, Clue]:
-    """By question: the clue that answers it outright, for questions that are not asked."""
+    """Return, by question, the clue that answers it outright, for questions that are not asked."""
     facts = {
         "weapon": Clue(
             f"{VICTIM} was killed with the {scene.weapons[scene.murder_weapon]}",

@@ -56,7 +56,7 @@ class Draft:
 def make_puzzle(
     seed: int | str, size: PuzzleSize | None = None, scope: Scope = "answers", held_out: bool | None = None
 ) -> dict[str, Any]:
-    """{"prompt", "solution" (letters and answers), "num_clues"}: the same for the same seed and size, on every machine.
+    """Make {"prompt", "solution" (letters and answers), "num_clues"}: the same for the same seed and size, on every machine.
 
     size: None draws one, from 2 suspects, 2 weapons and 2 rooms at one time to 10, 8 and 15 at 8 times.
     scope: what the clues settle, see above.
@@ -74,7 +74,7 @@ def make_puzzle(
 
 
 def make_draft(seed: int | str, size: PuzzleSize | None = None, scope: Scope = "answers", held_out: bool | None = None) -> Draft:
-    """The puzzle of a seed before it is written out."""
+    """Make the puzzle of a seed before it is written out."""
     if scope not in get_args(Scope):
         raise TaskError(f"temporal-clue: scope is {scope!r}; give 'answers' or 'night'")
     for attempt in range(50):
@@ -87,7 +87,7 @@ def make_draft(seed: int | str, size: PuzzleSize | None = None, scope: Scope = "
 
 
 def draw_size(rng: random.Random, scope: Scope = "answers") -> PuzzleSize:
-    """A mixture: many small ones, some of the largest; with the scope "night", as many of both as among the published puzzles."""
+    """Draw a size: many small ones, some of the largest; for the scope "night" in the shares of the published puzzles."""
     if scope == "answers":
         suspects = 2 if rng.random() < 0.25 else 3 + int(rng.random() * 8)
     else:
@@ -132,7 +132,7 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
 
 
 def _ask(rng: random.Random, rules: Rules) -> tuple[list[Question], int, list[Clue]]:
-    """(questions, how many of them are about the murder, clues that tell what is not asked)."""
+    """Draw (questions, how many of them are about the murder, clues that tell what is not asked)."""
     scene = rules.scene
     facts = told_facts(scene)
     asked = {name for name in ("weapon", "time", "motive") if name in facts and rng.random() < 0.75}
@@ -170,7 +170,7 @@ def _murder_motive(rules: Rules) -> Question:
 
 
 def _bonus(rng: random.Random, rules: Rules) -> Question:
-    """A question about somebody or something at some time, or now and then about a motive."""
+    """Draw a question about somebody or something at some time, or now and then about a motive."""
     scene = rules.scene
     if scene.motives and rng.random() < 0.12:
         s = int(rng.random() * len(scene.suspects))

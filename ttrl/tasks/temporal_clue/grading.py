@@ -27,7 +27,7 @@ _TIME = re.compile(r"([0-9]{1,2})[:.]([0-9]{2}) ?([ap])\.?m\.?")
 
 
 def read_answers(reply: str) -> dict[str, str]:
-    """The values of a reply's answer lines by their letters (A to Z), normalised: {"A": "miss violet", "D": "11:30 pm"}."""
+    """Return the normalised values of answer lines by their letters (A to Z): {"A": "miss violet", "D": "11:30 pm"}."""
     answers: dict[str, str] = {}
     for line in reply.replace("<answer>", "\n").replace("</answer>", "\n").splitlines():
         line = line.strip()
@@ -46,7 +46,7 @@ def read_answers(reply: str) -> dict[str, str]:
 
 
 def normalise(value: str) -> str:
-    """What two writings of the same answer have in common: "**01:00 A.M.**" and "1:00 am" → "1:00 am"."""
+    """Return what two ways of writing an answer have in common: "**01:00 A.M.**" and "1:00 am" → "1:00 am"."""
     text = " ".join(unicodedata.normalize("NFKC", value).casefold().split()).lstrip(_BEFORE).rstrip(_AFTER)
     if match := _TIME.fullmatch(text):
         return f"{int(match[1])}:{match[2]} {match[3]}m"
@@ -71,7 +71,7 @@ class TemporalClueGrader:
             raise TaskError(f"temporal-clue: power is {self.power!r}; give a number above 0")
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line})."""
+        """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line})."""
         answers = read_answers(after_thinking(reply_text(choice)))
         right = sum(answers.get(letter) == normalise(value) for letter, value in self.solution.items())
         accuracy = right / len(self.solution)
@@ -79,5 +79,5 @@ class TemporalClueGrader:
         return accuracy**self.power, {"accuracy": accuracy, "solved": float(accuracy == 1.0), "answered": answered}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         return "\n".join(f"{letter}. {value}" for letter, value in self.solution.items())

@@ -19,7 +19,7 @@ class Subject(NamedTuple):
     """Of the mover or the motive."""
 
     def text(self, scene: Scene) -> str:
-        """As a clue names it, in the middle of a sentence: "the Pistol", "a suspect motivated by Envy"."""
+        """Return what a clue calls it in the middle of a sentence: "the Pistol", "a suspect motivated by Envy"."""
         if self.kind == "motive":
             article = "the" if scene.motive_count(self.index) == 1 else "a"
             return f"{article} suspect motivated by {scene.motives[self.index]}"
@@ -31,7 +31,7 @@ class Subject(NamedTuple):
         return scene.suspects[self.index] if self.index < people else f"the {scene.weapons[self.index - people - 1]}"
 
     def movers(self, scene: Scene) -> list[int]:
-        """Who it is in truth; several only for "a suspect motivated by"."""
+        """Return who it is in truth; several only for "a suspect motivated by"."""
         if self.kind == "mover":
             return [self.index]
         if self.kind == "murderer":
@@ -86,7 +86,7 @@ class Rules:
                         add([-self.at[mover][t][r], -self.at[mover][t + 1][other], *carriers])
 
     def _add_motives(self) -> None:
-        """Each suspect has one motive, and each motive its number of suspects."""
+        """Give each suspect one motive, and each motive its number of suspects."""
         scene = self.scene
         for own in self.motive:
             self.clauses.add_exactly_one(own)
@@ -112,14 +112,14 @@ class Rules:
                     add([-time, -body, -weapon, self.at[scene.weapon(w)][t][r]])
 
     def truth(self) -> list[int]:
-        """The variables that are true in the scene; all together they say everything about it."""
+        """Return the variables that are true in the scene; together they say everything about it."""
         scene = self.scene
         places = [rooms[r] for where, there in zip(scene.where, self.at) for r, rooms in zip(where, there)]
         motives = [own[m] for m, own in zip(scene.motive_of, self.motive)]
         return [*places, *motives, self.murderer[scene.murderer], self.weapon[scene.murder_weapon], self.time[scene.murder_time]]
 
     def rooms_of(self, subject: Subject, t: int) -> list[int]:
-        """By room: whether the subject, which must be one mover, was there. Roles get variables that follow their holder."""
+        """Return variables by room: the subject, which must be one mover, was there. Those of a role follow its holder."""
         if subject.kind == "mover":
             return self.at[subject.index][t]
         if (subject, t) not in self._role_at:
@@ -132,7 +132,7 @@ class Rules:
         return self._role_at[subject, t]
 
     def holders(self, subject: Subject) -> list[tuple[int, int]]:
-        """(variable that says that this mover has the role, mover) for a subject that is a role."""
+        """Return (variable that says that this mover has the role, mover) for a subject that is a role."""
         if subject.kind == "murderer":
             return [(variable, s) for s, variable in enumerate(self.murderer)]
         if subject.kind == "murder weapon":
@@ -141,11 +141,11 @@ class Rules:
         return [(own[subject.index], s) for s, own in enumerate(self.motive)]
 
     def is_one(self, subject: Subject) -> bool:
-        """False for "a suspect motivated by" where several are."""
+        """Return False for "a suspect motivated by" where several are."""
         return subject.kind != "motive" or self.scene.motive_count(subject.index) == 1
 
     def was_at(self, subject: Subject, t: int, r: int) -> int:
-        """Whether the subject, or one of those that it may be, was in this room: true exactly if so."""
+        """Return a variable that is true exactly if the subject, or one of those that it may be, was in this room."""
         if self.is_one(subject):
             return self.rooms_of(subject, t)[r]
         if (subject, t, r) not in self._some_at:

@@ -122,27 +122,27 @@ class Scene:
         return self.where[self.victim][self.murder_time]
 
     def weapon(self, w: int) -> int:
-        """The mover of a weapon."""
+        """Return the mover of a weapon."""
         return len(self.suspects) + 1 + w
 
     def motive_count(self, m: int) -> int:
-        """How many suspects have it."""
+        """Count the suspects who have it."""
         return self.motive_of.count(m)
 
     def neighbour(self, r: int, direction: str) -> int | None:
-        """The room just north, south, east or west of another; None at the edge of the board."""
+        """Return the room just north, south, east or west of another; None at the edge of the board."""
         right, down = DIRECTIONS[direction]
         column, row = r % self.width + right, r // self.width + down
         other = row * self.width + column
         return other if 0 <= column < self.width and row >= 0 and other < len(self.rooms) else None
 
     def neighbours(self, r: int) -> list[int]:
-        """The rooms that can be reached in one move."""
+        """Return the rooms that can be reached in one move."""
         return [other for direction in DIRECTIONS if (other := self.neighbour(r, direction)) is not None]
 
 
 def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
-    """A random night in which a murder could happen."""
+    """Draw a random night in which a murder could happen."""
     motives: tuple[str, ...] = ()
     motive_of: tuple[int, ...] = ()
     suspects = tuple(shuffled(rng, SUSPECTS)[: size.suspects])
@@ -176,13 +176,13 @@ def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
 
 
 def _clock(minutes: int) -> str:
-    """1425 → "11:45 PM"."""
+    """Write minutes since midnight: 1425 → "11:45 PM"."""
     hour, minute = minutes // 60 % 24, minutes % 60
     return f"{(hour + 11) % 12 + 1:02d}:{minute:02d} {'AM' if hour < 12 else 'PM'}"
 
 
 def _walk(rng: random.Random, scene: Scene, times: int) -> tuple[tuple[int, ...], ...]:
-    """Everybody stays or moves to a neighbouring room; a weapon may go with a suspect who leaves its room."""
+    """Let everybody stay or move to a neighbouring room; a weapon may go with a suspect who leaves its room."""
     rooms = range(len(scene.rooms))
     where = [[pick(rng, rooms)] for _ in range(scene.movers)]
     people = len(scene.suspects) + 1
@@ -196,7 +196,7 @@ def _walk(rng: random.Random, scene: Scene, times: int) -> tuple[tuple[int, ...]
 
 
 def _chances(scene: Scene, where: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
-    """(suspect, weapon, time) where the suspect and the victim are alone in a room with the weapon."""
+    """Return (suspect, weapon, time) where the suspect and the victim are alone in a room with the weapon."""
     chances = []
     suspects = range(len(scene.suspects))
     for t in range(len(scene.times)):
@@ -208,7 +208,7 @@ def _chances(scene: Scene, where: Sequence[Sequence[int]]) -> list[tuple[int, in
 
 
 def describe(scene: Scene) -> str:
-    """The prompt as far as the clues: people, things, board, times, motives and rules."""
+    """Write the prompt up to the clues: people, things, board, times, motives and rules."""
     digits = len(str(len(scene.rooms)))
     moving = len(scene.times) > 1
     parts = [

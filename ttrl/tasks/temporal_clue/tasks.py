@@ -1,13 +1,12 @@
 """Tasks of temporal-clue: from a file of puzzles, the published ones or our own, or made when they are asked for."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, load_rows, puzzle_seeds, select, split_name, text_field
+from ttrl.tasks.datasets import Row, RowError, check_name, from_json, is_file, load_rows, puzzle_seeds, select, text_field
 from ttrl.tasks.task import Task
 from ttrl.tasks.temporal_clue.generator import SIZES, PuzzleSize, Scope, make_puzzle
 from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
@@ -16,7 +15,7 @@ Split = Literal["train", "validation"]
 
 
 @dataclass(frozen=True)
-class Puzzle:
+class TemporalCluePuzzle:
     """One row of a file: the whole prompt, the right value for each letter, and how many clues the prompt has."""
 
     prompt: str
@@ -24,8 +23,8 @@ class Puzzle:
     num_clues: int | None = None
 
 
-def load_puzzles(source: str | os.PathLike[str], *, splits: tuple[str, ...] = ()) -> list[Puzzle]:
-    """The puzzles of a file with the fields prompt, solution (letters and values) and, if known, num_clues.
+def load_puzzles(source: str | os.PathLike[str], *, splits: tuple[str, ...] = ()) -> list[TemporalCluePuzzle]:
+    """Load the puzzles of a file with the fields prompt, solution (letters and values) and, if known, num_clues.
 
     source: see ttrl.tasks.datasets. Raises TaskError naming the row.
     """
@@ -42,7 +41,7 @@ def get_temporal_clue_tasks(
     scope: Scope = "answers",
     power: float = 1.0,
 ) -> list[Task]:
-    """`n` puzzles; reward = (share of right answers) ** power.
+    """Return `n` puzzles; reward = (share of right answers) ** power.
 
     path: a file of puzzles (None for `n`: all of the split). One in ten, by a hash of the prompt, is held out for validation;
         in a folder or on the hub, train and validation are its files train and val.
@@ -52,14 +51,13 @@ def get_temporal_clue_tasks(
 
     Raises TaskError.
     """
-    split_name(split, ("train", "validation"), "temporal_clue")
+    check_name("split", split, ("train", "validation"), "temporal_clue")
     if path is not None:
         if size is not None or scope != "answers":
             raise TaskError("size and scope are of puzzles that are made here; a file of puzzles (path) has its own")
-        in_one_file = os.path.isfile(os.path.expanduser(path))
         names = ("train",) if split == "train" else ("validation", "val")
         puzzles = load_puzzles(path, splits=names)
-        puzzles = select(puzzles, lambda puzzle: puzzle.prompt, split, n, seed, "temporal-clue", held_out=in_one_file)
+        puzzles = select(puzzles, lambda puzzle: puzzle.prompt, split, n, seed, "temporal-clue", held_out=is_file(path))
     else:
         held_out = split == "validation"
         puzzles = [_parse(make_puzzle(one, size, scope, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]
@@ -69,14 +67,9 @@ def get_temporal_clue_tasks(
     ]
 
 
-def _parse(row: Row) -> Puzzle:
+def _parse(row: Row) -> TemporalCluePuzzle:
     prompt = text_field(row, "prompt")
-    solution: Any = row.get("solution")
-    if isinstance(solution, str):
-        try:
-            solution = json.loads(solution)
-        except ValueError:
-            raise RowError(f"solution is {solution[:80]!r}; it must be an object of letters and values") from None
+    solution = from_json(row.get("solution"))
     if not isinstance(solution, Mapping):
         raise RowError(f"solution is {str(solution)[:80]!r}; it must be an object of letters and values")
     # Tables of the hub have a column for every letter that any row has; the others are null.
@@ -88,7 +81,7 @@ def _parse(row: Row) -> Puzzle:
     except TaskError as error:
         raise RowError(str(error)) from None
     clues = row.get("num_clues")
-    return Puzzle(prompt, solution, clues if type(clues) is int else None)
+    return TemporalCluePuzzle(prompt, solution, clues if type(clues) is int else None)
 
 
-__all__ = ["SIZES", "Puzzle", "PuzzleSize", "get_temporal_clue_tasks", "load_puzzles"]
+__all__ = ["SIZES", "PuzzleSize", "TemporalCluePuzzle", "get_temporal_clue_tasks", "load_puzzles"]

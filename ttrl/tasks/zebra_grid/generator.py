@@ -84,7 +84,7 @@ class ZebraClue(NamedTuple):
     """How many houses further right `other` is than `one`; for a clue about one value, its houses."""
 
     def allows(self, one: int, other: int) -> bool:
-        """Return whether it is true with the values in these houses."""
+        """Return whether the clue is true with its values in these houses."""
         return (one if self.other is None else other - one) in self.allowed
 
 
@@ -101,7 +101,7 @@ class ZebraDraft(NamedTuple):
 def make_puzzle(
     seed: int | str, houses: int | None = None, attributes: int | None = None, held_out: bool | None = None
 ) -> dict[str, Any]:
-    """A row in ZebraLogic's format: {"id", "size", "puzzle", "solution": {"header", "rows"}}; the same for the same arguments.
+    """Make a row in ZebraLogic's format: {"id", "size", "puzzle", "solution": {"header", "rows"}}; the same every time.
 
     houses, attributes: 2 to 6; None draws one. The column of house numbers is not counted as an attribute.
     held_out: True makes one for validation, False one for training, None either. A hash of the attributes and their values, in
@@ -129,7 +129,7 @@ def make_puzzle(
 def make_draft(
     seed: int | str, houses: int | None = None, attributes: int | None = None, held_out: bool | None = None
 ) -> ZebraDraft:
-    """The puzzle of a seed before it is written out."""
+    """Make the puzzle of a seed before it is written out."""
     for name, value in (("houses", houses), ("attributes", attributes)):
         if value is not None and (type(value) is not int or not SMALLEST <= value <= LARGEST):
             raise TaskError(f"zebra-grid: {name} is {value!r}; give a whole number from {SMALLEST} to {LARGEST}")
@@ -210,7 +210,7 @@ def _true_clues(attributes: tuple[Attribute, ...], where: dict[Value, int], hous
 
 
 def _text(draft: ZebraDraft, houses: int) -> str:
-    """The puzzle as ZebraLogic writes it: houses, attributes, numbered clues."""
+    """Write the puzzle as ZebraLogic does: houses, attributes, numbered clues."""
     lines = [
         f"There are {houses} houses in a row, numbered 1 to {houses} from left to right. One person lives in each of them. "
         "Each attribute below has a different value in each house:",

@@ -23,7 +23,7 @@ Table = list[list[str]]
 
 
 def read_tables(reply: str) -> list[Table]:
-    """Every markdown table: rows of normalised cells, the heading first, lines of dashes left out."""
+    """Return every markdown table: rows of normalised cells, the heading first, lines of dashes left out."""
     tables: list[Table] = []
     block: list[list[str]] = []
     for line in [*reply.splitlines(), ""]:
@@ -45,12 +45,12 @@ def _normalise(cell: str) -> str:
 
 
 def _is_rule(cells: list[str]) -> bool:
-    """A line like |---|:-:|."""
+    """Return whether it is a line like |---|:-:|."""
     return all(cell and not cell.strip(":- ") and "-" in cell for cell in cells)
 
 
 def _tables_of(block: list[list[str]]) -> list[Table]:
-    """Tables that follow each other without an empty line begin one line above their dashes."""
+    """Cut lines into tables: those without an empty line between them begin one line above their dashes."""
     rules = [number for number, cells in enumerate(block) if _is_rule(cells)]
     starts = sorted({0, *(number - 1 for number in rules if number > 0)})
     parts = [block[start:end] for start, end in zip(starts, [*starts[1:], len(block)])]
@@ -80,7 +80,7 @@ class ZebraGridGrader:
             raise TaskError(f"zebra-grid: two columns of the same name in {list(self.header)}")
 
     def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
-        """(reward, {"solved": 0 or 1, "table": 1 if there was one of the right height})."""
+        """Return (reward, {"solved": 0 or 1, "table": 1 if there was one of the right height})."""
         fitting = [table for table in read_tables(after_thinking(reply_text(choice))) if len(table) == len(self.rows) + 1]
         if not fitting:
             return 0.0, {"solved": 0.0, "table": 0.0}
@@ -90,12 +90,12 @@ class ZebraGridGrader:
         return right / len(wanted), {"solved": float(right == len(wanted)), "table": 1.0}
 
     def reference(self) -> str:
-        """A reply that earns 1.0."""
+        """Return a reply that earns 1.0."""
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, *self.rows)]
         return "\n".join([lines[0], "|" + "---|" * len(self.header), *lines[1:]])
 
     def _in_order(self, table: Table) -> list[str]:
-        """The cells of the grid, row by row, in the order of the solution; "" for those that the table lacks."""
+        """Return the cells of the grid, row by row, in the order of the solution; "" for those that the table lacks."""
         heading, *rows = table
         names = [_normalise(name) for name in self.header]
         columns = list(range(len(names)))

@@ -1,11 +1,10 @@
 """Tasks of zebra-grid: from a file in ZebraLogic's format, the published one or our own, or made when they are asked for."""
 
-import json
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, load_rows, puzzle_seeds, select, split_name, text_field
+from ttrl.tasks.datasets import Row, RowError, check_name, from_json, load_rows, puzzle_seeds, select, text_field
 from ttrl.tasks.task import Task
 from ttrl.tasks.zebra_grid.generator import make_puzzle
 from ttrl.tasks.zebra_grid.grading import ZebraGridGrader
@@ -13,7 +12,7 @@ from ttrl.tasks.zebra_grid.grading import ZebraGridGrader
 Split = Literal["train", "validation"]
 
 
-class Puzzle(NamedTuple):
+class ZebraPuzzle(NamedTuple):
     """One row: the text with its clues, and the grid, whose first column holds the house numbers."""
 
     text: str
@@ -21,8 +20,8 @@ class Puzzle(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
 
-def load_puzzles(source: str | os.PathLike[str], *, splits: tuple[str, ...] = (), config: str | None = None) -> list[Puzzle]:
-    """The puzzles of a file with ZebraLogic's fields: puzzle, and solution with header and rows.
+def load_puzzles(source: str | os.PathLike[str], *, splits: tuple[str, ...] = (), config: str | None = None) -> list[ZebraPuzzle]:
+    """Load the puzzles of a file with ZebraLogic's fields: puzzle, and solution with header and rows.
 
     source: see ttrl.tasks.datasets. Raises TaskError naming the row, also for rows whose solution is hidden (`___`).
     """
@@ -39,7 +38,7 @@ def get_zebra_grid_tasks(
     houses: int | None = None,
     attributes: int | None = None,
 ) -> list[Task]:
-    """`n` puzzles; reward = share of right cells.
+    """Return `n` puzzles; reward = share of right cells.
 
     path: a file of puzzles, or the hub's id with `config` (None for `n`: all of the split). One in ten, by a hash of the text, is
         held out for validation; in a folder, train and validation are files of their own.
@@ -48,7 +47,7 @@ def get_zebra_grid_tasks(
 
     Raises TaskError.
     """
-    split_name(split, ("train", "validation"), "zebra_grid")
+    check_name("split", split, ("train", "validation"), "zebra_grid")
     if path is not None:
         if houses is not None or attributes is not None:
             raise TaskError("houses and attributes are of puzzles that are made here; a file of puzzles (path) has its own")
@@ -66,26 +65,17 @@ def get_zebra_grid_tasks(
     ]
 
 
-def prompt(puzzle: Puzzle) -> str:
-    """The text, and how to answer: an empty table to be filled."""
+def prompt(puzzle: ZebraPuzzle) -> str:
+    """Write the text and how to answer: an empty table to be filled in."""
     table = ["| " + " | ".join(puzzle.header) + " |", "|" + "---|" * len(puzzle.header)]
     table += ["| " + row[0] + " |" + " |" * (len(puzzle.header) - 1) for row in puzzle.rows]
     return f"{puzzle.text}\n\nThink it through, then end your reply with this table, filled in:\n\n" + "\n".join(table)
 
 
-def _parse(row: Row) -> Puzzle:
+def _parse(row: Row) -> ZebraPuzzle:
     text = text_field(row, "puzzle")
-    solution: Any = row.get("solution")
-    if isinstance(solution, str):
-        try:
-            solution = json.loads(solution)
-        except ValueError:
-            solution = None
-    if (
-        not isinstance(solution, dict)
-        or not isinstance(solution.get("header"), list)
-        or not isinstance(solution.get("rows"), list)
-    ):
+    solution = from_json(row.get("solution"))
+    if not isinstance(solution, dict) or not all(isinstance(solution.get(part), list) for part in ("header", "rows")):
         raise RowError(f"solution is {str(row.get('solution'))[:80]!r}; it must be an object with header and rows")
     lines = [solution["header"], *solution["rows"]]
     if not all(isinstance(line, list) and all(isinstance(cell, str) for cell in line) for line in lines):
@@ -96,4 +86,4 @@ def _parse(row: Row) -> Puzzle:
         ZebraGridGrader(solution["header"], solution["rows"])
     except TaskError as error:
         raise RowError(str(error)) from None
-    return Puzzle(text, tuple(solution["header"]), tuple(map(tuple, solution["rows"])))
+    return ZebraPuzzle(text, tuple(solution["header"]), tuple(map(tuple, solution["rows"])))
