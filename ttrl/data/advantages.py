@@ -123,7 +123,7 @@ def advantages_of(
             "smaller than those of the others",
             *(low, len(kept), config.std_floor),
         )
-    groups = {"total": len(results), "kept": len(kept), **counts, "no_signal": without}
+    groups: dict[str, float] = {"total": len(results), "kept": len(kept), **counts, "no_signal": without}
     groups |= {"no_signal_share": without / len(results) if results else 0.0, "low_std": low}
     flat = [value for group in cut for value in group]
     clipped = sum(before != after for before, after in zip((value for group in uncut for value in group), flat, strict=True))

@@ -48,7 +48,7 @@ def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> l
     begin = first = len(before[-1:])
 
     def text(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     known = text(ids[:begin])  # of the id before the span, so that a blank at its beginning is not left out
     for end in range(begin + 1, len(ids) + 1):

@@ -118,7 +118,7 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
     if not probe.texts and not calls:
         if isinstance(content, str):
             probe.message["content"] = content + mark("text", "")
-        elif len(content or []) == 1 and _has_text(content[0]):
+        elif content and len(content) == 1 and _has_text(content[0]):
             probe.message["content"] = [content[0] | {"text": content[0]["text"] + mark("text", "")}]
     return probe
 

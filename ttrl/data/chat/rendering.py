@@ -153,7 +153,7 @@ class ChatTemplate:
         Raises TemplateRefusalError where the template does.
         """
         try:
-            return self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 messages,
                 tools=self.tools,
                 chat_template=self.source,
@@ -161,6 +161,7 @@ class ChatTemplate:
                 add_generation_prompt=answer_next,
                 **self.variables,
             )
+            return text
         except Exception as error:  # a template is a program, and may raise anything
             raise TemplateRefusalError(f"{self.place} refuses the conversation: {_told(error)}") from error
 
@@ -170,15 +171,16 @@ class ChatTemplate:
         Raises TemplateRefusalError where the template does.
         """
         try:
-            texts, regions = render_jinja_template(
+            made: Any = render_jinja_template(
                 conversations=[messages],
-                tools=self.tools,
+                tools=[*self.tools] if self.tools is not None else None,
                 chat_template=source,
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.variables},
             )
         except Exception as error:
             raise TemplateRefusalError(f"{self.place}, with tags, refuses the conversation: {_told(error)}") from error
+        texts, regions = made
         return texts[0], regions[0]
 
 
@@ -204,4 +206,4 @@ def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:
         return name, "the given chat template"
     if not known:
         raise ModelFolderError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
-    return known, place
+    return str(known), place

@@ -218,8 +218,8 @@ class TurnFinder:
         chosen = specials[0]
         if len(specials) > 1 and not is_open:
             # Where add_generation_prompt is ignored, the next answer may be opened in any case: there the first is this one's.
-            continued = self._behind_when_continued(place, probe, begin)
-            staying = min((_common(behind, more) for more in continued), default=len(behind))
+            followed = self._behind_when_continued(place, probe, begin)
+            staying = min((_common(behind, more) for more in followed), default=len(behind))
             chosen = next((special for special in reversed(specials) if special.end() <= staying), chosen)
         return behind[: chosen.end()], chosen[0]
 

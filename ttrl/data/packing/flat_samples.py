@@ -8,6 +8,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -100,19 +101,25 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
         _refuse(results, start, tokens < 0, "a negative token id")
     _refuse(results, start, np.isinf(logprobs), "an infinite logprob (NaN marks an unknown one)")
     shared, first_trained, ends, counts = np.array(spans, dtype=np.int64).T
+    version = np.array([result.weights_version for result in results], dtype=np.int32)
+    advantages = np.array([result.advantage for result in results], dtype=np.float32)
+    token_advantages = _of_completions(results, start, lengths, "token_advantages", advantages)
+    if token_advantages is not None:
+        token_advantages[~trained] = 0.0  # those of other tokens are of no use to anyone
+        _refuse(results, start, ~np.isfinite(token_advantages), "a token_advantage that is not finite")
     return FlatSamples(
         tokens=tokens,
         trained=trained,
         logprobs=logprobs,
-        versions=_token_versions(results, start, lengths),
+        versions=_of_completions(results, start, lengths, "token_versions", version),
         start=start,
         shared=shared,
         first=first_trained,
         end=ends.copy(),
         num_trained=counts.copy(),
-        version=np.array([result.weights_version for result in results], dtype=np.int32),
-        advantages=np.array([result.advantage for result in results], dtype=np.float32),
-        token_advantages=_token_advantages(results, start, lengths, trained),
+        version=version,
+        advantages=advantages,
+        token_advantages=token_advantages,
     )
 
 
@@ -123,16 +130,16 @@ def _check_lengths(result: TokenizedResult) -> None:
             f"{where(result)}: {length} token ids, but {len(result.assistant_mask)} assistant_mask, {len(result.input_pos)} "
             f"input_pos and {len(result.logprobs)} logprobs; all have one entry per token"
         )
-    if result.token_versions is not None and len(result.token_versions) != length - result.prompt_length:
-        raise PackError(
-            f"{where(result)}: {len(result.token_versions)} token_versions for {length - result.prompt_length} completion "
-            "tokens; there is one for each, or None where all are of one version"
-        )
-    if result.token_advantages is not None and len(result.token_advantages) != length - result.prompt_length:
-        raise PackError(
-            f"{where(result)}: {len(result.token_advantages)} token_advantages for {length - result.prompt_length} completion "
-            "tokens; there is one for each, or None where all have the sample's `advantage`"
-        )
+    completion = length - result.prompt_length
+    for name, values, same in (
+        ("token_versions", result.token_versions, "are of one version"),
+        ("token_advantages", result.token_advantages, "have the sample's `advantage`"),
+    ):
+        if values is not None and len(values) != completion:
+            raise PackError(
+                f"{where(result)}: {len(values)} {name} for {completion} completion tokens; there is one for each, or None where "
+                f"all {same}"
+            )
     if not 1 <= result.prompt_length <= length:
         raise PackError(
             f"{where(result)}: prompt_length {result.prompt_length} of {length} tokens; a sample needs a prompt of at least "
@@ -145,7 +152,7 @@ def _convert(values: Sequence[float], into: np.ndarray, at: int, result: Tokeniz
     try:
         if isinstance(values, list):
             try:  # twice as fast as numpy
-                struct.pack_into(f"{len(values)}{into.dtype.char}", into, at * into.itemsize, *values)
+                struct.pack_into(f"{len(values)}{into.dtype.char}", into.data, at * into.itemsize, *values)
                 return
             except OverflowError:
                 pass
@@ -204,29 +211,18 @@ def _refuse(results: Sequence[TokenizedResult], start: np.ndarray, wrong: np.nda
         raise PackError(f"{where(results[owner])}, token {at - start[owner]}: {what}")
 
 
-def _token_versions(results: Sequence[TokenizedResult], start: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-    if all(result.token_versions is None for result in results):
-        return None
-    versions = np.repeat(np.array([result.weights_version for result in results], dtype=np.int32), lengths)
-    for result, begin in zip(results, start.tolist(), strict=True):
-        if result.token_versions is not None:
-            _convert(result.token_versions, versions, begin + result.prompt_length, result, "token_versions")
-    return versions
-
-
-def _token_advantages(
-    results: Sequence[TokenizedResult], start: np.ndarray, lengths: np.ndarray, trained: np.ndarray
+def _of_completions(
+    results: Sequence[TokenizedResult], start: np.ndarray, lengths: np.ndarray, name: str, of_sample: np.ndarray
 ) -> np.ndarray | None:
-    """Raises PackError where one of a trained token is not finite; those of others are of no use to anyone."""
-    if all(result.token_advantages is None for result in results):
+    """Join the lists `name` of the completions; None where no sample has one. Elsewhere stands `of_sample`."""
+    lists: list[Any] = [getattr(result, name) for result in results]
+    if all(values is None for values in lists):
         return None
-    advantages = np.repeat(np.array([result.advantage for result in results], dtype=np.float32), lengths)
-    for result, begin in zip(results, start.tolist(), strict=True):
-        if result.token_advantages is not None:
-            _convert(result.token_advantages, advantages, begin + result.prompt_length, result, "token_advantages")
-    advantages[~trained] = 0.0
-    _refuse(results, start, ~np.isfinite(advantages), "a token_advantage that is not finite")
-    return advantages
+    joined = np.repeat(of_sample, lengths)
+    for result, values, begin in zip(results, lists, start.tolist(), strict=True):
+        if values is not None:
+            _convert(values, joined, begin + result.prompt_length, result, name)
+    return joined
 
 
 def select(

@@ -23,7 +23,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -103,8 +103,9 @@ def packed_tensors_from_tokenized_results(
         segments, places = lay_out(rows, tree, start.tolist(), end.tolist(), width)
         shares = np.array([results[number].share for number in kept.tolist()])
         weights = shares / flat.num_trained[kept] if aggregation == "sequence" else np.ones(len(kept))
+        tensors: dict[str, Any] = {**fill(flat, segments, kept, weights, (len(rows), width), pad_id)}
         packed = PackedTensors(
-            **fill(flat, segments, kept, weights, (len(rows), width), pad_id),
+            **tensors,
             samples=_sample_table(results, flat, kept, places),
             aggregation=aggregation,
             constant_length=constant_length,

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +107,7 @@ class PackedTensors:
         new_sample = torch.full((len(self.samples) + 1,), -1, dtype=torch.int64)  # the last entry is for sample id -1
         new_sample[present] = torch.arange(len(present))
         tensors["sample_ids"] = new_sample[tensors["sample_ids"]]
-        return dataclasses.replace(self, **tensors, samples=samples)
+        return self._with(tensors, samples)
 
     def pad_rows_to_multiple(self, multiple: int) -> "PackedTensors":
         """Adds rows of padding, which weigh nothing, until the number of rows is a multiple: every rank gets as many."""
@@ -119,7 +120,7 @@ class PackedTensors:
             name: torch.cat([tensor, torch.full((missing, self.seq_len), padding_value(name, self.pad_id), dtype=tensor.dtype)])
             for name, tensor in self.tensors().items()
         }
-        return dataclasses.replace(self, **tensors)
+        return self._with(tensors, self.samples)
 
     def trim(self, multiple: int = 1) -> "PackedTensors":
         """The columns up to the longest used row, at least one: a forward pass over padding is wasted. Rounded up to a multiple,
@@ -129,7 +130,11 @@ class PackedTensors:
         length = min(-(-length // multiple) * multiple, self.seq_len)
         if length == self.seq_len:
             return self
-        return dataclasses.replace(self, **{name: tensor[:, :length].contiguous() for name, tensor in self.tensors().items()})
+        return self._with({name: tensor[:, :length].contiguous() for name, tensor in self.tensors().items()}, self.samples)
+
+    def _with(self, tensors: dict[str, Tensor], samples: list[PackedSample]) -> "PackedTensors":
+        changes: dict[str, Any] = {**tensors, "samples": samples}
+        return dataclasses.replace(self, **changes)
 
     def check(self, where: str = "packed tensors") -> None:
         """Raises PackError, naming `where`, the tensor and the place, unless every rule of the format holds."""
@@ -147,7 +152,8 @@ class PackedTensors:
     def load(cls, path: str | os.PathLike[str]) -> "PackedTensors":
         """Reads what `save` wrote and checks it. Raises PackError when it is missing, damaged, foreign or breaks the format."""
         tensors, samples, header = load_packed(path)
-        packed = cls(**tensors, samples=samples, **header)
+        columns: dict[str, Any] = {**tensors, **header}
+        packed = cls(samples=samples, **columns)
         packed.check(os.fspath(path))
         return packed
 

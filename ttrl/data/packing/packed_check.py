@@ -154,9 +154,9 @@ def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
     inside[:: place.seq_len] = False
     starts = np.flatnonzero(~inside)
     length = np.diff(starts, append=len(groups))
-    first = (flat[name][starts] for name in ("parent_ids", "sample_ids", "input_pos", "tokens"))
+    parent, sample, position, token = (flat[name][starts] for name in ("parent_ids", "sample_ids", "input_pos", "tokens"))
     row, column = np.divmod(starts, place.seq_len)
-    runs = _Runs(row, column, length, groups[starts], *first, starts)
+    runs = _Runs(row, column, length, groups[starts], parent, sample, position, token, starts)
 
     before = np.where(column > 0, np.roll(runs.group, 1), -1)  # the group to the left
     real = runs.group >= 0

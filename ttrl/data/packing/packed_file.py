@@ -81,6 +81,7 @@ def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
     """One tensor of a safetensors file, mapped into memory. Raises PackError where file or tensor are not there."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
     except (safetensors.SafetensorError, OSError) as error:
         raise PackError(f"{os.fspath(path)}: there is no tensor {name!r} to be read ({error})") from error

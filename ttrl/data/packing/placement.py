@@ -132,9 +132,9 @@ def _pack(forest: Forest, above: Sequence[int], seq_len: int, seed: int) -> list
                 else:
                     bundles += group
             parts[parent].append((size, bundles))
-    rows = pack(parts[-1], seq_len, seed)
-    assert all(row_cost(row) <= seq_len for row in rows)
-    return [sorted(sample for part in row for item in part.items for sample in item.content) for row in rows]
+    whole = pack(parts[-1], seq_len, seed)
+    assert all(row_cost(row) <= seq_len for row in whole)
+    return [sorted(sample for part in row for item in part.items for sample in item.content) for row in whole]
 
 
 def _even(forest: Forest, rows: list[list[int]], seq_len: int, multiple: int) -> list[list[int]]:

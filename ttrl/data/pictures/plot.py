@@ -126,8 +126,8 @@ def _draw_row(
     axis.broken_barh(masked, (_MASK[0], _MASK[1] - _MASK[0]), facecolor=_TRAINED, linewidth=0)
     bars, colours = [], []  # one collection for all: advantages may differ from token to token
     for begin, stop, value in _runs(values):
-        low, high = sorted((zero, zero + value / largest * half)) if value else (zero - 0.06, zero + 0.06)
-        bars.append([(begin, low), (begin, high), (stop, high), (stop, low)])
+        lower, upper = sorted((zero, zero + value / largest * half)) if value else (zero - 0.06, zero + 0.06)
+        bars.append([(begin, lower), (begin, upper), (stop, upper), (stop, lower)])
         colours.append(advantage_colour(value, largest))
     axis.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0))
     if used < packed.seq_len:
