@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ttrl.configs.data import AdvantageConfig
-from ttrl.data.advantages import advantages_of, batch_advantages, drop_groups_without_signal, group_advantages, has_signal
+from ttrl.data.advantages import advantages_of, batch_advantages, group_advantages, has_signal
 from ttrl.errors import ConfigError, UserError
 from ttrl.records import Sample, TaskResult
 
@@ -144,20 +144,17 @@ def test_groups_without_signal_are_counted_by_reason():
         group("none", [None, None]),
         group("nearly", [0.5, 0.5 + 1e-12]),
     ]
-    kept, counts = drop_groups_without_signal(results)
-    assert [result.task_id for result in kept] == ["mixed"]
-    assert counts == {"all_right": 1, "all_wrong": 1, "other_equal": 2, "too_few": 2}
+    counts = {"all_right": 1, "all_wrong": 1, "other_equal": 2, "too_few": 2}
     for kind in (*METHODS, "batch"):
         made = advantages_of(results, AdvantageConfig(kind=kind))
-        assert made.kept == kept
+        assert made.kept == results[:1]
         assert made.values == [pytest.approx([-1.0, 1.0] if kind in ("std", "leave_one_out", "batch") else [-0.5, 0.5])]
         assert made.groups == counts | {"total": 7, "kept": 1, "no_signal": 6, "no_signal_share": 6 / 7, "low_std": 0}
 
 
 def test_where_every_reward_is_zero_every_group_is_wrong():
-    kept, counts = drop_groups_without_signal([group("a", [0.0, 0.0]), group("b", [0.0] * 4)])
-    assert kept == [] and counts == {"all_right": 0, "all_wrong": 2, "other_equal": 0, "too_few": 0}
-    assert drop_groups_without_signal([]) == ([], {"all_right": 0, "all_wrong": 0, "other_equal": 0, "too_few": 0})
+    made = advantages_of([group("a", [0.0, 0.0]), group("b", [0.0] * 4)], AdvantageConfig())
+    assert made.kept == [] and made.groups["all_wrong"] == made.groups["no_signal"] == 2
     made = advantages_of([], AdvantageConfig(kind="batch", surprise_bonus=0.5))
     assert (made.kept, made.values, made.groups["no_signal_share"]) == ([], [], 0.0)
 

@@ -30,14 +30,14 @@ _EQUAL = 1e-9  # rewards that differ by less are the same
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What came of the groups of one batch."""
+    """The groups of one batch that are trained on, and their advantages."""
 
     kept: list[TaskResult]
     """Groups with signal."""
     values: list[list[float]]
-    """Of the graded samples of each group that was kept."""
+    """One advantage per graded sample of each group that was kept."""
     groups: dict[str, float]
-    """Counts: "total", "kept", the reasons of `drop_groups_without_signal`, "no_signal" (their sum) and "no_signal_share", and
+    """Counts: "total", "kept", the reasons of `_with_signal`, "no_signal" (their sum) and "no_signal_share", and
     "low_std": groups that were kept and whose standard deviation is below the floor."""
     facts: dict[str, float]
     """"clipped": samples whose advantage was cut, "mean_abs": mean |advantage|; where rewards were shaped, "shaped_reward": the
@@ -46,7 +46,7 @@ class Advantages:
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """True where the rewards of a group differ: advantages within a group are all zero otherwise."""
+    """Tell whether the rewards of a group differ: otherwise all its advantages are zero."""
     return len(rewards) >= 2 and max(rewards) - min(rewards) > _EQUAL
 
 
@@ -61,7 +61,7 @@ def group_advantages(
     std_floor: float = 1e-6,
     clip: float | None = None,
 ) -> list[float]:
-    """Advantages of the samples of one group, in order; see the head of this module. Zeros where the rewards are all equal.
+    """Return the advantages of one group's samples, in order; see the head of this module. Zeros where all rewards are equal.
 
     Raises ConfigError for a method that is unknown or needs more than one group ("batch": `batch_advantages`), UserError for a
     reward that is not finite.
@@ -79,7 +79,7 @@ def group_advantages(
 
 
 def batch_advantages(groups: Sequence[Sequence[float]], std_floor: float = 1e-6, clip: float | None = None) -> list[list[float]]:
-    """Advantages of the samples of every group: r - group mean, divided by the standard deviation of that over all samples.
+    """Return the advantages of every group: r - group mean, divided by the standard deviation of that over all samples.
 
     REINFORCE++ with baseline (arXiv 2501.03262); the mean over the batch, which it subtracts too, is 0 after the groups' own. A
     group without signal takes part in the standard deviation, with zeros; leave it out to have that of the others.
@@ -94,19 +94,19 @@ def batch_advantages(groups: Sequence[Sequence[float]], std_floor: float = 1e-6,
 def advantages_of(
     results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None, *, keep_equal: bool = False
 ) -> Advantages:
-    """Shapes the rewards of a batch, leaves groups without signal out, and computes the advantages of the others.
+    """Shape the rewards of a batch, leave out groups without signal, and compute the advantages of the others.
 
     `keep_equal`: groups of equal rewards stay, with advantages of 0, for what gives their tokens a signal later: a value head,
     rewards of single tokens. They are counted as groups without signal all the same.
 
-    Whether a group has signal is told by the shaped rewards: equal answers that surprised differently have some. Failed samples
-    take no part. `tokenizer`: the model's, needed with `surprise_until`. Warns where standard deviations are below the floor.
+    The shaped rewards decide whether a group has signal: equal answers that surprised differently have some. Failed samples
+    are left out. `tokenizer`: the model's, needed with `surprise_until`. Warns where standard deviations are below the floor.
 
     Raises UserError, naming the sample, for a reward that is not finite.
     """
     pairs = [shaped(result, config, tokenizer) for result in results]
     compared = [rewards for rewards, _ in pairs]
-    _, counts, places = _with_signal(results, compared)
+    places, counts = _with_signal(results, compared)
     without = len(results) - len(places)
     if keep_equal:
         places = [place for place, result in enumerate(results) if len(result.rewards) > 1]
@@ -131,24 +131,13 @@ def advantages_of(
     return Advantages(kept=kept, values=cut, groups=groups, facts=facts | _shaping_facts(pairs, config))
 
 
-def drop_groups_without_signal(
-    results: Sequence[TaskResult], shaped: Sequence[Sequence[float]] | None = None
-) -> tuple[list[TaskResult], dict[str, int]]:
-    """The groups whose rewards differ, and how many were left out for which reason.
+def _with_signal(results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]) -> tuple[list[int], dict[str, int]]:
+    """Return the places of the groups whose shaped rewards differ, and how many others there are for which reason.
 
-    "all_right" and "all_wrong" are groups whose samples all have the highest or the lowest reward that was seen in any group;
-    where all groups have the same one, it is wrong when it is not positive. "other_equal" is the rest of the groups with one
-    reward, "too_few" those with fewer than two graded samples. With `shaped`, those rewards decide whether a group has signal,
-    and the graders' say what it lacks.
+    "all_right" and "all_wrong" are groups whose samples all have the highest or the lowest reward of the batch; where all groups
+    have the same one, it is wrong unless it is positive. "other_equal" is the rest of the groups with one reward, "too_few" those
+    with fewer than two graded samples. The reason is told by the graders' rewards.
     """
-    kept, counts, _ = _with_signal(results, [result.rewards for result in results] if shaped is None else shaped)
-    return kept, counts
-
-
-def _with_signal(
-    results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]
-) -> tuple[list[TaskResult], dict[str, int], list[int]]:
-    """Also the places of the groups that are kept."""
     everything = [reward for result in results for reward in result.rewards]
     highest, lowest = (max(everything), min(everything)) if everything else (0.0, 0.0)
     counts = {"all_right": 0, "all_wrong": 0, "other_equal": 0, "too_few": 0}
@@ -167,7 +156,7 @@ def _with_signal(
             counts["all_wrong"] += 1
         else:
             counts["other_equal"] += 1
-    return [results[place] for place in places], counts, places
+    return places, counts
 
 
 def _centred(rewards: Sequence[float]) -> list[float]:

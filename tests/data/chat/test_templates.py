@@ -1,12 +1,11 @@
 """Supervised examples: what is trained is what the assistant said, end-of-turn tokens included; a template that breaks that is an
 error. (The method itself: tests/data/chat.)"""
 
-import logging
 import math
 
 import pytest
 
-from ttrl.data.chat.templates import chat_tokens
+from ttrl.data.chat.templates import tokenize_chat
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ModelFolderError, TokenizationError
 
@@ -15,6 +14,10 @@ MESSAGES = [
     {"role": "user", "content": "Hello?"},
     {"role": "assistant", "content": "Ünd hi!"},
 ]
+
+
+def chat_tokens(tokenizer, messages, **keywords):
+    return tokenize_chat(tokenizer, messages, **keywords).result("example")
 
 
 def test_the_answer_and_its_end_of_turn_token_are_trained(tokenizer):
@@ -45,23 +48,6 @@ def test_all_turns_of_the_assistant_are_trained_or_the_last_alone(tokenizer):
     assert sum(last.assistant_mask) == len(last.token_ids) - last.prompt_length
 
 
-def test_turns_that_are_not_trained_are_told_once(tokenizer, caplog, monkeypatch):
-    monkeypatch.setattr("ttrl.data.chat.templates._told", set())
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "message['content']",
-        "(message['content'] if loop.last or message['role'] != 'assistant' else message['content'] | upper)",
-    )
-    messages = [*MESSAGES, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "ok"}]
-    with caplog.at_level(logging.WARNING):
-        for number in range(3):
-            result = chat_tokens(tokenizer, messages, f"train.jsonl, line {number}")
-    assert tokenizer.decode([t for t, m in zip(result.token_ids, result.assistant_mask, strict=True) if m]) == "ok<|im_end|>"
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and told[0].startswith(
-        "train.jsonl, line 0, message 2 is not trained (told once): the template renders"
-    )
-
-
 def test_an_empty_answer_trains_the_end_of_turn_alone(tokenizer):
     result = chat_tokens(tokenizer, [*MESSAGES[:-1], {"role": "assistant", "content": ""}])
     assert sum(result.assistant_mask) == 1 and result.token_ids[-1] == tokenizer.eos_token_id
@@ -87,7 +73,7 @@ def test_no_template(tokenizer):
 def test_templates_that_would_give_a_wrong_mask_are_errors(tokenizer, old, new, message):
     assert old in tokenizer.chat_template
     tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
-    with pytest.raises(TokenizationError, match=f"^example: .*{message}"):
+    with pytest.raises(TokenizationError, match=message):
         chat_tokens(tokenizer, MESSAGES)
 
 
@@ -99,6 +85,6 @@ def test_an_empty_answer_needs_a_generation_prompt(tokenizer):
 
 
 @pytest.mark.parametrize("messages", [[], MESSAGES[:-1]])
-def test_a_conversation_must_end_with_an_answer(tokenizer, messages):
-    with pytest.raises(TokenizationError, match="example: the last message must be the assistant's"):
+def test_a_conversation_needs_an_answer(tokenizer, messages):
+    with pytest.raises(TokenizationError, match="no message of the conversation is the assistant's"):
         chat_tokens(tokenizer, messages)

@@ -8,7 +8,6 @@ prompt and answer, both are tokenized apart, because a model that is asked with 
 borders are counted (`ChatTokens.splits`). Special tokens in anyone's text become special tokens, as they do at the server.
 """
 
-import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,6 @@ from ttrl.data.chat.tokenizer import tokens_at
 from ttrl.data.chat.turns import Answer, TurnFinder
 from ttrl.errors import TokenizationError
 from ttrl.records import TokenizedResult
-
-logger = logging.getLogger(__name__)
-
-# Reasons that were logged: a data set has thousands of turns with the same one.
-_told: set[str] = set()
 
 Turns = Literal["all", "last"]
 
@@ -175,28 +169,6 @@ def tokenize_completion(
         tagged_template=None,
         splits=found.splits,
     )
-
-
-def chat_tokens(
-    tokenizer: Any, messages: list[dict[str, Any]], task_id: str = "example", *, turns: Turns = "all", **keywords: Any
-) -> TokenizedResult:
-    """A conversation as a supervised example: `tokenize_chat`, as a sample with logprobs NaN and advantage 1.
-
-    The last message must be the assistant's. Turns that are not trained are logged, each reason once.
-    """
-    try:
-        if not messages or messages[-1].get("role") != "assistant":
-            raise TokenizationError(f"the last message must be the assistant's; it is {messages[-1:]!r:.120}")
-        chat = tokenize_chat(tokenizer, messages, turns=turns, **keywords)
-    except TokenizationError as error:
-        raise TokenizationError(f"{task_id}: {error}") from error
-    for turn in chat.untrained if turns == "all" else []:
-        assert turn.reason is not None
-        reason = turn.reason.split(": ")[0]
-        if reason not in _told:
-            _told.add(reason)
-            logger.warning("%s, message %d is not trained (told once): %s", task_id, turn.message, reason)
-    return chat.result(task_id)
 
 
 class _Chat:
