@@ -39,7 +39,7 @@ from ttrl.training.prepass import Prepass
 from ttrl.training.step import GradientStep
 from ttrl.training.taking import Stepper
 from ttrl.training.timing import Stopwatch
-from ttrl.training.train_log import Progress
+from ttrl.training.train_log import TrainProgress
 
 TOLERANCE = 1e-5
 LR = 1.0
@@ -231,7 +231,7 @@ def errors_of(way: Way, inputs: Inputs, here: Ranks) -> tuple[float, float]:
     prepass = Prepass(policy, packed, steps, objective, config, here, 0)
     prepass.run()
     before = {name: weight.clone() for name, weight in policy.full_weights().items()}
-    gradient = GradientStep(policy, config, here, Stopwatch(here.device), Progress(0, here), None, prepass.reference_head)
+    gradient = GradientStep(policy, config, here, Stopwatch(here.device), TrainProgress(0, here), None, prepass.reference_head)
     result = gradient.accumulate(steps[0], objective)
     found = {name: full_tensor(p.grad) for name, p in policy.parameters_by_name().items() if p.grad is not None}
     stepper.take(result.sums["not_finite"], result.first_bad)

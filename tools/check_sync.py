@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from ttrl.configs import TrainingConfig
 from ttrl.server.canary import Canary, check_canary
-from ttrl.server.connection import Connection
+from ttrl.server.connection import ServerConnection
 from ttrl.server.model_folder import CANARY_FILE
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
@@ -102,7 +102,7 @@ def without_head(checkpoint: Path) -> Path | None:
     return target
 
 
-class Engine(Connection):
+class Engine(ServerConnection):
     """vLLM in this process, asked as a server is."""
 
     def __init__(self, model: Path) -> None:

@@ -16,6 +16,7 @@ Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -35,13 +36,13 @@ from ttrl.training.residence import Residence, load_trained
 from ttrl.training.resident import follow_requests
 from ttrl.training.step import GradientStep, step_metrics
 from ttrl.training.timing import Profiler, Stopwatch
-from ttrl.training.train_log import Progress, TrainLog
+from ttrl.training.train_log import TrainLog, TrainProgress
 
 logger = logging.getLogger("ttrl.grpo_recipe")
 
 
 def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
-    """The recipe, a page of steps. `residence`: what this process kept of the iteration before, and keeps for the next one."""
+    """Train one iteration. `residence`: what this process kept of the iteration before, and keeps for the next one."""
     started = time.perf_counter()
     packed = PackedTensors.load(config.packed)
     check_reference(packed, config)
@@ -54,7 +55,7 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
         watch = Stopwatch(here.device)
         steps = updates(packed, config.updates_per_iteration, (config.seed, config.iteration), here, policy.decoder.config)
         objective = objective_from(config)
-        progress = Progress(sum(-(-step.rows.num_rows // config.rows_per_microbatch) for step in steps), here)
+        progress = TrainProgress(sum(-(-step.rows.num_rows // config.rows_per_microbatch) for step in steps), here)
         profiler, log = Profiler(config.output_dir, config.profile_steps, here), TrainLog(config, policy, here, watch)
 
         prepass = Prepass(policy, packed, steps, objective, config, here, stepper.global_step, value_head)
@@ -69,7 +70,9 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
                 scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
                 stepper.begin(scale)
                 result = gradient.accumulate(step, objective.at(stepper.global_step), compare=drift is None)
-                drift = drift or compare_tokens([step], *result.compared, tuple(packed.tokens.shape), config, here)
+                if drift is None:
+                    assert result.compared is not None
+                    drift = compare_tokens([step], *result.compared, (packed.num_rows, packed.seq_len), config, here)
                 with watch.part("optimizer"):
                     taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
             row = {"global_step": stepper.global_step, "iteration": config.iteration} | step_metrics(result, step) | taken
@@ -88,11 +91,12 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
     logger.info("%d optimizer steps, %.1f s in all", len(steps), time.perf_counter() - started)
 
 
-@parse
-def main(raw: DictConfig) -> int:
-    """Runs the recipe on one config, or on all that appear in a folder."""
+def run(raw: DictConfig) -> int:
+    """Run the recipe on one config, or on all configs that appear in a folder."""
     return run_recipe(GRPOConfig, train, raw) if raw.get("follow") is None else follow_requests(train, raw)
 
+
+main: Callable[[], int] = parse(run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,18 @@ from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.step import TOKENS
 from ttrl.training.taking import Stepper
 from ttrl.training.timing import Profiler, Stopwatch
-from ttrl.training.train_log import Progress, TrainLog
+from ttrl.training.train_log import TrainLog, TrainProgress
 
 logger = logging.getLogger("ttrl.sft_recipe")
 
 
 def train(config: SFTConfig, here: Ranks) -> None:
-    """The recipe, a page of steps."""
+    """Train on the conversations of `config.data`."""
     examples, pad_id = read_examples(config)
     with memory_advice(config, config.seq_len):
         policy = load_policy(config, here)
         stepper, watch = Stepper(policy, config, here), Stopwatch(here.device)
-        progress, profiler = Progress(config.steps, here), Profiler(config.output_dir, config.profile_steps, here)
+        progress, profiler = TrainProgress(config.steps, here), Profiler(config.output_dir, config.profile_steps, here)
         log = TrainLog(config, policy, here, watch)
 
         for number, batch in zip(range(config.steps), batches(examples, config), strict=False):
@@ -82,8 +82,8 @@ def train(config: SFTConfig, here: Ranks) -> None:
 def accumulate_gradients(
     policy: Policy, update: Update, config: SFTConfig, here: Ranks, watch: Stopwatch
 ) -> tuple[dict[str, float], str | None]:
-    """Adds the gradient of the step to the parameters. Returns its sums over the ranks, and where the first loss of this rank
-    lies that is not finite."""
+    """Add the gradient of the step to the parameters. Returns the step's sums over the ranks, and where the first loss of this
+    rank is that is not finite."""
     sums, finite = Sums(), Finite()
     for rows in update.microbatches(config, here.device):
         loss_of = functools.partial(weighted_loss, rows["weights"][rows["labels"] != IGNORE])
@@ -99,12 +99,12 @@ def accumulate_gradients(
 
 
 def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
-    """w·(-log π) of the tokens in `at`."""
+    """Return w·(-log π) of the tokens in `at`."""
     return negative_log_likelihood(logprobs_n) * weights_N[at]
 
 
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
-    """All conversations that fit into a row as token sequences, and the id to pad with.
+    """Return all conversations that fit into a row as token sequences, and the id to pad with.
 
     Raises ConfigError where there are none, or a line is no conversation; ModelFolderError where the tokenizer cannot be loaded.
     """
@@ -144,7 +144,8 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
 
 
 def conversation(tokenizer: Any, messages: list[Any], tools: list[Any] | None, place: str) -> list[TokenizedResult]:
-    """The token sequences in which all the assistant's turns are trained, each once. Turns that cannot be are logged.
+    """Return the token sequences in which all the assistant's turns are trained, each once. Turns that cannot be trained are
+    logged.
 
     Raises TokenizationError, with the place, where none can be, or the last message is not the assistant's.
     """
@@ -162,8 +163,8 @@ def conversation(tokenizer: Any, messages: list[Any], tools: list[Any] | None, p
 
 
 def batches(examples: list[TokenizedResult], config: SFTConfig) -> Iterator[list[TokenizedResult]]:
-    """Endless batches; each epoch in an order of its own that depends on (seed, epoch) alone. No example is left out of an epoch:
-    a batch may end one epoch and begin the next."""
+    """Yield batches without end. The order of each epoch depends on (seed, epoch) alone, and no example is left out: a batch may
+    end one epoch and begin the next."""
     pending: list[TokenizedResult] = []
     epoch = 0
     while True:
@@ -175,11 +176,12 @@ def batches(examples: list[TokenizedResult], config: SFTConfig) -> Iterator[list
         pending = pending[config.batch_size :]
 
 
-@parse
-def main(raw: DictConfig) -> int:
-    """Runs the recipe on one config."""
+def run(raw: DictConfig) -> int:
+    """Run the recipe on one config."""
     return run_recipe(SFTConfig, train, raw)
 
+
+main: Callable[[], int] = parse(run)
 
 if __name__ == "__main__":
     sys.exit(main())

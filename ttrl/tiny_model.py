@@ -30,7 +30,7 @@ def make_tiny_model(
     context: int = 512,
     tied: bool = False,
 ) -> Path:
-    """Writes a randomly initialised model and its tokenizer to `folder`, atomically; returns the folder.
+    """Write a randomly initialised model and its tokenizer to `folder`, atomically; returns the folder.
 
     `width` is the hidden size, `context` the longest sequence in tokens. The weights depend on `seed` alone.
     """

@@ -14,8 +14,8 @@ from support.tiny_models import load_policy_in
 from support.training_steps import ALONE, adapter_config, adapter_gradients, distance, move_adapters, packed_rows
 
 from ttrl import Task, TrainConfig, train
+from ttrl.server.canary import Canary, check_canary
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import Canary, check_canary
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.policy.loading import load_policy

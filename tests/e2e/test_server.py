@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from ttrl.errors import ModelFolderError, ServerDiedError, ServerStartError, WeightSyncError
 from ttrl.server import weights
+from ttrl.server.canary import check_canary
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import check_canary, sync_weights, verify_canary
+from ttrl.server.weights import sync_weights, verify_canary
 from ttrl.system.processes import reap_leftovers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

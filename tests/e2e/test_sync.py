@@ -16,9 +16,10 @@ from ttrl.configs import TrainingConfig
 from ttrl.errors import ServerError, WeightSyncError
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.server import weights
+from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import Canary, check_canary, compare_weights, sync_weights
+from ttrl.server.weights import compare_weights, sync_weights
 from ttrl.system.console import Console
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.canary import compute_canary

@@ -14,7 +14,7 @@ from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
 from ttrl.launch import policy_server, server_member
 from ttrl.launch.policy_server import PolicyServer, can_serve_adapters, make_server
-from ttrl.server.weights import Comparison, SyncReport
+from ttrl.server.weights import SyncReport, WeightComparison
 from ttrl.system.console import Console
 
 
@@ -109,11 +109,11 @@ class Syncs:
             server.model_folder = folder
             server.start()
         self.step(f"sync by {mode}" + (" from sleep" if asleep else ""), server, remote_folder or folder)
-        return SyncReport(mode, 0.5, 1e-6, 1e-7, None, Comparison(7, 1))
+        return SyncReport(mode, 0.5, 1e-6, 1e-7, None, WeightComparison(7, 1))
 
     def verify(self, server, folder, *, compare=True):
         self.step("verify", server, folder)
-        return Canary(), Comparison(7, 1)
+        return Canary(), WeightComparison(7, 1)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from ttrl.errors import ModelFolderError
-from ttrl.server.model_folder import check_model_folder, cpu_batch, weights_digest
+from ttrl.server.cpu import cpu_batch
+from ttrl.server.model_folder import check_model_folder, weights_digest
 
 
 @pytest.fixture

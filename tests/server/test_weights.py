@@ -9,9 +9,10 @@ import pytest
 
 from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
 from ttrl.server import weights
+from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.model_folder import weights_digest
-from ttrl.server.weights import Canary, check_canary, sync_weights, verify_canary, verify_weights
+from ttrl.server.weights import sync_weights, verify_canary, verify_weights
 
 
 @pytest.mark.parametrize("mode", ["reload", "restart"])

@@ -22,7 +22,7 @@ from ttrl.training.faults import Finite, Skipped, advice, memory_advice, savings
 from ttrl.training.metrics import Range, effective_sample_size
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.timing import Profiler, Stopwatch, largest_product, matmul_peak, memory_peaks
-from ttrl.training.train_log import PROGRESS_VARIABLE, Progress
+from ttrl.training.train_log import PROGRESS_VARIABLE, TrainProgress
 
 HERE = Ranks(0, 1, torch.device("cpu"))
 
@@ -332,7 +332,7 @@ def test_a_pack_of_another_tokenizer_is_refused(packed, model_folder, load_polic
 
 def test_a_training_goes_on_where_its_progress_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv(PROGRESS_VARIABLE, str(tmp_path / "gone" / "progress"))
-    progress = Progress(2, HERE)
+    progress = TrainProgress(2, HERE)
     progress.advance()
     (tmp_path / "gone").mkdir()
     progress.advance()

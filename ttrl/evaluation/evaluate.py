@@ -29,7 +29,7 @@ from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.results import TaskResults
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.model_folder import check_model_folder, weights_digest
-from ttrl.server.serving import KEY_VARIABLE, Served, address_problem, default_dtype, is_address, serving
+from ttrl.server.serving import KEY_VARIABLE, ServedModel, address_problem, default_dtype, is_address, serving
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import atomic_file
 from ttrl.tasks.reference import load_tasks
@@ -324,7 +324,7 @@ def _digest(config: EvalConfig) -> str | None:
 
 
 async def _sampled(
-    tasks: Sequence[Task], served: Served, config: EvalConfig, digest: str | None, description: str
+    tasks: Sequence[Task], served: ServedModel, config: EvalConfig, digest: str | None, description: str
 ) -> TaskResults:
     async with served.connect() as client:
         return await get_task_results(

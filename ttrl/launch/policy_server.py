@@ -24,9 +24,10 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.launch.server_member import Member
 from ttrl.server.auth import FENCE_HEADER
-from ttrl.server.connection import Connection, JoinedServer
+from ttrl.server.connection import JoinedServer, ServerConnection
+from ttrl.server.cpu import cores_for_servers, is_cpu_build
 from ttrl.server.model_folder import ADAPTER_FOLDER
-from ttrl.server.vllm import VLLMServer, cores_for_servers, is_cpu_build
+from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class RunningServers:
         self._members, self._version = members, version
 
     @property
-    def servers(self) -> list[Connection]:
+    def servers(self) -> list[ServerConnection]:
         """Those that are proven now."""
         return [member.server for member in self._members if member.proven is not None and member.version == self._version]
 
@@ -110,11 +111,11 @@ class RunningServers:
             yield clients if len(clients) > 1 else clients[0]
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """See Connection.request; of the first of them."""
+        """See ServerConnection.request; of the first of them."""
         return self._any().request(method, path, body)
 
     def weights_digest(self) -> str:
-        """See Connection.weights_digest."""
+        """See ServerConnection.weights_digest."""
         return self._any().weights_digest()
 
     def check(self) -> None:
@@ -130,7 +131,7 @@ class RunningServers:
                 gone.append(str(error))
         raise ServerDiedError("; ".join(gone))
 
-    def _any(self) -> Connection:
+    def _any(self) -> ServerConnection:
         if not (servers := self.servers):
             self.check()
             raise ServerDiedError("all servers are gone")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import ServerDiedError, ServerError, ServerStartError, UserError, WeightSyncError
-from ttrl.server.connection import Connection
+from ttrl.server.connection import ServerConnection
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import SyncReport, sleep, sync_weights, verify_weights
 
@@ -23,7 +23,7 @@ class Member:
 
     def __init__(
         self,
-        server: Connection,
+        server: ServerConnection,
         *,
         mode: Literal["reload", "restart", "sleep"],
         compare: bool,

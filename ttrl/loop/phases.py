@@ -34,7 +34,7 @@ from ttrl.records import TaskResult
 from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES, metrics_row
-from ttrl.server.weights import CANARY_FILE
+from ttrl.server.model_folder import CANARY_FILE
 from ttrl.system.console import Console, clock
 from ttrl.system.files import atomic_folder, read_jsonl, remove_leftovers, write_jsonl
 from ttrl.tasks.task import Task

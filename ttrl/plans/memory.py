@@ -12,8 +12,7 @@ from ttrl.costs.storage import server_memory
 from ttrl.errors import UserError
 from ttrl.plans.machine import Machine
 from ttrl.plans.work import Work
-from ttrl.server.model_folder import cpu_batch
-from ttrl.server.vllm import cpu_cache_bytes
+from ttrl.server.cpu import cpu_batch, cpu_cache_bytes
 
 _GIB = 2**30
 _HEAP_GAPS = 0.2  # of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured

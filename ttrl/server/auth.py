@@ -1,15 +1,15 @@
-"""ASGI middleware for a vLLM server: asks for the api key on every path, and refuses requests for weights that it does not have.
+"""ASGI middleware for a vLLM server: ask for the API key on every path, and refuse requests for weights that it does not have.
 
-vLLM's own key guards only some paths: the development endpoints, which we need for weight sync, run any method of the worker for
-any local user, and /metrics, /tokenize and /invocations are open as well. vLLM loads this class in its own process through
+vLLM's own key guards only some paths: the development endpoints, which weight sync needs, run any method of the worker for any
+local user, and /metrics, /tokenize and /invocations are open as well. vLLM loads this class in its own process through
 `--middleware` and adds it last, so that it runs first. It imports next to nothing: neither torch nor the rest of ttrl.
 
 The fence. A client that was told that a server has certain weights says so in each request (header X-TTRL-Weights). A server
-answers such requests while it is open to those weights: from when a sync was proven until the next one begins, or until it is
-started anew. So a server that died in the middle of the rollouts and came back with other weights answers 503, which the clients
-take for a server that is down, until it was synced. An answer during which it was closed is not sent, or is broken off: a part
-of it may come from other weights. Requests without the header pass. The state is a file, since vLLM may have several API servers;
-it is removed before each start.
+answers such requests while it is open to those weights: from the proof of a sync until the next sync begins, or until the server
+is restarted. So a server that died during the rollouts and came back with other weights answers 503, which clients treat as a
+server that is down, until it is synced. If it is closed during an answer, that is not sent, or is cut short: a part of it may
+come from other weights. Requests without the header pass. The state is a file, since vLLM may have several API servers; it is
+removed before each start.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from typing import Any
 
 KEY_VARIABLE = "VLLM_API_KEY"
 OPEN_PATHS = frozenset({"/health"})
-"""Says nothing but "up", and is asked by watchers that know no key."""
+"""Says only "up", and is asked by monitors that do not have the key."""
 FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
 FENCE_PATH = "/ttrl/weights"
-"""GET: {"weights": which it is open to, or null}. POST, with the header: opens it to those. DELETE: closes it."""
+"""GET returns {"weights": those it is open to, or null}; POST, with the header, opens it to those; DELETE closes it."""
 FENCE_HEADER = "X-TTRL-Weights"
 _FENCE_HEADER = FENCE_HEADER.lower().encode()
 
@@ -37,7 +37,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class RequireKey:
     """Answers 401 to every request without `Authorization: Bearer KEY`; the key comes from the environment variable VLLM_API_KEY.
 
-    Raises RuntimeError when made without a key: a server that was meant to be closed must not start open.
+    Raises RuntimeError if there is no key: a server that was meant to be closed must not start open.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -75,7 +75,7 @@ class RequireKey:
         await self._app(scope, receive, send_while_open)
 
     def _opened(self) -> tuple[int, int] | None:
-        """Changes whenever the fence does; costs less than to read it, as is done for each part of a stream."""
+        """Return what changes whenever the fence does; cheaper than reading it, as this runs for each part of a stream."""
         try:
             found = os.stat(self._fence or os.devnull)
         except OSError:
@@ -109,7 +109,7 @@ class RequireKey:
         for name, value in scope["headers"]:
             if name.lower() == b"authorization":
                 scheme, _, given = value.partition(b" ")
-                # Digests have one length, and their comparison takes one time whatever is given.
+                # Digests have one length, and comparing them takes the same time whatever was given.
                 return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)
         return False
 

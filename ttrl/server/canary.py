@@ -1,14 +1,14 @@
-"""The canary: tokens that the trainer stored in the checkpoint with its own log-probabilities, and what a server makes of them.
+"""Check a server against the canary: tokens that the trainer stored in the checkpoint with its own log-probabilities.
 
-Two requests, since each is blind where the other sees:
+Two requests, since each sees what the other cannot:
 
 - a short greedy generation that continues the canary, which *reads* the prefix cache. The canary is sent to the server before the
   reload as well, so that keys and values of the old weights would be found there if the cache were not emptied;
 - the prompt's own log-probabilities, which skip the prefix cache and so show the weights alone, at every position.
 
-Every weight that all tokens pass through moves them; a row of the embeddings that no token of the canary has does not, and a tiny
-change may stay within the tolerance. What a worker holds is therefore compared with the files as well (`ttrl.server.weights`).
-"""
+A change in any weight that all tokens pass through changes them; a row of the embeddings that no token of the canary uses does
+not, and a tiny change may stay within the tolerance. So what a worker holds is also compared with the files
+(`ttrl.server.weights`)."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ModelFolderError, ServerError
-from ttrl.server.connection import Connection
+from ttrl.server.connection import ServerConnection
 from ttrl.server.model_folder import CANARY_FILE
 
 
@@ -36,7 +36,7 @@ TOLERANCES = {
     # float32: the same numbers but for the order of additions; 1e-5 is typical, and one step of training moves more than 1e-3.
     "float32": Tolerance(maximum=1e-3, mean=1e-3, p99=1e-3),
     # bfloat16 and float16: logits of size 10 to 20 are rounded by 0.03 to 0.06 in bfloat16, on both sides, and unlikely tokens
-    # move most. These limits see wrong weights, half-loaded weights and stale keys and values, but not a single small step.
+    # move most. These limits catch wrong weights, half-loaded weights and stale keys and values, but not a single small step.
     "half": Tolerance(maximum=math.inf, mean=0.05, p99=0.5),
 }
 
@@ -53,11 +53,11 @@ class Canary:
     greedy_margins: list[float]
     """Log-probability of the most likely token minus that of the second, at each greedy step."""
     weights: dict[str, str] = field(default_factory=dict)
-    """Name of a tensor in the checkpoint → SHA-256 of its bytes, as the trainer wrote it; empty where nobody noted them."""
+    """Name of a tensor in the checkpoint → SHA-256 of its bytes, as the trainer wrote it; empty if none were recorded."""
 
     @classmethod
     def load(cls, checkpoint_folder: str | os.PathLike[str]) -> "Canary":
-        """Reads canary.json. Raises ModelFolderError when it is missing or damaged."""
+        """Read canary.json. Raises ModelFolderError if it is missing or damaged."""
         path = Path(checkpoint_folder, CANARY_FILE)
         way_out = "without it nobody can tell whether a server computes with these weights; train the checkpoint again"
         try:
@@ -108,11 +108,11 @@ class CanaryReport:
     """Where and by how much it failed, with both numbers."""
 
 
-def check_canary(server: Connection, canary: Canary) -> CanaryReport:
-    """Asks the server for the canary's log-probabilities and compares; raises only for a server that does not answer."""
+def check_canary(server: ServerConnection, canary: Canary) -> CanaryReport:
+    """Compare the server's log-probabilities of the canary with the trainer's; raises only if the server does not answer."""
     name = "float32" if server.dtype == "float32" and canary.dtype == "float32" else "half"
     tolerance = TOLERANCES[name]
-    # The generation first: once the other request has computed the prompt anew, its blocks could hide stale ones in the cache.
+    # The generation first: once the other request has recomputed the prompt, its blocks could hide stale ones in the cache.
     greedy_ids, greedy_logprobs = greedy_continuation(server, canary)
     prompt_logprobs = _prompt_logprobs(server, canary)
 
@@ -154,13 +154,14 @@ def _compare(
     return CanaryReport(problem is None, largest, mean, problem)
 
 
-def _completion(server: Connection, canary: Canary, **parameters: Any) -> dict[str, Any]:
+def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> dict[str, Any]:
     body = {"model": server.model_name, "prompt": canary.token_ids, "temperature": 0.0, **parameters}
-    return server.request("POST", "/v1/completions", body)["choices"][0]
+    choice: dict[str, Any] = server.request("POST", "/v1/completions", body)["choices"][0]
+    return choice
 
 
-def greedy_continuation(server: Connection, canary: Canary) -> tuple[list[int], list[float]]:
-    """Token ids and log-probabilities of the greedy continuation of the canary."""
+def greedy_continuation(server: ServerConnection, canary: Canary) -> tuple[list[int], list[float]]:
+    """Return token ids and log-probabilities of the greedy continuation of the canary."""
     count = len(canary.greedy_token_ids)
     choice = _completion(server, canary, max_tokens=count, logprobs=0, ignore_eos=True, return_token_ids=True)
     tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -172,8 +173,8 @@ def greedy_continuation(server: Connection, canary: Canary) -> tuple[list[int], 
     return tokens, logprobs
 
 
-def _prompt_logprobs(server: Connection, canary: Canary) -> list[float]:
-    """The log-probability of each of the canary's tokens given the tokens before it; NaN for the first."""
+def _prompt_logprobs(server: ServerConnection, canary: Canary) -> list[float]:
+    """Return the log-probability of each of the canary's tokens given the tokens before it; NaN for the first."""
     entries = _completion(server, canary, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
     if len(entries) != len(canary.token_ids):
         raise ServerError(f"the canary: {len(canary.token_ids)} tokens, but {len(entries)} prompt logprobs")

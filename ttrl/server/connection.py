@@ -1,6 +1,6 @@
-"""How a vLLM server is talked to, whoever started it: one base URL, one key, and which weights it is believed to have.
+"""Talk to a vLLM server, whoever started it: one base URL, one key, and the weights that it is believed to have.
 
-`ttrl.server.vllm.VLLMServer` starts one here; `JoinedServer` is one that somebody else started (`ttrl serve`, on another host).
+`ttrl.server.vllm.VLLMServer` starts one here; `JoinedServer` is one that was started elsewhere (`ttrl serve`, on another host).
 """
 
 import http.client
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 ADAPTER_NAME = "policy-adapter"
-"""What an adapter is called beside its base."""
+"""Name under which an adapter is served next to its base."""
 
 
-class Connection:
-    """One vLLM server with `ttrl.server.auth.RequireKey` before it.
+class ServerConnection:
+    """One vLLM server behind `ttrl.server.auth.RequireKey`: what there is to know about it, and requests to it.
 
     served_model_name: what its model is called.
     dtype: what it computes in: "float32", "bfloat16", "float16" or "auto".
@@ -33,15 +33,15 @@ class Connection:
     worker_extension = True
     """Whether its workers have the methods of `ttrl.vllm_worker.WeightSync`."""
     serves_adapters = False
-    """Whether it keeps a base and is given adapters, instead of what was merged from them."""
+    """Whether it keeps a base and receives adapters instead of merged weights."""
 
     def __init__(self, *, served_model_name: str, dtype: str, api_key: str) -> None:
         self.served_model_name, self.dtype, self.api_key = served_model_name, dtype, api_key
         self.policy_folder: str | os.PathLike[str] | None = None
-        """The checkpoint with whose policy it computes; None: the model that it was started with."""
+        """The checkpoint whose policy it computes with; None: the model that it was started with."""
         self.version: str | None = None
-        """What `open_to` said last."""
-        # Not through a proxy: the address is this machine's own, or one of the user's own network.
+        """The version that `open_to` was last called with."""
+        # Not through a proxy: the address is this machine's own, or one in the user's own network.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     @property
@@ -55,28 +55,28 @@ class Connection:
         return False
 
     def check(self) -> None:
-        """Raises ServerDiedError when it is gone."""
+        """Raise ServerDiedError if it is gone."""
         raise NotImplementedError
 
     @property
     def base_url(self) -> str:
-        """For OpenAI clients: http://HOST:PORT/v1."""
+        """The address for OpenAI clients: http://HOST:PORT/v1."""
         return f"{self.root_url}/v1"
 
     @property
     def model_name(self) -> str:
-        """What requests for the policy ask for: the model, or the adapter beside it."""
+        """The model that requests for the policy name: the served model, or the adapter next to it."""
         return ADAPTER_NAME if self.has_adapter else self.served_model_name
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the policy is an adapter beside the model that it was started with."""
+        """Whether the policy is an adapter next to the model that it was started with."""
         return self.serves_adapters and self.policy_folder is not None and Path(self.policy_folder, ADAPTER_FOLDER).is_dir()
 
     def client(self, **options: Any) -> "AsyncOpenAI":
-        """An OpenAI client for this server; `options` go to AsyncOpenAI (by default an hour's timeout and no proxy).
+        """Make an OpenAI client for this server; `options` go to AsyncOpenAI (by default an hour's timeout and no proxy).
 
-        Once `open_to` was called, its requests are for the weights of then: the server refuses them when it has others.
+        After `open_to` was called, its requests are for those weights: the server refuses them once it has others.
         """
         import openai
 
@@ -92,7 +92,7 @@ class Connection:
     def request(
         self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
     ) -> Any:
-        """One request with the key to `path` ("/v1/models"); returns the JSON answer, or text where the answer is none.
+        """Send one request with the key to `path` ("/v1/models"); returns the JSON answer, or text if it is not JSON.
 
         Raises ServerDiedError when the server is gone, ServerError for any other answer than success.
         """
@@ -110,27 +110,30 @@ class Connection:
             return text
 
     def close_to_all(self) -> None:
-        """From now on, requests that name weights are refused: before the weights are changed. Raises ServerError."""
+        """Refuse requests that name weights from now on. Call it before weights are changed. Raises ServerError."""
         self.version = None
         self.request("DELETE", FENCE_PATH)
 
     def open_to(self, version: str) -> None:
-        """From now on, requests for weights of this name are answered: after a sync was proven. Raises ServerError."""
+        """Answer requests for weights of this name from now on. Call it after a sync was proven. Raises ServerError."""
         self.request("POST", FENCE_PATH, headers={FENCE_HEADER: version})
         self.version = version
 
     def open_version(self) -> str | None:
-        """Which weights it answers for; None: for none, as after any start. Raises ServerError."""
-        return self.request("GET", FENCE_PATH, timeout=10.0)["weights"]
+        """Return which weights it answers for; None: for none, as after any start. Raises ServerError."""
+        version: str | None = self.request("GET", FENCE_PATH, timeout=10.0)["weights"]
+        return version
 
     def weights_digest(self) -> str:
-        """Names what this server computes with now, for the cache of `get_task_results`: its weights and their dtype."""
+        """Return a name for what this server computes with now, its weights and their dtype, for the cache of
+        `get_task_results`."""
         if self.policy_folder is None:
             raise ServerError(f"nobody knows what {self.base_url} computes with; sync it first")
         return f"{weights_digest(self.policy_folder)}/{self.dtype}"
 
     def cache_config(self) -> dict[str, str]:
-        """vLLM's own description of its KV cache, from /metrics: block_size, num_gpu_blocks (of any device) and more, as text."""
+        """Return vLLM's own description of its KV cache, from /metrics: block_size, num_gpu_blocks (of any device) and more, as
+        text."""
         text = self.request("GET", "/metrics")
         match = re.search(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
         if match is None:
@@ -138,7 +141,7 @@ class Connection:
         return dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[1]))
 
     def kv_capacity_tokens(self) -> int:
-        """How many tokens fit into the KV cache."""
+        """Return how many tokens fit into the KV cache."""
         config = self.cache_config()
         return int(config["num_gpu_blocks"]) * int(config["block_size"])
 
@@ -165,12 +168,12 @@ class Connection:
                 return error.code, error.read().decode(errors="replace")
         except urllib.error.URLError as error:
             raise error.reason if isinstance(error.reason, OSError) else error from None
-        except http.client.HTTPException as error:  # it died in the middle of an answer, or what answers there is no HTTP
+        except http.client.HTTPException as error:  # it died in the middle of an answer, or does not speak HTTP
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
-class JoinedServer(Connection):
-    """A server that somebody else started; its key is known from a file or the environment, never from a config.
+class JoinedServer(ServerConnection):
+    """A server that was started elsewhere; its key comes from a file or the environment, never from a config.
 
     root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it.
     """
@@ -184,7 +187,7 @@ class JoinedServer(Connection):
         return self._root_url
 
     def check(self) -> None:
-        """Raises ServerDiedError where it does not answer, or its engine is dead; it may be back later."""
+        """Raise ServerDiedError if it does not answer, or its engine is dead; it may be back later."""
         problem: str | None = None
         try:
             status, _ = self._http("GET", "/health", None, 10.0)

@@ -1,10 +1,9 @@
-"""Is a model folder complete? Asked before a server or a trainer is started, so that the answer does not hide in a long log."""
+"""Check that a model folder is complete, before a server or a trainer is started and the answer hides in a long log."""
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,14 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
 CANARY_FILE = "canary.json"
-"""Logprobs of a fixed sequence, which a server must reproduce (`ttrl.server.weights`)."""
+"""Log-probabilities of a fixed sequence, which a server must reproduce (`ttrl.server.canary`)."""
 ADAPTER_FOLDER = "adapter"
 """What a checkpoint was merged from (`ttrl.training.policy.adapters`)."""
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
-_SMALL_LOGITS = 64 * 2**20  # bytes, in float32, for each of the sequences of a step
-_SMALL_BATCH = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
-
-
-def cpu_batch(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, int]:
-    """Arguments for a server on a CPU, from a model's folder or config.json: small models take larger steps than vLLM's (128
-    sequences, 2048 tokens), as a step costs milliseconds whatever is in it. Empty for others, whose logits would take gigabytes,
-    where there is no config.json, and where the arguments `given` name one of these: vLLM refuses steps of fewer tokens than
-    sequences, or, without chunked prefill, than the longest sequence."""
-    if not {"max-num-seqs", "max-num-batched-tokens", "enable-chunked-prefill"}.isdisjoint(n.replace("_", "-") for n in given):
-        return {}
-    config: Any = model
-    if not isinstance(model, Mapping):
-        try:
-            config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # on the hub, or damaged, which others say
-            return {}
-    vocabulary, width = (config.get(name) if isinstance(config, Mapping) else None for name in ("vocab_size", "hidden_size"))
-    if not isinstance(vocabulary, int) or not isinstance(width, int) or width > 1024:
-        return {}
-    return dict(_SMALL_BATCH) if 4 * vocabulary * _SMALL_BATCH["max-num-seqs"] <= _SMALL_LOGITS else {}
-
-
 def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = True) -> Path | None:
-    """Checks that `path` holds config, weights, tokenizer and, unless told otherwise, a chat template.
+    """Check that `path` holds config, weights, tokenizer and, unless told otherwise, a chat template.
 
     Returns the folder, or None for a name such as "org/name" that does not exist locally and is left to the hub.
     Raises ModelFolderError that lists everything that is missing and says what to do.
@@ -66,11 +42,11 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
 
 
 def weights_digest(path: str | os.PathLike[str]) -> str:
-    """A name that changes with whatever a model folder computes: SHA-256 over its files' names and contents.
+    """Return a name that changes with anything a model folder computes: SHA-256 over its files' names and contents.
 
-    Weights, config, tokenizer and chat template count; canary, logs, documents, and an adapter that is merged already, do not. A
-    name on the hub stands for itself: hub revisions are not looked up. Reads every weight file once (about a second
-    per GB). Raises ModelFolderError.
+    Weights, config, tokenizer and chat template count; canary, logs, documents, and an adapter that is already merged do not. A
+    name on the hub stands for itself: hub revisions are not looked up. Reads every weight file once (about a second per GB).
+    Raises ModelFolderError.
     """
     folder = check_model_folder(path, chat_template=False)
     if folder is None:
@@ -86,7 +62,7 @@ def weights_digest(path: str | os.PathLike[str]) -> str:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """True where the folder's tokenizer has a chat template, in any of the places where transformers looks."""
+    """Tell whether the folder's tokenizer has a chat template, in any of the places where transformers looks."""
     if (folder / "chat_template.jinja").is_file() or any((folder / "additional_chat_templates").glob("*.jinja")):
         return True
     return any(
@@ -96,7 +72,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def _read_json(path: Path) -> Any:
-    """The file's content, or None when it is missing or no JSON."""
+    """Return the file's content, or None if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

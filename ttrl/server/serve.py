@@ -1,12 +1,12 @@
-"""`ttrl serve`: a vLLM server on another host, which a run joins (`joined_servers` in its config).
+"""Run `ttrl serve`: a vLLM server on another host, which a run joins (`joined_servers` in its config).
 
-It starts with any model of the right shape, and is open to no weights until a run has synced it. The run names checkpoint folders
-by their paths, so this host must find the run folder, on a file system that both share (`joined_run`, where the paths differ).
+It starts with any model of the right shape, and answers for no weights until a run has synced it. The run names checkpoint
+folders by their paths, so this host must find the run folder on a file system that both share (`joined_run`, if the paths
+differ).
 
-Whoever has the key may have the server load any folder that it can read, and more: vLLM's development endpoints run methods of
-the worker. So every path but /health asks for the key, the key lies in a file that only its owner can read, and other hosts can
-reach the server only where an address was named. It speaks plain HTTP: use a network that you trust, or a tunnel.
-"""
+Whoever has the key can make the server load any folder that it can read, and more: vLLM's development endpoints run methods of
+the worker. So every path but /health asks for the key, the key is in a file that only its owner can read, and other hosts can
+reach the server only if an address was named. It speaks plain HTTP: use a network that you trust, or a tunnel."""
 
 import ipaddress
 import json
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 SERVED_MODEL_NAME = "policy"
 _LOOK_SECONDS = 2.0
 _MOST_RESTARTS = 5
-"""Within `_RESTARTS_WITHIN` seconds; a server that dies more often has a cause that another start does not mend."""
+"""Within `_RESTARTS_WITHIN` seconds; a server that dies more often than this will not be mended by another start."""
 _RESTARTS_WITHIN = 3600.0
 
 
 def read_or_make_key(path: Path) -> str:
-    """The key in `path`, which is made with a random one, readable by its owner alone, where it does not exist.
+    """Return the key in `path`. If the file does not exist, it is made with a random key, readable by its owner only.
 
     Raises UserError for a file that others may read, or that holds no key.
     """
@@ -49,7 +49,7 @@ def read_or_make_key(path: Path) -> str:
         words = path.read_text(encoding="utf-8").split()
         if len(words) != 1 or len(words[0]) < 16:
             raise UserError(
-                f"{path} holds no key (one word of at least 16 characters); remove it, and a new one is made"
+                f"{path} does not hold a key (one word of at least 16 characters); remove it, and a new one is made"
             ) from None
         return words[0]
     except OSError as error:
@@ -61,7 +61,7 @@ def read_or_make_key(path: Path) -> str:
 
 
 def vllm_arguments(given: list[str]) -> dict[str, Any]:
-    """["tensor_parallel_size=2", "enforce_eager=true"] → their names and values, as JSON or else text. Raises UserError."""
+    """Parse ["tensor_parallel_size=2", "enforce_eager=true"] into names and values, as JSON or else text. Raises UserError."""
     arguments = {}
     for item in given:
         name, separator, value = item.partition("=")
@@ -86,9 +86,9 @@ def serve(
     arguments: Mapping[str, Any] | None = None,
     say: Callable[[str], None],
 ) -> None:
-    """Serves until it is interrupted; a server that dies is started anew, at the same address, and open to no weights again.
+    """Serve until interrupted; a server that dies is restarted at the same address, and again answers for no weights.
 
-    Raises UserError, ServerStartError, and ServerDiedError for one that dies again and again.
+    Raises UserError, ServerStartError, and ServerDiedError for one that keeps dying.
     """
     server = VLLMServer(
         model,
@@ -107,7 +107,7 @@ def serve(
         address = server.root_url if host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{server.port}"
         say(f"serving at {address}; the key is in {key_file}")
         if not _is_loopback(host):
-            say(f"other hosts can reach it at {host}, over plain HTTP: whoever sees the traffic sees the key and the text")
+            say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         say(f'a run joins it with joined_servers=["{address}"] and a copy of that file as joined_key_file')
         while True:
             time.sleep(_LOOK_SECONDS)
@@ -119,7 +119,7 @@ def serve(
                 if len(deaths) > _MOST_RESTARTS:
                     raise
                 logger.warning("%s", error)
-                say(f"the server died (see {log_path}); starting it anew")
+                say(f"the server died (see {log_path}); starting it again")
                 try:
                     server.restart()
                 except ServerStartError as start_error:

@@ -1,4 +1,5 @@
-"""A model to ask, however it is given: the address of a server that runs, or a folder or hub name, for which one is started."""
+"""Serve a model, however it is given: by the address of a running server, or by a folder or hub name, for which one is
+started."""
 
 import contextlib
 import os
@@ -12,35 +13,36 @@ from urllib.parse import urlsplit
 import openai
 
 from ttrl.errors import ServerError, UserError
-from ttrl.server.vllm import VLLMServer, is_cpu_build
+from ttrl.server.cpu import is_cpu_build
+from ttrl.server.vllm import VLLMServer
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _OWN_NAME = "policy"
 
 
 @dataclass(frozen=True)
-class Served:
-    """A server that answers."""
+class ServedModel:
+    """A model, and how to ask it."""
 
     connect: Callable[[], openai.AsyncOpenAI]
     """Makes a client; clients belong to the event loop in which they are made."""
     model: str
-    """The name under which it serves the model."""
+    """The name under which it is served."""
     is_ours: bool
-    """True for a vLLM server that was started here: it gives token ids."""
+    """True for a vLLM server that was started here: it returns token ids."""
 
 
 def is_address(model: str) -> bool:
-    """True for the address of a server, False for a folder or a hub name."""
+    """Tell whether `model` is the address of a server, not a folder or a hub name."""
     return model.startswith(("http://", "https://"))
 
 
 def address_problem(model: str) -> str | None:
-    """What is wrong with an address. A key in it would stand in every message and file that names the server."""
+    """Return what is wrong with an address, or None. A key in it would appear in every message and file that names the server."""
     try:
         parts = urlsplit(model)
     except ValueError as error:
-        return f"the address of the server is none: {error}; give one such as http://127.0.0.1:8000/v1"
+        return f"the address of the server is not valid: {error}; give one such as http://127.0.0.1:8000/v1"
     if not parts.hostname:
         return "the address names no server; give one such as http://127.0.0.1:8000/v1"
     if parts.username or parts.password or parts.query or parts.fragment:
@@ -52,7 +54,8 @@ def address_problem(model: str) -> str | None:
 
 
 def default_dtype() -> str:
-    """Of servers that are started for a model: float32 on CPU, where half precision is slow and coarse, else vLLM's choice."""
+    """Return the dtype of servers that are started for a model: float32 on CPU, where half precision is slow and coarse, else
+    vLLM's choice."""
     return "float32" if is_cpu_build() else "auto"
 
 
@@ -67,22 +70,19 @@ def serving(
     server_args: Mapping[str, Any] | None = None,
     log_path: str | os.PathLike[str] | None = None,
     start_timeout: float = 600.0,
-) -> Iterator[Served]:
-    """The server of an address, whose key is in the environment; or a vLLM server for a model, which is stopped at the end.
+) -> Iterator[ServedModel]:
+    """Yield the server of an address, whose key is in the environment; or start a vLLM server for a model, and stop it at the
+    end.
 
-    name: under which an address serves the model; None: the first that it lists.
-    dtype: None: `default_dtype`.
-    log_path: of the server that is started here; None: a file that is gone with it.
-    Raises UserError for an address with a key in it; ServerError: nothing answers there, or it serves no model of that name; and
-    what VLLMServer raises.
-    """
+    name: the name under which an address serves the model; None: the first that it lists. dtype: None: `default_dtype`. log_path:
+    the log of the server that is started here; None: a file that is deleted with it. Raises UserError for an address with a key
+    in it; ServerError if nothing answers there, or it serves no model of that name; and what VLLMServer raises."""
     if is_address(model):
         if problem := address_problem(model):
             raise UserError(problem)
-        # Servers at home want no key, but the client wants one.
-        at = {"base_url": model, "api_key": os.environ.get(key_variable) or "none"}
-        served = _served_model(at, name, key_variable)
-        yield Served(lambda: openai.AsyncOpenAI(**at), served, False)
+        key = os.environ.get(key_variable) or "none"  # local servers need no key, but the client insists on one
+        served = _served_name(model, key, name, key_variable)
+        yield ServedModel(lambda: openai.AsyncOpenAI(base_url=model, api_key=key), served, False)
         return
     with contextlib.ExitStack() as stack:
         if log_path is None:
@@ -97,25 +97,23 @@ def serving(
             start_timeout=start_timeout,
         )
         stack.enter_context(server)
-        yield Served(server.client, _OWN_NAME, True)
+        yield ServedModel(server.client, _OWN_NAME, True)
 
 
-def _served_model(at: Mapping[str, str], name: str | None, key_variable: str) -> str:
-    """The name asked for, where the server lists it (or lists nothing that could be told); else the first one listed."""
+def _served_name(address: str, key: str, name: str | None, key_variable: str) -> str:
+    """Return `name` if the server lists it (or cannot list any), or the first one listed if `name` is None."""
     try:
-        with openai.OpenAI(**at, max_retries=1, timeout=20.0) as client:
+        with openai.OpenAI(base_url=address, api_key=key, max_retries=1, timeout=20.0) as client:
             listed = [model.id for model in client.models.list().data]
     except openai.OpenAIError as error:
         if name is not None and isinstance(error, openai.APIStatusError) and error.status_code in (404, 405):
             return name  # some providers list no models; a wrong name is then found by the first request
-        raise ServerError(
-            f"{at['base_url']}: {error} (the address ends in /v1 mostly; the key is taken from {key_variable})"
-        ) from error
+        raise ServerError(f"{address}: {error} (most addresses end in /v1; the key is taken from {key_variable})") from error
     if name is None and listed:
         return listed[0]
     if name is None:
-        raise ServerError(f"{at['base_url']} serves no model")
+        raise ServerError(f"{address} serves no model")
     if listed and name not in listed:
         shown = ", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")
-        raise ServerError(f"{at['base_url']} serves no model {name!r}; it serves {shown}")
+        raise ServerError(f"{address} serves no model {name!r}; it serves {shown}")
     return name

@@ -1,18 +1,16 @@
-"""One vLLM server: a process of its own with a random key on every path, on 127.0.0.1 unless told otherwise;
-it never outlives us.
+"""Start one vLLM server: a process of its own with a random key on every path, on 127.0.0.1 unless told otherwise.
 
-Started as `python -m vllm.entrypoints.openai.api_server`; the process runs below a guard (`ttrl.system.processes`). Nothing here
-imports vLLM or torch. What vLLM would choose differently from what training needs is set here, and may be overridden by
+It never outlives us: `python -m vllm.entrypoints.openai.api_server` runs below a guard (`ttrl.system.processes`). Nothing here
+imports vLLM or torch. Where training needs something else than vLLM's defaults, it is set here, and may be overridden by
 `extra_args`:
 
-- `--generation-config vllm`: the default takes temperature and top-k from the model's folder;
-- `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from;
-- `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted;
-- on CPU, steps of up to 512 sequences for small models (`cpu_batch`), a heap that does not give its pages back at each step,
-  `--enforce-eager`, and the worker inside the engine's process: healthy in 21 s instead of 37 to 70 s (no compiler run, two
-  processes import torch instead of three), at the same speed. One OpenMP thread per core but one, unbound: the API server needs
-  a core, and a thread that waits for a busy core holds up all others (ten times slower on two cores with other work).
-"""
+- `--generation-config vllm`: the default takes temperature and top-k from the model's folder; - `--logprobs-mode
+processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from; -
+`--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted; - on
+CPU (`ttrl.server.cpu`), steps of up to 512 sequences for small models, a heap that does not return its pages after each step,
+`--enforce-eager`, and the worker inside the engine's process: healthy in 21 s instead of 37 to 70 s (no compiler run, two
+processes import torch instead of three), at the same speed. One OpenMP thread for each core but one, unbound: the API server
+needs a core, and a thread that waits for a busy core holds up all others (ten times slower on two cores with other work)."""
 
 import contextlib
 import json
@@ -27,37 +25,32 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
-
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE
-from ttrl.server.connection import Connection
-from ttrl.server.model_folder import check_model_folder, cpu_batch
+from ttrl.server.connection import ServerConnection
+from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, usable_cores
+from ttrl.server.model_folder import check_model_folder
 from ttrl.system.processes import ChildProcess
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "ttrl.vllm_worker.WeightSync"
-"""Another one given in `extra_args` must be derived from it, or None: then weights are held to the canary alone."""
+"""Another one in `extra_args` must be derived from it, or None: weights are then verified by the canary alone."""
 _OWN_ARGUMENTS = frozenset(
     {"model", "model-tag", "host", "port", "uds", "api-key", "served-model-name", "dtype", "max-model-len", "seed"}
 )
 _PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "distributed-executor-backend")
 _PORT_ATTEMPTS = 3
 _STOP_SECONDS = 5.0  # half a second suffices, but vLLM waits without end for clients whose requests still run
-_GIB = 2**30
-CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-HEAP_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
 
 
-class VLLMServer(Connection):
+class VLLMServer(ServerConnection):
     """A vLLM server for one model; started by `start()` or as a context manager, stopped by handle.
 
         with VLLMServer("models/m", served_model_name="policy", log_path="runs/NAME/logs/server.log", dtype="float32") as server:
@@ -67,12 +60,12 @@ class VLLMServer(Connection):
     dtype: "float32", "bfloat16", "float16" or "auto" (vLLM's choice: half precision, for float32 weights too).
     extra_args: any other argument of vLLM, as {"gpu_memory_utilization": 0.8, "enforce_eager": False}: True becomes `--name`,
         False `--no-name`, a list several values, a dict JSON; None drops an argument that would be set here.
-    start_timeout: seconds until it must be healthy.
+    start_timeout: seconds within which it must be healthy.
     port: None takes a free one. A restart keeps port and key, so that clients stay valid.
     env: environment variables to add to ours.
-    host: the address to listen on; other hosts can reach it only where the user names another one than 127.0.0.1.
+    host: the address to listen on; other hosts can reach it only if the user names another one than 127.0.0.1.
     api_key: None makes a random one.
-    serves_adapters: it keeps `model_folder` as the base and is given adapters (`ttrl.server.weights`).
+    serves_adapters: it keeps `model_folder` as the base and receives adapters (`ttrl.server.weights`).
     """
 
     def __init__(
@@ -117,10 +110,10 @@ class VLLMServer(Connection):
     # Life
 
     def start(self) -> "VLLMServer":
-        """Starts the server and waits until it is healthy and asks for its key.
+        """Start the server and wait until it is healthy and asks for its key.
 
-        Raises ModelFolderError for a folder that cannot be served, ServerStartError for a port in use, a server that dies at its
-        start or one that is not healthy in time; nothing is left running then.
+        Raises ModelFolderError for a folder that cannot be served, ServerStartError for a port in use, a server that dies while
+        it starts, or one that is not healthy in time; nothing is left running then.
         """
         if self._child is not None:
             raise RuntimeError("this server was started already; stop() it first")
@@ -153,9 +146,9 @@ class VLLMServer(Connection):
         return self
 
     def stop(self) -> None:
-        """Ends the server and everything that it started; returns when all are gone. Harmless when it does not run.
+        """End the server and everything that it started; returns when all are gone. Harmless if it is not running.
 
-        In the middle of a start in another thread, that `start()` raises ServerStartError.
+        If another thread is in `start()`, that raises ServerStartError.
         """
         self._stopped = True
         self._end()
@@ -175,14 +168,14 @@ class VLLMServer(Connection):
             raise ServerStartError("the server was stopped while it started")
 
     def restart(self, model_folder: str | os.PathLike[str] | None = None) -> None:
-        """Stops the server and starts it again, with another model folder if one is given. Port and key stay the same."""
+        """Stop the server and start it again, with another model folder if one is given. Port and key stay the same."""
         self.stop()
         if model_folder is not None:
             self.model_folder = model_folder
         self.start()
 
     def check(self) -> None:
-        """Raises ServerDiedError, with the last log lines, when the process or its engine is gone."""
+        """Raise ServerDiedError, with the last log lines, if the process or its engine is gone."""
         child = self._child
         if child is None:
             raise ServerDiedError("the server does not run: it was never started, or was stopped")
@@ -212,12 +205,12 @@ class VLLMServer(Connection):
 
     @property
     def is_started(self) -> bool:
-        """Whether it was started, and not stopped since; it may have ended by itself."""
+        """Whether it was started and has not been stopped since; it may have ended by itself."""
         return self._child is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was started and its process is gone. Takes no time; `check` also sees an engine that is dead."""
+        """Whether it was started and its process is gone. Takes no time; `check` also notices a dead engine."""
         with self._ours:
             return self._child is not None and self._child.poll() is not None
 
@@ -234,7 +227,7 @@ class VLLMServer(Connection):
     def request(
         self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
     ) -> Any:
-        """See Connection.request."""
+        """Send a request, as `ServerConnection.request`; says so if the server was never started."""
         if self._child is None:
             self.check()
         return super().request(method, path, body, timeout, headers)
@@ -278,10 +271,10 @@ class VLLMServer(Connection):
         if is_cpu_build():
             defaults |= HEAP_VARIABLES
             if self.extra_args.get("kv-cache-memory-bytes") is None:  # the variable would win over it
-                defaults[CPU_CACHE_VARIABLE] = f"{cpu_cache_bytes() / _GIB:g}"
+                defaults[CPU_CACHE_VARIABLE] = f"{cpu_cache_bytes() / 2**30:g}"
             own_binding = given.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
             if not own_binding and all(self.extra_args.get(name) in (None, 1) for name in _PARALLEL_ARGUMENTS):
-                defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(max(1, _usable_cores() - 1))}
+                defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(max(1, usable_cores() - 1))}
         if self.serves_adapters:
             defaults["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._private is None:
@@ -292,14 +285,14 @@ class VLLMServer(Connection):
         return {**defaults, **given, **own}
 
     def _choose_port(self) -> int:
-        """The given port, the one from before, or a free one. Raises ServerStartError when the given one is in use."""
+        """Return the given port, the previous one, or a free one. Raises ServerStartError if the given one is in use."""
         ports = [self.port or 0] if self._port_is_given or not self.port else [self.port, 0]
         for port in ports:
             try:
                 with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
                     probe.bind((self.host, port))
-                    return probe.getsockname()[1]
+                    return int(probe.getsockname()[1])
             except OSError as error:
                 why = error
         way_out = "give another port, or none to get a free one" if self._port_is_given else "is it an address of this machine?"
@@ -324,7 +317,8 @@ class VLLMServer(Connection):
             time.sleep(0.1)
 
     def _state(self) -> str | None:
-        """What is wrong with its answers, "ready" when nothing is, None while there are none. Nobody else is taken for ours."""
+        """Return what is wrong with its answers, "ready" if nothing is, None while there are none. No other server is mistaken
+        for it."""
         try:
             if self._http("GET", "/health", None, 10.0)[0] != 200:
                 return "/health does not answer 200"
@@ -337,7 +331,8 @@ class VLLMServer(Connection):
         return "ready"
 
     def _last_lines(self, child: ChildProcess) -> str:
-        """For error messages. vLLM's last lines often point to a "root cause above": that line is shown, too."""
+        """Return the last lines of the log for error messages. They often point to a "root cause above": that line is shown,
+        too."""
         everything = child.log_tail(2000).splitlines()
         last = everything[-30:]
         cause = next((line for line in everything if _ERROR_LINE.search(line)), None)
@@ -347,44 +342,14 @@ class VLLMServer(Connection):
 
 
 def _bracketed(host: str) -> str:
-    """The address as it stands in URLs; one that stands for all addresses is reached at the loopback one."""
+    """Return the address as it appears in URLs; one that stands for all addresses is reached at the loopback one."""
     if host in ("0.0.0.0", "::"):
         return HOST if host == "0.0.0.0" else "[::1]"
     return f"[{host}]" if ":" in host else host
 
 
-def is_cpu_build() -> bool:
-    """True where the installed vLLM is built for CPUs. Reads package metadata: importing vLLM takes seconds, and loads torch."""
-    for package in ("vllm-cpu", "vllm"):
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-        return package == "vllm-cpu" or "+cpu" in version
-    return False
-
-
-def cpu_cache_bytes() -> float:
-    """Of a server's KV cache on a CPU, unless its arguments say otherwise: as the environment says, or what the free memory now
-    allows, 1 to 4 GiB."""
-    if given := os.environ.get(CPU_CACHE_VARIABLE):
-        return float(given) * _GIB
-    return float(max(1, min(4, psutil.virtual_memory().available // _GIB // 8))) * _GIB
-
-
-def cores_for_servers(servers: int) -> int:
-    """OpenMP threads for each of several servers on this machine's CPU; one core is left for what talks to them."""
-    return max(1, (_usable_cores() - 1) // servers)
-
-
-def _usable_cores() -> int:
-    """Physical cores that this process may run on."""
-    physical = psutil.cpu_count(logical=False) or 1
-    return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
-
-
 def _flag(name: str, value: Any) -> list[str]:
-    """{"max_num_seqs": 8} → ["--max-num-seqs", "8"], as described in VLLMServer."""
+    """Turn a name and a value, such as max_num_seqs and 8, into arguments, as described in VLLMServer."""
     if value is None:
         return []
     if isinstance(value, bool):

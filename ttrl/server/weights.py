@@ -1,20 +1,20 @@
-"""New weights into a running server, and the proof that it computes with them.
+"""Bring new weights into a running server, and prove that it computes with them.
 
-Three ways: "reload" (in place, tens of milliseconds for a small model), an adapter beside the base that stays (for servers with
-`serves_adapters`), and "restart". None is believed. After every sync
+Three ways: "reload" (in place, tens of milliseconds for a small model), an adapter next to the base that stays (for servers with
+`serves_adapters`), and "restart". None is trusted. After every sync
 
 - the server's workers compare every element that they hold with the checkpoint's files, and the bytes that they read with what
-  the trainer noted when it wrote them (`ttrl.vllm_worker`): shows a weight that changed on its way, and any that stayed behind;
-- the server must reproduce the trainer's log-probabilities for the canary (`ttrl.server.canary`): shows whatever else is
-  different, the prefix cache included.
+  the trainer recorded when it wrote them (`ttrl.vllm_worker`): this finds a weight that changed on its way, or stayed behind;
+- the server must reproduce the trainer's log-probabilities for the canary (`ttrl.server.canary`): this finds any other
+  difference, the prefix cache included.
 
-What neither shows: quantised layers, adapters and experts are held to the canary alone; packed copies of large models on CPUs
-are probed (`ttrl.vllm_worker.weights.EXACT_FLOPS`), which shows a changed weight where it is off by more than rounding: in fp32
-about a hundredth of a typical weight, in bf16 about a fifth; and keys and values of the old policy in a prefix cache are seen
+What neither proves: quantised layers, adapters and experts are verified by the canary alone; packed copies of large models on
+CPUs are probed (`ttrl.vllm_worker.weights.EXACT_FLOPS`), which finds a changed weight if it is off by more than rounding: in fp32
+about a hundredth of a typical weight, in bf16 about a fifth; and keys and values of the old policy in a prefix cache are found
 where the canary's are.
 
 A mismatch after a reload falls back to a restart; one after a restart raises WeightSyncError. While weights are changed, the
-server refuses requests that name weights (`ttrl.server.auth`); whoever is satisfied opens it (`Connection.open_to`).
+server refuses requests that name weights (`ttrl.server.auth`); the caller opens it again (`ServerConnection.open_to`).
 """
 
 import logging
@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 from ttrl.errors import ConfigError, ServerDiedError, ServerError, WeightSyncError
 from ttrl.server.canary import Canary, CanaryReport, check_canary, greedy_continuation
-from ttrl.server.connection import ADAPTER_NAME, Connection
-from ttrl.server.model_folder import ADAPTER_FOLDER, CANARY_FILE
+from ttrl.server.connection import ADAPTER_NAME, ServerConnection
+from ttrl.server.model_folder import ADAPTER_FOLDER
 from ttrl.server.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
@@ -40,13 +40,13 @@ Mode = Literal["reload", "restart", "adapter"]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What the workers hold, beside the checkpoint's files."""
+class WeightComparison:
+    """How the weights that the workers hold compare with the checkpoint's files."""
 
     compared: int = 0
-    """Elements that were held to the files, over all workers; 0 where the server cannot compare."""
+    """Elements that were compared with the files, over all workers; 0 if the server cannot compare."""
     unchecked: int = 0
-    """Elements of parameters that only the canary speaks for."""
+    """Elements of parameters that are verified by the canary alone."""
     exact: bool = True
     """Whether packed copies were compared bit for bit; else they were probed."""
     problem: str | None = None
@@ -59,16 +59,16 @@ class SyncReport:
     mode: Mode
     """The way that worked in the end."""
     seconds: float
-    """All of it, proof and fall-back included."""
+    """Time for everything, proof and fallback included."""
     canary_max_difference: float
     canary_mean_difference: float
     fell_back: str | None
     """Why a reload was followed by a restart, or None."""
-    comparison: Comparison = Comparison()
+    comparison: WeightComparison = WeightComparison()
 
 
 def sync_weights(
-    server: Connection,
+    server: ServerConnection,
     checkpoint_folder: str | os.PathLike[str],
     *,
     mode: Literal["reload", "restart"] = "reload",
@@ -76,14 +76,14 @@ def sync_weights(
     remote_folder: str | os.PathLike[str] | None = None,
     asleep: bool = False,
 ) -> SyncReport:
-    """Makes `server` compute with the policy in `checkpoint_folder`, and proves it. Afterwards the server is still closed to
+    """Make `server` compute with the policy in `checkpoint_folder`, and prove it. Afterwards the server is still closed to
     requests that name weights.
 
-    compare: False leaves it at the canary.
-    remote_folder: where the server's host finds that folder; None: at the same place.
+    compare: False checks the canary alone.
+    remote_folder: where the server's host finds that folder; None: at the same path.
     asleep: the server sleeps (`sleep`) and is woken: the weights first, the KV cache after they were loaded.
 
-    No request should be running. Raises ModelFolderError for a folder without a readable canary.json, WeightSyncError when the
+    No request should be running. Raises ModelFolderError for a folder without a readable canary.json, WeightSyncError if the
     server does not compute with these weights even after a restart (or cannot be restarted from here), and what
     `VLLMServer.start` raises.
     """
@@ -114,21 +114,21 @@ def sync_weights(
 
 
 def verify_weights(
-    server: Connection,
+    server: ServerConnection,
     checkpoint_folder: str | os.PathLike[str],
     *,
     after: str = "its start",
     compare: bool = True,
     remote_folder: str | os.PathLike[str] | None = None,
-) -> tuple[CanaryReport, Comparison]:
-    """Holds a running server to `checkpoint_folder`: what its workers hold, and the canary. `after` says in the error what it was
-    checked after.
+) -> tuple[CanaryReport, WeightComparison]:
+    """Verify that a running server has the weights of `checkpoint_folder`: what its workers hold, and the canary. `after` says in
+    the error what it was checked after.
 
-    Raises WeightSyncError where they differ; ModelFolderError for an unreadable canary.
+    Raises WeightSyncError if they differ; ModelFolderError for an unreadable canary.
     """
     folder = Path(checkpoint_folder).absolute()
     canary = Canary.load(folder)
-    comparison = compare_weights(server, remote_folder or folder, canary) if compare else Comparison()
+    comparison = compare_weights(server, remote_folder or folder, canary) if compare else WeightComparison()
     if comparison.problem is not None:
         raise WeightSyncError(
             f"after {after}, the server does not hold the weights in {checkpoint_folder}: {comparison.problem}; a file that "
@@ -137,10 +137,12 @@ def verify_weights(
     return verify_canary(server, folder, after=after), comparison
 
 
-def verify_canary(server: Connection, checkpoint_folder: str | os.PathLike[str], *, after: str = "its start") -> CanaryReport:
-    """Checks a running server against the canary of `checkpoint_folder` alone.
+def verify_canary(
+    server: ServerConnection, checkpoint_folder: str | os.PathLike[str], *, after: str = "its start"
+) -> CanaryReport:
+    """Verify a running server by the canary of `checkpoint_folder` alone.
 
-    Raises WeightSyncError, with both numbers and the position, when they differ; ModelFolderError for an unreadable canary.
+    Raises WeightSyncError, with both numbers and the position, if they differ; ModelFolderError for an unreadable canary.
     """
     report = check_canary(server, Canary.load(checkpoint_folder))
     if not report.passed:
@@ -152,22 +154,22 @@ def verify_canary(server: Connection, checkpoint_folder: str | os.PathLike[str],
 
 
 def _reload(
-    server: Connection,
+    server: ServerConnection,
     folder: Path,
     canary: Canary,
     *,
     there: Path | None = None,
     compare: bool = True,
     asleep: bool = False,
-) -> tuple[CanaryReport, Comparison, str | None]:
-    """Loads weights in place; returns the canary's report, what was compared, and None or why a restart is needed."""
-    report, comparison, there = CanaryReport(False, math.inf, math.inf, None), Comparison(), there or folder
+) -> tuple[CanaryReport, WeightComparison, str | None]:
+    """Load weights in place; returns the canary's report, what was compared, and None or why a restart is needed."""
+    report, comparison, there = CanaryReport(False, math.inf, math.inf, None), WeightComparison(), there or folder
     try:
         server.close_to_all()
         if asleep:
             server.request("POST", "/wake_up?tags=weights", timeout=_LOAD_SECONDS)
         else:
-            # Puts keys and values of the old weights into the prefix cache, for the check to find if they stay.
+            # Puts keys and values of the old weights into the prefix cache, where the check finds them if they stay.
             greedy_continuation(server, canary)
         server.policy_folder = folder
         load_weights(server, there)
@@ -185,7 +187,7 @@ def _reload(
     return report, comparison, comparison.problem or report.problem
 
 
-def _restart(server: Connection, folder: Path) -> None:
+def _restart(server: ServerConnection, folder: Path) -> None:
     assert isinstance(server, VLLMServer), "only ours are restarted"
     if server.serves_adapters:
         server.restart()
@@ -196,13 +198,13 @@ def _restart(server: Connection, folder: Path) -> None:
         server.restart(folder)
 
 
-def load_weights(server: Connection, folder: Path) -> None:
-    """Loads the weights of `folder` in place, or the adapter there; does not empty the prefix cache. Raises ServerError when vLLM
+def load_weights(server: ServerConnection, folder: Path) -> None:
+    """Load the weights of `folder` in place, or the adapter there; does not empty the prefix cache. Raises ServerError if vLLM
     refuses."""
     if server.has_adapter:
         adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(folder / ADAPTER_FOLDER), "load_inplace": True}
         server.request("POST", "/v1/load_lora_adapter", adapter, timeout=_LOAD_SECONDS)
-    elif not server.serves_adapters:  # the base of one that does is there since its start
+    elif not server.serves_adapters:  # a server with adapters has had its base since its start
         method = "ttrl_load_weights" if server.worker_extension else "reload_weights"
         name = "folder" if server.worker_extension else "weights_path"
         body = {"method": method, "kwargs": {name: str(folder)}}
@@ -211,21 +213,22 @@ def load_weights(server: Connection, folder: Path) -> None:
             server.model_folder = folder  # what a later restart loads
 
 
-def compare_weights(server: Connection, folder: str | os.PathLike[str], canary: Canary) -> Comparison:
-    """Has every worker of `server` compare what it holds with the files of `folder`, and those with what the trainer noted in the
-    canary. A server with adapters is not asked: its base does not change, adapters are held to the canary. Raises ServerError."""
+def compare_weights(server: ServerConnection, folder: str | os.PathLike[str], canary: Canary) -> WeightComparison:
+    """Make every worker of `server` compare what it holds with the files of `folder`, and those with what the trainer recorded in
+    the canary. A server with adapters is not asked: its base does not change, and adapters are verified by the canary. Raises
+    ServerError."""
     if not server.worker_extension or server.serves_adapters:
-        return Comparison()
+        return WeightComparison()
     body = {"method": "ttrl_compare_weights", "kwargs": {"folder": os.fspath(folder)}}
     workers: list[dict[str, Any]] = server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)["results"]
     failed = [worker["failed"] for worker in workers if worker["failed"]]
     if failed:
         logger.warning("%s cannot compare its weights, so the canary alone speaks for them: %s", server.base_url, failed[0])
-        return Comparison()
+        return WeightComparison()
     problems = [f"what the server holds differs: {problem}" for worker in workers for problem in worker["problems"]]
     for worker in workers:
         problems += _other_bytes(worker["tensors"], canary.weights)
-    return Comparison(
+    return WeightComparison(
         compared=sum(worker["compared"] for worker in workers),
         unchecked=sum(worker["unchecked"] for worker in workers),
         exact=all(worker["exact"] for worker in workers),
@@ -234,7 +237,7 @@ def compare_weights(server: Connection, folder: str | os.PathLike[str], canary: 
 
 
 def _other_bytes(read: dict[str, str], written: dict[str, str]) -> list[str]:
-    """What a worker read that is not what the trainer wrote."""
+    """Return what a worker read that is not what the trainer wrote."""
     if not written:
         return []
     different = [name for name, value in read.items() if name in written and written[name] != value]
@@ -252,8 +255,8 @@ def _other_bytes(read: dict[str, str], written: dict[str, str]) -> list[str]:
     return found
 
 
-def reset_prefix_cache(server: Connection) -> None:
-    """Empties the prefix cache, which vLLM refuses while requests run; raises ServerError when it still does after 30 s."""
+def reset_prefix_cache(server: ServerConnection) -> None:
+    """Empty the prefix cache, which vLLM refuses while requests run; raises ServerError if it still does after 30 s."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     while True:
         answer = server.request("POST", "/reset_prefix_cache")
@@ -264,25 +267,9 @@ def reset_prefix_cache(server: Connection) -> None:
         time.sleep(0.1)
 
 
-def sleep(server: Connection) -> None:
-    """Frees the memory of weights and KV cache (vLLM's sleep, level 2); nothing is left, so it is woken by `sync_weights(...,
-    asleep=True)`. Has not run on a GPU; on a CPU, vLLM frees nothing. Raises ServerError."""
+def sleep(server: ServerConnection) -> None:
+    """Free the memory of weights and KV cache (vLLM's sleep, level 2); nothing is left, so `sync_weights(..., asleep=True)` wakes
+    it. Never run on a GPU; on a CPU, vLLM frees nothing. Raises ServerError."""
     server.close_to_all()
     reset_prefix_cache(server)
     server.request("POST", "/sleep?level=2", timeout=_LOAD_SECONDS)
-
-
-__all__ = [
-    "CANARY_FILE",
-    "Canary",
-    "Comparison",
-    "SyncReport",
-    "check_canary",
-    "compare_weights",
-    "load_weights",
-    "reset_prefix_cache",
-    "sleep",
-    "sync_weights",
-    "verify_canary",
-    "verify_weights",
-]

@@ -41,21 +41,22 @@ class Update:
     normaliser: float
     world_size: int
     numbers: list[int] = field(default_factory=list)
-    """Of the rows in the pack; -1 for rows of padding that were added to give each rank as many."""
+    """Row numbers in the pack; -1 for padding rows that were added so that each rank has equally many."""
     num_rows: int = 0
-    """Of the whole step, over all ranks, without those that were added."""
+    """Rows of the whole step, over all ranks, without those that were added."""
     signals: dict[str, Tensor] = field(default_factory=dict)
-    """What the recipe itself finds out about the labels before the step, by name, each [R, T]."""
+    """What the recipe finds out about the labels before the step, by name, each [R, T]."""
     reference_hidden: list[Tensor] = field(default_factory=list)
     """The reference model's hidden states at the trained positions of each row, [N, D] each; for the KL over the vocabulary."""
 
     def backward(self, weighted_loss_N: Tensor) -> None:
-        """Adds the gradient of Σ weighted_loss / Z to the parameters. FSDP takes the mean of the gradients over the ranks; the
-        factor makes it the sum, so that gradients, and what clipping does to them, don't depend on the number of ranks."""
+        """Add the gradient of Σ weighted_loss / Z to the parameters. FSDP averages gradients over the ranks; the factor turns
+        that into the sum, so that gradients and clipping do not depend on the number of ranks."""
         (weighted_loss_N.sum() * (self.world_size / self.normaliser)).backward()
 
     def microbatches(self, config: TrainingConfig, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number of them."""
+        """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number of
+        them."""
         size = config.rows_per_microbatch
         for start in range(0, self.rows.num_rows, size):
             part = self.rows.rows(slice(start, start + size)).trim(config.row_length_multiple)
@@ -69,7 +70,7 @@ class Update:
 def updates(
     packed: PackedTensors, count: int, seed: tuple[int, int], ranks: Ranks, model: PretrainedConfig | None = None
 ) -> list[Update]:
-    """Splits the rows into `count` optimizer steps, or one per row where there are fewer rows; no row is left out.
+    """Split the rows into `count` optimizer steps, or one per row if there are fewer rows; no row is left out.
 
     With more than one step the rows are shuffled first, by `seed` = (seed, iteration) and nothing else: which rows a step has
     does not depend on the ranks. The rows of a step are dealt out so that no rank waits for another (`balance`), and brought to
@@ -87,7 +88,7 @@ def updates(
     for chosen in order.tensor_split(count):
         if ranks.world_size > 1:
             chosen = chosen[balance([cost[row] for row in chosen.tolist()], ranks.world_size)]
-        step = packed.rows(chosen)
+        step = packed.rows(chosen.tolist())
         padded = step.pad_rows_to_multiple(ranks.world_size)
         mine = slice(ranks.rank, None, ranks.world_size)
         numbers = chosen.tolist() + [-1] * (padded.num_rows - step.num_rows)
@@ -96,7 +97,7 @@ def updates(
 
 
 def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None = None) -> None:
-    """Raises PackError where the pack cannot be of this model: token ids beyond its vocabulary, positions beyond its context, or
+    """Raise PackError where the pack cannot be of this model: token ids beyond its vocabulary, positions beyond its context, or
     another tokenizer than that of the folder `model`, where the pack says which it was made with."""
     if not packed.num_trained:
         raise PackError(f"none of the pack's {packed.num_rows} rows has a label, so there is nothing to train on")
@@ -118,5 +119,5 @@ def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None =
 
 
 def policy_inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """What the policy is called with, from a microbatch."""
+    """Return the policy's inputs from a microbatch."""
     return tuple(batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos"))

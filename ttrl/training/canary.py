@@ -25,7 +25,7 @@ from ttrl.system.files import write_json
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.parallel.distributed import ranks
 from ttrl.training.policy.loading import load_policy
-from ttrl.training.policy.policy import HeadOptions, Policy
+from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 
 CANARY_FILE = "canary.json"
 CANARY_LENGTH = 257  # two KV blocks of 128 tokens and one more, so that whole blocks lie in the prefix cache
@@ -35,29 +35,33 @@ logger = logging.getLogger(__name__)
 
 
 def canary_tokens(vocab_size: int, max_length: int) -> list[int]:
-    """The same random tokens for every checkpoint of a model: a server that kept an older one's keys and values is found out."""
+    """Return the same random tokens for every checkpoint of a model, so that a server that kept the keys and values of an older
+    one is caught."""
     length = max(2, min(CANARY_LENGTH, max_length - GREEDY_LENGTH))
     return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @torch.no_grad()
 def _distributions(policy: Policy, tokens: list[int], first: int, device: torch.device) -> torch.Tensor:
-    """Log-probabilities [len(tokens) - first, V] of what follows each token from number `first` on, for one plain sequence."""
+    """Return log-probabilities [len(tokens) - first, V] of what follows each token from number `first` on, for one plain
+    sequence."""
     row = torch.tensor([tokens], device=device)
     labels = torch.full_like(row, IGNORE)
     labels[:, first:] = 0
     zeros = torch.zeros_like(row)
     positions = torch.arange(len(tokens), device=device).unsqueeze(0)
-    return policy(row, labels, zeros, zeros, positions, HeadOptions(distributions=True)).logprobs.float().cpu()
+    out: PolicyOutput = policy(row, labels, zeros, zeros, positions, HeadOptions(distributions=True))
+    return out.logprobs.float().cpu()
 
 
 def compute_canary(policy: Policy, device: torch.device, guess: Sequence[int] = ()) -> dict[str, Any]:
-    """The content of canary.json: natural log-probabilities of each token given those before it, and a greedy continuation with
-    its margins (the best token's log-probability less the second's). A collective when the policy is sharded.
+    """Return the content of canary.json: natural log-probabilities of each token given those before it, and a greedy continuation
+    with its margins (the best token's log-probability less the second's). A collective if the policy is sharded.
 
     guess: the continuation, such as that of the weights before. One pass shows all tokens that follow, so a right guess makes it
     the only one; a wrong one is corrected from pass to pass, at least by its first wrong token (Jacobi decoding, arXiv
-    2305.10427)."""
+    2305.10427).
+    """
     decoder = policy.decoder
     tokens = canary_tokens(decoder.tok_embeddings.num_embeddings, decoder.max_seq_len)
     greedy = [*guess, *[0] * GREEDY_LENGTH][:GREEDY_LENGTH]
@@ -90,7 +94,7 @@ def compute_canary(policy: Policy, device: torch.device, guess: Sequence[int] = 
 
 
 def _same_everywhere(tokens: torch.Tensor) -> torch.Tensor:
-    """The first rank's, so that all of them make as many passes."""
+    """Return the first rank's tokens, so that all ranks make equally many passes."""
     if not (distributed.is_initialized() and distributed.get_world_size() > 1):
         return tokens
     shared = [tokens.tolist()]
@@ -99,7 +103,7 @@ def _same_everywhere(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def known_continuation(folder: Path, vocab_size: int) -> list[int]:
-    """The greedy continuation in a model folder's canary, to guess another one's by; empty where there is none."""
+    """Return the greedy continuation in a model folder's canary, as a guess for the next one; empty if there is none."""
     try:
         stored = json.loads(Path(folder, CANARY_FILE).read_text(encoding="utf-8"))["greedy_token_ids"]
         return [token for token in map(int, stored) if 0 <= token < vocab_size]
@@ -108,7 +112,7 @@ def known_continuation(folder: Path, vocab_size: int) -> list[int]:
 
 
 def main() -> int:
-    """Computes the canary of a model folder, on one device."""
+    """Compute the canary of a model folder, on one device."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", required=True)

@@ -35,7 +35,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CheckpointDtype = Literal["fp32", "bf16"]
 
 
-class Entry(NamedTuple):
+class CheckpointTensor(NamedTuple):
     """A tensor to be written: its size in bytes, and how to get it (a collective where parameters are sharded)."""
 
     name: str
@@ -44,8 +44,8 @@ class Entry(NamedTuple):
 
 
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
-    """Copies the files of a model folder that are no weights: configs, tokenizer, chat template, licence. `dtype` is what the
-    config will say that the weights are."""
+    """Copy the files of a model folder other than weights: configs, tokenizer, chat template, licence. `dtype` is what the config
+    will say about the weights."""
     for path in sorted(source.iterdir()):
         if (
             path.is_file()
@@ -65,8 +65,8 @@ def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None
     (target / "config.json").write_text(json_text(config), encoding="utf-8")
 
 
-def _entries(policy: Policy, dtype: torch.dtype) -> Iterator[Entry]:
-    """The parameters under their Hugging Face names, fused where the family has them so, with their adapters merged in."""
+def _entries(policy: Policy, dtype: torch.dtype) -> Iterator[CheckpointTensor]:
+    """Yield the parameters under their Hugging Face names, fused if the family stores them so, with their adapters merged in."""
     parameters = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
     layers = {f"{name}.weight": layer for name, layer in adapted(policy).items()}
     for name, parts in stored_as(parameters, policy.decoder.config):
@@ -75,18 +75,18 @@ def _entries(policy: Policy, dtype: torch.dtype) -> Iterator[Entry]:
             whole = [merged_weight(parameters[part], layers.get(part)).to(device="cpu", dtype=dtype) for part in parts]
             return torch.cat(whole) if len(whole) > 1 else whole[0]
 
-        yield Entry(name, sum(parameters[part].numel() for part in parts) * dtype.itemsize, gather)
+        yield CheckpointTensor(name, sum(parameters[part].numel() for part in parts) * dtype.itemsize, gather)
 
 
-def _entries_beside_text(folder: Path, entries: list[Entry]) -> list[Entry]:
-    """The entries under the names of a model with more than text in it, and its other parameters as they were."""
+def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
+    """Rename the entries for a model that holds more than text, and add its other parameters as they were."""
     composite = composite_of(folder)
     if composite is None:
         return entries
     others, layout = [], composite.layouts[0]
     for file, name, tensor in iter_stored(folder):
         if name.startswith(composite.frozen):
-            others.append(Entry(name, tensor.nbytes, functools.partial(read_stored, folder / file, name)))
+            others.append(CheckpointTensor(name, tensor.nbytes, functools.partial(read_stored, folder / file, name)))
         elif (found := layout_of(name, composite)) is not None and not name.startswith("lm_head."):
             layout, _ = found
     renamed = []
@@ -96,9 +96,9 @@ def _entries_beside_text(folder: Path, entries: list[Entry]) -> list[Entry]:
     return renamed + others
 
 
-def _shards(entries: list[Entry], max_bytes: int) -> list[list[Entry]]:
-    """In order, as many to a shard as fit; a tensor above the limit has one of its own."""
-    shards: list[list[Entry]] = [[]]
+def _shards(entries: list[CheckpointTensor], max_bytes: int) -> list[list[CheckpointTensor]]:
+    """Divide entries into shards, in order, as many to a shard as fit; a tensor above the limit gets a shard of its own."""
+    shards: list[list[CheckpointTensor]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.size > max_bytes:
@@ -109,8 +109,8 @@ def _shards(entries: list[Entry], max_bytes: int) -> list[list[Entry]]:
     return shards
 
 
-def _write_weights(folder: Path | None, entries: list[Entry], max_bytes: int) -> dict[str, str]:
-    """Writes shards, and their index where there are several. `folder` is None on ranks that only take part in gathering.
+def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_bytes: int) -> dict[str, str]:
+    """Write shards, and their index if there are several. `folder` is None on ranks that only take part in gathering.
 
     Returns name → SHA-256 of each tensor's bytes as they were in memory: what a server reads is held to it (`ttrl.vllm_worker`).
     """
@@ -141,7 +141,7 @@ def _write_weights(folder: Path | None, entries: list[Entry], max_bytes: int) ->
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def save_checkpoint(
@@ -154,8 +154,8 @@ def save_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: TrainingConfig | None = None,
 ) -> None:
-    """Writes the policy as a model folder, atomically. A collective: all ranks must call it; rank 0 writes. `config`: of the
-    training, which says what becomes of adapters; without it they are merged, and not written by themselves.
+    """Write the policy as a model folder, atomically. A collective: all ranks must call it; rank 0 writes. `config`: the
+    training's, which says what happens to adapters; without it they are merged, and not written separately.
 
     With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with the tolerance of bfloat16;
     training goes on from what is written, so small updates get lost.

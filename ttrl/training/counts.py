@@ -14,15 +14,15 @@ from ttrl.training.kernels.logprobs import IGNORE
 
 
 def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Positions of a microbatch: those that are trained, that hold a token, and the padding that is computed for nothing."""
+    """Count the positions of a microbatch: those that are trained, those that hold a token, and padding."""
     used = (batch["group_ids"] >= 0).sum()
     trained = (batch["labels"] != IGNORE).sum()
     return {"trained_tokens": trained, "row_tokens": used, "padding_tokens": batch["tokens"].numel() - used}
 
 
 def work_counts(rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig) -> dict[str, float]:
-    """ "flops" of a forward and a backward pass over the rows (`ttrl.costs.flops`), and
-    "logical_tokens": the positions that the samples would take in rows that share nothing."""
+    """Return "flops" of a forward and a backward pass over the rows (`ttrl.costs.flops`), and "logical_tokens": the positions that
+    the samples would take in rows that share nothing."""
     decoder = decoder_parameters(config.to_dict())
     shape = decoder.shape
     positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
@@ -37,7 +37,8 @@ def work_counts(rows: PackedTensors, config: PretrainedConfig, training: Trainin
 
 
 def row_flops(rows: PackedTensors, config: PretrainedConfig) -> list[float]:
-    """Of a forward pass over each row: layers, attention within each layer's window, and the head at trained positions."""
+    """Return the FLOPs of a forward pass over each row: layers, attention within each layer's window, and the head at trained
+    positions."""
     shape = decoder_parameters(config.to_dict()).shape
     used = rows.group_ids >= 0
     keys = torch.where(used, rows.input_pos + 1, 0)  # that each position sees, itself included

@@ -28,7 +28,7 @@ from ttrl.training.parallel.distributed import Ranks
 
 LOGPROBS_FILE = "trainer_logprobs.safetensors"
 WORST = 8
-"""Tokens that are named of each weights version."""
+"""How many tokens are named for each weights version."""
 TOLERANCES = {"fp32": 1e-3, "bf16": 0.25}
 """Nats that a token may be apart before it counts as outside, by the trainer's dtype. In float32 differences are about 1e-6, with
 TF32 in a GPU's attention kernels up to 1e-3; in bfloat16 logits of size 10 to 20 are rounded by 0.03 to 0.06 on both sides."""
@@ -44,7 +44,7 @@ def compare_tokens(
     *,
     write: bool = True,
 ) -> dict[str, Any]:
-    """What train.jsonl says of the tokens of `steps`, this rank's parts of all the optimizer steps that were compared.
+    """Compare sampler and trainer on the trained tokens of `steps`, this rank's parts of the optimizer steps, for train.jsonl.
 
     logprobs, sampled: [N] of all ranks in their order (`Ranks.gather`), of the trained tokens of these rows in row-major order.
     A collective; with `write` the first rank writes LOGPROBS_FILE into `config.output_dir`.
@@ -92,8 +92,8 @@ def compare_tokens(
 
 
 def _facts(step: Update) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's trained tokens of a step, in row-major order: place in the pack (row·T + position), version, position in
-    the sample."""
+    """Return place in the pack (row·T + position), version, and position in the sample of this rank's trained tokens of a step,
+    in row-major order."""
     trained = step.rows.labels != IGNORE
     row, position = trained.nonzero(as_tuple=True)
     numbers = torch.tensor(step.numbers, dtype=torch.int64)[row]
@@ -113,7 +113,7 @@ def _figures(logprobs: Tensor, sampled: Tensor, known: Tensor, finite: Tensor, t
 
 
 def _by_position(gap: Tensor, positions: Tensor) -> list[float]:
-    """Means of |difference| over quarters of the tokens, by position; fewer where there are fewer tokens."""
+    """Return means of |difference| over quarters of the tokens, by position; fewer if there are fewer tokens."""
     by_place = gap[positions.argsort(stable=True)]
     return [float(part.mean()) for part in by_place.tensor_split(4) if len(part)]
 

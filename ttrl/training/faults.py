@@ -25,7 +25,7 @@ from ttrl.training.policy.policy import Policy
 
 
 def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: int = 1) -> dict[str, float]:
-    """Bytes of a process's peak that a setting other than the one in use would save, by the setting, the largest first.
+    """Return the bytes of a process's peak that each other setting would save, by the setting, the largest first.
 
     seq_len: positions of a packed row. ranks: processes that train on different rows. Empty where the model's config.json does
     not say its shape.
@@ -39,7 +39,7 @@ def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: 
 
 
 def advice(config: TrainingConfig, seq_len: int) -> str:
-    """The same in words, for an error message, on this machine and with as many processes as there are."""
+    """Return the same as a sentence for an error message, for this machine and its number of processes."""
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     ranks = int(os.environ.get("WORLD_SIZE", "1")) // config.tensor_parallel
     found = savings(config, seq_len, cuda=cuda, ranks=max(1, ranks))
@@ -59,18 +59,18 @@ class Finite:
         self._first: list[Tensor] = []
 
     def look(self, losses_N: Tensor) -> None:
-        """The losses of one more microbatch, N of trained positions in row-major order."""
+        """Look at the losses of one more microbatch, N trained positions in row-major order."""
         bad_N = ~torch.isfinite(losses_N.detach())
         self._bad.append(bad_N.sum())
         self._first.append(bad_N.to(torch.int8).argmax() if len(bad_N) else bad_N.sum())
 
     def count(self) -> Tensor:
-        """How many losses were not finite so far, on this rank."""
+        """Return how many losses were not finite so far, on this rank."""
         return torch.stack(self._bad).sum() if self._bad else torch.zeros((), dtype=torch.int64)
 
     def described(self, rows: PackedTensors, row_numbers: list[int], size: int) -> str | None:
-        """Where the first bad loss lies, in words; None where all are finite. `rows` are the step's on this rank, `row_numbers`
-        their numbers in the pack, `size` the rows of a microbatch."""
+        """Say where the first bad loss is; None if all are finite. `rows` are the step's on this rank, `row_numbers` their
+        numbers in the pack, `size` the rows of a microbatch."""
         counts = torch.stack(self._bad).tolist() if self._bad else []
         for microbatch, count in enumerate(counts):
             if count:
@@ -85,17 +85,17 @@ class Finite:
 
 
 class Skipped:
-    """Counts the optimizer steps that were not taken, and stops the run where too many in a row were not."""
+    """Counts the optimizer steps that were not taken, and stops the run after too many in a row."""
 
     def __init__(self, most: int, in_a_row: int = 0) -> None:
         self._most, self.in_a_row, self.total = most, in_a_row, 0
 
     def taken(self) -> None:
-        """A step was taken."""
+        """Note that a step was taken."""
         self.in_a_row = 0
 
     def skip(self, step: int, why: str, policy: Policy, ranks: Ranks) -> None:
-        """Step `step` (from 1) was not taken. A collective.
+        """Note that step `step` (from 1) was not taken. A collective.
 
         Raises DivergedError where it is one too many, or where the weights themselves are not finite, which no step can mend.
         """
@@ -122,7 +122,7 @@ class Skipped:
 
 
 def somewhere(first_bad: str | None, ranks: Ranks) -> str:
-    """The words of the first rank that found a bad loss. A collective."""
+    """Return the description by the first rank that found a bad loss. A collective."""
     found = [first_bad] * ranks.world_size
     if ranks.world_size > 1:
         distributed.all_gather_object(found, first_bad, group=ranks.data_group)
@@ -131,7 +131,7 @@ def somewhere(first_bad: str | None, ranks: Ranks) -> str:
 
 @contextlib.contextmanager
 def memory_advice(config: TrainingConfig, seq_len: int) -> Iterator[None]:
-    """Turns running out of memory into TrainerMemoryError, which says what setting would save how much."""
+    """Turn running out of memory into TrainerMemoryError, which says what setting would save how much."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -145,5 +145,5 @@ def memory_advice(config: TrainingConfig, seq_len: int) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return str(error).strip().split("\n")[0]

@@ -13,18 +13,18 @@ from ttrl.training.parallel.distributed import Ranks
 
 
 class Sums:
-    """Named sums over microbatches, added up over the ranks at the end, in float64."""
+    """Named sums over microbatches, in float64, added up over the ranks at the end."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[str, Tensor | float] = defaultdict(float)
 
     def add(self, **values: Tensor | float) -> None:
-        """Adds values: tensors (detached and summed), or numbers."""
+        """Add values: tensors (detached and summed), or numbers."""
         for name, value in values.items():
             self._sums[name] += value.detach().double().sum() if isinstance(value, Tensor) else value
 
     def over_ranks(self, ranks: Ranks) -> dict[str, float]:
-        """The totals over all ranks, on every rank; a collective. All ranks must have added the same names."""
+        """Return the totals over all ranks, on every rank; a collective. All ranks must have added the same names."""
         names = sorted(self._sums)
         values = torch.tensor([float(self._sums[name]) for name in names], dtype=torch.float64, device=ranks.device)
         return dict(zip(names, ranks.sum(values).tolist(), strict=True))
@@ -37,23 +37,23 @@ class Range:
         self._low, self._high = torch.tensor(math.inf), torch.tensor(-math.inf)
 
     def add(self, values_N: Tensor) -> None:
-        """More values; there may be none."""
+        """Add values; there may be none."""
         if len(values_N):
             low, high = values_N.detach().float().aminmax()
             self._low, self._high = torch.minimum(self._low.to(low.device), low), torch.maximum(self._high.to(high.device), high)
 
     def over_ranks(self, ranks: Ranks) -> tuple[float, float]:
-        """(smallest, largest) on every rank; a collective. (inf, -inf) where there was no value."""
+        """Return (smallest, largest) on every rank; a collective. (inf, -inf) if there was no value."""
         return float(ranks.gather(self._low.reshape(1)).min()), float(ranks.gather(self._high.reshape(1)).max())
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float | None:
-    """(Σw)²/Σw² as a share of `count`, from the sums; None where nothing was summed."""
+    """Return (Σw)²/Σw² as a share of `count`, from the sums; None if nothing was summed."""
     return weight_sum**2 / weight_square_sum / count if count and weight_square_sum > 0 else None
 
 
 def sampler_against_trainer(logprobs_N: Tensor, sampler_logprobs_N: Tensor) -> dict[str, float | int]:
-    """How far the trainer's log-probabilities of the sampled tokens are from the sampler's, before anything was trained.
+    """Measure how far the trainer's log-probabilities of the sampled tokens are from the sampler's, before any training.
 
     Returns the mean and the 99.9th percentile of |difference| in nats, the effective sample size (Σw)²/Σw² of the weights
     w = π_trainer/π_sampler as a share of the tokens, and how many tokens were compared and how many had no sampler logprob.

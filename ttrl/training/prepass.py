@@ -68,7 +68,7 @@ class Prepass:
         """The same of some rows' tokens that `config.sampler_version` sampled, under its own weights; where it is given."""
 
     def run(self) -> None:
-        """Everything but the choice of tokens. A collective."""
+        """Make all passes but the choice of tokens. A collective."""
         if self._config.sampler_model is not None and self._config.sampler_rows:
             self.own_weights = self._compared_under(self._config.sampler_model)
         rewards = any(objective.needs_token_rewards for objective in self._objectives)
@@ -83,7 +83,7 @@ class Prepass:
             self._add_token_rewards()
 
     def _compared(self, start_logprobs: list[Tensor]) -> dict[str, Any]:
-        """start_logprobs: [R, T] of each step. A collective."""
+        """Compare sampler and trainer on all steps. start_logprobs: [R, T] of each step. A collective."""
         trained = [step.rows.labels != IGNORE for step in self._steps]
         mine = torch.cat([values[chosen] for values, chosen in zip(start_logprobs, trained, strict=True)])
         sampled = torch.cat([step.rows.logprobs[chosen] for step, chosen in zip(self._steps, trained, strict=True)])
@@ -92,8 +92,8 @@ class Prepass:
         return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
 
     def _compared_under(self, folder: str) -> dict[str, Any]:
-        """What `compare_tokens` says of the tokens of the policy in `folder`, in rows of the first step; and its version, and how
-        many rows. A collective."""
+        """Compare the tokens of the policy in `folder`, in rows of the first step, under its own weights; returns figures,
+        version and number of rows. A collective."""
         config, here, step = self._config, self._here, self._steps[0]
         trained = step.rows.labels != IGNORE
         judged = trained & (step.rows.weights_version == config.sampler_version)
@@ -110,7 +110,7 @@ class Prepass:
         return {"version": config.sampler_version, "rows": rows} | figures
 
     def choose(self, number: int) -> None:
-        """The tokens that the objective acts on in step `number`, for objectives that choose them. A collective."""
+        """Choose the tokens that the objective acts on in step `number`, if it chooses any. A collective."""
         step, objective = self._steps[number], self._objectives[number]
         if not objective.needs_prepass:
             return
@@ -122,10 +122,10 @@ class Prepass:
         trained = step.rows.labels != IGNORE
         own_keys = token_keys(step.rows)[trained]
         own = (logprobs[trained], old[trained], step.rows.advantages[trained], own_keys)
-        whole = [self._here.gather(values) for values in own]
-        chosen = objective.choose(*whole, seed=self._config.seed + objective.global_step)  # type: ignore[call-arg]
+        logprobs_N, old_N, advantages_N, keys_N = (self._here.gather(values) for values in own)
+        chosen_N = objective.choose(logprobs_N, old_N, advantages_N, keys_N, self._config.seed + objective.global_step)
         step.signals["chosen"] = torch.zeros_like(trained)
-        step.signals["chosen"][trained] = torch.isin(own_keys, whole[3][chosen])
+        step.signals["chosen"][trained] = torch.isin(own_keys, keys_N[chosen_N])
 
     def _own_signals(self, step: Update, values: bool = True) -> dict[str, Tensor]:
         head = self._value_head if values else None
@@ -148,12 +148,12 @@ class Prepass:
                 self.reference_head = self._policy.whole_head()
 
     def _add_token_rewards(self) -> None:
-        """New advantages, made over the whole pack on every rank alike, then dealt out again."""
+        """Compute new advantages over the whole pack, on every rank alike, and give each step its own."""
         config, packed = self._config, self._packed
         logprobs = self._over_pack(lambda step: step.signals["start_logprobs"])
         reference = packed.reference_logprobs
         if reference is None and any(objective.needs_reference for objective in self._objectives):
-            reference = self._over_pack(lambda step: step.rows.reference_logprobs)  # type: ignore[arg-type,return-value]
+            reference = self._over_pack(lambda step: step.rows.reference_logprobs)
         if config.token_rewards == "implicit":
             assert reference is not None
             self._deal_out(implicit_advantages(packed, logprobs, reference, config.implicit_beta, config.gamma))
@@ -179,12 +179,14 @@ class Prepass:
         for step in self._steps if steps is None else steps:
             step.rows.advantages = _of_rows(advantages_PT, step.numbers)
 
-    def _over_pack(self, of: Callable[[Update], Tensor]) -> Tensor:
-        return _whole([(step.numbers, of(step)) for step in self._steps], self._packed, self._here)
+    def _over_pack(self, of: Callable[[Update], Tensor | None]) -> Tensor:
+        mine = [(step.numbers, values) for step in self._steps if (values := of(step)) is not None]
+        return _whole(mine, self._packed, self._here)
 
 
 def _whole(mine: list[tuple[list[int], Tensor]], packed: PackedTensors, here: Ranks) -> Tensor:
-    """[P, T] of the whole pack from all ranks' (row numbers, [R, T]); NaN for rows without labels, which are in no step."""
+    """Return [P, T] of the whole pack from all ranks' (row numbers, [R, T]); NaN for rows without labels, which are in no
+    step."""
     parts = [mine] * here.world_size
     if here.world_size > 1:
         distributed.all_gather_object(parts, mine, group=here.data_group)
@@ -196,7 +198,7 @@ def _whole(mine: list[tuple[list[int], Tensor]], packed: PackedTensors, here: Ra
 
 
 def _of_rows(whole_PT: Tensor, numbers: list[int]) -> Tensor:
-    """[R, T]: the rows with these numbers; zeros for -1."""
+    """Return the rows with these numbers [R, T]; zeros for -1."""
     padded = torch.cat([whole_PT, whole_PT.new_zeros(1, whole_PT.shape[1])])
     return padded[numbers]
 
@@ -205,8 +207,8 @@ def _of_rows(whole_PT: Tensor, numbers: list[int]) -> Tensor:
 def row_signals(
     policy: Policy, step: Update, config: TrainingConfig, device: torch.device, value_head: ValueHead | None = None
 ) -> dict[str, Tensor]:
-    """ "start_logprobs" [R, T], of all labels under the policy as it is, NaN elsewhere; with a value head "old_values" [R, T], of
-    the positions that predict them, 0 elsewhere. A collective when the policy is sharded."""
+    """Return "start_logprobs" [R, T] of all labels under the policy as it is, NaN elsewhere; with a value head also "old_values"
+    [R, T] of the positions that predict them, 0 elsewhere. A collective if the policy is sharded."""
     labelled = step.rows.labels != IGNORE
     result = {"start_logprobs": torch.full(labelled.shape, torch.nan)}
     logprobs, values = [], []
@@ -223,14 +225,14 @@ def row_signals(
 
 @torch.no_grad()
 def row_hidden(policy: Policy, step: Update, config: TrainingConfig, device: torch.device) -> list[Tensor]:
-    """The hidden states at the trained positions of each row, [N, D] each, on the CPU. A collective when sharded."""
+    """Return the hidden states at the trained positions of each row, [N, D] each, on the CPU. A collective if sharded."""
     parts = [policy(*policy_inputs(batch), HeadOptions(hidden=True)).hidden.cpu() for batch in step.microbatches(config, device)]
     return list(torch.cat(parts).split((step.rows.labels != IGNORE).sum(dim=1).tolist()))
 
 
 def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTensors) -> PackedTensors:
-    """The pack with the log-probabilities of `config.model` as its reference_logprobs, and which model and temperature they are
-    of. A collective."""
+    """Return the pack with the log-probabilities of `config.model` as its reference_logprobs, and which model and temperature
+    they come from. A collective."""
     policy = load_policy(config, here)
     check_pack(packed, policy)
     (step,) = updates(packed, 1, (config.seed, 0), here, policy.decoder.config)
@@ -240,7 +242,7 @@ def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTens
 
 
 def main() -> int:
-    """Stores a reference model's log-probabilities with a pack, so that training needs no second model."""
+    """Store a reference model's log-probabilities with a pack, so that training needs no second model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--reference", required=True, help="model folder")

@@ -16,7 +16,8 @@ TEMPERATURE_KEY = "reference_temperature"
 
 
 def model_digest(folder: str | Path) -> str:
-    """SHA-256 over config.json and the files of weights, names and contents; about a second per GB. Raises ModelFolderError."""
+    """Return the SHA-256 over config.json and the weight files, names and contents; about a second per GB. Raises
+    ModelFolderError."""
     if not Path(folder, "config.json").is_file():
         raise ModelFolderError(f"{folder} has no config.json; reference_model must be a model folder in Hugging Face layout")
     total = hashlib.sha256()
@@ -26,7 +27,7 @@ def model_digest(folder: str | Path) -> str:
 
 
 def reference_facts(config: GRPOConfig) -> dict[str, str]:
-    """What is stored with the log-probabilities of `config.model`."""
+    """Return what is stored with the log-probabilities of `config.model`."""
     return {
         MODEL_KEY: config.model,
         WEIGHTS_KEY: model_digest(config.model),
@@ -35,8 +36,8 @@ def reference_facts(config: GRPOConfig) -> dict[str, str]:
 
 
 def check_reference(packed: PackedTensors, config: GRPOConfig) -> None:
-    """Looks at what the objective will compare the policy with, before anything is loaded. Packs that do not say where their
-    log-probabilities come from are believed.
+    """Check what the objective will compare the policy with, before anything is loaded. Packs that do not say where their
+    log-probabilities come from are trusted.
 
     Raises PackError where the pack's log-probabilities are of another temperature, or of other weights than `reference_model`'s,
     if one is given; ConfigError where there is neither a reference model nor stored log-probabilities.

@@ -43,14 +43,14 @@ class Trained(NamedTuple):
 
 
 def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
-    """What `config` starts from, from its files. A collective. Raises ModelFolderError, RunFolderError and ConfigError."""
+    """Load what `config` starts from. A collective. Raises ModelFolderError, RunFolderError and ConfigError."""
     policy = load_policy(config, here)
     values = ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here) if config.value_head else None
     return Trained(policy, Stepper(policy, config, here, config.state, values), values)
 
 
 Files = tuple[tuple[Any, ...], ...]
-"""What tells whether files are the same as before: name, device, inode, size, and times of content and entry of each."""
+"""Tells whether files are the same as before: name, device, inode, size, and times of content and entry of each."""
 
 
 class Residence:
@@ -66,7 +66,7 @@ class Residence:
         self._kept: tuple[Trained, dict[str, Any], Files] | None = None
 
     def enter(self, config: GRPOConfig) -> Trained:
-        """What `config` starts from: from memory where that is the same, else from its files.
+        """Return what `config` starts from: from memory if it is the same there, else from its files.
 
         Raises ModelFolderError, RunFolderError and ConfigError as loading does.
         """
@@ -87,7 +87,7 @@ class Residence:
         return trained
 
     def leave(self, config: GRPOConfig, trained: Trained) -> None:
-        """After checkpoint and state were written: keeps what was trained for whoever goes on from them."""
+        """Keep what was trained for the iteration that continues from it. Call it after checkpoint and state were written."""
         output = Path(config.output_dir)
         written = dataclasses.replace(config, model=str(output / "checkpoint"), state=str(output / "state"))
         if config.checkpoint_dtype != "fp32" and config.lora_rank is None:
@@ -97,8 +97,8 @@ class Residence:
         self._keep(written, trained)
 
     def prepare(self, config: GRPOConfig) -> None:
-        """Loads what `config` starts from before anybody asks for it, so that it costs no time later. What is wrong with it, or
-        too large for the memory, is left for the iteration to say."""
+        """Load what `config` starts from before it is asked for, so that it costs no time later. What is wrong with it, or too
+        large for the memory, is left for the iteration to report."""
         try:
             self._keep(config, load_trained(config, self._here))
         except (TtrlError, MemoryError, RuntimeError) as error:  # of memory: PyTorch has no class of its own for the CPU's
@@ -111,7 +111,7 @@ class Residence:
         self._kept = trained, _settings(config), _inputs(config)
 
     def _agreed(self, mine: bool) -> bool:
-        """The first rank's answer: files look different from another host while they are on their way to it."""
+        """Return the first rank's answer: a file on its way to another host looks different there."""
         answer = [mine]
         if self._here.processes > 1:
             distributed.broadcast_object_list(answer, device=self._here.device)
@@ -123,7 +123,7 @@ def _settings(config: GRPOConfig) -> dict[str, Any]:
 
 
 def _inputs(config: GRPOConfig) -> Files:
-    """Of the files that a policy, an optimizer and a value head are loaded from."""
+    """Return the facts of the files that a policy, an optimizer and a value head are loaded from."""
     folders = [Path(config.model), Path(config.model, ADAPTER_FOLDER)]
     if config.lora_rank is not None:
         folders.append(Path(base_folder(config)))
@@ -145,8 +145,7 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
 
 @torch.no_grad()
 def _move(trained: Trained, device: torch.device) -> None:
-    """Everything to another device; what is on the CPU for good stays there. Has run from CPU to CPU alone; never run on a
-    GPU."""
+    """Move everything to another device, except what is on the CPU for good. Has run from CPU to CPU only; never run on a GPU."""
     if not trained.stepper.lives_on_cpu:
         trained.policy.to(device)
         trained.stepper.move(device)

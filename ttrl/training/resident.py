@@ -21,18 +21,18 @@ from omegaconf import OmegaConf
 from ttrl.configs import GRPOConfig
 from ttrl.errors import TtrlError
 from ttrl.system.request_folder import RequestFolder
-from ttrl.training.parallel.distributed import Ranks, check_here, ranks
+from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, ranks
 from ttrl.training.residence import Residence
 
 logger = logging.getLogger("ttrl.training")
 
 
 def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: Any) -> int:
-    """Joins the other ranks and trains every config that appears in the folder `raw.follow`, until it is told to stop or the
-    folder is gone. Returns the exit code."""
+    """Join the other ranks and train every config that appears in the folder `raw.follow`, until told to stop or the folder is
+    gone. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
-        config = _parsed(raw)
+        config = parse_config(GRPOConfig, raw)
         assert config.follow is not None
         with ranks(config) as here:
             _serve(RequestFolder(config.follow), config, train, here)
@@ -51,7 +51,7 @@ def _serve(folder: RequestFolder, start: GRPOConfig, train: Callable[[GRPOConfig
         if request is None:
             return
         began = time.perf_counter()
-        config = _parsed(OmegaConf.load(request))
+        config = parse_config(GRPOConfig, OmegaConf.load(request))
         with _output_to(Path(config.output_dir, "train.log")):
             check_here(config, here)
             train(config, here, residence)
@@ -62,19 +62,16 @@ def _serve(folder: RequestFolder, start: GRPOConfig, train: Callable[[GRPOConfig
 
 
 def _give_back_memory() -> None:
-    """What C's allocator keeps for itself, in pieces between others, is the server's while we wait: measured, a third."""
+    """Return the free memory that C's allocator holds on to, so that the server can use it while we wait: a third, as
+    measured."""
     with contextlib.suppress(OSError, AttributeError):  # of glibc alone
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _parsed(raw: Any) -> GRPOConfig:
-    return GRPOConfig.parse(OmegaConf.to_container(raw, resolve=True), "recipe config")  # type: ignore[arg-type]
-
-
 @contextlib.contextmanager
 def _output_to(log: Path) -> Iterator[None]:
-    """Everything that this process prints, libraries in C included, goes to the end of `log`; after an error it goes on doing so,
-    since the process ends."""
+    """Append everything that this process prints, C libraries included, to `log`; after an error that stays so, since the process
+    ends."""
     if (node := os.environ.get("GROUP_RANK", "0")) != "0":  # appending from several hosts is not atomic
         log = log.with_name(f"train-node{node}.log")
     log.parent.mkdir(parents=True, exist_ok=True)

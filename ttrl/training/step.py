@@ -25,7 +25,7 @@ from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 from ttrl.training.policy.value_head import ValueHead, value_loss
 from ttrl.training.timing import Stopwatch
-from ttrl.training.train_log import Progress
+from ttrl.training.train_log import TrainProgress
 
 TOKENS = ("trained_tokens", "row_tokens", "padding_tokens", "logical_tokens")
 _WEIGHTED = ("policy_loss", "kl_loss", "entropy_loss", "kl")  # facts that are reported as Σ w·fact / Z, as the loss is
@@ -41,13 +41,13 @@ class StepResult:
     ratio: tuple[float, float]
     """The smallest and largest π/π_old."""
     compared: tuple[Tensor, Tensor] | None
-    """Log-probabilities of all trained tokens under the trainer and the sampler, [N] each; where they were asked for."""
+    """Log-probabilities of all trained tokens under the trainer and the sampler, [N] each; if they were asked for."""
     first_bad: str | None
-    """Where the first loss of this rank lies that is not finite."""
+    """Where the first loss of this rank is that is not finite."""
 
 
 class GradientStep:
-    """Makes gradients. `reference_head` is the reference model's output projection [V, D] and its bias, for KL over the whole
+    """Computes gradients. `reference_head` is the reference model's output projection [V, D] and its bias, for KL over the whole
     vocabulary."""
 
     def __init__(
@@ -56,7 +56,7 @@ class GradientStep:
         config: GRPOConfig,
         here: Ranks,
         watch: Stopwatch,
-        progress: Progress,
+        progress: TrainProgress,
         value_head: ValueHead | None = None,
         reference_head: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class GradientStep:
         self._reference_head = [None if part is None else part.to(here.device) for part in reference_head or ()]
 
     def accumulate(self, step: Update, objective: Objective, *, compare: bool = False) -> StepResult:
-        """Adds the gradient of the whole step to the parameters. With `compare`, the result holds all log-probabilities."""
+        """Add the gradient of the whole step to the parameters. With `compare`, the result holds all log-probabilities."""
         sums, ratio, finite = Sums(), Range(), Finite()
         compared: list[Tensor] = []
         size, batches = self._config.rows_per_microbatch, step.microbatches(self._config, self._here.device)
@@ -111,7 +111,7 @@ class GradientStep:
         )
 
     def _losses(self, out: PolicyOutput, tokens: "_Tokens", objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted loss of the microbatch, to be differentiated, and facts about each token [N], without gradient."""
+        """Return the weighted loss of the microbatch, to be differentiated, and facts about each token [N], without gradient."""
         if objective.per_token:
             with torch.no_grad():
                 loss_N, facts = tokens.loss(out.logprobs)
@@ -122,6 +122,7 @@ class GradientStep:
             total = (loss_N * tokens.weights).sum()
         facts = facts | {"loss": loss_N.detach()}
         if out.values is not None:
+            assert tokens.returns is not None
             config = self._config
             values_N = value_loss(out.values, tokens.returns, tokens.old_values, config.value_clip) * config.value_coefficient
             total = total + (values_N * tokens.weights).sum()
@@ -141,7 +142,7 @@ class GradientStep:
         ratio = facts["ratio"].double()
         sums.add(ratio=ratio, ratio_squared=ratio.square())
         sums.add(**token_counts(batch))
-        if out.values is not None:
+        if out.values is not None and tokens.returns is not None:
             sums.add(value_error=(out.values - tokens.returns).double().square())
 
 
@@ -164,17 +165,17 @@ class _Tokens:
     def loss(
         self, logprobs_n: Tensor, at: slice = slice(None), extras: dict[str, Tensor | None] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss of the tokens in `at`, and facts about them."""
+        """Return the objective's loss of the tokens in `at`, and facts about them."""
         known = {name: None if value is None else value[at] for name, value in self._extras.items()} | (extras or {})
         return self._objective.loss(logprobs_n, self.sampled[at], self._advantages[at], self._samples[at], known)
 
     def weighted_loss(self, logprobs_n: Tensor, at: slice) -> Tensor:
-        """w·ℓ of the tokens in `at`: what the head differentiates chunk by chunk."""
+        """Return w·ℓ of the tokens in `at`, which the head differentiates chunk by chunk."""
         return self.loss(logprobs_n, at)[0] * self.weights[at]
 
 
 def step_metrics(result: StepResult, step: Update) -> dict[str, float | int | None]:
-    """What train.jsonl says of a step's loss, from sums over all ranks."""
+    """Return what train.jsonl says about a step's loss, from sums over all ranks."""
     sums = result.sums
     tokens = max(sums["trained_tokens"], 1)
     metrics: dict[str, float | int | None] = {

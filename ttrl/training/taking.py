@@ -22,7 +22,8 @@ _SKIPPED_FILE = "skipped.json"
 
 
 class Stepper:
-    """Continues from the folder `state`, if any. Raises RunFolderError where that cannot be read or does not fit."""
+    """Takes optimizer steps. Continues from the folder `state`, if any; raises RunFolderError if that cannot be read or does not
+    fit."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Stepper:
         return self._config.cpu_offload or self._here.device.type == "cpu"
 
     def move(self, device: torch.device) -> None:
-        """The optimizer's state to another device, after the parameters. Never run on a GPU."""
+        """Move the optimizer's state to another device, after the parameters. Never run on a GPU."""
         optimizers: list[torch.optim.Optimizer]
         if isinstance(self._optimizer, OptimizerInBackward):
             optimizers = list(self._optimizer.by_parameter.values())
@@ -60,17 +61,17 @@ class Stepper:
                         state[name] = value.to(device)
 
     def load(self, folder: Path) -> None:
-        """Takes the optimizer's state as it was written: 8-bit moments are rounded once more."""
+        """Load the optimizer's state as it was written: 8-bit moments are rounded once more."""
         self.global_step = load_state(folder, self._policy, self._optimizer)
 
     def begin(self, lr_scale: float = 1.0) -> None:
-        """Before the step's first backward pass: sets its learning rate, for optimizers that work in the backward pass."""
+        """Set the step's learning rate. Call it before the step's first backward pass, in which some optimizers work."""
         begin_step(self._optimizer, self._config, self.global_step, lr_scale)
 
     def take(self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0) -> dict[str, Any]:
-        """Takes the step if all losses and the gradient are finite; else throws the gradient away (with `optimizer_in_backward`,
-        what is left of it: that is said in the reason). Either way the run's step count goes up, and with it the schedules.
-        Returns what train.jsonl says of it. A collective.
+        """Take the step if all losses and the gradient are finite; else discard the gradient (with `optimizer_in_backward`, what
+        is left of it, as the reason says). Either way the run's step count goes up, and with it the schedules. Returns what
+        train.jsonl says about it. A collective.
 
         not_finite: how many losses were not, over all ranks. first_bad: where the first of this rank lies, in words.
 
@@ -98,7 +99,7 @@ class Stepper:
         return facts | {"skipped": why}
 
     def save(self, folder: Path) -> None:
-        """A collective."""
+        """Write the state of policy, value head and skipped steps. A collective."""
 
         def beside(temporary: Path) -> None:
             if self._values is not None:
@@ -125,7 +126,7 @@ class Stepper:
         return norms
 
     def _forget(self) -> None:
-        """Throws all gradients away."""
+        """Discard all gradients."""
         if isinstance(self._optimizer, OptimizerInBackward):
             self._optimizer.finish_step()  # parameters with a finite gradient have been stepped already
         else:
@@ -135,7 +136,7 @@ class Stepper:
 
 
 def _skipped_before(state: str | None) -> int:
-    """Steps in a row that were skipped at the end of the last iteration. Raises RunFolderError."""
+    """Return how many steps in a row were skipped at the end of the last iteration. Raises RunFolderError."""
     path = Path(state, _SKIPPED_FILE) if state else None
     if path is None or not path.is_file():
         return 0

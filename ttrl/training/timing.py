@@ -30,7 +30,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Adds what happens inside to `name`."""
+        """Add the time of the block to `name`."""
         if self._on_cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -43,7 +43,7 @@ class Stopwatch:
             self._seconds[name] += time.perf_counter() - began
 
     def take(self) -> dict[str, float]:
-        """Seconds by part since the last call."""
+        """Return seconds by part since the last call."""
         if self._events:
             torch.cuda.synchronize()
         for name, begin, end in self._events:
@@ -55,7 +55,7 @@ class Stopwatch:
 
 
 def memory_peaks(device: torch.device) -> dict[str, int]:
-    """Bytes: "host" is the largest resident size of this process so far, "cuda" the largest amount that PyTorch had allocated."""
+    """Return bytes: "host" is the largest resident size of this process so far, "cuda" the most that PyTorch had allocated."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB, on macOS bytes
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type == "cuda":
@@ -76,7 +76,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """One optimizer step, marked with `name` in the trace."""
+        """Mark one optimizer step with `name` in the trace."""
         if self._profile is None:
             yield
             return
@@ -87,7 +87,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Writes the file, also where fewer steps were taken than asked for."""
+        """Write the file, even if fewer steps were taken than asked for."""
         if self._profile is not None:
             self._profile.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,13 +96,13 @@ class Profiler:
 
 
 SECONDS = 0.05
-"""How long is measured, at least three products; a fast machine is warm by then, a slow one is not kept."""
+"""How long to measure, for at least three products: enough for a fast machine to warm up."""
 _CPU_OPERATIONS = 2e9  # of one product: some ten milliseconds on a core
 
 
 def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, int]:
-    """(tokens, width in, width out) of the layers' largest matrix product; the embedding and the head are left out, whose width
-    is the vocabulary's."""
+    """Return (tokens, width in, width out) of the layers' largest matrix product, without embedding and head, whose width is the
+    vocabulary's."""
     linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{name}"]
     largest = max(linears, key=lambda m: m.in_features * m.out_features)
     k, n = largest.in_features, largest.out_features
@@ -112,7 +112,8 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
 
 @functools.cache
 def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication and an addition each counted as one.
+    """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], counting a multiplication and an addition as one
+    each.
 
     Measured once in a process. On CUDA with a synchronisation around each product; never run on a GPU.
     """

@@ -16,7 +16,7 @@ from ttrl.training.timing import Stopwatch, largest_product, matmul_peak, memory
 PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 
 
-class Progress:
+class TrainProgress:
     """Counts microbatches. Rank 0 writes, at most ten times a second; nothing is written when nobody asked."""
 
     def __init__(self, total: int, ranks: Ranks) -> None:
@@ -26,7 +26,7 @@ class Progress:
         self._write()
 
     def advance(self) -> None:
-        """One more microbatch is done."""
+        """Count one more microbatch."""
         self._done += 1
         if self._done == self._total or time.monotonic() - self._written > 0.1:
             self._write()
@@ -39,8 +39,8 @@ class Progress:
 
 
 class TrainLog:
-    """Writes on the first rank, a new file: what another attempt at the same steps left goes. The line of the newest step is held
-    back until the next one, or until `close`, so that the last one can say what saving took."""
+    """Writes a new file, on the first rank; lines of an earlier attempt at the same steps are dropped. The newest step's line is
+    held back until the next one or until `close`, so that the last line can say what saving took."""
 
     def __init__(self, config: GRPOConfig | SFTConfig, policy: Policy, here: Ranks, watch: Stopwatch) -> None:
         self._path = Path(config.output_dir, "train.jsonl")
@@ -54,7 +54,7 @@ class TrainLog:
         self._began = time.perf_counter()
 
     def line(self, row: dict[str, Any], flops: float) -> None:
-        """One step: what is known of it, and the FLOPs of all ranks. The time is that since the line before."""
+        """Add one step: what is known of it, and the FLOPs of all ranks. Its time is counted from the line before."""
         now = time.perf_counter()
         wall, self._began = now - self._began, now
         parts = self._watch.take()
@@ -67,7 +67,7 @@ class TrainLog:
         self._held = row | speed | {"seconds_by_part": parts, "memory_peaks": memory_peaks(self._here.device)}
 
     def close(self) -> None:
-        """Adds what was measured since the last step to its line, and writes it."""
+        """Add what was measured since the last step to its line, and write it."""
         if self._held is not None:
             self._held["seconds_by_part"] |= self._watch.take()
             self._write()
@@ -79,7 +79,7 @@ class TrainLog:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON knows no NaN: numbers that are not finite become null, in what lies inside of the row as well."""
+    """Replace numbers that are not finite by None, in nested values too, as JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _without_nan(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

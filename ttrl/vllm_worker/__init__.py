@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own worker processes: new weights in place, their comparison with the files, shared prompts."""
+"""Runs inside vLLM's worker processes: new weights in place, their comparison with the files, shared prompts."""
 
 from ttrl.vllm_worker.weights import WeightSync
 

@@ -1,14 +1,13 @@
-"""Computes a prompt once where several sequences of a step begin with it: for vLLM's workers on CPUs.
+"""Compute a prompt once if several sequences of a step begin with it: for vLLM's workers on CPUs.
 
-vLLM shares a prompt by its prefix cache alone, in whole blocks of 128 tokens (32 at the least, on CPUs). The 16 samples of a
-short prompt, and the last tokens of a long one, are therefore computed 16 times. Here a step's tokens that have the same tokens
-before them, in this step and in the same cached blocks, go through the layers once; each attention layer is given all of them, so
-that vLLM's own kernels write every sequence's cache and read it. What comes out has all tokens again.
+vLLM shares a prompt only through its prefix cache, in whole blocks of 128 tokens (at least 32, on CPUs). The 16 samples of a
+short prompt, and the last tokens of a long one, are therefore computed 16 times. Here, tokens of a step that have the same tokens
+before them, in this step and in the same cached blocks, pass through the layers once; each attention layer receives all of them,
+so that vLLM's own kernels write and read every sequence's cache. The result has all tokens again.
 
-Switched on by `share_prompts`, which says why not where a model or a vLLM is not what this was written for (vLLM 0.32). The
-first, second, fourth, eighth … step that shares is computed vLLM's own way as well; a difference, or an error in any step, ends
-this for good.
-"""
+`share_prompts` switches this on, or says why not for a model or a vLLM that this was not written for (vLLM 0.32). The first,
+second, fourth, eighth … step that shares is computed vLLM's own way as well; a difference, or an error in any step, ends this for
+good."""
 
 import logging
 from typing import Any
@@ -25,14 +24,14 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handler shows what is below its own name
 
 LEAST_SAVED = 32
-"""Tokens of a step; for fewer it is not worth the gathering."""
+"""Tokens of a step that sharing must save to be worth the gathering."""
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Of a token's hidden states, by their norms: products of fewer rows may be summed in another order. Those of another token
-differ by about 1."""
+"""Largest difference of a token's hidden states, relative to their norm: products of fewer rows may be summed in another order.
+Those of another token differ by about 1."""
 
 
 def share_prompts(worker: Any) -> None:
-    """Puts `SharedPrompts` into vLLM's worker, or logs why not; nothing where that was done before."""
+    """Put `SharedPrompts` into vLLM's worker, or log why not; does nothing if that was done before."""
     if getattr(worker, "ttrl_shares_prompts", None) is None:
         try:
             if (why_not := _why_not(worker)) is None:
@@ -65,13 +64,13 @@ def _why_not(worker: Any) -> str | None:
 
 
 class SharedPrompts:
-    """The way of a step through one model runner.
+    """Replaces the forward pass of one model runner.
 
     active: until a difference or an error is found.
     saved: tokens that were not computed.
     """
 
-    def __init__(self, runner: Any, layers: dict[str, Attention]) -> None:
+    def __init__(self, runner: Any, layers: dict[str, Any]) -> None:
         self._forward, self._name = runner._model_forward, next(iter(layers))
         self._block_size: int = layers[self._name].kv_cache.shape[2]
         self._rows: Tensor | None = None  # while a step shares: for each of its tokens, which row stands for it
@@ -82,7 +81,7 @@ class SharedPrompts:
         runner._model_forward = self
 
     def __call__(self, input_ids: Any = None, positions: Any = None, **others: Any) -> Any:
-        """As `GPUModelRunner._model_forward`. Where sharing is held to vLLM's own result, that is what is returned."""
+        """Run `GPUModelRunner._model_forward`. In steps where sharing is compared with vLLM's own result, that is returned."""
         shared = None
         if self.active and input_ids is not None and positions.dim() == 1 and all(other is None for other in others.values()):
             try:
@@ -108,7 +107,7 @@ class SharedPrompts:
             return None
         rows, first = self._rows, self._first = plan
         try:
-            hidden = self._forward(input_ids=input_ids[first], positions=positions[first], **others)[rows]
+            hidden: Tensor = self._forward(input_ids=input_ids[first], positions=positions[first], **others)[rows]
         finally:
             self._rows = self._first = None
         self.saved += len(rows) - len(first)
@@ -116,8 +115,9 @@ class SharedPrompts:
         return hidden
 
     def _plan(self, input_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(the row of each token, the first token of each row), None where there is little to share."""
-        metadata = (get_forward_context().attn_metadata or {}).get(self._name)
+        """Return (the row of each token, the first token of each row); None if there is little to share."""
+        by_layer = get_forward_context().attn_metadata
+        metadata = by_layer.get(self._name) if isinstance(by_layer, dict) else None
         if not isinstance(metadata, CPUAttentionMetadata) or metadata.num_actual_tokens != len(input_ids):
             return None
         starts = metadata.query_start_loc.numpy()
@@ -143,18 +143,21 @@ class SharedPrompts:
 
 
 class _Expanded:
-    """An attention layer's `forward`, which is given every token of the step, and returns those that stand for others."""
+    """An attention layer's `forward`, which receives every token of the step, and returns those that stand for others."""
 
     def __init__(self, shared: SharedPrompts, forward: Any) -> None:
         self._shared, self._forward = shared, forward
 
     def __call__(self, query: Tensor, key: Tensor | None, value: Tensor | None, *others: Any, **named: Any) -> Tensor:
         rows, first = self._shared._rows, self._shared._first
+        out: Tensor
         if rows is None:
-            return self._forward(query, key, value, *others, **named)
+            out = self._forward(query, key, value, *others, **named)
+            return out
         if others or named:
             raise RuntimeError(
                 f"attention with {len(others)} and {sorted(named)} more arguments: share no prompts for this model"
             )
         key, value = (None if part is None else part[rows] for part in (key, value))
-        return self._forward(query[rows], key, value)[first]
+        out = self._forward(query[rows], key, value)[first]
+        return out

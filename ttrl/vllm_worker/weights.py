@@ -1,5 +1,6 @@
-"""What runs inside vLLM's workers: new weights in place, and a comparison of what a worker holds with a checkpoint's files.
-Either switches on that prompts are computed once for all their samples (`ttrl.vllm_worker.shared_prompts`).
+"""Load new weights in place inside vLLM's workers, and compare what a worker holds with a checkpoint's files.
+
+Either also makes prompts be computed once for all their samples (`ttrl.vllm_worker.shared_prompts`).
 
 vLLM mixes `WeightSync` into its worker class (`--worker-extension-cls ttrl.vllm_worker.WeightSync`); its methods are called over
 /collective_rpc, by `ttrl.server.weights`. Written for vLLM 0.32's way to reload (`vllm.model_executor.model_loader.reload`).
@@ -9,13 +10,12 @@ that for layers that are loaded; a tied head is not (a tied checkpoint has no lm
 packed copy of the old embeddings although its parameter is the new ones. Here, every layer that keeps its parameter beside a
 packed copy gets a new copy after a reload.
 
-Comparing. `ttrl_compare_weights` gives the checkpoint's tensors to the model's own `load_weights`, under a mode in which a copy
+Comparing. `ttrl_compare_weights` passes the checkpoint's tensors to the model's own `load_weights`, in a mode in which a copy
 into a parameter compares and writes nothing. So vLLM's own names, fusing and sharding decide what belongs where, and every
-element of every parameter is held to the file, bit for bit. Where a parameter was thrown away after packing, the file's goes into
-a buffer, and the packed copy is asked: given the rows of the identity it tells its content bit for bit; where that costs too
-much, it is asked for sums with random signs. Not compared: quantised layers, experts, adapters, and buffers (tables of rotary
-embeddings); the canary speaks for those. It has not run on a GPU.
-"""
+element of every parameter is compared with the file, bit for bit. If a parameter was discarded after packing, the file's goes
+into a buffer, and the packed copy is read out: given the rows of the identity it returns its content bit for bit; if that costs
+too much, it is asked for sums with random signs. Not compared: quantised layers, experts, adapters, and buffers (tables of rotary
+embeddings); those are verified by the canary. Never run on a GPU."""
 
 import copy
 import hashlib
@@ -39,7 +39,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 logger = logging.getLogger(__name__)
 
 EXACT_FLOPS = 2e10
-"""Packed copies are read out whole where that costs no more than this; else they are probed."""
+"""Packed copies are read out whole if that costs no more than this; else they are probed."""
 PROBES = 8
 _HASH_THREADS = 4
 _MOST_NAMED = 8
@@ -50,26 +50,28 @@ class WeightSync:
     """Methods for vLLM's worker; `self` is the worker."""
 
     def ttrl_load_weights(self, folder: str) -> None:
-        """Loads the checkpoint in `folder` in place of what is there. Raises what vLLM raises."""
-        _share_prompts(self)
-        self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
-            for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
+        """Load the checkpoint in `folder` in place of what is there. Raises what vLLM raises."""
+        worker: Any = self
+        _share_prompts(worker)
+        worker.reload_weights(weights_path=folder)
+        with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+            for layer in worker.model_runner.get_model().modules():
                 if hasattr(layer, "cpu_linear") and layer.weight.numel() and not layer.weight.is_meta:
                     layer.quant_method.process_weights_after_loading(layer)
 
     def ttrl_compare_weights(self, folder: str) -> dict[str, Any]:
-        """Compares what this worker computes with to the files of `folder`.
+        """Compare what this worker computes with to the files of `folder`.
 
         {"problems": what differs, in words; "tensors": name in the files → SHA-256 of the bytes that were read;
-        "compared": elements held to the files, "exact": whether packed copies were compared bit for bit too;
+        "compared": elements compared with the files, "exact": whether packed copies were compared bit for bit too;
         "unchecked": elements of parameters that cannot be compared; "failed": why nothing could be compared, or None}
         """
-        _share_prompts(self)
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
+        worker: Any = self
+        _share_prompts(worker)
+        with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             try:
-                return _compare(self, folder) | {"failed": None}
-            except Exception as error:  # a model or a vLLM that does this otherwise: the canary can still speak
+                return _compare(worker, folder) | {"failed": None}
+            except Exception as error:  # a model or a vLLM that does this differently: there is still the canary
                 logger.exception("weights cannot be compared")
                 why = f"{type(error).__name__}: {error}"
                 return {"problems": [], "tensors": {}, "compared": 0, "unchecked": 0, "exact": False, "failed": why}
@@ -79,7 +81,7 @@ def _share_prompts(worker: Any) -> None:
     if worker.model_runner.device.type == "cpu":
         try:
             from ttrl.vllm_worker.shared_prompts import share_prompts
-        except ImportError as error:  # another vLLM: it goes its own way
+        except ImportError as error:  # another version of vLLM
             logger.warning("prompts of several samples are computed for each: %s", error)
         else:
             share_prompts(worker)
@@ -99,7 +101,8 @@ def _compare(worker: Any, folder: str) -> dict[str, Any]:
                 yield name, tensor
 
         with held.in_place_of_what_is_packed(), _CompareInsteadOfCopying(held):
-            model.load_weights(read(get_model_loader(worker.vllm_config.load_config).get_all_weights(config, model)))
+            loader: Any = get_model_loader(worker.vllm_config.load_config)
+            model.load_weights(read(loader.get_all_weights(config, model)))
         held.compare_packed()
         tensors = {name: digest.result() for name, digest in digests.items()}
     return {
@@ -112,22 +115,22 @@ def _compare(worker: Any, folder: str) -> dict[str, Any]:
 
 
 def _digest(tensor: Tensor) -> str:
-    """As `ttrl.training.checkpoints` computes it when it writes the tensor."""
+    """Compute a tensor's digest, as `ttrl.training.checkpoints` does when it writes the tensor."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy() if flat.numel() else b"").hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
 
 
 class _Held:
-    """A model's parameters, and what was found of them."""
+    """A model's parameters, and what was found about them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.compared = self.unchecked = 0
         self.exact = True
         self._live: dict[int, str] = {}  # address of the storage → name of the parameter
-        self._left: dict[str, int] = {}  # elements that no tensor of the files was compared to yet
+        self._left: dict[str, int] = {}  # elements that were not compared with a tensor of the files yet
         self._wrong: dict[str, int] = {}  # elements that differ
         self._packed: dict[str, nn.Module] = {}
-        self._gone: set[str] = set()  # parameters of which there is but a packed copy
+        self._gone: set[str] = set()  # parameters of which only a packed copy is left
         self._stand_ins: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._expected: dict[str, Tensor] = {}
         names = {name for name, _ in model.named_parameters()}  # a tied one under its first name only
@@ -144,8 +147,9 @@ class _Held:
             return
         is_packed = key == "weight" and hasattr(module, "cpu_linear")
         if is_packed and not parameter.numel():
-            parameter = materialize_meta_tensor(_restored(original, module))
-            parameter.fill_(math.nan)  # what no tensor of the files fills is told from what one does
+            stand_in: Any = materialize_meta_tensor(_restored(original, module))
+            parameter = stand_in
+            parameter.fill_(math.nan)  # so that what no tensor of the files fills can be told from the rest
             self._stand_ins.append((module, key, parameter))
             self._gone.add(name)
         elif name in names:
@@ -155,15 +159,16 @@ class _Held:
             self._packed[name], self._expected[name] = module, parameter
 
     def in_place_of_what_is_packed(self) -> "_Swapped":
-        """Inside, layers whose parameter is gone, or is no longer what a checkpoint has, have one that can be loaded."""
+        """Give layers whose parameter is gone, or is no longer what a checkpoint has, one that can be loaded; inside a `with`
+        block."""
         return _Swapped(self._stand_ins)
 
     def owner(self, tensor: Tensor) -> str | None:
-        """Which parameter a tensor is a part of."""
+        """Return the parameter that a tensor is a part of."""
         return None if tensor.is_meta else self._live.get(tensor.untyped_storage().data_ptr())
 
     def take(self, name: str, held: Tensor, file: Tensor) -> None:
-        """Compares a part of a parameter."""
+        """Compare a part of a parameter."""
         self.compared += held.numel()
         self._left[name] -= held.numel()
         wanted = file.to(device=held.device, dtype=held.dtype).expand_as(held)
@@ -171,12 +176,13 @@ class _Held:
             self._wrong[name] = self._wrong.get(name, 0) + int((held != wanted).sum())
 
     def compare_packed(self) -> None:
-        """Compares what packed copies compute to the same of the files' tensors, or of the parameters that were compared."""
+        """Compare what packed copies compute with what the files' tensors do, or the parameters that were compared."""
         total = sum(2 * weight.numel() * weight.shape[1] for weight in self._expected.values())
         self.exact = total <= EXACT_FLOPS
         for name, module in self._packed.items():
             weight = self._expected[name]
-            wrong = _differences(module.cpu_linear, weight, self.exact)
+            packed: Any = module.cpu_linear
+            wrong = _differences(packed, weight, self.exact)
             if name in self._gone:  # else the parameter itself was compared, too
                 self.compared += weight.numel()
             if wrong:
@@ -185,25 +191,26 @@ class _Held:
 
     @property
     def not_reached(self) -> int:
-        """Elements that no tensor of the files was compared to, such as the bias of Phi's head; the canary speaks for them."""
+        """Elements that no tensor of the files was compared to, such as the bias of Phi's head; verified by the canary."""
         return sum(max(0, left) for left in self._left.values())
 
     def problems(self) -> list[str]:
-        """In words, a line each."""
+        """Return what differs, in words, one line each."""
         what = "elements" if self.exact else "elements, or rows of a packed copy,"
         found = [f"{name}: {count} {what} are not those of the files" for name, count in self._wrong.items()]
         return found if len(found) <= _MOST_NAMED else [*found[:_MOST_NAMED], f"and {len(found) - _MOST_NAMED} more"]
 
 
 def _restored(original: Tensor, module: nn.Module) -> nn.Parameter:
-    """A parameter on the meta device, with its loader, as vLLM made it at first."""
-    parameter = restore_layer_refs(to_meta_tensor(original), module)
-    parameter.weight_loader = _get_original_loader(parameter)  # not the wrapper that an earlier reload has put around it
-    return parameter  # type: ignore[return-value]
+    """Return a parameter on the meta device, with its loader, as vLLM first made it."""
+    found: Any = restore_layer_refs(to_meta_tensor(original), module)
+    found.weight_loader = _get_original_loader(found)  # not the wrapper that an earlier reload has put around it
+    parameter: nn.Parameter = found
+    return parameter
 
 
 class _Swapped:
-    """Puts parameters into layers for a while."""
+    """Puts parameters into layers, inside a `with` block."""
 
     def __init__(self, stand_ins: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
         self._stand_ins, self._own = stand_ins, [(module, key, module._parameters[key]) for module, key, _ in stand_ins]
@@ -218,10 +225,11 @@ class _Swapped:
 
 
 class _CompareInsteadOfCopying(TorchDispatchMode):
-    """Weight loaders narrow and copy; what they would write to a parameter is compared to it."""
+    """Weight loaders narrow and copy; what they would write to a parameter is compared with it."""
 
     def __init__(self, held: _Held) -> None:
-        super().__init__()
+        prepare: Callable[[], None] = super().__init__
+        prepare()
         self._held = held
 
     def __torch_dispatch__(
@@ -237,7 +245,8 @@ class _CompareInsteadOfCopying(TorchDispatchMode):
 
 
 def _differences(packed: Callable[..., Tensor], weight: Tensor, exact: bool) -> int:
-    """How many elements [rows, columns] of a packed copy are not `weight`'s; rows with such elements where it is probed."""
+    """Count the elements [rows, columns] of a packed copy that are not `weight`'s; or the rows with such elements, if it is
+    probed."""
     columns = weight.shape[1]
     if exact:
         wrong = 0

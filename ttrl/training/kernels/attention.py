@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ttrl.data.packing.masks import block_mask, dense_mask
-from ttrl.training.kernels.split_attention import SplitPlan, split_attend, split_plan
+from ttrl.training.kernels.split_attention import SplitPlan, never_compiled, split_attend, split_plan
 
 
 @dataclass(eq=False)
@@ -38,14 +38,15 @@ class AttentionPlan:
     longest: int
     """Positions of the longest sample."""
     split: SplitPlan | None
-    """Of the CPU."""
+    """For the CPU."""
     dense_masks: dict[int | None, Tensor] = field(default_factory=dict)
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """By window, as far as they were asked for."""
+    """By window, as needed."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def dense(self, window: int | None) -> Tensor:
-        """[B, 1, T, T] of the plan's dtype: 0 where a token may attend and -inf elsewhere. Built once per window."""
+        """Return the mask [B, 1, T, T] in the plan's dtype: 0 where a token may attend and -inf elsewhere. Built once per
+        window."""
         if window not in self.dense_masks:
             allowed_BTT = dense_mask(self.group_ids, self.parent_ids)
             if window is not None:
@@ -55,16 +56,16 @@ class AttentionPlan:
             self.dense_masks[window] = mask.masked_fill_(~allowed_BTT, -torch.inf).unsqueeze(1)
         return self.dense_masks[window]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def blocks(self, window: int | None) -> BlockMask:
-        """FlexAttention's block mask. Built once per window."""
+        """Return FlexAttention's block mask. Built once per window."""
         if window not in self.block_masks:
             self.block_masks[window] = block_mask(self.group_ids, self.parent_ids, input_pos=self.input_pos, window=window)
         return self.block_masks[window]
 
 
 def attention_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor, input_pos_BT: Tensor, dtype: torch.dtype) -> AttentionPlan:
-    """The plan for packed rows and queries of `dtype`. Make it once per microbatch, outside of the layers.
+    """Make the plan for packed rows and queries of `dtype`, once per microbatch, outside of the layers.
 
     group_ids, parent_ids: int64 [B, T], -1 in padding; input_pos: int64 [B, T], position in the unpacked sequence.
     """
@@ -88,7 +89,7 @@ def attend(
     soft_cap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Softmax attention with grouped queries. Returns [B, H, T, E]; what it holds at padding is finite and of no use.
+    """Compute softmax attention with grouped queries. Returns [B, H, T, E]; values at padding are finite and meaningless.
 
     Scores are q·k × `scale` (1/√E unless given). With `soft_cap` c they become c·tanh(score/c) (Gemma 2, arXiv 2408.00118). With
     `window` w, a query at position p sees keys at positions above p - w, counted in the unpacked sequence.
@@ -109,7 +110,8 @@ def attend(
 def dense_attend(
     q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, plan: AttentionPlan, scale: float, soft_cap: float | None, window: int | None
 ) -> Tensor:
-    """The exact fallback, and what the other ways are tested against. Memory is quadratic in T."""
+    """Compute attention with a dense mask: the exact fallback, against which the other ways are tested. Memory is quadratic in
+    T."""
     repeats = q_BHTE.shape[1] // k_BKTE.shape[1]
     if repeats > 1:  # enable_gqa leaves the fused CPU kernel
         k_BKTE, v_BKTE = k_BKTE.repeat_interleave(repeats, dim=1), v_BKTE.repeat_interleave(repeats, dim=1)
@@ -132,8 +134,8 @@ def flex_attend(
     window: int | None,
     kernel: Callable[..., Tensor] = flex_attention,
 ) -> Tensor:
-    """FlexAttention (arXiv 2412.05496). Never run on a GPU; its masks and scores are tested on the CPU with the kernel's
-    uncompiled form, which has no backward pass there."""
+    """Compute attention with FlexAttention (arXiv 2412.05496). Never run on a GPU; its masks and scores are tested on the CPU
+    with the kernel's uncompiled form, which has no backward pass there."""
     ready = plan.block_masks.get(window)
     return kernel(
         q_BHTE,

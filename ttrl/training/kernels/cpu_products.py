@@ -12,6 +12,7 @@ Shapes: N tokens, D width in, O width out, H heads, E dimension of a head.
 """
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,25 +26,24 @@ _COLUMNS = 8192  # of a head's logits at a time: 4 MB for 128 positions
 
 
 def plain_on_cpu(*tensors: Tensor) -> bool:
-    """Whether operations written for plain tensors on CPUs can take these: not under torch.compile, and no sharded or quantised
-    ones."""
+    """Tell whether operations for plain CPU tensors can take these: not under torch.compile, nor sharded or quantised ones."""
     # The exact types: subclasses are sharded or quantised tensors and the like.
     ours = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
     return ours and not torch.compiler.is_compiling()
 
 
 def serve(x: Tensor, *layers: nn.Module) -> bool:
-    """Whether `project` can take these layers: plain ones with whole parameters and without hooks, in fp32 on a CPU."""
+    """Tell whether `project` can take these layers: plain ones with whole parameters and without hooks, in fp32 on a CPU."""
     if not all(type(layer) is nn.Linear and not _hooked(layer) and _has_no_gaps(layer.weight) for layer in layers):
         return False
     return fast(x, *(p for layer in layers for p in layer.parameters(recurse=False)))
 
 
 def fast(*tensors: Tensor) -> bool:
-    """Whether oneDNN may take products of these tensors."""
+    """Tell whether oneDNN may compute products of these tensors."""
     if not (plain_on_cpu(*tensors) and all(x.dtype is torch.float32 for x in tensors)):  # first: what follows breaks graphs
         return False
-    known = _X86 and PRODUCT is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    known = _X86 and PRODUCT is not None and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     return known and not torch.is_autocast_enabled("cpu")
 
 
@@ -56,45 +56,45 @@ def _hooked(layer: nn.Module) -> bool:
     return any(hooks)
 
 
-def project(x: Tensor, *layers: nn.Linear, pairs: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
-    """x [..., D] → one [..., O] for each layer. `pairs`: for the first layers, the dimension E of a head if the halves of their
-    heads are to come out as pairs (see `as_pairs`), else 0."""
+def project(x: Tensor, *layers: nn.Module, pairs: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    """Project x [..., D] to one [..., O] for each layer. `pairs`: for the first layers, the dimension E of a head if the halves
+    of their heads are to come out as pairs (see `as_pairs`), else 0."""
     flat = [p for layer in layers for p in (layer.weight, layer.bias)]
     heads = pairs + (0,) * (len(layers) - len(pairs))
-    out: tuple[Tensor, ...] = _Projections.apply(x, heads, *flat)  # type: ignore[no-untyped-call]
-    return out
+    apply: Callable[..., tuple[Tensor, ...]] = _Projections.apply
+    return apply(x, heads, *flat)
 
 
 def product(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x·Wᵀ + b, [N, O], without a derivative; both may be transposed views. W without gaps between its rows: with
-    some, oneDNN takes a thousand times as long."""
+    """Return x·Wᵀ + b, [N, O], without a derivative; both may be transposed views. W must have no gaps between its rows: with
+    gaps, oneDNN takes a thousand times as long."""
     assert PRODUCT is not None and _has_no_gaps(weight_OD)
     out: Tensor = PRODUCT.default(x_ND, weight_OD, bias_O, "none", [], "")
     return out
 
 
 def product_into(x_ND: Tensor, weight_OD: Tensor, out_NO: Tensor) -> None:
-    """x·Wᵀ for a few tokens and a wide weight (an output head), without a derivative. oneDNN's operation allocates what it
-    returns, so it goes through the weight in parts, whose results are copied."""
+    """Write x·Wᵀ for a few tokens and a wide weight (an output head) into `out`, without a derivative. oneDNN's operation
+    allocates its result, so it processes the weight in parts, whose results are copied."""
     for start in range(0, weight_OD.shape[0], _COLUMNS):
         part = slice(start, start + _COLUMNS)
         out_NO[:, part] = product(x_ND, weight_OD[part])
 
 
 def as_pairs(rows: Tensor, head_dim: int) -> Tensor:
-    """[H·E, ...] with the halves of each head, (a₁ … a_E/2, b₁ … b_E/2), turned into pairs (a₁, b₁, a₂, b₂, …)."""
-    heads = rows.unflatten(0, (-1, 2, head_dim // 2))
+    """Reorder [H·E, ...] from halves of each head, (a₁ … a_E/2, b₁ … b_E/2), to pairs (a₁, b₁, a₂, b₂, …)."""
+    heads: Tensor = rows.unflatten(0, (-1, 2, head_dim // 2))
     return heads.transpose(1, 2).reshape(rows.shape)
 
 
 def as_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """The inverse of `as_pairs`."""
-    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    """Undo `as_pairs`."""
+    heads: Tensor = rows.unflatten(0, (-1, head_dim // 2, 2))
     return heads.transpose(1, 2).reshape(rows.shape)
 
 
-def _ordered(rows: Tensor | None, head_dim: int) -> Tensor | None:
-    return rows if rows is None or not head_dim else as_pairs(rows, head_dim)
+def _ordered(rows: Tensor, head_dim: int) -> Tensor:
+    return as_pairs(rows, head_dim) if head_dim else rows
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -108,9 +108,9 @@ class _Projections(torch.autograd.Function):
         rows = _rows(x)
         out = []
         for weight, bias, head_dim in zip(weights, biases, heads, strict=True):
-            used = _ordered(weight, head_dim)
-            assert used is not None
-            out.append(product(rows, used, _ordered(bias, head_dim)).view(*x.shape[:-1], len(used)))
+            assert weight is not None
+            used, added = _ordered(weight, head_dim), None if bias is None else _ordered(bias, head_dim)
+            out.append(product(rows, used, added).view(*x.shape[:-1], len(used)))
         trained = any(ctx.needs_input_grad[2::2])  # beside adapters weights may be frozen: their input need not be kept
         ctx.save_for_backward(x if trained else None, *weights)
         ctx.shape, ctx.heads = x.shape, heads
@@ -120,7 +120,7 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """∂x = Σ ∂y·W, ∂W = ∂yᵀ·x, ∂b = Σ_rows ∂y."""
+        """Return ∂x = Σ ∂y·W, ∂W = ∂yᵀ·x, ∂b = Σ_rows ∂y."""
         assert PRODUCT is not None
         x, *weights = ctx.saved_tensors
         rows, needed = None if x is None else _rows(x), ctx.needs_input_grad
@@ -131,9 +131,9 @@ class _Projections(torch.autograd.Function):
                 continue
             grad = _rows(grad)
             if needed[0]:
-                used = _ordered(weight, head_dim).T  # type: ignore[union-attr]
+                used = _ordered(weight, head_dim).T
                 grad_x = product(grad, used) if grad_x is None else PRODUCT.binary(grad, grad_x, used, None, "add")
-            of_weight = torch.mm(grad.T, rows) if needed[2 + 2 * number] else None  # type: ignore[arg-type]
+            of_weight = torch.mm(grad.T, rows) if needed[2 + 2 * number] and rows is not None else None
             of_bias = grad.sum(0) if needed[3 + 2 * number] else None
             found += [g if g is None or not head_dim else as_halves(g, head_dim) for g in (of_weight, of_bias)]
         return None if grad_x is None else grad_x.view(ctx.shape), None, *found

@@ -34,7 +34,7 @@ class VocabShards:
 
     @classmethod
     def of(cls, size: int, group: dist.ProcessGroup | None, device: torch.device) -> "VocabShards":
-        """From the rows on this rank; a collective. Shards follow each other in the order of ranks."""
+        """Make shards from the number of rows on this rank; a collective. Shards are in the order of ranks."""
         if group is None:
             return cls(None, 0, size)
         own = torch.tensor([size], device=device)
@@ -44,13 +44,13 @@ class VocabShards:
         return cls(group, sum(every[: dist.get_rank(group)]), sum(every))
 
     def sum(self, x: Tensor) -> Tensor:
-        """In place, over the ranks."""
+        """Sum over the ranks, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
     def logsumexp(self, x: Tensor) -> Tensor:
-        """log Σ exp over the ranks."""
+        """Return log Σ exp over the ranks."""
         if self.group is None:
             return x
         largest = x.clone()
@@ -69,7 +69,7 @@ class HeadWeights:
     shards: VocabShards
 
     def logits(self, h_nD: Tensor, buffer: Tensor) -> Tensor:
-        """Raw logits [n, V], written into the buffer's first n rows."""
+        """Return raw logits [n, V], written into the buffer's first n rows."""
         raw_nV = buffer[: len(h_nD)]
         if fast(h_nD, self.weight):
             product_into(h_nD, self.weight, raw_nV)
@@ -78,31 +78,31 @@ class HeadWeights:
         return raw_nV if self.bias is None else raw_nV.add_(self.bias)
 
     def final(self, raw: Tensor) -> Tensor:
-        """z from r, fp32 or wider; may be the same memory."""
+        """Return z from r, fp32 or wider; may share memory with r."""
         z = raw.to(torch.promote_types(raw.dtype, torch.float32))
         if self.soft_cap is not None:
             z = torch.tanh(z / self.soft_cap).mul_(self.soft_cap)
         return z if self.temperature == 1.0 else z / self.temperature
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """∂z/∂r as a function of z."""
+        """Return ∂z/∂r as a function of z."""
         if self.soft_cap is None:
             return 1.0 / self.temperature
         return (1.0 - (z * (self.temperature / self.soft_cap)) ** 2) / self.temperature
 
     def log_normaliser(self, raw_nV: Tensor) -> Tensor:
-        """log Σ exp z over the whole vocabulary, [n]."""
+        """Return log Σ exp z over the whole vocabulary, [n]."""
         parts = [torch.logsumexp(self.final(raw_nV[rows]), dim=-1) for rows in blocks(raw_nV)]
         return self.shards.logsumexp(torch.cat(parts))
 
     def mine(self, labels_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Which labels are in this rank's part, and their columns in it, both [m]."""
+        """Return which labels are in this rank's part, and their columns in it, both [m]."""
         local = labels_n - self.shards.first
         here = ((local >= 0) & (local < self.weight.shape[0])).nonzero().squeeze(1)
         return here, local[here]
 
     def label_logits(self, raw_nV: Tensor, labels_n: Tensor) -> Tensor:
-        """z of the labels, [n]."""
+        """Return z of the labels, [n]."""
         here, columns = self.mine(labels_n)
         values = self.final(raw_nV[here, columns])
         result = values.new_zeros(len(labels_n)).index_put_((here,), values)
@@ -110,7 +110,7 @@ class HeadWeights:
 
 
 def blocks(raw_nV: Tensor) -> Iterator[slice]:
-    """Row ranges that fit into a CPU's cache; on other devices all rows at once."""
+    """Return row ranges that fit into a CPU's cache; on other devices all rows at once."""
     n, V = raw_nV.shape
     rows = max(1, _CACHED_ELEMENTS // max(1, V)) if raw_nV.device.type == "cpu" else n
     return (slice(start, min(start + rows, n)) for start in range(0, n, max(1, rows)))
@@ -127,7 +127,7 @@ class Distribution:
 
 
 @dataclass(eq=False)
-class Chunk:
+class HeadChunk:
     """The logits of n positions, and of the reference where there is one."""
 
     weights: HeadWeights
@@ -137,14 +137,14 @@ class Chunk:
     reference_raw: Tensor | None = None
 
     def measure(self) -> Distribution:
-        """Log-probabilities of the labels and log-normalisers; entropies are not filled in yet."""
+        """Return log-probabilities of the labels and log-normalisers; entropies are not filled in yet."""
         normaliser = self.weights.log_normaliser(self.raw)
         logprobs = self.weights.label_logits(self.raw, self.labels).sub_(normaliser)
         return Distribution(logprobs, normaliser, torch.zeros_like(logprobs))
 
     def finish(self, known: Distribution, gradients: "Gradients | None", entropies: bool = True) -> None:
-        """Fills in entropy and divergence (unless they are known: `entropies` False), and with `gradients` turns the raw logits
-        into the gradient with respect to them, in place."""
+        """Fill in entropy and divergence (unless known: `entropies` False), and with `gradients` turn the raw logits into the
+        gradient with respect to them, in place."""
         reference_normaliser = None
         if self.reference is not None and self.reference_raw is not None:
             reference_normaliser = self.reference.log_normaliser(self.reference_raw)
@@ -166,6 +166,7 @@ class Chunk:
                 if log_ratio is not None and known.divergence is not None:
                     known.divergence[rows] = _row_dots(p, log_ratio)
             if gradients is not None:
+                assert slope is not None
                 factor = gradients.factor(rows, known, logp, log_ratio)
                 # The label's own part is added before bf16 rounds: what is left of 1 - p where p is near 1 would be lost.
                 into = self.raw[rows] if self.raw.dtype == p.dtype else p
@@ -190,7 +191,7 @@ class Gradients:
     divergence: Tensor | None = None
 
     def factor(self, rows: slice, known: Distribution, logp: Tensor, log_ratio: Tensor | None) -> Tensor:
-        """∂loss/∂z without the label's own part, divided by p: [r, V] or [r, 1]. Overwrites the last two."""
+        """Return ∂loss/∂z without the label's own part, divided by p: [r, V] or [r, 1]. Overwrites `logp` and `log_ratio`."""
         constant = -self.logprobs[rows]
         factor: Tensor | None = None
         if self.entropy is not None:
@@ -209,12 +210,12 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def hidden_gradient(gradient_nV: Tensor, weight_VD: Tensor) -> Tensor:
-    """gradient·W, [n, D]."""
+    """Return gradient·W, [n, D]."""
     return product(gradient_nV, weight_VD.T) if fast(gradient_nV, weight_VD) else gradient_nV @ weight_VD
 
 
 def add_weight_gradient(total_VD: Tensor, gradient_nV: Tensor, h_nD: Tensor, first: bool) -> None:
-    """total += gradientᵀ·h, or = for the first chunk. Products in bf16 are added up in the total's dtype."""
+    """Compute total += gradientᵀ·h, or = for the first chunk. Products in bf16 are added up in the total's dtype."""
     if total_VD.dtype == gradient_nV.dtype:
         total_VD.addmm_(gradient_nV.T, h_nD, beta=0.0 if first else 1.0)
         return

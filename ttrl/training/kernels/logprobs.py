@@ -23,9 +23,9 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ttrl.training.kernels.head_blocks import (
-    Chunk,
     Distribution,
     Gradients,
+    HeadChunk,
     HeadWeights,
     VocabShards,
     add_weight_gradient,
@@ -54,9 +54,9 @@ class HeadOutput:
     """What a head says of N positions, all [N], in nats, fp32 or wider."""
 
     logprobs_N: Tensor  # noqa: N815
-    """Of the labels."""
+    """Log-probabilities of the labels."""
     entropy_N: Tensor  # noqa: N815
-    """Of the distributions they come from."""
+    """Entropies of their distributions."""
     divergence_N: Tensor | None = None  # noqa: N815
     """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) - log π_ref(v)); None without a reference."""
     loss: Tensor | None = None
@@ -79,7 +79,7 @@ def run_head(
     token_loss: TokenLoss | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> HeadOutput:
-    """The distributions softmax(cap(h·Wᵀ + b) / temperature), which are what a sampler draws from, at their labels.
+    """Evaluate the distributions softmax(cap(h·Wᵀ + b) / temperature), from which a sampler draws, at their labels.
 
     With `token_loss`, `loss` is Σ of the weighted losses, whose gradient is ready when this returns: everything else is detached.
     `backward` through it may happen once, with any factor. Without, `logprobs_N` have a gradient, and so have `entropy_N` and
@@ -113,9 +113,10 @@ def run_head(
     )
     with torch.autocast(device, enabled=False):
         if token_loss is None:
-            logprobs, entropy, divergence = _RecomputeHead.apply(h_ND, weight_VD, bias_V, task)  # type: ignore[no-untyped-call]
-            return HeadOutput(logprobs, entropy, divergence)
-        loss, logprobs, entropy, divergence = _LossHead.apply(h_ND, weight_VD, bias_V, task)  # type: ignore[no-untyped-call]
+            recompute: Callable[..., Any] = _RecomputeHead.apply
+            return HeadOutput(*recompute(h_ND, weight_VD, bias_V, task))
+        with_loss: Callable[..., Any] = _LossHead.apply
+        loss, logprobs, entropy, divergence = with_loss(h_ND, weight_VD, bias_V, task)
         return HeadOutput(logprobs, entropy, divergence, loss)
 
 
@@ -139,8 +140,8 @@ class _Task:
         bias = None if bias_V is None else bias_V.to(self.dtype)
         return HeadWeights(weight_VD.to(self.dtype), bias, self.temperature, self.soft_cap, self.shards)
 
-    def chunks(self, h_ND: Tensor, weights: HeadWeights, use_reference: bool) -> Iterator[tuple[slice, Tensor, Chunk]]:
-        """(which positions, their hidden states, their logits), all in the same buffer."""
+    def chunks(self, h_ND: Tensor, weights: HeadWeights, use_reference: bool) -> Iterator[tuple[slice, Tensor, HeadChunk]]:
+        """Yield (which positions, their hidden states, their logits), all in the same buffer."""
         other = None
         if use_reference and self.reference is not None:
             other = self.weights(self.reference.weight_ref_VD, self.reference.bias_ref_V)
@@ -150,7 +151,7 @@ class _Task:
         for start in range(0, len(h_ND), self.chunk_size):
             part = slice(start, start + self.chunk_size)
             h = h_ND[part].to(self.dtype)
-            chunk = Chunk(weights, self.labels[part], weights.logits(h, buffer))
+            chunk = HeadChunk(weights, self.labels[part], weights.logits(h, buffer))
             if other is not None and spare is not None and self.reference is not None:
                 chunk.reference = other
                 chunk.reference_raw = other.logits(self.reference.h_ref_ND[part].to(self.dtype), spare)
@@ -158,7 +159,7 @@ class _Task:
 
 
 class _Totals:
-    """Gradients of the inputs, added up over chunks; None where none is wanted."""
+    """Gradients of the inputs, summed over chunks; None where none is wanted."""
 
     def __init__(self, h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: tuple[bool, ...], task: _Task) -> None:
         wide = torch.promote_types(task.dtype, torch.float32)
@@ -169,8 +170,8 @@ class _Totals:
         self.weight = new(weight_VD.shape, dtype=wide, device=h_ND.device) if wanted[1] else None
         self.bias = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
 
-    def add(self, part: slice, h_nD: Tensor, chunk: Chunk) -> None:
-        """The share of one chunk, whose logits have become their gradient."""
+    def add(self, part: slice, h_nD: Tensor, chunk: HeadChunk) -> None:
+        """Add the gradients of one chunk, whose logits have been turned into their gradient."""
         if self.h is not None:
             self.h[part] = hidden_gradient(chunk.raw, chunk.weights.weight)
         if self.weight is not None:
@@ -179,7 +180,7 @@ class _Totals:
             self.bias += chunk.raw.sum(dim=0, dtype=self.bias.dtype)
 
     def finished(self) -> tuple[Tensor | None, ...]:
-        """In the inputs' dtypes; of the hidden states, over all parts of the vocabulary."""
+        """Return the gradients in the inputs' dtypes; that of the hidden states is summed over the whole vocabulary."""
         if self.h is not None:
             self.task.shards.sum(self.h)
         grads = zip((self.h, self.weight, self.bias), self.inputs, strict=True)

@@ -32,8 +32,8 @@ _LARGEST = 256  # E, as in the source
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether `forward` and `backward` should take these queries, keys and values, each [S, ·, E], in fp32. In bf16 PyTorch's
-    kernel is slower even so, but on CPUs with matrix units for it."""
+    """Tell whether `forward` and `backward` should take these queries, keys and values, each [S, ·, E]. In bf16 PyTorch's kernel
+    is slower even so, except on CPUs with matrix units for it."""
     (H, E), K = tensors[0].shape[1:], tensors[1].shape[1]
     dtypes = {x.dtype for x in tensors}
     known = dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and not torch.cpu._is_amx_tile_supported())
@@ -45,7 +45,7 @@ def serves(*tensors: Tensor) -> bool:
 
 @functools.cache
 def _keeps_busy(threads: int, K: int) -> bool:
-    """Logged once."""
+    """Tell whether there is a head of keys for each thread; logged once if not."""
     if threads > K:
         logger.info("attention on CPUs by PyTorch's kernel: %d threads, and %d heads of keys to deal out", threads, K)
     return threads <= K
@@ -53,7 +53,7 @@ def _keeps_busy(threads: int, K: int) -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel; None where this machine has none."""
+    """Return the compiled kernel; None if this machine has none."""
     built = native_code.attention_kernel().library
     if built is not None:
         built.workspace.restype = ctypes.c_long
@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def forward(q_SHE: Tensor, k_SKE: Tensor, v_SKE: Tensor, parts_P4: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs [S, H, E], zero where nothing is seen, and the log-sum-exp of scores [S, H] in units of log 2.
+    """Return outputs [S, H, E], zero where nothing is seen, and the log-sum-exp of scores [S, H] in units of log 2.
 
     parts: int64 (q0, q1, k0, k1): queries from q0 up to q1 see the keys from k0 up to k1, or, where q0 = k0, those of them up to
     their own position. No pair is in two parts.
@@ -87,7 +87,7 @@ _OPERATIONS.impl("tree_attention", _forward, "CPU")
 def backward(
     grad_SHE: Tensor, q_SHE: Tensor, k_SKE: Tensor, v_SKE: Tensor, out_SHE: Tensor, lse_SH: Tensor, parts_P4: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, given that of the outputs."""
+    """Return the gradients of queries, keys and values, given that of the outputs."""
     delta = torch.linalg.vecdot(grad_SHE, out_SHE)
     grads = torch.zeros_like(q_SHE), torch.zeros_like(k_SKE), torch.zeros_like(v_SKE)
     built = library()
@@ -101,7 +101,7 @@ def backward(
 def _for_each_head(
     kernel: Callable[..., None], tensors: tuple[Tensor, ...], parts: Tensor, k_SKE: Tensor, H: int, scale: float
 ) -> None:
-    """Calls without the interpreter's lock."""
+    """Call the kernel for each head of keys and values, without the interpreter's lock."""
     assert all(x.is_contiguous() for x in (*tensors, parts)) and parts.dtype is torch.int64
     built = library()
     assert built is not None
@@ -123,5 +123,6 @@ def _for_each_head(
 
 @functools.cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Kept: to start threads takes 0.1 ms a call. One per process, since threads do not survive a fork."""
+    """Return a pool that is kept, since starting threads takes 0.1 ms per call. One per process: threads do not survive a
+    fork."""
     return ThreadPoolExecutor(threads, f"attention-{process}")

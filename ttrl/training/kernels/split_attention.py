@@ -19,9 +19,9 @@ Shapes: B rows, T tokens of a row, S = B·T, H query heads, K key/value heads, E
 of a run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from torch.autograd.function import once_differentiable
 
 from ttrl.data.packing.masks import subtree_ends
 from ttrl.training.kernels import native_attention
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -52,23 +55,24 @@ class Span:
         return self.start + self.length * self.count
 
     def take(self, x: Tensor) -> Tensor:
-        """[S, H, ...] → [n, H, L, ...], a view."""
-        return x[self.start : self.stop].unflatten(0, (self.count, self.length)).transpose(1, 2)
+        """Return [S, H, ...] as [n, H, L, ...], a view."""
+        runs: Tensor = x[self.start : self.stop].unflatten(0, (self.count, self.length))
+        return runs.transpose(1, 2)
 
     def put(self, into: Tensor, part: Tensor) -> None:
-        """The inverse of `take`: [n, H, L, ...] into its place in [S, H, ...]."""
+        """Undo `take`: write [n, H, L, ...] to its place in [S, H, ...]."""
         self.take(into).copy_(part)
 
 
 @dataclass(eq=False, frozen=True)
 class Gathered:
-    """Runs of about the same length, wherever they lie. Behind its end a run is filled up with copies of its last token."""
+    """Runs of about the same length, wherever they are. Beyond its end, a run is filled up with copies of its last token."""
 
     index: Tensor
     """int64 [n·L]: positions."""
     count: int
     real: Tensor
-    """int64 [r]: which of the n·L are no copies."""
+    """int64 [r]: which of the n·L are not copies."""
     where: Tensor
     """int64 [r]: their positions."""
 
@@ -78,17 +82,19 @@ class Gathered:
         return len(self.index) // self.count
 
     def take(self, x: Tensor) -> Tensor:
-        """[S, H, ...] → [n, H, L, ...], copied."""
-        return x.index_select(0, self.index).unflatten(0, (self.count, self.length)).transpose(1, 2)
+        """Return [S, H, ...] as [n, H, L, ...], copied."""
+        runs: Tensor = x.index_select(0, self.index).unflatten(0, (self.count, self.length))
+        return runs.transpose(1, 2)
 
     def take_or_zero(self, x: Tensor) -> Tensor:
-        """The same with zeros in the copies."""
+        """Return the same with zeros in the copies."""
         out = x.new_zeros(len(self.index), *x.shape[1:])
         out[self.real] = x.index_select(0, self.where)
-        return out.unflatten(0, (self.count, self.length)).transpose(1, 2)
+        runs: Tensor = out.unflatten(0, (self.count, self.length))
+        return runs.transpose(1, 2)
 
     def put(self, into: Tensor, part: Tensor) -> None:
-        """[n, H, L, ...] into its place in [S, H, ...], without the copies."""
+        """Write [n, H, L, ...] to its place in [S, H, ...], without the copies."""
         into.index_copy_(0, self.where, part.transpose(1, 2).flatten(0, 1).index_select(0, self.real))
 
 
@@ -100,13 +106,13 @@ class SplitPlan:
     rectangles: tuple[tuple[Span, Span], ...]
     """(queries, keys)"""
     complete: bool
-    """Every position is in a causal part: nothing is padding."""
+    """Whether every position is in a causal part: nothing is padding."""
     parts: Tensor
     """int64 [P, 4]: the same, as `ttrl.training.kernels.native_attention` takes it."""
 
 
 def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
-    """The parts that cover exactly the pairs of query and key that may see each other. Padding is in no part."""
+    """Return the parts that cover exactly the pairs of query and key that may see each other. Padding is in no part."""
     T = group_ids_BT.shape[1]
     ends_BT = subtree_ends(group_ids_BT, parent_ids_BT)
     ends_BT = ends_BT + T * torch.arange(len(ends_BT), device=ends_BT.device).unsqueeze(1)  # rows end to end
@@ -126,7 +132,7 @@ def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
 
 
 def _batched(runs: list[tuple[int, int]]) -> Iterator[Span | Gathered]:
-    """Runs in few calls."""
+    """Group runs so that few calls compute them."""
     spans: list[Span] = []
     for start, stop in runs:
         length = stop - start
@@ -191,7 +197,7 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         new = torch.empty_like if ctx.plan.complete else torch.zeros_like
-        grads = [new(x) for x in (q, k, v)]
+        grads = new(q), new(k), new(v)
         for part in ctx.plan.causal:
             dtype = _kernel_dtype(q.dtype, part.length, causal=True)
             taken = [part.take(x).to(dtype) for x in (q, k, v, out)]
@@ -221,17 +227,23 @@ class _NativeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        wide = (x.float() for x in (grad_out.contiguous(), *ctx.saved_tensors))
-        grads = native_attention.backward(*wide, ctx.plan.parts, ctx.scale)
-        dq, dk, dv = (x.to(grad_out.dtype) for x in grads)
-        return dq, dk, dv, None, None
+        grad, q, k, v, out, lse = (x.float() for x in (grad_out.contiguous(), *ctx.saved_tensors))
+        dq, dk, dv = native_attention.backward(grad, q, k, v, out, lse, ctx.plan.parts, ctx.scale)
+        return dq.to(grad_out.dtype), dk.to(grad_out.dtype), dv.to(grad_out.dtype), None, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # loops over parts that differ from batch to batch
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep torch.compile out of a function, such as one that loops over parts that differ from batch to batch."""
+    kept_out: Callable[P, R] = torch.compiler.disable(function)
+    return kept_out
+
+
+@never_compiled
 def split_attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, plan: SplitPlan, scale: float) -> Tensor:
-    """Softmax attention [B, H, T, E] over packed rows on the CPU; zero at padding. All inputs have one dtype."""
+    """Compute softmax attention [B, H, T, E] over packed rows on the CPU; zero at padding. All inputs have one dtype."""
     B, _, T, _ = q_BHTE.shape
     flat = [x.transpose(1, 2).contiguous().flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE)]
     way = _NativeAttention if native_attention.serves(*flat) else _SplitAttention
-    out: Tensor = way.apply(*flat, plan, scale)  # type: ignore[no-untyped-call]
-    return out.unflatten(0, (B, T)).transpose(1, 2)
+    apply: Callable[..., Tensor] = way.apply
+    out: Tensor = apply(*flat, plan, scale).unflatten(0, (B, T))
+    return out.transpose(1, 2)

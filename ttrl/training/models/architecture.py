@@ -55,29 +55,33 @@ class Architecture:
 
 
 def _head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim
 
 
 def _activation(config: PretrainedConfig) -> str:
-    return getattr(config, "hidden_activation", None) or config.hidden_act
+    name: str = getattr(config, "hidden_activation", None) or config.hidden_act
+    return name
 
 
 def _ropes(config: PretrainedConfig) -> dict[str, Any]:
-    """RoPE parameters by kind of layer: one kind, unless the config has them by layer type (Gemma 3)."""
+    """Return RoPE parameters by kind of layer: one kind, unless the config has them by layer type (Gemma 3)."""
     parameters = config.rope_parameters or {}
     nested = any(isinstance(value, dict) for value in parameters.values())
     return {kind: parameters[kind] for kind in sorted(set(config.layer_types))} if nested else {EVERY_LAYER: parameters}
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    how, window = FAMILIES[config.model_type].windows, getattr(config, "sliding_window", None)
+    how = FAMILIES[config.model_type].windows
+    window: int | None = getattr(config, "sliding_window", None)
     if how == "by_layer_types":
         return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-    return (window if how == "every_layer" else None,) * config.num_hidden_layers
+    layers: int = config.num_hidden_layers
+    return (window if how == "every_layer" else None,) * layers
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
-    """The architecture of a config that `read_config` has let through."""
+    """Return the architecture of a config that `read_config` has accepted."""
     family, head_dim = FAMILIES[config.model_type], _head_dim(config)
 
     def decided(value: bool | str) -> bool:
@@ -119,7 +123,7 @@ def architecture(config: PretrainedConfig) -> Architecture:
 
 
 def _described(rope: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """RoPE parameters that say the same in either spelling, with what else the frequencies depend on."""
+    """Return RoPE parameters in one form for either spelling, with what else the frequencies depend on."""
     known = {name: value for name, value in sorted(rope.items()) if name != "type" and value is not None}
     if known.get("partial_rotary_factor") == 1.0:
         del known["partial_rotary_factor"]
@@ -129,7 +133,7 @@ def _described(rope: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]
 
 
 def _problems(config: PretrainedConfig) -> list[str]:
-    """Everything in a config that our decoder does not compute."""
+    """Return everything in a config that our decoder does not compute."""
     problems = []
     known = config.model_type in FAMILIES
     if not known:
@@ -183,7 +187,7 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """The config of a model folder; of one with a vision tower, that of its text part.
+    """Read the config of a model folder; of one with a vision tower, that of its text part.
 
     Raises ModelFolderError where it is missing or unreadable, or naming everything in it that our decoder does not compute.
     """
@@ -191,7 +195,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder}: no config.json there; give a model folder in Hugging Face layout")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelFolderError(f"{folder}/config.json cannot be read: {error}") from error
     if config.model_type in COMPOSITES:
@@ -205,7 +209,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 
 def check_same_architecture(config: PretrainedConfig, own: PretrainedConfig, folder: Any) -> None:
-    """Raises ModelFolderError where a model of `config` would compute something else than one of `own` with the same weights."""
+    """Raise ModelFolderError if a model of `config` would compute something else than one of `own` with the same weights."""
     theirs, ours = architecture(config), architecture(own)
     different = [
         f"{field.name} is {getattr(theirs, field.name)!r} instead of {getattr(ours, field.name)!r}"

@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
 
     def forward(self, x: Tensor, pairs: bool = False) -> Tensor:
-        """x [..., dim] → the same shape and dtype. `pairs`: its halves come as pairs (`cpu_products.as_pairs`)."""
+        """Normalise x [..., dim]; same shape and dtype. `pairs`: its halves come as pairs (`cpu_products.as_pairs`)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = self.scale.to(wide) + 1.0 if self.plus_one else self.scale.to(wide)
         scale = cpu_products.as_pairs(scale, len(scale)) if pairs else scale
@@ -37,28 +37,28 @@ class RMSNorm(nn.Module):
 
 
 def norm(shape: Architecture, dim: int) -> nn.Module:
-    """The architecture's norm over `dim` dimensions."""
+    """Make the architecture's norm over `dim` dimensions."""
     if shape.norm == "layer":
         return nn.LayerNorm(dim, shape.norm_eps)
     return RMSNorm(dim, shape.norm_eps, plus_one=shape.norm == "rms_plus_one")
 
 
 def activation(name: str) -> nn.Module:
-    """An activation by its Hugging Face name; they are ACTIVATIONS of `architecture`."""
+    """Make an activation by its Hugging Face name, one of ACTIVATIONS in `architecture`."""
     return {"silu": nn.SiLU, "relu": nn.ReLU, "gelu": nn.GELU}.get(name, lambda: nn.GELU(approximate="tanh"))()
 
 
 def for_products(x: Tensor) -> Tensor:
-    """x in the dtype in which matrix products take it. Autocast on the CPU would convert it again for each of them, and each of
-    their gradients back."""
+    """Return x in the dtype of matrix products. Autocast on the CPU would convert it again for each of them, and each of their
+    gradients back."""
     lower = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     return x.to(torch.get_autocast_dtype("cpu")) if lower else x
 
 
 def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """Each layer's output for the same input."""
+    """Return each layer's output for the same input."""
     if cpu_products.serve(x, *layers):
-        return cpu_products.project(x, *layers)  # type: ignore[arg-type]
+        return cpu_products.project(x, *layers)
     return tuple(layer(x) for layer in layers)
 
 
@@ -66,7 +66,7 @@ class GatedFeedForward(FeedForward):
     """torchtune's, with other arithmetic on CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, D] → [B, T, D]."""
+        """Map x [B, T, D] → [B, T, D]."""
         gate, up = project(for_products(x), self.w1, self.w3)
         if isinstance(self.activation, nn.SiLU) and cpu_ops.apply_to(gate, up):
             return project(cpu_ops.silu_times(gate, up), self.w2)[0]
@@ -89,8 +89,8 @@ class SelfAttention(nn.Module):
         self.scale, self.soft_cap = shape.attention_scale, shape.attention_soft_cap
 
     def forward(self, x: Tensor, y: Tensor, *, mask: AttentionPlan, input_pos: Rotary) -> Tensor:
-        """x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. `mask` and `input_pos` are torchtune's names
-        for what goes through its layers to the attention: here the plan of attention, and RotaryEmbedding's output."""
+        """Map x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. `mask` and `input_pos` are torchtune's
+        names for what is passed through its layers to the attention: here the plan of attention, and RotaryEmbedding's output."""
         B, T, _ = x.shape
         x, rotary = for_products(x), input_pos[self.kind]
         if self._turns_pairs(x, rotary):
@@ -105,14 +105,14 @@ class SelfAttention(nn.Module):
         return project(out.transpose(1, 2).reshape(B, T, -1), self.output_proj)[0]
 
     def _turns_pairs(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> bool:
-        """Whether queries and keys may come with the halves of their heads as pairs, which RoPE turns faster: attention sums over
-        the dimensions of a head, in whatever order. Pays where more numbers are turned than weights put into another order."""
+        """Tell whether queries and keys may come with the halves of their heads as pairs, which RoPE rotates faster: attention
+        sums over the dimensions of a head in any order. Pays off if more numbers are rotated than weights are reordered."""
         whole = rotary[0].shape[-1] == self.head_dim and all(n is None or type(n) is RMSNorm for n in (self.q_norm, self.k_norm))
         pays = x.shape[0] * x.shape[1] >= x.shape[2]
         return whole and pays and cpu_products.serve(x, self.q_proj, self.k_proj, self.v_proj)
 
     def _projected_and_turned(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Queries, keys and values, [B, H, T, E] each, their heads' halves as pairs in the first two."""
+        """Return queries, keys and values, [B, H, T, E] each, their heads' halves as pairs in the first two."""
         layers, E = (self.q_proj, self.k_proj, self.v_proj), self.head_dim
         q, k, v = (part.unflatten(-1, (-1, E)) for part in cpu_products.project(x, *layers, pairs=(E, E)))
         if self.q_norm is not None and self.k_norm is not None:
@@ -122,16 +122,17 @@ class SelfAttention(nn.Module):
 
 
 class ParallelLayer(TransformerSelfAttentionLayer):
-    """Attention and feed-forward layer side by side over one norm (Phi-1, Phi-2)."""
+    """Attention and feed-forward layer in parallel over one norm (Phi-1, Phi-2)."""
 
-    def forward(self, x: Tensor, *, mask: AttentionPlan, input_pos: Rotary) -> Tensor:  # type: ignore[override]
-        """x [B, T, D] → [B, T, D]."""
+    def forward(self, x: Tensor, *, mask: AttentionPlan, input_pos: Rotary) -> Tensor:
+        """Map x [B, T, D] → [B, T, D]."""
         h = self.sa_norm(x)
-        return x + self.attn(h, h, mask=mask, input_pos=input_pos) + self.mlp(h)
+        out: Tensor = x + self.attn(h, h, mask=mask, input_pos=input_pos) + self.mlp(h)
+        return out
 
 
 def layer(shape: Architecture, number: int) -> TransformerSelfAttentionLayer:
-    """The layer of that number, counted from 0."""
+    """Make the layer of that number, counted from 0."""
     dim, width, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
     feed_forward = (GatedFeedForward if shape.gated_mlp else FeedForward)(
         gate_proj=nn.Linear(dim, width, bias=bias),
@@ -140,7 +141,7 @@ def layer(shape: Architecture, number: int) -> TransformerSelfAttentionLayer:
         activation=activation(shape.activation),
     )
     return (ParallelLayer if shape.parallel else TransformerSelfAttentionLayer)(
-        attn=SelfAttention(shape, number),  # type: ignore[arg-type]  # takes the place of torchtune's class
+        attn=SelfAttention(shape, number),
         mlp=feed_forward,
         sa_norm=norm(shape, dim),
         mlp_norm=None if shape.parallel else norm(shape, dim),

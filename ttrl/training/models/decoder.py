@@ -30,8 +30,8 @@ class Decoder(TransformerDecoder):
     """Logits are cap·tanh(logits/cap) where this is not None (Gemma 2)."""
 
     def hidden_states(self, tokens_BT: Tensor, positions_BT: Tensor, plan: AttentionPlan) -> Tensor:
-        """Final hidden states [B, T, D], normed, not yet projected to the vocabulary."""
-        h = self.tok_embeddings(tokens_BT)
+        """Return final hidden states [B, T, D], normed, not yet projected to the vocabulary."""
+        h: Tensor = self.tok_embeddings(tokens_BT)
         device = h.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         if (scale := self.architecture.embedding_scale) is not None:
@@ -40,24 +40,25 @@ class Decoder(TransformerDecoder):
         rotary = self.rope(positions_BT, dtype)
         for block in self.layers:
             h = block(h, mask=plan, input_pos=rotary)
-        return self.norm(h)
+        normed: Tensor = self.norm(h)
+        return normed
 
     def logits(self, h: Tensor) -> Tensor:
-        """Hidden states [..., D] → logits [..., V] in fp32 or wider, capped where the model does so."""
-        logits = self.output(h)
+        """Map hidden states [..., D] → logits [..., V] in fp32 or wider, capped if the model does so."""
+        logits: Tensor = self.output(h)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.output_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def materialise_buffers(self, device: torch.device | str) -> None:
-        """Computes on `device` what a decoder has beside its parameters, after one was built on the meta device. (`to_empty` and
+        """Compute on `device` what a decoder has besides its parameters, after it was built on the meta device. (`to_empty` and
         `to` do so by themselves.)"""
         self.rope.materialise(device)
 
 
 def build_decoder(config: PretrainedConfig, context: int | None = None) -> Decoder:
-    """A decoder of the config's shape, on the current default device (the meta device too) and dtype, with parameters of no use
-    yet.
+    """Build a decoder of the config's shape on the current default device (the meta device too) and dtype, with parameters yet to
+    be loaded.
 
     context: the longest sequence in tokens, for the RoPE type that depends on it (longrope); None takes the config's
     max_position_embeddings, as vLLM does. Give the same length to the server as its max_model_len.

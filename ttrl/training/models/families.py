@@ -13,7 +13,8 @@ Names = Mapping[str, str | tuple[str, ...]]
 
 
 def _names(*, gated: bool = True) -> dict[str, str | tuple[str, ...]]:
-    """Embeddings, head, q/k/v projections and, where they are gated, feed-forward layers: named alike in nearly every family."""
+    """Return the names that are alike in nearly every family: embeddings, head, q/k/v projections and, if gated, feed-forward
+    layers."""
     attention = {
         f"model.layers.{{}}.self_attn.{part}_proj.{kind}": f"layers.{{}}.attn.{part}_proj.{kind}"
         for part in "qkv"
@@ -76,7 +77,7 @@ _PHI: Names = {
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """A row of the table. A string in the place of a bool is the field of config.json that decides."""
 
     names: Names
@@ -98,7 +99,7 @@ class Family:
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the square root of the width."""
     query_scale: bool = False
-    """Attention scores are scaled by 1/√ of the config's query_pre_attn_scalar, and not of the dimension of a head."""
+    """Attention scores are scaled by 1/√ of the config's query_pre_attn_scalar instead of the dimension of a head."""
     soft_caps: tuple[str, ...] = ()
     """Which of the config's SOFT_CAPS the family has."""
     tied_head_in_files: bool = True
@@ -110,13 +111,15 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(_LLAMA, qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Family(_LLAMA, windows="every_layer"),
-    "ministral": Family(_LLAMA, windows="by_layer_types"),
-    "qwen2": Family(_LLAMA, qkv_bias=True, windows="by_layer_types"),
-    "qwen3": Family(_LLAMA, qk_norm=True, qkv_bias="attention_bias", output_bias="attention_bias", windows="by_layer_types"),
-    "gemma": Family(_LLAMA, norm="rms_plus_one", qkv_bias="attention_bias", output_bias="attention_bias", scaled_embeddings=True),
-    "gemma2": Family(
+    "llama": ModelFamily(_LLAMA, qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": ModelFamily(_LLAMA, windows="every_layer"),
+    "ministral": ModelFamily(_LLAMA, windows="by_layer_types"),
+    "qwen2": ModelFamily(_LLAMA, qkv_bias=True, windows="by_layer_types"),
+    "qwen3": ModelFamily(_LLAMA, qk_norm=True, qkv_bias="attention_bias", output_bias="attention_bias", windows="by_layer_types"),
+    "gemma": ModelFamily(
+        _LLAMA, norm="rms_plus_one", qkv_bias="attention_bias", output_bias="attention_bias", scaled_embeddings=True
+    ),
+    "gemma2": ModelFamily(
         _GEMMA2,
         norm="rms_plus_one",
         qkv_bias="attention_bias",
@@ -128,7 +131,7 @@ FAMILIES = {
         tied_head_in_files=False,
         windows="by_layer_types",
     ),
-    "gemma3_text": Family(
+    "gemma3_text": ModelFamily(
         _GEMMA2,
         norm="rms_plus_one",
         qk_norm=True,
@@ -140,8 +143,8 @@ FAMILIES = {
         soft_caps=SOFT_CAPS[1:],
         windows="by_layer_types",
     ),
-    "phi3": Family(_PHI3, windows="every_layer"),
-    "phi": Family(
+    "phi3": ModelFamily(_PHI3, windows="every_layer"),
+    "phi": ModelFamily(
         _PHI,
         norm="layer",
         norm_eps="layer_norm_eps",
@@ -158,12 +161,12 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Composite:
-    """A model with more than text in it, of which the text part (a family of its own) is trained. Checkpoints keep the rest as it
-    was."""
+    """A model with more than text in it, of which only the text part (a family of its own) is trained. Checkpoints keep the rest
+    as it was."""
 
     layouts: tuple[Mapping[str, str], ...]
-    """How the text part's parameters are called in the folder: what stands for which beginning of their plain names. Which of
-    them a folder has depends on the version of transformers that wrote it."""
+    """What the text part's parameters are called in the folder: the prefix for each beginning of their plain names. Which of them
+    a folder has depends on the version of transformers that wrote it."""
     frozen: tuple[str, ...]
     """What the names of all other parameters begin with."""
 

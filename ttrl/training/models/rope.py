@@ -23,7 +23,7 @@ Rotary = dict[str, tuple[Tensor, Tensor]]
 
 
 def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [R/2] in fp32 on the CPU, and the factor of cosines and sines, for layers of `kind`.
+    """Return inverse frequencies [R/2] in fp32 on the CPU, and the factor of cosines and sines, for layers of `kind`.
 
     "longrope" and "dynamic" depend on the length of the sequence in transformers: that of the longest of the batch at hand. vLLM
     decides once and for all, because keys in the cache are rotated already, and so do we, so that the same token has the same
@@ -53,18 +53,19 @@ class RotaryEmbedding(nn.Module):
         self.materialise(torch.get_default_device())
 
     def materialise(self, device: torch.device | str) -> None:
-        """Puts the frequencies on `device`."""
+        """Put the frequencies on `device`."""
         for kind, (inverse, _) in self._computed.items():
             self.register_buffer(f"{kind}_frequencies", inverse.to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+        apply: Callable[..., Any] = super()._apply
+        apply(fn, recurse)
         self.materialise(next(self.buffers()).device)
         return self
 
     @torch.no_grad()
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary:
-        """positions [B, T] → cosines and sines in `dtype`; the angles are computed in fp32 whatever it is."""
+        """Map positions [B, T] → cosines and sines in `dtype`; angles are always computed in fp32."""
         rotary = {}
         with torch.autocast(positions_BT.device.type, enabled=False):
             for kind, (_, factor) in self._computed.items():
@@ -75,7 +76,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries or keys, turned by their positions; dimensions from R on pass through."""
+    """Rotate queries or keys by their positions; dimensions from R on pass through."""
     cos, sin = (part.to(x_BHTE.dtype) for part in rotary)
     if cpu_ops.apply_to(x_BHTE):  # in the layout that the projections give and attention takes: [B, T, H, E] in memory
         return cpu_ops.rotate_halves(*(part.transpose(1, 2) for part in (x_BHTE, cos, sin))).transpose(1, 2)
@@ -86,6 +87,6 @@ def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def turns_of(rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """cos + i·sin [B, T, 1, R/2], for heads whose halves come as pairs."""
+    """Return cos + i·sin [B, T, 1, R/2], for heads whose halves come as pairs."""
     cos, sin = (part.transpose(1, 2)[..., : part.shape[-1] // 2] for part in rotary)
     return torch.complex(cos, sin)

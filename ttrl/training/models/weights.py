@@ -29,13 +29,13 @@ class Stored(NamedTuple):
 
 
 def _template(name: str) -> tuple[str, str | None]:
-    """ "layers.7.x" → ("layers.{}.x", "7")."""
+    """Split "layers.7.x" into ("layers.{}.x", "7")."""
     layer = _LAYER.search(name)
     return (name.replace(layer[0], ".{}.", 1), layer[1]) if layer else (name, None)
 
 
 def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[Stored]:
-    """How a checkpoint stores parameters of these names; a tied head once more by itself, where the family has it so."""
+    """Return how a checkpoint stores parameters of these names; a tied head once more by itself, if the family stores it so."""
     table, family = {}, FAMILIES[config.model_type]
     for theirs, ours in family.names.items():
         parts = (ours,) if isinstance(ours, str) else ours
@@ -55,7 +55,7 @@ def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[S
 
 
 def to_hugging_face_names(weights: Mapping[str, Tensor], config: PretrainedConfig) -> dict[str, Tensor]:
-    """The inverse of `load_weights`; a tied head is there as a copy of its own. Gradients or moments are renamed just as well."""
+    """Undo `load_weights`; a tied head is a copy of its own. Gradients or moments are renamed just as well."""
     renamed = {}
     for name, parts in stored_as(weights, config):
         tensors = [weights[part] for part in parts]
@@ -66,7 +66,7 @@ def to_hugging_face_names(weights: Mapping[str, Tensor], config: PretrainedConfi
 
 
 def _rows(parameter: str, shape: Architecture) -> int:
-    """Rows of a parameter that is stored fused with others."""
+    """Return the rows of a parameter that is stored fused with others."""
     sizes = {
         "q_proj": shape.num_attention_heads * shape.head_dim,
         "k_proj": shape.num_key_value_heads * shape.head_dim,
@@ -76,7 +76,7 @@ def _rows(parameter: str, shape: Architecture) -> int:
 
 
 def files_of(folder: Path) -> list[str]:
-    """The safetensors files of a model folder, one or a sharded set. Raises ModelFolderError; pickles are refused."""
+    """Return the safetensors files of a model folder, one or a sharded set. Raises ModelFolderError; pickles are refused."""
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         try:
@@ -92,7 +92,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
-    """(file, name, tensor) of everything that is stored in a folder, one tensor at a time."""
+    """Yield (file, name, tensor) of everything that is stored in a folder, one tensor at a time."""
     folder = Path(folder)
     for file in files_of(folder):
         try:
@@ -104,18 +104,19 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def read_stored(file: Path, name: str) -> Tensor:
-    """One tensor of a safetensors file."""
+    """Read one tensor of a safetensors file."""
     with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor
 
 
 def composite_of(folder: str | Path) -> Composite | None:
-    """What a model folder has beside text; None where that is nothing."""
+    """Return what a model folder holds besides text; None if nothing."""
     return COMPOSITES.get(json.loads((Path(folder) / "config.json").read_text())["model_type"])
 
 
 def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str] | None:
-    """The layout that a stored name is of, and its plain name; None where it is of none."""
+    """Return the layout that a stored name belongs to, and its plain name; None if it belongs to none."""
     for layout in composite.layouts:
         for plain, prefix in layout.items():
             if stored.startswith(prefix):
@@ -124,7 +125,7 @@ def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str
 
 
 def iter_weights(folder: str | Path, config: PretrainedConfig | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
+    """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
     memory and read tensor by tensor, so that the host never holds the whole model.
 
     config: the folder's, where `read_config` was called already. Raises ModelFolderError.
@@ -159,12 +160,12 @@ def iter_weights(folder: str | Path, config: PretrainedConfig | None = None) -> 
 
 
 def load_weights(folder: str | Path, config: PretrainedConfig | None = None) -> dict[str, Tensor]:
-    """All of `iter_weights` at once."""
+    """Return all of `iter_weights` at once."""
     return dict(iter_weights(folder, config))
 
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Any) -> None:
-    """Raises ModelFolderError where weights and parameters have other names or shapes (of sharded ones, the whole shape)."""
+    """Raise ModelFolderError if weights and parameters have other names or shapes (for sharded ones, the whole shape)."""
     missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     shapes = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
@@ -179,7 +180,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], fold
 
 
 def load_into(decoder: nn.Module, weights: Mapping[str, Tensor], folder: Any) -> None:
-    """Copies weights into a decoder, converting the dtype. Raises ModelFolderError with missing names and shapes that differ."""
+    """Copy weights into a decoder, converting the dtype. Raises ModelFolderError with missing names and shapes that differ."""
     own = dict(decoder.named_parameters())
     check_weights(own, weights, folder)
     with torch.no_grad():

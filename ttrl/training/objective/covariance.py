@@ -15,16 +15,16 @@ from ttrl.data.packing.pack import PackedTensors
 
 
 def token_keys(rows: PackedTensors) -> Tensor:
-    """A number for every position [R, T], int64, the same wherever its sample is packed: made of the task's id, the number of the
-    sample, the lengths of its prompt and completion, the position and the label. Of use at labels alone."""
+    """Return a number for every position [R, T], int64, that does not depend on where its sample is packed: a hash of the task's
+    id, the number of the sample, the lengths of prompt and completion, the position and the label. Meaningful at labels only."""
     texts = [f"{one.task_id}\0{one.sample}\0{one.prompt_length}\0{one.completion_length}" for one in rows.samples]
     table_S = torch.tensor([*map(_number, texts), 0], dtype=torch.int64)  # the last one is for sample_ids of -1
     return _mixed(_mixed(table_S[rows.sample_ids] + rows.input_pos) + rows.labels)
 
 
 def covariances(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """(log π - mean)·(A - mean) [N], float64, on the CPU. The means are exact sums, rounded once: the order of the tokens does
-    not matter."""
+    """Return (log π - mean)·(A - mean) [N], float64, on the CPU. The means are exact sums, rounded once: the order of the tokens
+    does not matter."""
     logprobs, advantages = logprobs_N.detach().double().cpu(), advantages_N.detach().double().cpu()
     return (logprobs - _mean(logprobs)) * (advantages - _mean(advantages))
 
@@ -39,7 +39,7 @@ def choose_by_covariance(
     allowed_N: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Chooses share·N tokens, at least one where there is a candidate: bool [N], on the CPU.
+    """Choose share·N tokens, at least one if there is a candidate: bool [N], on the CPU.
 
     bounds: Clip-Cov: tokens whose covariance lies strictly between them are drawn from, all with the same probability; fewer are
         chosen where there are not enough. None: KL-Cov: those of the highest covariances, equal ones in the order of their keys.
@@ -72,7 +72,8 @@ def _number(text: str) -> int:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """A permutation of int64 that leaves no order (the finaliser of MurmurHash3; logical shifts, multiplication modulo 2^64)."""
+    """Permute int64 numbers so that no order is left (the finaliser of MurmurHash3; logical shifts, multiplication modulo
+    2^64)."""
     for factor in (-49064778989728563, -4265267296055464877):
         values = (values ^ ((values >> 33) & 0x7FFFFFFF)) * factor
     return values ^ ((values >> 33) & 0x7FFFFFFF)

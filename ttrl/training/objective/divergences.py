@@ -27,18 +27,18 @@ _LARGEST_LOG_RATIO = 20.0  # beyond it the exponential is of no use, and soon in
 
 
 def k1_divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """log π - log π_ref [N]: unbiased and of any sign. Its gradient has expectation 0 (see above); for the reward."""
+    """Return log π - log π_ref [N]: unbiased and of any sign. Its gradient has expectation 0 (see above); for the reward."""
     return _difference(logprobs_N, reference_logprobs_N)
 
 
 def k2_divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """½·(log π - log π_ref)² [N]: biased as a value, but its gradient is an unbiased one of KL(π ‖ π_ref)."""
+    """Return ½·(log π - log π_ref)² [N]: biased as a value, but its gradient is an unbiased one of KL(π ‖ π_ref)."""
     return 0.5 * _difference(logprobs_N, reference_logprobs_N).square()
 
 
 def k3_divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """π_ref/π - 1 - log(π_ref/π) [N]: unbiased and never negative; the form of GRPO (arXiv 2402.03300). Its gradient is one of
-    KL(π_ref ‖ π)."""
+    """Return π_ref/π - 1 - log(π_ref/π) [N]: unbiased and never negative; the form of GRPO (arXiv 2402.03300). Its gradient is
+    one of KL(π_ref ‖ π)."""
     difference_N = (-_difference(logprobs_N, reference_logprobs_N)).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
     return torch.expm1(difference_N) - difference_N  # exp(d) - 1 loses all digits of a small d in fp32
 

@@ -24,18 +24,18 @@ _LARGEST_LOG_RATIO = (
 
 
 def known_or_current(old_logprobs_N: Tensor, logprobs_N: Tensor) -> Tensor:
-    """The sampler's log-probabilities; where unknown (NaN), the current ones without gradient, so that the ratio is 1 and the
-    token is still trained. An exact 0.0 (probability one) is a known value."""
+    """Return the sampler's log-probabilities; where unknown (NaN), the current ones without gradient, so that the ratio is 1 and
+    the token is still trained. An exact 0.0 (probability one) is a known value."""
     return torch.where(torch.isnan(old_logprobs_N), logprobs_N.detach(), old_logprobs_N)
 
 
 def probability_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
-    """ρ = π/π_old [N], between e^-20 and e^20: constant beyond, without gradient."""
+    """Return ρ = π/π_old [N], between e^-20 and e^20: constant beyond, without gradient."""
     return torch.exp((logprobs_N - old_logprobs_N).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
 
 
 def reinforce_loss(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """-A·log π (R. Williams, "Simple statistical gradient-following algorithms", 1992). Knows nothing of the policy that sampled:
+    """Return -A·log π (R. Williams, "Simple statistical gradient-following algorithms", 1992). Ignores the policy that sampled:
     right for tokens of the current one, or with an off-policy correction (`ttrl.training.objective.off_policy`)."""
     return -advantages_N * logprobs_N
 
@@ -48,7 +48,7 @@ def clipped_ratio_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """-min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A) with ρ = π/π_old: PPO's surrogate (arXiv 1707.06347), with separate
+    """Return -min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A) with ρ = π/π_old: PPO's surrogate (arXiv 1707.06347), with separate
     bounds as in DAPO (arXiv 2503.14476).
 
     dual_clip: c > 1, which bounds the objective of negative advantages from below by c·A, -max(min(…), cA), so that a ratio that
@@ -67,37 +67,37 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: 
 
 
 def tanh_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """-tanh(log π - log π_old)·A: soft clipping. The gradient is A·(1 - tanh²)·∇log π, which fades in both directions and for
-    either sign of A: unlike PPO's, a token that has run away in the wrong direction is not called back."""
+    """Return -tanh(log π - log π_old)·A: soft clipping. The gradient is A·(1 - tanh²)·∇log π, which fades in both directions and
+    for either sign of A: unlike PPO's, a token that has run away in the wrong direction is not called back."""
     return -torch.tanh(logprobs_N - old_logprobs_N) * advantages_N
 
 
 def cispo_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """-sg(clip(ρ, 1 - clip_low, 1 + clip_high))·A·log π (MiniMax-M1, arXiv 2506.13585, equation 4): every token keeps its
+    """Return -sg(clip(ρ, 1 - clip_low, 1 + clip_high))·A·log π (MiniMax-M1, arXiv 2506.13585, equation 4): every token keeps its
     gradient, however far its ratio; what is clipped is its weight. The paper has no lower bound: clip_low = 1."""
     weight_N = probability_ratio(logprobs_N, old_logprobs_N).clamp(1 - clip_low, 1 + clip_high).detach()
     return -weight_N * advantages_N * logprobs_N
 
 
 def sequence_log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) -> Tensor:
-    """Mean of log π - log π_old over the tokens of each token's sample [N], without gradient. samples: int64, any ids; all
-    trained tokens of a sample must be there."""
+    """Return the mean of log π - log π_old over each token's sample [N], without gradient. samples: int64, any ids; all trained
+    tokens of a sample must be present."""
     difference_N = (logprobs_N - old_logprobs_N).detach()
     sums_S, counts_S, places_N = sums_by_sample(difference_N, samples_N)
     return (sums_S / counts_S).to(difference_N.dtype)[places_N]
 
 
 def sums_by_sample(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum of the values of each of S samples [S], in float64; number of their tokens [S]; which of them each token belongs
-    to [N])."""
+    """Return (the sum of the values of each of S samples [S], in float64; the number of their tokens [S]; which of them each
+    token belongs to [N])."""
     names_S, places_N, counts_S = torch.unique(samples_N, return_inverse=True, return_counts=True)
     sums_S = torch.zeros(len(names_S), dtype=torch.float64, device=values_N.device)
     return sums_S.index_add(0, places_N, values_N.double()), counts_S, places_N
 
 
 def gspo_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) -> Tensor:
-    """sg(s)·π/sg(π) [N], s = exp(mean over the sample of log π - log π_old): equal to s, and each token has its own gradient
-    (GSPO-token, arXiv 2507.18071, equation 14)."""
+    """Return sg(s)·π/sg(π) [N], s = exp(mean over the sample of log π - log π_old): equal to s, and each token has its own
+    gradient (GSPO-token, arXiv 2507.18071, equation 14)."""
     log_ratio_N = sequence_log_ratio(logprobs_N, old_logprobs_N, samples_N)
     return torch.exp(log_ratio_N.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)) * torch.exp(logprobs_N - logprobs_N.detach())
 
@@ -105,7 +105,7 @@ def gspo_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) ->
 def gspo_loss(
     logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, samples_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """PPO's surrogate with the ratio of the whole sample, normalised by its length (GSPO, arXiv 2507.18071).
+    """Return PPO's surrogate with the ratio of the whole sample, normalised by its length (GSPO, arXiv 2507.18071).
 
     Written in the form with a term for each token (equations 13 and 14), which has the value and the gradient of the sequence
     form (equation 5) where the tokens of a sample share one advantage and are weighed 1/length: aggregation "sequence". samples:
@@ -117,22 +117,22 @@ def gspo_loss(
 def clip_cov_loss(
     logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, chosen_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """PPO's surrogate with the chosen tokens (bool) left out: loss and gradient 0 (Clip-Cov, arXiv 2505.22617, equation 12; its
-    code clips the ratio too). They are chosen by `ttrl.training.objective.covariance`; the entropy falls by what they would have
-    learnt."""
+    """Return PPO's surrogate without the chosen tokens (bool), whose loss and gradient are 0 (Clip-Cov, arXiv 2505.22617,
+    equation 12; its code clips the ratio too). They are chosen by `ttrl.training.objective.covariance`; the entropy then falls
+    less by what they would have learned."""
     loss_N = clipped_ratio_loss(logprobs_N, old_logprobs_N, advantages_N, clip_low, clip_high)
     return torch.where(chosen_N, torch.zeros_like(loss_N), loss_N)
 
 
 def kl_cov_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, chosen_N: Tensor, coefficient: float) -> Tensor:
-    """-ρA, and on the chosen tokens (bool) -ρA + coefficient·|log π - log π_old| (KL-Cov, arXiv 2505.22617, equation 14; the
-    absolute difference is how its code estimates KL(π_old ‖ π)). No clipping. At ρ = 1 the penalty has no gradient: it holds back
-    from the second step of an iteration on."""
+    """Return -ρA, and on the chosen tokens (bool) -ρA + coefficient·|log π - log π_old| (KL-Cov, arXiv 2505.22617, equation 14;
+    the absolute difference is how its code estimates KL(π_old ‖ π)). No clipping. At ρ = 1 the penalty has no gradient: it takes
+    effect from the second step of an iteration on."""
     difference_N = (logprobs_N - old_logprobs_N).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
     loss_N = -torch.exp(difference_N) * advantages_N
     return torch.where(chosen_N, loss_N + coefficient * difference_N.abs(), loss_N)
 
 
 def negative_log_likelihood(logprobs_N: Tensor) -> Tensor:
-    """-log π: the loss of supervised training."""
+    """Return -log π: the loss of supervised training."""
     return -logprobs_N

@@ -41,17 +41,17 @@ class Objective:
     global_step: int = 0
 
     def at(self, global_step: int) -> "Objective":
-        """The same objective at another optimizer step, counted from 0 over the whole run."""
+        """Return the same objective at another optimizer step, counted from 0 over the whole run."""
         return dataclasses.replace(self, global_step=global_step)
 
     @property
     def kl_coefficient(self) -> float:
-        """At this step: 0 for the first `kl_after_steps` steps of the run."""
+        """The coefficient at this step: 0 for the first `kl_after_steps` steps of the run."""
         return self.config.kl_coefficient if self.global_step >= self.config.kl_after_steps else 0.0
 
     @property
     def kl_in_loss(self) -> float:
-        """The coefficient of KL in the loss at this step; 0 where it is in the reward."""
+        """The coefficient of KL in the loss at this step; 0 if it is in the reward."""
         return self.kl_coefficient if self.config.kl_in == "loss" else 0.0
 
     @property
@@ -61,7 +61,7 @@ class Objective:
 
     @property
     def entropy_coefficient(self) -> float:
-        """At this step."""
+        """The coefficient at this step."""
         if self.config.entropy_schedule == "constant":
             return self.config.entropy_coefficient
         assert self.config.entropy_until_step is not None, "the config's own check asks for it"
@@ -108,7 +108,7 @@ class Objective:
         return self.entropy_coefficient > 0
 
     def choose(self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, keys_N: Tensor, seed: int) -> Tensor:
-        """The tokens that Clip-Cov or KL-Cov act on, bool [N], on the CPU.
+        """Return the tokens that Clip-Cov or KL-Cov act on, bool [N], on the CPU.
 
         All inputs are of the whole optimizer step, over all ranks. old: what ratios are taken to: the sampler's log-probabilities
         (NaN where unknown), or with an off-policy correction `start_logprobs`. keys:
@@ -131,7 +131,7 @@ class Objective:
         samples_N: Tensor,
         extras: Mapping[str, Tensor | None],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token [N], and facts about each [N], without gradient.
+        """Return the loss of each token [N], and facts about each [N], without gradient.
 
         logprobs: current, with gradient. sampled: the sampler's, NaN where unknown: such a token counts as sampled by the current
         policy. samples: which sample each token belongs to, int64. extras: see the head of this module.
@@ -152,12 +152,14 @@ class Objective:
             )
             facts |= {"correction": correction_N, "capped": capped_N}
             old_N = start_N.to(logprobs_N.dtype)
-        loss_N = self._policy_loss(logprobs_N, old_N, advantages_N, samples_N, extras.get("chosen"))
+        chosen_N = extras.get("chosen")
+        loss_N = self._policy_loss(logprobs_N, old_N, advantages_N, samples_N, chosen_N)
         if correction_N is not None:
             loss_N = loss_N * correction_N
         facts |= {"policy_loss": loss_N} | self._ratio_facts(logprobs_N, old_N, advantages_N, samples_N)
         if self.needs_prepass:
-            facts["chosen"] = extras["chosen"]  # type: ignore[assignment]  # _policy_loss has asserted it
+            assert chosen_N is not None
+            facts["chosen"] = chosen_N
         if self.kl_in_loss > 0:
             kl_N = self._divergence(logprobs_N, extras)
             loss_N = loss_N + self.kl_in_loss * kl_N
@@ -219,13 +221,13 @@ class Objective:
         return self._beyond(losses.probability_ratio(logprobs_N, old_N), advantages_N)
 
     def _beyond(self, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Where PPO's clipping takes the gradient away: below with a negative advantage, above with a positive one."""
+        """Return where PPO's clipping removes the gradient: below with a negative advantage, above with a positive one."""
         low_N = (ratio_N < 1 - self.config.clip_low) & (advantages_N < 0)
         return low_N, (ratio_N > 1 + self.config.clip_high) & (advantages_N > 0)
 
 
 def objective_from(config: ObjectiveConfig) -> Objective:
-    """The objective that a config (GRPOConfig has these fields) asks for, at the run's first optimizer step."""
+    """Return the objective that a config (GRPOConfig has these fields) asks for, at the run's first optimizer step."""
     if config.objective == "kl_cov" and getattr(config, "updates_per_iteration", 2) == 1:  # refused where it is certain
         logger.warning(
             "objective 'kl_cov' with updates_per_iteration 1: unless the sampler's weights are older than the trainer's, its "

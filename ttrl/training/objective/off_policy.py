@@ -30,8 +30,8 @@ def importance_weights(
     cap: float,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(weights [N] without gradient, bool [N]: capped or masked). Tokens without a known sampler log-probability (NaN) count as
-    sampled by the trainer: 1 by themselves, and no part of their sample's product.
+    """Return (weights [N] without gradient, bool [N]: capped or masked). Tokens without a known sampler log-probability (NaN)
+    count as sampled by the trainer: weight 1 by themselves, and no part of their sample's product.
 
     samples: the sample of each token, int64; for "sequence", all trained tokens of a sample must be in the same call.
     """

@@ -27,15 +27,15 @@ class _Completion:
     """What the model generated in one sample."""
 
     places: Tensor
-    """Of its labels in the flattened rows, int64, in the order in which they were generated."""
+    """Places of its labels in the flattened rows, int64, in the order in which they were generated."""
     reward: float
 
 
 def implicit_advantages(
     rows: PackedTensors, logprobs_RT: Tensor, reference_logprobs_RT: Tensor, beta: float, gamma: float = 1.0
 ) -> Tensor:
-    """New advantages [R, T] from implicit process rewards and the samples' rewards (PRIME, arXiv 2502.01456); 0 where nothing is
-    trained. The formula: `ttrl.data.token_advantages.implicit_reward_advantages`.
+    """Return new advantages [R, T] from implicit process rewards and the samples' rewards (PRIME, arXiv 2502.01456); 0 where
+    nothing is trained. The formula: `ttrl.data.token_advantages.implicit_reward_advantages`.
 
     PRIME trains a reward model φ beside the policy, on the outcomes. Here the policy itself stands for φ, which saves a model and
     makes the process rewards those of a policy that was trained on these outcomes; where policy and reference are the same model,
@@ -61,7 +61,7 @@ def divergence_penalties(
     estimator: str = "k1",
     gamma: float = 1.0,
 ) -> Tensor:
-    """What KL in the reward adds to the advantages [R, T]; 0 where nothing is trained.
+    """Return what KL in the reward adds to the advantages [R, T]; 0 where nothing is trained.
 
     A token's reward is -beta·k, k an estimate of KL(π ‖ π_ref) (`ttrl.training.objective.divergences`; k1 is the right one here),
     as in InstructGPT (arXiv 2203.02155). A token is charged with the sum of γ^(s-t)·k_s from its own on, less the mean of that
@@ -90,7 +90,8 @@ def value_advantages(
     lam: float = 1.0,
     token_rewards_RT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), both [R, T], by generalised advantage estimation (arXiv 1506.02438); 0 where nothing is trained.
+    """Return (advantages, returns), both [R, T], by generalised advantage estimation (arXiv 1506.02438); 0 where nothing is
+    trained.
 
     values: of what the model has read up to each position that predicts a label. A sample's reward belongs to its last trained
     token, whatever ended it: samples that were cut off at a length count as ended. token_rewards: more rewards of single tokens,
@@ -113,8 +114,8 @@ def value_advantages(
 def token_divergences(
     rows: PackedTensors, logprobs_RT: Tensor, reference_logprobs_RT: Tensor, beta: float, estimator: str = "k1"
 ) -> Tensor:
-    """-beta·k of each label [R, T], float32: token rewards for `value_advantages`; 0 where nothing is trained. Raises PackError
-    where a log-probability of a label is unknown."""
+    """Return -beta·k of each label [R, T], float32: token rewards for `value_advantages`; 0 where nothing is trained. Raises
+    PackError if a log-probability of a label is unknown."""
     charges = _charges(rows, logprobs_RT, reference_logprobs_RT, beta, estimator).view(rows.labels.shape).to(torch.float32)
     return torch.where(rows.labels != IGNORE_LABEL, charges, torch.zeros_like(charges))
 
@@ -125,8 +126,8 @@ def _charges(rows: PackedTensors, logprobs_RT: Tensor, reference_logprobs_RT: Te
 
 
 def _groups(rows: PackedTensors) -> list[list[_Completion]]:
-    """The samples of each task. The sequences of a sample that is several (`share` below 1) are one completion, in the order of
-    the sample table, which is that of its turns. The order of the rows does not matter."""
+    """Return the samples of each task. The sequences of a sample that is several (`share` below 1) are one completion, in the
+    order of the sample table, which is that of its turns. The order of the rows does not matter."""
     labelled = torch.nonzero((rows.labels != IGNORE_LABEL).view(-1)).squeeze(1)
     owners = rows.sample_ids.view(-1)[labelled]
     order = numpy.lexsort((rows.input_pos.view(-1)[labelled].numpy(), owners.numpy()))
@@ -147,7 +148,7 @@ def _groups(rows: PackedTensors) -> list[list[_Completion]]:
 
 
 def _numbers(what: str, tensor_RT: Tensor, rows: PackedTensors) -> Tensor:
-    """The tensor, flat and in float64. Raises PackError where it is not finite at a label."""
+    """Return the tensor, flat and in float64. Raises PackError if it is not finite at a label."""
     if tensor_RT.shape != rows.labels.shape:
         raise PackError(f"{what} have the shape {list(tensor_RT.shape)}, but the rows {list(rows.labels.shape)}")
     flat = tensor_RT.detach().double().cpu().reshape(-1)
@@ -162,7 +163,7 @@ def _numbers(what: str, tensor_RT: Tensor, rows: PackedTensors) -> Tensor:
 
 
 def _returns(rewards: Tensor, gamma: float) -> Tensor:
-    """Σ_{s≥t} γ^(s-t)·r_s."""
+    """Return Σ_{s≥t} γ^(s-t)·r_s."""
     later, result = 0.0, list[float]()
     for reward in reversed(rewards.tolist()):
         later = reward + gamma * later

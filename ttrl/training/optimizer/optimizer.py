@@ -15,7 +15,8 @@ from ttrl.training.policy.policy import Policy
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """The learning rate of global step `step` (from 0): linear warm-up, then constant, or falling to 0 at `total_steps`."""
+    """Return the learning rate of global step `step` (from 0): linear warm-up, then constant, or falling to 0 at
+    `total_steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
@@ -42,7 +43,7 @@ class OptimizerInBackward:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all optimizers."""
+        """The groups of all optimizers."""
         return [group for optimizer in self.by_parameter.values() for group in optimizer.param_groups]
 
     @torch.no_grad()
@@ -60,7 +61,7 @@ class OptimizerInBackward:
         parameter.grad = None
 
     def finish_step(self) -> float:
-        """The global norm of the gradients that the step saw; a collective where they are sharded."""
+        """Return the global norm of the gradients that the step saw; a collective if they are sharded."""
         norm = float(self._squares.norm())
         self._squares = SquaredNorm()
         self._stepped.clear()
@@ -86,8 +87,8 @@ def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Opti
 
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
-    """AdamW (arXiv 1711.05101), or what the config says; weight decay on matrices alone, not on norms and biases. Make it after
-    the policy has its final place: its state lives where the parameters do.
+    """Make AdamW (arXiv 1711.05101), or what the config says; weight decay on matrices only, not on norms and biases. Make it
+    after the policy has its final place: its state lives where the parameters do.
 
     8 bits and the CPU's memory (torchao): never run on a GPU.
     """
@@ -102,7 +103,7 @@ def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
 
 
 def begin_step(optimizer: Optimizer, config: TrainingConfig, global_step: int, lr_scale: float = 1.0) -> None:
-    """Sets the learning rate of `global_step`. Before the step's first backward pass where the optimizer works in it."""
+    """Set the learning rate of `global_step`, before the step's first backward pass if the optimizer works in it."""
     rate = learning_rate(config, global_step) * lr_scale
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
@@ -114,7 +115,7 @@ def begin_step(optimizer: Optimizer, config: TrainingConfig, global_step: int, l
 def clip_and_step(
     policy: Policy, optimizer: Optimizer, config: TrainingConfig, global_step: int, *, lr_scale: float = 1.0
 ) -> float:
-    """One clip, one step at the learning rate of `global_step` times `lr_scale`, one zero_grad. Returns the global gradient norm
+    """Clip, step at the learning rate of `global_step` times `lr_scale`, and zero the gradients. Returns the global gradient norm
     before clipping.
 
     Where that is not finite the step is not taken, and the gradients are thrown away: look at the norm. (An optimizer that works

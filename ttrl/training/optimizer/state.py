@@ -19,8 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit, CPUOffloadOptimizer
 
@@ -41,7 +44,7 @@ WHOLE_STATE_LIMIT = 8e9
 
 
 def _optimizer_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer that has a parameter's state, and the key that it has it under."""
+    """Return the optimizer that has a parameter's state, and the key under which it has it."""
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer.by_parameter[parameter], parameter
     if isinstance(optimizer, CPUOffloadOptimizer):  # never run on a GPU
@@ -57,7 +60,7 @@ def _moments(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def _plain(moment: Tensor) -> Tensor:
-    """8-bit moments as fp32, sharded as they are; others unchanged."""
+    """Return 8-bit moments as fp32, sharded as they are; others unchanged."""
     local = local_part(moment)
     if not hasattr(local, "dequantize") or type(local) is Tensor:
         return moment
@@ -70,7 +73,7 @@ def _plain(moment: Tensor) -> Tensor:
 
 
 def state_tensors(policy: Policy, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """("NAME.PART", tensor) of all trained parameters, sharded as the parameters are. Zeros where no step was taken yet."""
+    """Yield ("NAME.PART", tensor) of all trained parameters, sharded as the parameters are. Zeros if no step was taken yet."""
     moments = _moments(optimizer)
     for name, parameter in policy.parameters_by_name().items():
         if not (parameter.requires_grad and moments):
@@ -92,7 +95,7 @@ def save_state(
     state_format: str = "auto",
     beside: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """Writes the state and state.json, atomically as one folder. A collective: all ranks must call it.
+    """Write the state and state.json, atomically as one folder. A collective: all ranks must call it.
 
     state_format: as in TrainingConfig. beside: writes what else belongs into the folder; the first rank calls it. Raises
     StorageError.
@@ -116,7 +119,7 @@ def save_state(
 
 @contextlib.contextmanager
 def _without_warning() -> Iterator[None]:
-    """Hides that one process is taken for one, which is what was asked for."""
+    """Hide the warning about running in a single process, which is what was asked for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -129,11 +132,11 @@ def _save_sharded(
         place: list[Any] = [stack.enter_context(atomic_folder(folder)) if ranks.is_first else None]
         if ranks.processes > 1:
             distributed.broadcast_object_list(place, device=ranks.device)
-        writer = checkpoint.FileSystemWriter(place[0], sync_files=False)  # atomic_folder syncs them all
+        writer = FileSystemWriter(place[0], sync_files=False)  # atomic_folder syncs them all
         try:
             with _without_warning():
-                checkpoint.save(tensors, storage_writer=writer, no_dist=ranks.processes == 1)
-        except (checkpoint.CheckpointException, OSError) as error:
+                save(tensors, storage_writer=writer, no_dist=ranks.processes == 1)
+        except (CheckpointException, OSError) as error:
             raise StorageError(0, f"could not write {folder}: {error}; make room, or look at the permissions") from error
         if ranks.is_first:
             beside(place[0])
@@ -143,7 +146,7 @@ def _save_sharded(
 
 
 def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
-    """Restores what `save_state` wrote, in either format, whatever the number of ranks was; returns the global step.
+    """Restore what `save_state` wrote, in either format, whatever the number of ranks was; returns the global step.
 
     Raises RunFolderError where the state is missing, damaged, or of another model or optimizer.
     """
@@ -170,15 +173,15 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
 
 
 def _load_sharded(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
-    reader = checkpoint.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata
         shapes = {name: tuple(entry.size) for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
         _check(folder, policy, optimizer, shapes)
         tensors = {name: torch.zeros_like(tensor) for name, tensor in state_tensors(policy, optimizer)}
         with _without_warning():
-            checkpoint.load(tensors, storage_reader=reader, no_dist=not distributed.is_initialized())
-    except checkpoint.CheckpointException as error:
+            load(tensors, storage_reader=reader, no_dist=not distributed.is_initialized())
+    except CheckpointException as error:
         raise RunFolderError(f"{folder}: the optimizer state cannot be read: {error}") from error
     parameters = policy.parameters_by_name()
     for name, tensor in tensors.items():
@@ -186,7 +189,7 @@ def _load_sharded(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
 
 
 def _check(folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises RunFolderError where the stored names and shapes are not those of this policy and optimizer."""
+    """Raise RunFolderError if the stored names and shapes are not those of this policy and optimizer."""
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in policy.parameters_by_name().items():
         if parameter.requires_grad and _moments(optimizer):
@@ -206,7 +209,7 @@ def _check(folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[s
 
 @torch.no_grad()
 def _restore(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, entry: str, value: Tensor) -> None:
-    """Puts one tensor, whole or sharded as its parameter, into the optimizer's state."""
+    """Put one tensor, whole or sharded as its parameter, into the optimizer's state."""
     name, _, part = entry.rpartition(".")
     parameter = parameters[name]
     owner, key = _optimizer_of(optimizer, parameter)

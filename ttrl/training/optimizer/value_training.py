@@ -24,7 +24,7 @@ _STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 class ValueTraining:
-    """A value head with its AdamW. `dim` is the width of the hidden states. Starts afresh where the config's state has none."""
+    """A value head with its AdamW. `dim` is the width of the hidden states. Starts afresh if the config's state has none."""
 
     def __init__(self, config: GRPOConfig, dim: int, here: Ranks) -> None:
         self._config, self._here = config, here
@@ -41,7 +41,7 @@ class ValueTraining:
             self._load_optimizer(Path(config.state, _OPTIMIZER_FILE))
 
     def gradient_norm(self) -> float:
-        """Sums up the ranks' gradients, clips them on their own to `max_grad_norm`, and returns the norm before. A collective."""
+        """Sum the ranks' gradients, clip them on their own to `max_grad_norm`, and return the norm before. A collective."""
         for parameter in self.head.parameters():
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             parameter.grad = self._here.sum(gradient) / self._here.world_size  # each was multiplied by their number
@@ -49,7 +49,7 @@ class ValueTraining:
         return float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), math.inf if limit is None else limit))
 
     def step(self, global_step: int, lr_scale: float) -> None:
-        """One optimizer step, at `value_lr` in place of `lr`."""
+        """Take one optimizer step, at `value_lr` in place of `lr`."""
         config = self._config
         rate = learning_rate(config if config.value_lr is None else dataclasses.replace(config, lr=config.value_lr), global_step)
         for group in self._optimizer.param_groups:
@@ -58,17 +58,17 @@ class ValueTraining:
         self.forget()
 
     def move(self, device: torch.device) -> None:
-        """Head and optimizer state to another device. Never run on a GPU."""
+        """Move head and optimizer state to another device. Never run on a GPU."""
         self.head.to(device)
         for state in self._optimizer.state.values():
             state |= {name: value.to(device) for name, value in state.items() if name != "step"}
 
     def forget(self) -> None:
-        """Throws the gradients away."""
+        """Discard the gradients."""
         self._optimizer.zero_grad()
 
     def save(self, folder: Path) -> None:
-        """Writes both files; for one rank."""
+        """Write both files; for one rank."""
         save_value_head(self.head.state_dict(), folder)
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.head.named_parameters():

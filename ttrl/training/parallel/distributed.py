@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from omegaconf import OmegaConf
 from torch import distributed
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -64,7 +65,7 @@ class Ranks:
         return None if self.mesh is None or self.tensor_ranks == 1 else self.mesh.get_group(TENSOR)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, on every rank; `values` is left alone."""
+        """Return the sum over the ranks, on every rank; `values` is not modified."""
         if self.world_size == 1:
             return values
         total = values.clone()
@@ -72,7 +73,7 @@ class Ranks:
         return total
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """One-dimensional tensors of any lengths, concatenated in the order of the ranks, on every rank."""
+        """Concatenate one-dimensional tensors of any lengths in the order of the ranks, on every rank."""
         if self.world_size == 1:
             return values
         parts: list[torch.Tensor | None] = [None] * self.world_size
@@ -80,17 +81,23 @@ class Ranks:
         return torch.cat([part for part in parts if part is not None])
 
     def barrier(self) -> None:
-        """Waits until every process is here."""
+        """Wait until every process is here."""
         if self.processes > 1:
             distributed.barrier()
 
 
+def parse_config(config_class: type[C], raw: Any) -> C:
+    """Parse an OmegaConf mapping as a recipe's config. Raises ConfigError."""
+    values: Any = OmegaConf.to_container(raw, resolve=True)
+    return config_class.parse(values, "recipe config")
+
+
 def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: Any) -> int:
-    """Parses a recipe's config (an OmegaConf mapping), joins the other ranks and trains. Returns the exit code: what ttrl
+    """Parse a recipe's config (an OmegaConf mapping), joins the other ranks and trains. Returns the exit code: what ttrl
     raises on purpose is logged as one message without a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
-        config = config_class.parse(OmegaConf.to_container(raw, resolve=True), "recipe config")  # type: ignore[arg-type]
+        config = parse_config(config_class, raw)
         with ranks(config) as here:
             train(config, here)
     except TtrlError as error:
@@ -100,7 +107,7 @@ def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: 
 
 
 def model_shape(folder: str) -> dict[str, Any]:
-    """config.json as it is, the text part where there are several; empty where it cannot be read, which loading reports."""
+    """Return config.json, or its text part if there are several; empty if it cannot be read, which loading reports."""
     try:
         shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -112,7 +119,8 @@ def model_shape(folder: str) -> dict[str, Any]:
 
 
 def _device_for(config: TrainingConfig, processes: int) -> str:
-    """ "cpu" or "cuda". Raises ConfigError with all that this device, so many processes or the model's shape cannot give."""
+    """Return the device, cpu or cuda. Raises ConfigError with everything that it, the number of processes or the model's shape
+    cannot provide."""
     wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     problems = config.problems_here(wanted, processes, model_shape(config.model))
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -123,7 +131,7 @@ def _device_for(config: TrainingConfig, processes: int) -> str:
 
 
 def check_here(config: TrainingConfig, here: Ranks) -> None:
-    """Raises ConfigError where a config is not for the processes that are already there, or cannot be trained by them."""
+    """Raise ConfigError if the processes that are already running were started for another config, or cannot train this one."""
     wanted = _device_for(config, here.processes)
     found = [] if wanted == here.device.type else [f"device is {wanted!r}, and this trainer was started on {here.device.type!r}"]
     if config.tensor_parallel != here.tensor_ranks:
@@ -136,7 +144,7 @@ def check_here(config: TrainingConfig, here: Ranks) -> None:
 
 @contextlib.contextmanager
 def ranks(config: TrainingConfig) -> Iterator[Ranks]:
-    """Joins the process group that torchrun described in the environment, if any, and leaves it at the end.
+    """Join the process group that torchrun described in the environment, if any, and leave it at the end.
 
     Raises ConfigError where the config asks for a device that is not there, or for what this device, this number of processes or
     the model's shape cannot give; everything at once, before anything is loaded.
@@ -152,7 +160,7 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
         yield Ranks(0, 1, device)
         return
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo" if config.cpu_offload else "nccl"
-    alone: dict[str, Any] = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
+    alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
     timeout = timedelta(seconds=config.collective_timeout)
     distributed.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **alone)
     try:
@@ -162,7 +170,8 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
 
 
 def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = None) -> Ranks:
-    """This process in the data × tensor grid over the whole process group. Neighbours share layers: they are on one machine.
+    """Return this process's place in the data × tensor grid over the whole process group. Neighbours share layers: they are on
+    one machine.
 
     timeout: of what they exchange.
     """
@@ -176,6 +185,6 @@ def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = No
 
 
 def derived_generator(*parts: int | str) -> torch.Generator:
-    """A random generator that depends on all of its parts, (seed, iteration, …), and on nothing else in the process."""
+    """Return a random generator that depends on all of its parts, (seed, iteration, …), and on nothing else in the process."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

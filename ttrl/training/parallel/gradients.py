@@ -13,14 +13,15 @@ from ttrl.training.parallel.sharding import full_tensor, local_part
 
 
 def settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Sums up gradients of which each process holds a part, such as those of q/k norms under tensor parallelism."""
+    """Sum gradients of which each process holds a part, such as those of q/k norms under tensor parallelism."""
     for parameter in parameters:
-        if isinstance(parameter, DTensor) and parameter.grad is not None and parameter.grad.placements != parameter.placements:
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def sharded_dims(tensor: DTensor) -> tuple[str, ...]:
-    """The mesh's dimensions along which processes hold different parts of a tensor."""
+    """Return the mesh's dimensions along which processes hold different parts of a tensor."""
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
     return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate())
@@ -35,7 +36,7 @@ class SquaredNorm:
         self._mesh: DeviceMesh | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """One more gradient."""
+        """Add one more gradient."""
         dims: tuple[str, ...] = ()
         if isinstance(gradient, DTensor):
             self._mesh, dims = gradient.device_mesh, sharded_dims(gradient)
@@ -43,7 +44,7 @@ class SquaredNorm:
         self._squares[dims] = self._squares[dims] + square if dims in self._squares else square
 
     def norm(self) -> Tensor:
-        """The square root of the sum over all processes; a collective where something was sharded."""
+        """Return the square root of the sum over all processes; a collective if something was sharded."""
         total: Tensor | float = 0.0
         for dims in sorted(self._squares):
             square = self._squares[dims]
@@ -56,8 +57,8 @@ class SquaredNorm:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
-    """Scales all gradients so that their global norm is at most `limit` (None: leaves them alone). Returns the norm before, which
-    does not depend on how many processes there are. A collective when parameters are sharded."""
+    """Scale all gradients so that their global norm is at most `limit` (None: leave them alone). Returns the norm before, which
+    does not depend on the number of processes. A collective if parameters are sharded."""
     parameters = list(parameters)
     settle(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -26,17 +26,17 @@ from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; a collective if it is."""
+    """Return the whole of a tensor that may be sharded; a collective if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that may be sharded; the gradient flows through."""
+    """Return this process's part of a tensor that may be sharded; the gradient flows through."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole` that this process holds of `like`: a view, so that of a file's tensor nothing else is read."""
+    """Return the part of `whole` that this process holds of `like`: a view, so that nothing else is read from a file."""
     if not isinstance(like, DTensor):
         return whole
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -47,12 +47,12 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_whole(target: Tensor, whole: Tensor) -> None:
-    """Copies a whole tensor into one that may be sharded, converting dtype and device."""
+    """Copy a whole tensor into one that may be sharded, converting dtype and device."""
     local_part(target).copy_(part_of(whole, target))
 
 
 def materialise(module: nn.Module, device: torch.device, but: Iterable[Tensor] = ()) -> None:
-    """Gives every parameter on the meta device memory on `device`, unset; buffers, and those in `but`, stay as they are."""
+    """Give every parameter on the meta device memory on `device`, unset; buffers, and those in `but`, stay as they are."""
     left = {id(tensor) for tensor in but}
 
     def give(tensor: Tensor) -> Tensor:
@@ -71,14 +71,14 @@ class _SameEverywhere(ParallelStyle):
         self.placement = Replicate() if shard is None else Shard(shard)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             first, *rest = inputs
             return (DTensor.from_local(first, mesh, (self.placement,), run_check=False), *rest)
 
-        def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
 
 
 class TiedHead:
@@ -89,7 +89,9 @@ class TiedHead:
 
     def __call__(self, h: Tensor) -> Tensor:
         spread = DTensor.from_local(h, self._mesh, (Replicate(),), run_check=False)
-        return F.linear(spread, self.tied_module.weight).redistribute(placements=(Replicate(),)).to_local()
+        logits = F.linear(spread, self.tied_module.weight)
+        assert isinstance(logits, DTensor)
+        return local_part(logits.redistribute(placements=(Replicate(),)))
 
 
 _COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
@@ -98,7 +100,7 @@ _OVER_HEADS = ("attn.q_norm", "attn.k_norm")  # on [B, T, H, E] with this proces
 
 
 def tensor_parallel_plan(decoder: nn.Module) -> dict[str, ParallelStyle]:
-    """How each module of a decoder that has parameters of its own is spread, by its name."""
+    """Return how each module of a decoder that has parameters of its own is spread, by its name."""
     plan: dict[str, ParallelStyle] = {}
     for name, module in decoder.named_modules():
         if not list(module.parameters(recurse=False)):
@@ -117,7 +119,7 @@ def tensor_parallel_plan(decoder: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def apply_tensor_parallel(decoder: Any, mesh: DeviceMesh) -> None:
-    """Spreads a decoder over the processes of a one-dimensional mesh; its hidden states and logits stay whole on each."""
+    """Spread a decoder over the processes of a one-dimensional mesh; its hidden states and logits stay whole on each."""
     tied = decoder.output.tied_module if hasattr(decoder.output, "tied_module") else None
     parallelize_module(decoder, mesh, tensor_parallel_plan(decoder))
     if tied is not None:
@@ -125,15 +127,15 @@ def apply_tensor_parallel(decoder: Any, mesh: DeviceMesh) -> None:
 
 
 def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPrecisionPolicy:
-    """On CUDA with bf16, parameters are gathered in bf16 and gradients reduced in fp32; else both stay fp32, and autocast
-    converts as without FSDP. So do DoRA's: a magnitude, or the length of a row, that is rounded to bf16 (0.4%) would hide what
-    it learns, and a checkpoint is merged from those that are not rounded."""
+    """Choose the dtypes of gathering and reducing. On CUDA with bf16, parameters are gathered in bf16 and gradients reduced in
+    fp32; else both stay fp32, and autocast converts as without FSDP. DoRA's stay fp32 too: a magnitude or a row's length that is
+    rounded to bf16 (0.4%) would hide what it learns, and checkpoints are merged from those that are not rounded."""
     mixed = config.dtype == "bf16" and device.type == "cuda" and config.lora_kind != "dora"
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
 
 def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ranks) -> None:
-    """Shards each layer, and what is left in the root, over the data ranks (FSDP2)."""
+    """Shard each layer, and what is left in the root, over the data ranks (FSDP2)."""
     assert here.mesh is not None
     settings: dict[str, Any] = {
         "mesh": here.mesh[DATA],
@@ -146,8 +148,8 @@ def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ran
 
 
 def shard(policy: Any, config: TrainingConfig, here: Ranks, between: Callable[[], None] = lambda: None) -> None:
-    """Spreads a policy whose parameters may still be on the meta device. `between` is what wraps layers (checkpointing,
-    compilation): after tensor parallelism, before FSDP."""
+    """Spread a policy whose parameters may still be on the meta device. `between` wraps layers (checkpointing, compilation) after
+    tensor parallelism and before FSDP."""
     if here.tensor_ranks > 1:
         assert here.mesh is not None
         apply_tensor_parallel(policy.decoder, here.mesh[TENSOR])

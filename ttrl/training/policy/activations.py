@@ -39,7 +39,7 @@ PRODUCTS = [
 
 
 def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
-    """Wraps the layers that are to be recomputed: those of number 0, k, 2k, … for `checkpoint_every` k."""
+    """Wrap the layers that are to be recomputed: number 0, k, 2k, … for `checkpoint_every` k."""
     settings: dict[str, Any] = {"preserve_rng_state": config.lora_dropout > 0}
     if config.checkpoint_keeps == "products":
         settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
@@ -48,8 +48,8 @@ def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
 
 
 def offload_activations(policy: nn.Module) -> None:
-    """Moves what the forward pass saves to pinned memory of the CPU while it goes on, and back when the backward pass nears it
-    (torchtune's OffloadActivations on a stream of its own). Never run on a GPU; it cannot be made on a machine without one."""
+    """Move what the forward pass saves to pinned memory of the CPU while it goes on, and back when the backward pass nears it
+    (torchtune's OffloadActivations on a stream of its own). Never run on a GPU; it cannot be created on a machine without one."""
     forward: Callable[..., Any] = policy.forward
     offloading = OffloadActivations()
 
@@ -59,4 +59,4 @@ def offload_activations(policy: nn.Module) -> None:
         with offloading:
             return forward(*inputs, **options)
 
-    policy.forward = offloaded  # type: ignore[method-assign]
+    policy.forward = offloaded

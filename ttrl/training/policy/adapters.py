@@ -43,7 +43,7 @@ _THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "l
 
 
 def base_folder(config: TrainingConfig) -> str:
-    """The folder with the weights that stay frozen; `config.model` where there are no adapters.
+    """Return the folder with the weights that stay frozen; `config.model` if there are no adapters.
 
     Raises ModelFolderError where `config.model` holds neither that base nor an adapter, ConfigError where the adapter is of
     another kind than the config's, or the config's reference is another model than the base.
@@ -90,7 +90,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _same_weights(one: str, other: str) -> bool:
-    """Whether two folders hold the same files of weights: one may link to the other's."""
+    """Tell whether two folders hold the same weight files: one may link to the other's."""
     first, second = Path(one), Path(other)
     if not (first.is_dir() and second.is_dir()):
         return False
@@ -104,8 +104,8 @@ def _same_weights(one: str, other: str) -> bool:
 
 
 def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
-    """Gives memory that is already there its content: the base's weights, frozen, and the adapter that lies with `config.model`,
-    or a new one. A collective when sharded. Raises ModelFolderError."""
+    """Fill memory that is already allocated: the base's weights, frozen, and the adapter that belongs to `config.model`, or a new
+    one. A collective if sharded. Raises ModelFolderError."""
     parameters, layers = policy.parameters_by_name(), adapted(policy)
     device = next(p.device for name, p in parameters.items() if is_adapter(name))
     in_four_bits = {id(layer.weight): layer for layer in layers.values() if layer.weight.is_meta}
@@ -126,7 +126,8 @@ def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
 
 @torch.no_grad()
 def _begin(layers: Mapping[str, AdaptedLinear], seed: int) -> None:
-    """An adapter that changes nothing yet: A random (uniform within ±1/√D, as peft's), B zero, magnitudes the rows' lengths."""
+    """Start an adapter that changes nothing yet: A random (uniform within ±1/√D, as peft's), B zero, magnitudes the rows'
+    lengths."""
     for name, layer in layers.items():
         bound = 1 / math.sqrt(layer.in_features)
         a = torch.rand(layer.lora_a.shape, generator=derived_generator(seed, "lora", name)) * 2 * bound - bound
@@ -147,7 +148,7 @@ def _load(folder: Path, policy: Policy, base: str) -> None:
     for one in fused:
         for name, part in one.names():
             for layer, piece in zip(one.layers, _apart(one, part, tensors[name]), strict=True):
-                if layer is not None:
+                if layer is not None and piece is not None:
                     copy_whole(getattr(layer, part), piece)
             if not torch.equal(tensors[name], _together(one, part)):
                 raise ModelFolderError(f"{folder}: {name} mixes matrices that ttrl has apart; it cannot be continued")
@@ -157,14 +158,14 @@ def _load(folder: Path, policy: Policy, base: str) -> None:
 
 
 class _Fused(NamedTuple):
-    """A matrix of a checkpoint that has adapters, made of one matrix of ours or several."""
+    """A matrix of a checkpoint that has adapters, made of one or several matrices of ours."""
 
     name: str
-    """Of the module, as peft has it."""
+    """Name of the module in peft."""
     layers: tuple[AdaptedLinear | None, ...]
     """None for parts without an adapter."""
     rows: tuple[int, ...]
-    """Of each part."""
+    """Rows of each part."""
 
     @property
     def adapted(self) -> list[AdaptedLinear]:
@@ -172,7 +173,7 @@ class _Fused(NamedTuple):
         return [layer for layer in self.layers if layer is not None]
 
     def names(self) -> list[tuple[str, str]]:
-        """What its tensors are called, by theirs and by our names."""
+        """Return the names of its tensors, theirs and ours."""
         return [
             (f"{_PREFIX}{self.name}.{theirs}", ours)
             for ours, theirs in _THEIRS.items()
@@ -208,7 +209,7 @@ def _fused(policy: Policy, base: str | Path) -> list[_Fused]:
 
 @torch.no_grad()
 def _together(one: _Fused, part: str) -> Tensor:
-    """A tensor of peft's from ours, on the CPU; a collective when sharded."""
+    """Return a tensor of peft's from ours, on the CPU; a collective if sharded."""
     whole = [None if layer is None else full_tensor(getattr(layer, part).detach()).cpu() for layer in one.layers]
     pieces = [piece for piece in whole if piece is not None]
     if part != "lora_b":
@@ -225,7 +226,7 @@ def _together(one: _Fused, part: str) -> Tensor:
 
 
 def _apart(one: _Fused, part: str, fused: Tensor) -> list[Tensor | None]:
-    """The inverse."""
+    """Undo `_together`."""
     if part == "magnitude":
         return list(fused.split(list(one.rows)))
     pieces: list[Tensor | None] = []
@@ -253,7 +254,7 @@ class Adapter(NamedTuple):
     settings: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Makes the folder."""
+        """Write the folder."""
         folder.mkdir()
         save_file(self.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         write_json(folder / PEFT_FILE, self.peft_config)
@@ -261,7 +262,7 @@ class Adapter(NamedTuple):
 
 
 def gather_adapter(policy: Policy, config: TrainingConfig, base: str) -> Adapter:
-    """A collective when the policy is sharded: all ranks must call it."""
+    """Return the adapter whole. A collective if the policy is sharded: all ranks must call it."""
     fused = _fused(policy, base)
     tensors = {name: _together(one, part).contiguous() for one in fused for name, part in one.names()}
     return Adapter(tensors, _peft_config(fused, config, base), _settings(config, base))
@@ -308,12 +309,12 @@ def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict
 
 
 def merged_weight(parameter: Tensor, layer: AdaptedLinear | None) -> Tensor:
-    """A parameter of the base, with its adapter if it has one: whole, on its device. A collective when sharded."""
+    """Return a parameter of the base, with its adapter if it has one: whole, on its device. A collective if sharded."""
     whole = full_tensor(parameter.detach())
     if layer is None:
         return whole
-    parts = [None if part is None else full_tensor(part.detach()) for part in (layer.lora_a, layer.lora_b, layer.magnitude)]
-    return merge(whole, *parts, layer.scaling)
+    a, b = full_tensor(layer.lora_a.detach()), full_tensor(layer.lora_b.detach())
+    return merge(whole, a, b, None if layer.magnitude is None else full_tensor(layer.magnitude.detach()), layer.scaling)
 
 
 # The reference
@@ -321,8 +322,8 @@ def merged_weight(parameter: Tensor, layer: AdaptedLinear | None) -> Tensor:
 
 @contextlib.contextmanager
 def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
-    """Inside, the policy computes what the reference model does: the base where there are adapters, which are switched off, and
-    else `config.reference_model`, whose weights are swapped in. A collective when sharded."""
+    """Make the policy compute what the reference model does, inside the block: the base if there are adapters, which are switched
+    off, else `config.reference_model`, whose weights are swapped in. A collective if sharded."""
     if config.lora_rank is not None:
         with without_adapters(policy):
             yield
@@ -334,8 +335,8 @@ def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_policy_of(policy: Policy, config: GRPOConfig, folder: str) -> Iterator[None]:
-    """Inside, the policy computes what another folder of the same model does: its weights, or its adapter, are swapped in, and
-    those of `config.model` again afterwards. A collective when sharded. Raises ModelFolderError."""
+    """Make the policy compute what another folder of the same model does, inside the block: its weights, or its adapter, are
+    swapped in, and afterwards those of `config.model` again. A collective if sharded. Raises ModelFolderError."""
     if config.lora_rank is None:
         policy.load_folder(folder)
         yield

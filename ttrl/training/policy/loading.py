@@ -18,7 +18,7 @@ from ttrl.training.policy.policy import Policy, fill_parameters
 
 
 def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
-    """The policy of `config.model` on this rank's device: fp32 parameters, sharded over the ranks where there are several.
+    """Load the policy of `config.model` on this rank's device: fp32 parameters, sharded if there are several ranks.
 
     Raises ModelFolderError for folders that are missing, incomplete or of a family that is not supported.
     """
@@ -57,6 +57,6 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
 
 
 def seed_dropout(config: TrainingConfig, ranks: Ranks) -> None:
-    """What adapters drop depends on (seed, iteration, rank), and on nothing that this process did before."""
+    """Seed dropout so that what adapters drop depends on (seed, iteration, rank), and on nothing that this process did before."""
     if config.lora_dropout:
         torch.manual_seed(derived_generator(config.seed, getattr(config, "iteration", 0), ranks.rank).initial_seed())

@@ -45,10 +45,10 @@ class AdaptedLinear(nn.Linear):
         """False: as if there were no adapter."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """x [..., D] → [..., O]."""
+        """Map x [..., D] → [..., O]."""
         bias = self.bias if self.magnitude is None or not self.enabled else None
         if isinstance(self.weight, NF4Tensor):
-            base = linear_nf4(input, self.weight)
+            base: Tensor = linear_nf4(input, self.weight)
             base = base if bias is None else (base + bias).to(base.dtype)
         else:
             base = F.linear(input, self.weight, bias)
@@ -64,27 +64,27 @@ class AdaptedLinear(nn.Linear):
         return (scaled if self.bias is None else scaled + self.bias).to(out.dtype)
 
     def _row_scales(self, weight: Tensor) -> Tensor:
-        """m / ‖W + s·B A‖, [O]; the gradient goes to m alone."""
+        """Return m / ‖W + s·B A‖, [O]; only m gets a gradient."""
         assert self.magnitude is not None
         with torch.no_grad(), torch.autocast(self.magnitude.device.type, enabled=False):
             lengths = _row_lengths(plain(weight) + self.scaling * (self.lora_b @ self.lora_a))
         return self.magnitude / lengths
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The matrix [O, D] that computes the same, from the frozen one; differentiable in the adapter."""
+        """Return the matrix [O, D] that computes the same, from the frozen one; differentiable in the adapter."""
         if not self.enabled:
             return weight
         return merge(weight, self.lora_a, self.lora_b, self.magnitude, self.scaling)
 
     def quantise(self, weight: Tensor) -> None:
-        """Takes `weight` [O, D] as the frozen matrix, in 4 bits."""
+        """Set `weight` [O, D] as the frozen matrix, in 4 bits."""
         blocks = weight.numel() // NF4_BLOCK
         quantised = to_nf4(weight.detach(), NF4_BLOCK, next(n for n in range(_SCALE_BLOCK, 0, -1) if blocks % n == 0))
         self.weight = nn.Parameter(quantised, requires_grad=False)
 
 
 def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | None, scaling: float) -> Tensor:
-    """W + s·B A, with DoRA's rows brought to their length."""
+    """Return W + s·B A, with DoRA's rows scaled to their length."""
     with torch.autocast(lora_a.device.type, enabled=False):
         changed = plain(weight) + scaling * (lora_b @ lora_a)
         if magnitude is None:
@@ -93,17 +93,19 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | No
 
 
 def _row_lengths(weight: Tensor) -> Tensor:
-    """‖W‖ of each row, [O]; above 0 for rows of zeros too, which stay zeros."""
-    return torch.linalg.vector_norm(weight, dim=1).clamp_min(torch.finfo(weight.dtype).tiny)
+    """Return ‖W‖ of each row, [O]; above 0 for rows of zeros too, which stay zeros."""
+    lengths: Tensor = torch.linalg.vector_norm(weight, dim=1)
+    return lengths.clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def plain(weight: Tensor) -> Tensor:
-    """A matrix as the numbers that are computed with; others than NF4 unchanged."""
-    return weight.get_original_weight() if isinstance(weight, NF4Tensor) else weight
+    """Return a matrix as the numbers to compute with; others than NF4 unchanged."""
+    numbers: Tensor = weight.get_original_weight() if isinstance(weight, NF4Tensor) else weight
+    return numbers
 
 
 def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
-    """Freezes a decoder and puts adapters on the matrices that the config names. Before it is sharded; on the meta device too:
+    """Freeze a decoder and put adapters on the matrices that the config names. Call it before sharding; on the meta device too:
     adapters hold nothing yet.
 
     Raises ConfigError where it has none of them, for a head that is the embedding, and for matrices that do not fit
@@ -139,12 +141,12 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Tell whether a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2] in ADAPTER_PARTS
 
 
 def adapted(module: nn.Module) -> dict[str, AdaptedLinear]:
-    """The layers with adapters, by the names that their parameters have in `Policy.parameters_by_name`."""
+    """Return the layers with adapters, by the names that their parameters have in `Policy.parameters_by_name`."""
     return {
         name.removeprefix("decoder.").replace("_checkpoint_wrapped_module.", ""): layer
         for name, layer in module.named_modules()
@@ -154,7 +156,7 @@ def adapted(module: nn.Module) -> dict[str, AdaptedLinear]:
 
 @contextlib.contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """What it computes inside is the frozen base."""
+    """Switch adapters off inside the block, so that the frozen base is computed."""
     layers = adapted(module).values()
     for layer in layers:
         layer.enabled = False

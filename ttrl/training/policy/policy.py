@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from ttrl.training.policy.value_head import ValueHead
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What is wanted of the positions with a label, beside log-probabilities and entropies. See
-    `ttrl.training.kernels.logprobs.run_head` for the first four."""
+    """What is wanted at the positions with a label, besides log-probabilities and entropies. The first four are explained at
+    `ttrl.training.kernels.logprobs.run_head`."""
 
     token_loss: TokenLoss | None = None
     reference: ReferenceHead | None = None
@@ -42,7 +42,8 @@ class HeadOptions:
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy says of the N positions with a label, in row-major order. A tuple, so that FSDP finds the tensors in it."""
+    """What a policy computes at the N positions with a label, in row-major order. A tuple, so that FSDP finds the tensors in
+    it."""
 
     logprobs: Tensor
     """[N], nats."""
@@ -88,8 +89,8 @@ class Policy(nn.Module):
         input_pos_BT: Tensor,
         options: HeadOptions = HeadOptions(),
     ) -> PolicyOutput:
-        """Packed rows → what the head says of the positions whose label is not -100. `labels` stand at the position that predicts
-        them."""
+        """Map packed rows to what the head computes at the positions whose label is not -100. `labels` are aligned with the
+        position that predicts them."""
         lower = self.compute_dtype not in (torch.float32, torch.float64)
         with torch.autocast(tokens_BT.device.type, self.compute_dtype) if lower else contextlib.nullcontext():
             plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
@@ -121,27 +122,28 @@ class Policy(nn.Module):
         return PolicyOutput(out.logprobs_N, out.entropy_N, out.divergence_N, out.loss, values)
 
     def head_weight(self) -> Tensor:
-        """The output projection [V, D] inside of a forward pass, this rank's rows of it under tensor parallelism; the gradient
-        flows through."""
-        output = self.decoder.output
+        """Return the output projection [V, D] inside a forward pass, this rank's rows of it under tensor parallelism; the
+        gradient flows through."""
+        output: Any = self.decoder.output
         weight = local_part(getattr(output, "tied_module", output).weight)
         return output.merged(weight) if isinstance(output, AdaptedLinear) else weight
 
     def head_bias(self) -> Tensor | None:
-        """Of the output projection [V], as `head_weight`; None where it has none."""
+        """Return the bias of the output projection [V], as `head_weight`; None if it has none."""
         output = self.decoder.output
         bias = getattr(getattr(output, "tied_module", output), "bias", None)
         return None if bias is None else local_part(bias)
 
     def whole_head(self) -> tuple[Tensor, Tensor | None]:
-        """Copies of the output projection [V, D] and its bias, whole, outside of a forward pass. A collective when sharded."""
+        """Return copies of the output projection [V, D] and its bias, whole, outside of a forward pass. A collective if
+        sharded."""
         names = self.parameters_by_name()
         weight = names["output.weight" if "output.weight" in names else "tok_embeddings.weight"]
         bias = names.get("output.bias")
         return full_tensor(weight.detach()).clone(), None if bias is None else full_tensor(bias.detach()).clone()
 
     def _own_part(self, reference: ReferenceHead | None) -> ReferenceHead | None:
-        """This rank's rows of the reference's output projection, under tensor parallelism."""
+        """Return this rank's rows of the reference's output projection, under tensor parallelism."""
         if reference is None or self.vocab_group is None:
             return reference
         size, rank = self.vocab_group.size(), self.vocab_group.rank()
@@ -153,8 +155,9 @@ class Policy(nn.Module):
         )
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Parameters under torchtune's names; a tied weight appears once. Sharded ones are the shards, also right after a forward
-        pass without a backward pass, which leaves parameters whole: the root's, and the layers' too without resharding."""
+        """Return parameters under torchtune's names; a tied weight appears once. Sharded ones are the shards, even right after a
+        forward pass without a backward pass, which leaves parameters whole: the root's, and the layers' too without
+        resharding."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -163,11 +166,11 @@ class Policy(nn.Module):
         }
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Whole parameters on the CPU under torchtune's names; a collective when sharded: all ranks must call it."""
+        """Return whole parameters on the CPU under torchtune's names; a collective if sharded: all ranks must call it."""
         return {name: full_tensor(parameter.detach()).cpu() for name, parameter in self.parameters_by_name().items()}
 
     def load_folder(self, folder: str | Path) -> None:
-        """Replaces all weights by those of another folder of the same architecture; sharded policies keep each rank's part.
+        """Replace all weights by those of another folder of the same architecture; sharded policies keep each rank's part.
 
         Raises ModelFolderError where the folder's config computes anything else than this policy does.
         """
@@ -178,8 +181,7 @@ class Policy(nn.Module):
 def fill_parameters(
     parameters: Mapping[str, nn.Parameter], folder: str | Path, put: Callable[[Tensor, Tensor], None] = copy_whole
 ) -> None:
-    """Copies the weights of a folder into parameters under torchtune's names, sharded or not, tensor by tensor; `put` does so
-    with one.
+    """Copy the weights of a folder into parameters under torchtune's names, sharded or not, tensor by tensor; `put` copies one.
 
     Raises ModelFolderError with missing names, unknown names and other shapes; the parameters are of no use then.
     """

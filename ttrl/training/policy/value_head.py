@@ -32,7 +32,7 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.down.bias)
 
     def forward(self, h_ND: Tensor) -> Tensor:
-        """Values [N], of any leading shape for that matter; the gradient stops at `h` unless `grad_in_decoder`."""
+        """Return values [N], or of any leading shape; the gradient stops at `h` unless `grad_in_decoder`."""
         if not self.grad_in_decoder:
             h_ND = h_ND.detach()
         with torch.autocast(h_ND.device.type, enabled=False):
@@ -41,8 +41,8 @@ class ValueHead(nn.Module):
 
 
 def value_loss(values_N: Tensor, returns_N: Tensor, old_values_N: Tensor | None = None, clip: float | None = None) -> Tensor:
-    """½·(V - R)² of each token [N]; with `clip`, ½·max((V - R)², (V_old + clip(V - V_old, -clip, clip) - R)²): once a value has
-    moved by `clip` towards its return there is no gradient to move it on (PPO2's, J. Schulman, 2017; arXiv 2005.12729 on its
+    """Return ½·(V - R)² of each token [N]; with `clip`, ½·max((V - R)², (V_old + clip(V - V_old, -clip, clip) - R)²): once a
+    value has moved by `clip` towards its return, no gradient moves it further (PPO2's, J. Schulman, 2017; arXiv 2005.12729 on its
     use).
 
     old_values: those that the advantages were made of; needed with `clip`.
@@ -56,12 +56,12 @@ def value_loss(values_N: Tensor, returns_N: Tensor, old_values_N: Tensor | None 
 
 
 def save_value_head(weights: dict[str, Tensor], folder: str | Path) -> None:
-    """Writes whole weights (of `state_dict`, gathered where they are sharded) to the folder's value_head.safetensors."""
+    """Write whole weights (of `state_dict`, gathered if sharded) to the folder's value_head.safetensors."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, Path(folder, FILE_NAME))
 
 
 def load_value_head(head: ValueHead, folder: str | Path) -> bool:
-    """Reads the weights that `save_value_head` wrote; False where the folder has none: a head that starts afresh.
+    """Read the weights that `save_value_head` wrote; False if the folder has none, so that the head starts afresh.
 
     Raises ModelFolderError where they cannot be read or are of another shape.
     """

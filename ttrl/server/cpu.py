@@ -1,0 +1,67 @@
+"""A vLLM server on a CPU: whether there is one, and how much memory, how many cores and how large steps it gets."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+HEAP_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
+"""Keep the heap from returning its pages after each step."""
+_GIB = 2**30
+_SMALL_LOGITS = 64 * 2**20  # bytes, in float32, for each of the sequences of a step
+_SMALL_BATCH = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
+
+
+def cpu_batch(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, int]:
+    """Return arguments for a server on a CPU, from a model's folder or config.json: small models take larger steps than vLLM's
+    (128 sequences, 2048 tokens), as a step costs milliseconds whatever is in it. Empty for other models, whose logits would take
+    gigabytes, without a config.json, and if the arguments `given` include one of these: vLLM refuses steps of fewer tokens than
+    sequences, or, without chunked prefill, than the longest sequence."""
+    if not {"max-num-seqs", "max-num-batched-tokens", "enable-chunked-prefill"}.isdisjoint(n.replace("_", "-") for n in given):
+        return {}
+    config: Any = model
+    if not isinstance(model, Mapping):
+        try:
+            config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # on the hub, or damaged, which others say
+            return {}
+    vocabulary, width = (config.get(name) if isinstance(config, Mapping) else None for name in ("vocab_size", "hidden_size"))
+    if not isinstance(vocabulary, int) or not isinstance(width, int) or width > 1024:
+        return {}
+    return dict(_SMALL_BATCH) if 4 * vocabulary * _SMALL_BATCH["max-num-seqs"] <= _SMALL_LOGITS else {}
+
+
+def is_cpu_build() -> bool:
+    """Tell whether the installed vLLM is built for CPUs. Reads package metadata: importing vLLM takes seconds, and loads
+    torch."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        return package == "vllm-cpu" or "+cpu" in version
+    return False
+
+
+def cpu_cache_bytes() -> float:
+    """Return the size of a server's KV cache on a CPU, unless its arguments say otherwise: what the environment says, or what the
+    free memory now allows, 1 to 4 GiB."""
+    if given := os.environ.get(CPU_CACHE_VARIABLE):
+        return float(given) * _GIB
+    return float(max(1, min(4, psutil.virtual_memory().available // _GIB // 8))) * _GIB
+
+
+def cores_for_servers(servers: int) -> int:
+    """Return the OpenMP threads for each of several servers on this machine's CPU; one core is left for what talks to them."""
+    return max(1, (usable_cores() - 1) // servers)
+
+
+def usable_cores() -> int:
+    """Return how many physical cores this process may run on."""
+    physical = psutil.cpu_count(logical=False) or 1
+    return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
