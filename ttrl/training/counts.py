@@ -21,8 +21,8 @@ def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def work_counts(rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig) -> dict[str, float]:
-    """Return "flops" of a forward and a backward pass over the rows (`ttrl.costs.flops`), and "logical_tokens": the positions that
-    the samples would take in rows that share nothing."""
+    """Return "flops" of a forward and a backward pass over the rows (`ttrl.costs.flops`), and "logical_tokens": the positions
+    that the samples would take in rows that share nothing."""
     decoder = decoder_parameters(config.to_dict())
     shape = decoder.shape
     positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
