@@ -46,17 +46,17 @@ class Computation:
 
     @property
     def bytes(self) -> int:
-        """Of a number in matrix products."""
+        """Return the bytes of a number in matrix products."""
         return 2 if self.bf16 else _FP32
 
     @property
     def stream(self) -> int:
-        """Of a number in the stream between the layers."""
+        """Return the bytes of a number in the stream between the layers."""
         return 2 if self.mixed else _FP32
 
 
 def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int | None = None) -> LayerBytes:
-    """dense_length: T, where attention goes through a dense mask."""
+    """Return what a layer keeps. dense_length: T, where attention goes through a dense mask."""
     width, size, parts = decoder.shape.width, how.bytes, how.tensor_parallel
     queries, keys = decoder.queries / parts, decoder.keys / parts
     feed_forward, heads = decoder.shape.feed_forward_width / parts, decoder.shape.heads / parts

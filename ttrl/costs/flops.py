@@ -20,15 +20,15 @@ from ttrl.costs.parameters import DecoderParameters, ModelShape
 
 
 def attention_pairs(positions: Iterable[int], window: int | None = None) -> int:
-    """Pairs of query and key that may see each other, one head of one layer: `positions` are `input_pos` of all tokens that are
-    not padding."""
+    """Count the pairs of query and key that may see each other, for one head of one layer: `positions` are `input_pos` of all
+    tokens that are not padding."""
     if window is None:
         return sum(position + 1 for position in positions)
     return sum(min(position + 1, window) for position in positions)
 
 
 def consecutive_pairs(start: int, stop: int, window: int | None = None) -> int:
-    """`attention_pairs` of the positions from `start` up to, not including, `stop`."""
+    """Count `attention_pairs` of the positions from `start` up to, not including, `stop`."""
     if window is None or stop <= window:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     if start >= window:
@@ -47,7 +47,7 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Add up all parts."""
         return self.layers + self.attention + self.head
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -58,7 +58,7 @@ class Flops:
 
 
 def forward_flops(shape: ModelShape, tokens: int, pairs: Mapping[int | None, int], head_positions: int) -> Flops:
-    """Of one forward pass: `tokens` that pass the layers, `pairs` of queries and keys for each window of the model, and the
+    """Count one forward pass: `tokens` that pass the layers, `pairs` of queries and keys for each window of the model, and the
     positions that are projected to the vocabulary."""
     attention = sum(count * pairs[window] for window, count in shape.layers_by_window.items())
     return Flops(
@@ -69,7 +69,7 @@ def forward_flops(shape: ModelShape, tokens: int, pairs: Mapping[int | None, int
 
 
 def training_flops(shape: ModelShape, positions: Iterable[int], trained: int) -> Flops:
-    """Of a forward and a backward pass over packed tokens, all weights trained: `positions` are `input_pos` of all tokens that
+    """Count a forward and a backward pass over packed tokens, all weights trained: `positions` are `input_pos` of all tokens that
     are not padding, `trained` is the number of labels."""
     counts = Counter(positions)
     pairs = {
@@ -80,15 +80,14 @@ def training_flops(shape: ModelShape, positions: Iterable[int], trained: int) ->
 
 
 def prefill_flops(shape: ModelShape, prompt: int, cached: int = 0) -> Flops:
-    """Of reading a prompt of so many tokens, the first `cached` of which are in the key-value cache; one position is
-    projected."""
+    """Count the reading of a prompt, the first `cached` tokens of which are in the KV cache; one position is projected."""
     pairs = {window: consecutive_pairs(cached, prompt, window) for window in shape.layers_by_window}
     return forward_flops(shape, prompt - cached, pairs, 1)
 
 
 def decode_flops(shape: ModelShape, prompt: int, completion: int) -> Flops:
-    """Of generating a completion, behind a prompt that has been read and has yielded the first token: the last token is never
-    an input."""
+    """Count the generation of a completion after a prompt that has been read and has yielded the first token: the last token is
+    never an input."""
     steps = max(0, completion - 1)
     pairs = {window: consecutive_pairs(prompt, prompt + steps, window) for window in shape.layers_by_window}
     return forward_flops(shape, steps, pairs, steps)

@@ -74,22 +74,23 @@ class MemoryEstimate:
 
     @property
     def moment(self) -> str:
-        """The moment with the highest sum, mapped files aside."""
+        """Return the moment with the highest sum, mapped files aside."""
         return max(self.moments, key=lambda name: _needed(self.moments[name]))
 
     @property
     def parts(self) -> Parts:
-        """Bytes by part at that moment."""
+        """Return the bytes by part at that moment."""
         return self.moments[self.moment]
 
     @property
     def peak(self) -> float:
-        """Bytes that must be there."""
+        """Return the bytes that must be there."""
         return _needed(self.parts)
 
     @property
     def resident(self) -> float:
-        """The most bytes that the system will report, mapped files included, whose pages it takes back when memory is short."""
+        """Return the most bytes that the system will report, mapped files included, whose pages it takes back when memory is
+        short."""
         return max(sum(parts.values()) for parts in self.moments.values())
 
 

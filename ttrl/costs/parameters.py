@@ -43,18 +43,18 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Entries of the matrices that each token passes in one layer."""
+        """Count the entries of the matrices that each token passes in one layer."""
         attention = self.width * self.head_dim * 2 * (self.heads + self.key_value_heads)
         return attention + self.feed_forward_matrices * self.width * self.feed_forward_width
 
     @property
     def layers_by_window(self) -> Mapping[int | None, int]:
-        """How many layers have which window."""
+        """Count the layers of each window."""
         return Counter(self.windows)
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """From the values of a Hugging Face config.json of the Llama, Qwen, Mistral, Gemma or Phi families.
+    """Return the shape from a Hugging Face config.json of the Llama, Qwen, Mistral, Gemma or Phi families.
 
     Raises ModelFolderError where one is missing.
     """
@@ -121,27 +121,27 @@ class DecoderParameters:
 
     @property
     def queries(self) -> int:
-        """H·E."""
+        """Return H·E."""
         return self.shape.heads * self.shape.head_dim
 
     @property
     def keys(self) -> int:
-        """K·E."""
+        """Return K·E."""
         return self.shape.key_value_heads * self.shape.head_dim
 
     @property
     def vocabulary_matrix(self) -> int:
-        """V·D: of the embeddings, and of the output projection."""
+        """Return V·D: of the embeddings, and of the output projection."""
         return self.shape.vocabulary * self.shape.width
 
     @property
     def layer_matrices(self) -> int:
-        """Entries of the matrices of one layer."""
+        """Count the entries of the matrices of one layer."""
         return self.shape.layer_weights
 
     @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of one layer's matrices by the recipe's names: (width in, width out)."""
+        """Return the shapes of one layer's matrices by the recipe's names: (width in, width out)."""
         width, inner = self.shape.width, self.shape.feed_forward_width
         shapes = {
             "q_proj": (width, self.queries),
@@ -155,7 +155,7 @@ class DecoderParameters:
 
     @property
     def layer_vectors(self) -> int:
-        """Entries of the norms and biases of one layer."""
+        """Count the entries of the norms and biases of one layer."""
         shape = self.shape
         parallel = self.other_biases  # Phi: one LayerNorm, with weights and biases
         norms = 2 * shape.width if parallel else shape.width * (4 if self.post_norms else 2)
@@ -165,29 +165,29 @@ class DecoderParameters:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer."""
+        """Count the parameters of one layer."""
         return self.layer_matrices + self.layer_vectors
 
     @property
     def outside_layers(self) -> int:
-        """Embeddings, output projection and last norm."""
+        """Count the embeddings, output projection and last norm."""
         vectors = self.shape.width + (self.shape.width + self.shape.vocabulary if self.other_biases else 0)
         return self.vocabulary_matrix * (1 if self.tied else 2) + vectors
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Count all parameters."""
         return self.shape.layers * self.layer + self.outside_layers
 
     @property
     def stored(self) -> int:
-        """Entries of a checkpoint: a tied head is written out once more, except where vLLM refuses it."""
+        """Count the entries of a checkpoint: a tied head is written once more, except where vLLM refuses it."""
         again = self.tied and self.family not in _ONE_TIED_TENSOR
         return self.total + (self.vocabulary_matrix if again else 0)
 
 
 def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
-    """From the values of a config.json. Raises ModelFolderError where one is missing that is needed."""
+    """Return the parameters that a config.json describes. Raises ModelFolderError where a value is missing."""
     text = config.get("text_config") or config
     family = str(text.get("model_type"))
     attention_bias = bool(text.get("attention_bias")) and family not in ("qwen2", "mistral", "phi3", "phi")

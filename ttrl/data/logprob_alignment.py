@@ -13,7 +13,8 @@ _INCOMPLETE = "\ufffd"
 def align(
     tokenizer: Any, before: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str]
 ) -> tuple[list[float], int]:
-    """Log-probabilities of a server that gave token strings, for ids that we made: (one for each id, how many have none of it).
+    """Align the log-probabilities of a server that gave token strings with ids that we made; return one for each id, and how many
+    ids have none.
 
     before: the last ids of the prompt, as tokens read differently at the beginning of a text. tokens: the bytes of each
     log-probability's token, as Latin-1 text.
@@ -42,7 +43,7 @@ def align(
 
 
 def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, bytes]]:
-    """(number of ids, their bytes) one after another; ids that are no whole character by themselves come together."""
+    """Return (number of ids, their bytes) one after another; ids that are not whole characters by themselves are grouped."""
     spans: list[tuple[int, bytes]] = []
     ids = [*before[-1:], *token_ids]
     begin = first = len(before[-1:])
@@ -63,7 +64,8 @@ def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> l
 def check_strings(
     where: str, tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str]
 ) -> tuple[list[float], int]:
-    """The log-probabilities of a server that gave ids and token strings; NaN where the two are not the same token, and how many.
+    """Return the log-probabilities of a server that gave ids and token strings, NaN where the two are different tokens, and how
+    many are.
 
     Blanks at the ends are not compared, nor tokens that are no whole character: servers write these in ways of their own.
 

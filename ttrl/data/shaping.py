@@ -17,7 +17,7 @@ from ttrl.records import Sample, TaskResult
 
 
 def reward_power(reward: float, power: float) -> float:
-    """sign(r)·|r|^power, power > 0.
+    """Return sign(r)·|r|^power, power > 0.
 
     Above 1 it favours nearly perfect answers (a puzzle's accuracy of 0.9 counts 0.53 with power 6), below 1 any progress. -1, 0
     and 1 stay what they are, the order of rewards stays, and a penalty stays a penalty: an even power does not make it a reward.
@@ -31,7 +31,7 @@ def reward_power(reward: float, power: float) -> float:
 
 
 def surprise(logprobs: Sequence[float], until: int | None = None) -> float | None:
-    """Mean of -logp [nats per token] over the first `until` tokens, None: over all of them; unknown logprobs (NaN) are skipped.
+    """Return the mean of -logp [nats per token] over the first `until` tokens (None: all); unknown logprobs (NaN) are skipped.
 
     None where not one is known. It is not normalised: 0 for a completion that was certain, and with no upper end.
     """
@@ -40,7 +40,7 @@ def surprise(logprobs: Sequence[float], until: int | None = None) -> float | Non
 
 
 def with_surprise(reward: float, surprised: float | None, bonus: float) -> float:
-    """(1 - bonus)·reward + bonus·reward·surprised, bonus in [0, 1].
+    """Return (1 - bonus)·reward + bonus·reward·surprised, bonus in [0, 1].
 
     A sample without a known surprise has none (0), as one that was certain. Wrong answers (reward 0) stay at 0 however
     surprising. The formula is meant for accuracies; as it stands, it makes a negative reward worse the more surprising it was.
@@ -49,7 +49,7 @@ def with_surprise(reward: float, surprised: float | None, bonus: float) -> float
 
 
 def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None:
-    """How many completion tokens hold the text up to the end of the last answer; None for all of them.
+    """Count the completion tokens that hold the text up to the end of the last answer; None for all of them.
 
     `metric` is the name of a metric in which the grader tells where its last answer ends: the number of characters of the
     message's content up to there (of a regular expression's match, `match.end()`). All tokens count where `metric` is None, where
@@ -78,7 +78,7 @@ def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None
 def shaped_rewards(
     result: TaskResult, power: float = 1.0, bonus: float = 0.0, until: str | None = None, tokenizer: Any = None
 ) -> tuple[list[float], list[float | None]]:
-    """The shaped rewards of the graded samples, and their surprises (where `bonus` is 0: none).
+    """Return the shaped rewards of the graded samples, and their surprises (none where `bonus` is 0).
 
     power: see `reward_power`. bonus: see `with_surprise`. until: the grader's metric that says where the last answer ends, see
     `answer_end`; it needs the model's `tokenizer`.

@@ -11,7 +11,7 @@ from ttrl.errors import UserError
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float = 1.0, lam: float = 1.0) -> list[float]:
-    """Generalised advantage estimation over the T tokens of one completion (arXiv 1506.02438, equations 11 and 16):
+    """Compute generalised advantage estimation over the T tokens of one completion (arXiv 1506.02438, equations 11 and 16):
 
         δ_t = r_t + γ·V_{t+1} - V_t        A_t = Σ_k (γλ)^k · δ_{t+k}
 
@@ -40,7 +40,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float = 1.0, l
 
 
 def implicit_rewards(logprobs: Sequence[float], reference_logprobs: Sequence[float], beta: float) -> list[float]:
-    """β·(log π_φ - log π_ref) of each token: the process rewards of an implicit reward model φ (PRIME, arXiv 2502.01456).
+    """Return β·(log π_φ - log π_ref) of each token: the process rewards of an implicit reward model φ (PRIME, arXiv 2502.01456).
 
     Raises UserError for different lengths and for log-probabilities that are not finite.
     """
@@ -54,7 +54,7 @@ def implicit_rewards(logprobs: Sequence[float], reference_logprobs: Sequence[flo
 def implicit_reward_advantages(
     token_rewards: Sequence[Sequence[float]], rewards: Sequence[float], gamma: float = 1.0
 ) -> list[list[float]]:
-    """Advantages of every token of a group of K samples, from process rewards and outcome rewards (PRIME, arXiv 2502.01456):
+    """Compute the advantages of every token of a group of K samples, from process and outcome rewards (PRIME, arXiv 2502.01456):
 
         A_t^i = Σ_{s≥t} γ^{s-t}·(r_s^i - 1/(K-1) Σ_{j≠i} mean_u r_u^j)  +  R^i - 1/(K-1) Σ_{j≠i} R^j
 

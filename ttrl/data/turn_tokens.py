@@ -46,12 +46,12 @@ class Sequence:
 
     @classmethod
     def begun(cls, prompt: list[int]) -> "Sequence":
-        """A prompt, nothing of which is trained."""
+        """Begin a sequence with a prompt, nothing of which is trained."""
         return cls(len(prompt), list(prompt), [False] * len(prompt), [math.nan] * len(prompt))
 
 
 def join(turns: list[TurnTokens]) -> list[Sequence]:
-    """Sequences in which every turn's tokens are trained once.
+    """Join turns to sequences in which every turn's tokens are trained once.
 
     A turn continues the sequence of the turn that it continues, if nothing else does yet; else it begins one, whose prompt holds
     the same tokens, untrained.
@@ -84,7 +84,8 @@ def join(turns: list[TurnTokens]) -> list[Sequence]:
 
 
 def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
-    """By the server's own ids. Raises TokenizationError, naming the sample, where lists are missing or of different lengths."""
+    """Return the turns by the server's own ids. Raises TokenizationError, naming the sample, where lists are missing or of
+    different lengths."""
     prompt, completion = sample.prompt_token_ids, sample.token_ids
     assert prompt is not None and completion is not None
     if not prompt:
@@ -133,7 +134,7 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
 
 
 def is_taken_apart(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant's message is more than its content."""
+    """Tell whether an assistant's message is more than its content."""
     return any(message.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
 
 
@@ -145,7 +146,8 @@ def turns_by_template(
     end_of_turn: bool,
     template_kwargs: Mapping[str, Any],
 ) -> list[TurnTokens]:
-    """By the chat template, for samples without ids; log-probabilities as the server gave them, not yet those of the ids.
+    """Return the turns by the chat template, for samples without ids; log-probabilities are those of the server's tokens, not yet
+    of the ids.
 
     Raises TokenizationError, naming the sample, for what the template cannot show as the model wrote it.
     """
@@ -202,7 +204,7 @@ def _tokens(
     ended: bool,
     template_kwargs: Mapping[str, Any],
 ) -> tuple[ChatTokens, slice]:
-    """The conversation up to the reply, and which of its tokens the model wrote."""
+    """Return the conversation up to the reply, and which of its tokens the model wrote."""
     if not is_taken_apart(reply):
         chat = tokenize_completion(tokenizer, messages, reply.get("content") or "", tools, ended=ended, **template_kwargs)
         return chat, slice(chat.turns[-1].start, chat.turns[-1].end)

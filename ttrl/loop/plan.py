@@ -26,7 +26,7 @@ def plan(
     recipe_only: bool = False,
     run: Path | None = None,
 ) -> Plan:
-    """Plans a run; `print` it, or take `to_dict()`.
+    """Plan a run; `print` it, or take `to_dict()`.
 
     tasks: their prompts are counted. Without tasks, lengths are assumed (`assumptions`), or, with `run`, a folder in which
         iterations lie already, those that came out.

@@ -34,7 +34,7 @@ _MADE_UP_TASKS = 64
 
 
 def probe(made: Plan, config: TrainConfig, assumptions: Assumptions, tasks: list[Task], validation_tasks: list[Task]) -> Probed:
-    """Runs one. made: the rough plan, by which the probe is given its size. Raises UserError, and whatever a run raises."""
+    """Run a probe. made: the rough plan, by which the probe is given its size. Raises UserError, and whatever a run raises."""
     changes: dict[str, Any] = {}
     if not tasks:
         tasks, changes = _made_up_tasks(config, assumptions, made)
@@ -73,7 +73,7 @@ def probe(made: Plan, config: TrainConfig, assumptions: Assumptions, tasks: list
 def _scaled(
     seconds: Mapping[str, Seconds], rows: Sequence[Mapping[str, Any]], scale: float, held_out_scale: float
 ) -> dict[str, Seconds]:
-    """Of whole iterations. What does not grow with the number of tasks stays: syncs, starts, saving."""
+    """Scale seconds to whole iterations. What does not grow with the number of tasks stays: syncs, starts, saving."""
     scaled, before = dict(seconds), _sum(seconds)
     for name, factor in (("sample", scale), ("pack", scale), ("validate", held_out_scale)):
         if name in scaled:
@@ -87,19 +87,19 @@ def _scaled(
 
 
 def _sum(seconds: Mapping[str, Seconds]) -> float:
-    """Of the phases, as if none overlapped."""
+    """Add up the phases, as if none overlapped."""
     return sum(value.seconds for name, value in seconds.items() if not name.endswith(" start") and name != "iteration")
 
 
 def _saving(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of an iteration's training that do not grow with its tasks."""
+    """Return the seconds of an iteration's training that do not grow with its tasks."""
     found = [row["train"]["seconds_by_part"]["checkpoint"] for row in rows if "seconds_by_part" in row.get("train", {})]
     return sum(found) / len(found) if found else 0.0
 
 
 def _made_up_tasks(config: TrainConfig, assumptions: Assumptions, made: Plan) -> tuple[list[Task], dict[str, Any]]:
-    """Tasks whose prompts have about the planned length, with rewards that differ within each group; and settings that make every
-    completion as long as is assumed on the average."""
+    """Make tasks whose prompts have about the planned length, with rewards that differ within each group; and settings that make
+    every completion as long as the assumed mean."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model)
@@ -115,7 +115,7 @@ def _made_up_tasks(config: TrainConfig, assumptions: Assumptions, made: Plan) ->
 
 
 def _alternating() -> Callable[[Any], float]:
-    """A grader for one task, whose samples therefore differ in reward whatever they say."""
+    """Return a grader for one task, whose samples therefore differ in reward whatever they say."""
     count = itertools.count()
     return lambda choice: float(next(count) % 2)
 

@@ -71,17 +71,17 @@ class IterationLengths:
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """One for each group."""
+        """Return one length for each group."""
         return [len(group.prompt) for group in self.groups]
 
     @property
     def completion_lengths(self) -> list[int]:
-        """One for each sample."""
+        """Return one length for each sample."""
         return [length for group in self.groups for length in group.completions]
 
 
 def assumed_lengths(config: TrainConfig, assumptions: Assumptions, vocabulary: int) -> IterationLengths:
-    """Of a run of which only the config is known."""
+    """Assume the lengths of a run of which only the config is known."""
     draw = np.random.default_rng(config.seed)
     mean = PROMPT_TOKENS if assumptions.prompt_tokens is None else assumptions.prompt_tokens
     count = _planned(config, mean + config.samples_per_task * completion_mean(config, assumptions))
@@ -90,7 +90,7 @@ def assumed_lengths(config: TrainConfig, assumptions: Assumptions, vocabulary: i
 
 
 def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[Task], tokenizer: Any) -> IterationLengths:
-    """Prompts of an iteration's tasks, in the tokens of the model's chat template; completions as assumed."""
+    """Count the prompts of an iteration's tasks, in the tokens of the model's chat template; completions are assumed."""
     draw = np.random.default_rng(config.seed)
     some = draw.choice(len(tasks), min(len(tasks), config.tasks_per_iteration), replace=False)
     chosen = [tasks[number] for number in some]
@@ -101,7 +101,7 @@ def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[
 
 
 def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
-    """Of a task's messages. Raises UserError where the chat template refuses them."""
+    """Return the tokens of a task's messages. Raises UserError where the chat template refuses them."""
     try:
         text = tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, tokenize=False)
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -112,8 +112,8 @@ def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
 
 
 def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> IterationLengths | None:
-    """What the newest of a run's iteration folders sampled; None where none has rollouts. Of samples of several turns, what lies
-    between the turns is counted with the completion."""
+    """Return what the newest of a run's iteration folders sampled; None where none has rollouts. In samples of several turns,
+    what stands between the turns counts as completion."""
     there = [path for path in iterations if (path / "rollouts.jsonl").is_file()][-_RUN_ITERATIONS:]
     groups: list[PlannedGroup] = []
     for path in there:
@@ -131,7 +131,7 @@ def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> Itera
 
 
 def _ids(sample: Sample) -> tuple[list[int] | None, int]:
-    """Its prompt, and how many tokens follow it."""
+    """Return a sample's prompt, and how many tokens follow it."""
     if sample.turns:
         prompt = sample.turns[0].prompt_token_ids
         total = sum(len(turn.prompt_token_ids or ()) + turn.num_tokens for turn in sample.turns)
@@ -140,18 +140,18 @@ def _ids(sample: Sample) -> tuple[list[int] | None, int]:
 
 
 def completion_mean(config: TrainConfig, assumptions: Assumptions) -> float:
-    """Tokens, before anything is cut off."""
+    """Return the mean length of completions in tokens, before anything is cut off."""
     given = assumptions.completion_tokens
     return max(1.0, config.max_tokens * _COMPLETION_SHARE) if given is None else given
 
 
 def lognormal(draw: np.random.Generator, mean: float, sigma: float, count: int) -> list[int]:
-    """IterationLengths of this mean, at least 1."""
+    """Draw lengths with this mean, at least 1."""
     return [max(1, round(x)) for x in draw.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)]
 
 
 def _planned(config: TrainConfig, tokens_of_group: float) -> int:
-    """Of how many groups the plan is made."""
+    """Return how many groups the plan is made of."""
     return max(1, min(config.tasks_per_iteration, int(_MOST_TOKENS / tokens_of_group)))
 
 
@@ -166,7 +166,7 @@ def _with_completions(
 
 
 def made_up_samples(lengths: IterationLengths, vocabulary: int, seed: int) -> list[TokenizedResult]:
-    """What the trainer would be given of the groups that are trained on: the prompts, and completions of random tokens."""
+    """Return what the trainer would be given of the groups that are trained on: the prompts, and completions of random tokens."""
     draw = np.random.default_rng(seed)
     kept = max(1, round(lengths.signal_share * len(lengths.groups)))
     samples = []

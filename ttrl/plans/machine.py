@@ -49,7 +49,7 @@ _CPU_BANDWIDTH = 20e9  # of two channels in use; assumed
 
 
 def gpu_named(name: str) -> Machine:
-    """By data sheet. Raises UserError for one that is not in the table."""
+    """Return a GPU by its data sheet. Raises UserError for one that is not in the table."""
     key = name.lower().replace(" ", "").replace("_", "-")
     if key not in GPUS:
         raise UserError(f"gpu {name!r} is not known; known are {', '.join(GPUS)}")
@@ -58,7 +58,7 @@ def gpu_named(name: str) -> Machine:
 
 
 def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
-    """Where the run will run, by its `device`; product: (width in, width out) of the model's largest matrix product.
+    """Measure where the run will run, by its `device`; product: (width in, width out) of the model's largest matrix product.
 
     For CUDA the first GPU; never run on a GPU. Raises UserError where the config wants a GPU that is not here.
     """
@@ -81,7 +81,7 @@ def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
 
 @functools.cache
 def _matmul(product: tuple[int, int], device: str, dtype: str, threads: int | None) -> float:
-    """FLOP/s of the fastest of several products."""
+    """Measure the FLOP/s of the fastest of several products."""
     import torch
 
     k, n = product

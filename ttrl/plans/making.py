@@ -58,7 +58,7 @@ def make_plan(
     probed: Probed | None = None,
     tokenizer: Any = None,
 ) -> Plan:
-    """Plans a run of `config`, without running anything but a matrix product.
+    """Plan a run of `config`, without running anything but a matrix product.
 
     tasks: their prompts are counted; without tasks, lengths are assumed, or, with `run`, a folder that iterations lie in already,
     those that came out. gpu: what the run is planned for (see `plan_machine.GPUS`); None: this machine. price_per_hour: of the
@@ -121,8 +121,8 @@ def make_plan(
 def write_plan(
     config: TrainConfig, folder: Path, model: Path, tasks: Sequence[Task], validation_tasks: Sequence[Task], tokenizer: Any
 ) -> None:
-    """Leaves a plan in a run folder that has none, for the report to compare with. A plan that cannot be made is no reason to end
-    a run: that is logged."""
+    """Leave a plan in a run folder that has none, for the report to compare with. A plan that cannot be made does not end the
+    run: that is logged."""
     if (folder / PLAN_FILE).exists():
         return
     try:
@@ -133,7 +133,8 @@ def write_plan(
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """config.json of a model folder, or of a name on the hub; its path will do as well. Raises ModelFolderError."""
+    """Read config.json of a model folder, or of a name on the hub; the file's own path will do as well. Raises
+    ModelFolderError."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -156,7 +157,7 @@ def read_model_config(model: str) -> dict[str, Any]:
 
 
 def iteration_folders(run: Path) -> list[Path]:
-    """Of a run, ascending."""
+    """Return the iteration folders of a run, ascending."""
     return sorted((run / "iterations").glob("[0-9]*"))
 
 
@@ -190,7 +191,7 @@ def _lengths(
 
 
 def _task_counts(run: Path | None) -> dict[str, int]:
-    """Of a run folder, what its tasks.json says."""
+    """Return what tasks.json of a run folder says."""
     if run is None or not (run / "tasks.json").is_file():
         return {}
     try:

@@ -17,9 +17,9 @@ class Seconds:
 
 
 def measured_in_run(rows: Sequence[Mapping[str, Any]], source: str = "run") -> dict[str, Seconds]:
-    """Mean seconds of each phase over a run's iterations, of all of them together ("iteration": less than their sum where they
-    overlap), and of what is once: "server start", "trainer start". The first iteration waits for a trainer that starts, and
-    the last one samples for nobody: the others count, if there are any."""
+    """Return the mean seconds of each phase over a run's iterations, of all of them together ("iteration": less than their sum
+    where they overlap), and of what happens once: "server start", "trainer start". The first iteration waits for a trainer that
+    starts, and the last one samples for nobody: the others count, if there are any."""
     seconds = {row["iteration"]: row["seconds"] for row in rows}
     numbers = sorted(number for number in seconds if number > 0)
     chosen = [seconds[number] for number in numbers[1:-1] or numbers[1:] or numbers]
@@ -36,17 +36,17 @@ def measured_in_run(rows: Sequence[Mapping[str, Any]], source: str = "run") -> d
 
 
 def seconds_columns(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Phases of metrics rows' "seconds", in their order."""
+    """Return the phases of metrics rows' "seconds", in their order."""
     return list(dict.fromkeys(name for row in rows for name in row if name != "total"))
 
 
 def unnamed_seconds(row: Mapping[str, float]) -> float:
-    """Of an iteration, what none of its phases took."""
+    """Return what none of an iteration's phases took."""
     return max(0.0, row["total"] - sum(value for name, value in row.items() if name != "total"))
 
 
 def signal_share(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of a run's groups, those that were trained on; None where none was packed."""
+    """Return the share of a run's groups that were trained on; None where none was packed."""
     groups = [row["groups"] for row in rows if "groups" in row]
     total = sum(group["total"] for group in groups)
     return sum(group["kept"] for group in groups) / total if total else None

@@ -51,7 +51,7 @@ class PlannedMemory:
 
     @property
     def peak(self) -> float:
-        """Where it is highest, of all that share it."""
+        """Return the highest sum of all that share the memory."""
         trainers, servers = self.trainer * self.beside[0], self.server * self.beside[1]
         return trainers + servers if self.together else max(trainers, servers)
 
@@ -59,7 +59,7 @@ class PlannedMemory:
 def memory_of(
     model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig, work: Work, machine: Machine, with_server: bool = True
 ) -> PlannedMemory:
-    """model: values of config.json. On CUDA trainer and server are taken to share each GPU."""
+    """Plan the memory of trainer and server. model: values of config.json. On CUDA both are assumed to share each GPU."""
     ranks = max(1, config.processes // recipe.tensor_parallel)
     workload = Workload(
         row_length=max(1, work.row_length),
@@ -100,13 +100,13 @@ def memory_of(
 
 
 def _argument(config: TrainConfig, name: str, default: Any) -> Any:
-    """Of vLLM's, as the config names it."""
+    """Return one of vLLM's arguments, as the config names it."""
     value = config.server.get(name, config.server.get(name.replace("_", "-")))
     return default if value is None else value
 
 
 def _number(config: TrainConfig, name: str, default: float) -> float:
-    """An argument that vLLM takes as a number, or as one with a suffix: 4k is 4000, 4K is 4096. Raises UserError."""
+    """Return an argument that vLLM takes as a number, or as one with a suffix: 4k is 4000, 4K is 4096. Raises UserError."""
     value = _argument(config, name, default)
     digits, factor = (value[:-1], _SUFFIXES[value[-1]]) if str(value)[-1:] in _SUFFIXES else (value, 1)
     try:
@@ -125,7 +125,7 @@ def _most_sequences(model: Mapping[str, Any], config: TrainConfig, machine: Mach
 
 
 def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> tuple[int, dict[str, float]]:
-    """Tokens that its cache has room for, and what it holds, by part."""
+    """Return how many tokens its KV cache has room for, and what it holds, by part."""
     parallel = max(1, int(_number(config, "tensor_parallel_size", 1)))
     on_cpu = cpu_batch(model, config.server).get("max-num-batched-tokens", _CPU_STEP_TOKENS)
     step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if machine.cuda else on_cpu))

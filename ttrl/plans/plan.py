@@ -55,18 +55,18 @@ class Plan:
 
     @property
     def price(self) -> float | None:
-        """Of the whole run."""
+        """Return the price of the whole run."""
         return None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as in plan.json."""
+        """Return plain values, as in plan.json."""
         values = dataclasses.asdict(self)
         values["work"]["fill"] = self.work.fill
         values["memory"]["peak"] = self.memory.peak
         return {"schema": 1} | values | {"price": self.price}
 
     def save(self, folder: Path) -> Path:
-        """Writes plan.json into a run folder, for its report to compare with; returns its path. Raises StorageError."""
+        """Write plan.json into a run folder, for its report to compare with; return its path. Raises StorageError."""
         path = folder / PLAN_FILE
         write_json(path, self.to_dict())
         return path
@@ -76,7 +76,7 @@ class Plan:
 
 
 def plan_text(plan: Plan) -> str:
-    """Everything that a person wants to know before a run."""
+    """Write everything that a person wants to know before a run."""
     work, seconds = plan.work, plan.seconds
     lines = [_title(f"Plan: {plan.model}")]
     trained = "" if plan.trained_parameters == plan.parameters else f", {si_spaced(plan.trained_parameters)} of them trained"

@@ -53,7 +53,8 @@ def seconds_of(
     disk_bytes: float,
     measured: Mapping[str, Seconds],
 ) -> PlannedSeconds:
-    """disk_bytes: of an iteration's checkpoint and state. measured: by phase, and "server start", "trainer start"."""
+    """Plan the seconds of a run. disk_bytes: of an iteration's checkpoint and state. measured: by phase, and "server start",
+    "trainer start"."""
     rough = _rough(config, recipe, machine, work, flops, memory, disk_bytes)
     phases = {name: measured.get(name, Seconds(value, "rough")) for name, value in rough.items()}
     others = {name: value for name, value in measured.items() if not name.endswith(" start") and name != "iteration"}
@@ -98,7 +99,7 @@ def _rough(
 def _sampling(
     machine: Machine, memory: PlannedMemory, flops: float, tokens: float, samples: int, work: Work, servers: int
 ) -> float:
-    """The larger of what all tokens need and what the longest completion needs: steps that each read all weights."""
+    """Return the larger of what all tokens need and what the longest completion needs: steps that each read all weights."""
     if not samples:
         return 0.0
     sequences = max(1, min(memory.sequences, -(-samples // servers)))

@@ -25,7 +25,7 @@ def warnings_of(
     disk: Mapping[str, float],
     tasks: int | None,
 ) -> list[str]:
-    """One line each, the worst first."""
+    """Say what is wrong with a plan, a line each, the worst first."""
     found = [*_memory(memory, config, machine), *_lengths(model, config, work), *_disk(disk)]
     if tasks is not None and tasks < config.tasks_per_iteration:
         found.append(
@@ -86,7 +86,7 @@ def _lengths(model: Mapping[str, Any], config: TrainConfig, work: Work) -> list[
 
 
 def cache_warning(config: TrainConfig, work: Work, memory: PlannedMemory) -> list[str]:
-    """Where the server's cache has no room for what it is to sample."""
+    """Warn where the server's KV cache has no room for what it is to sample."""
     longest = work.prompt_max + config.max_tokens
     if not memory.server_parts:
         return []

@@ -57,7 +57,7 @@ class Work:
 
     @property
     def fill(self) -> float:
-        """Of the rows' positions, those that hold a token."""
+        """Return the share of the rows' positions that hold a token."""
         return self.row_tokens / (self.rows * self.seq_len) if self.rows else 0.0
 
 
@@ -74,7 +74,7 @@ class PlannedFlops:
 
 
 def pack(config: TrainConfig, lengths: IterationLengths, vocabulary: int) -> PackedTensors:
-    """The rows of what was planned; an iteration has `lengths.scale` times as many."""
+    """Pack what was planned; an iteration has `lengths.scale` times as many rows."""
     return packed_tensors_from_tokenized_results(
         made_up_samples(lengths, vocabulary, config.seed),
         seq_len=config.seq_len,
@@ -91,7 +91,7 @@ def pack(config: TrainConfig, lengths: IterationLengths, vocabulary: int) -> Pac
 def work_of(
     config: TrainConfig, recipe: GRPOConfig, lengths: IterationLengths, packed: PackedTensors, validation_tasks: int
 ) -> Work:
-    """See Work."""
+    """Count what an iteration consists of."""
     prompts, completions, scale = lengths.prompt_lengths, lengths.completion_lengths, lengths.scale
     completion_mean = float(np.mean(completions))
     tasks = round(len(prompts) * scale)
@@ -132,7 +132,7 @@ def work_of(
 
 
 def _computed(row_lengths: Sequence[int], rows_per_microbatch: int) -> int:
-    """Positions of all microbatches."""
+    """Count the positions of all microbatches."""
     longest_first = sorted(row_lengths, reverse=True)
     parts = [longest_first[k : k + rows_per_microbatch] for k in range(0, len(longest_first), rows_per_microbatch)]
     return sum(len(part) * part[0] for part in parts)

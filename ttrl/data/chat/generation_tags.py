@@ -54,12 +54,12 @@ _PROGRAM = """{%% macro ttrl_render(messages, add_generation_prompt) %%}
 
 
 def has_generation_tags(source: str) -> bool:
-    """Whether the template `source` marks what the assistant wrote by itself."""
+    """Tell whether the template `source` itself marks what the assistant wrote."""
     return _OWN_TAG.search(source) is not None
 
 
 def with_generation_tags(source: str, ends_of_turn: Iterable[str]) -> str:
-    """The chat template `source` with tags around each assistant turn, its end-of-turn token included.
+    """Return the chat template `source` with tags around each assistant turn, its end-of-turn token included.
 
     `ends_of_turn` are the end-of-turn tokens as the template writes them, such as "<|im_end|>"; a turn ends with the last of them
     in its message. Tags that `source` has are made no-ops of the same shape.
@@ -81,8 +81,8 @@ def checked_tags(
     others: int,
     ends_of_turn: Iterable[str],
 ) -> str:
-    """The template with tags, checked on this conversation: the text that it writes is `whole`, and its tags are exactly around
-    `wanted` (characters). Tags that the template has already are kept where they are right.
+    """Return the template with tags, checked on this conversation: the text that it writes is `whole`, and its tags are exactly
+    around `wanted` (characters). Tags that the template already has are kept where they are right.
 
     Up to `others` more regions may be tagged: answers that cannot be trained for reasons that a template cannot know.
 

@@ -34,11 +34,11 @@ class Probe:
     parts: dict[str, str] = field(default_factory=dict)
 
     def missing(self, rendered: str) -> str | None:
-        """The first part whose mark is not in `rendered`: the template leaves it out. None where all are there."""
+        """Return the first part whose mark is not in `rendered`, because the template leaves it out; None where all are there."""
         return next((part for mark, part in self.parts.items() if mark not in rendered), None)
 
     def restores(self, rendered: str, original: str) -> bool:
-        """Whether `rendered`, with the texts put back, is `original`."""
+        """Tell whether `rendered`, with the texts put back, is `original`."""
         if not self.texts:
             return rendered == original
         marks = re.compile("|".join(map(re.escape, self.texts)))
@@ -53,16 +53,16 @@ class Probe:
         return any(put_back(way) == original for way in ways)
 
     def first_mark(self, rendered: str) -> int:
-        """Where the first mark begins; -1 where there is none."""
+        """Return where the first mark begins; -1 where there is none."""
         return min((at for mark in self.texts if (at := rendered.find(mark)) >= 0), default=-1)
 
     def after_last_mark(self, rendered: str) -> int | None:
-        """Where the text behind the last mark begins; None without marks."""
+        """Return where the text after the last mark begins; None without marks."""
         return max((at + len(mark) for mark in self.texts if (at := rendered.rfind(mark)) >= 0), default=None)
 
 
 def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
-    """A probe of an assistant's message. `unused` is a word that stands nowhere in the conversation or template.
+    """Make a probe of an assistant's message. `unused` is a word that occurs nowhere in the conversation or template.
 
     A message without any text gets a mark for its (empty) content.
     """
@@ -124,8 +124,8 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
 
 
 def ending_probe(probe: Probe, unused: str) -> Probe:
-    """`probe` with one more argument, a mark, in its last tool call, so that what follows the last mark is the template's own
-    even where that call's arguments are no texts; `probe` itself where it has no tool call."""
+    """Return `probe` with one more argument, a mark, in its last tool call, so that what follows the last mark is the template's
+    own even where that call's arguments are not texts; `probe` itself where it has no tool call."""
     calls = probe.message.get("tool_calls") or [None]
     function = calls[-1].get("function") if isinstance(calls[-1], dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None

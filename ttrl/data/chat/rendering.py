@@ -18,8 +18,8 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def server_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as vLLM hands them to a template: no content is an empty one, tool arguments that are JSON text are objects
-    (empty where they are none, see `unsayable`), empty lists of tool calls are gone, and reasoning goes by both of its
+    """Return the messages as vLLM hands them to a template: missing content is empty, tool arguments given as JSON text are
+    objects (empty where they are not one, see `unsayable`), empty lists of tool calls are gone, and reasoning goes by both of its
     names. The messages given stay as they are."""
     made = []
     for message in messages:
@@ -39,7 +39,7 @@ def server_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unsayable(message: Mapping[str, Any]) -> str | None:
-    """Why no template could show what an assistant's message says, as it was given; None where one might."""
+    """Say why no template could show what an assistant's message says, as it was given; None where one might."""
     functions = [call["function"] for call in message.get("tool_calls") or [] if _is_function_call(call)]
     if any(_arguments(function) is None for function in functions):
         return "the arguments of a tool call are no JSON object; a server shows such to the model as {}"
@@ -111,8 +111,8 @@ class ChatTemplate:
         self.variables = variables
 
     def prepared(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`server_messages` in the form that this template reads: texts as lists of parts where it takes nothing else, arguments
-        of tool calls as JSON text where it refuses objects.
+        """Return `server_messages` in the form that this template reads: texts as lists of parts where it takes nothing else,
+        arguments of tool calls as JSON text where it refuses objects.
 
         Raises TemplateRefusalError where the template refuses the conversation in any form.
         """
@@ -133,7 +133,7 @@ class ChatTemplate:
         return made
 
     def message(self, role: str, text: str) -> dict[str, Any]:
-        """A plain message in the form that this template reads."""
+        """Return a plain message in the form that this template reads."""
         message = {"role": role, "content": text}
         return _with_parts(message) if self._wants_parts else message
 
@@ -148,7 +148,7 @@ class ChatTemplate:
         return False
 
     def render(self, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
-        """The conversation as text; with `answer_next`, as a server is sent it to be answered.
+        """Return the conversation as text; with `answer_next`, as a server is sent it to be answered.
 
         Raises TemplateRefusalError where the template does.
         """
@@ -166,7 +166,7 @@ class ChatTemplate:
             raise TemplateRefusalError(f"{self.place} refuses the conversation: {_told(error)}") from error
 
     def render_tagged(self, source: str, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text that the tagged template `source` writes, and where its tags begin and end, in characters.
+        """Return the text that the tagged template `source` writes, and where its tags begin and end, in characters.
 
         Raises TemplateRefusalError where the template does.
         """
@@ -191,7 +191,7 @@ def _told(error: Exception) -> str:
 
 
 def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:
-    """The template's text and what to call it. `name` is one of a list of named templates, or a template itself."""
+    """Return the template's text and what to call it. `name` is one of a list of named templates, or a template itself."""
     place = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
     known = getattr(tokenizer, "chat_template", None)
     if isinstance(known, (list, tuple)):

@@ -53,11 +53,11 @@ class ChatTokens:
 
     @property
     def untrained(self) -> list[ChatTurn]:
-        """The assistant's turns that are not trained, with reasons."""
+        """Return the assistant's turns that are not trained, with reasons."""
         return [turn for turn in self.turns if turn.reason is not None]
 
     def result(self, task_id: str) -> TokenizedResult:
-        """As a sample: logprobs NaN, advantage 1."""
+        """Return the conversation as a sample, with logprobs NaN and advantage 1."""
         return TokenizedResult(
             task_id=task_id,
             sample=0,
@@ -81,7 +81,7 @@ def tokenize_chat(
     now: datetime | None = None,
     **template_kwargs: Any,
 ) -> ChatTokens:
-    """The tokens of a conversation, and which of them the assistant wrote.
+    """Return the tokens of a conversation, and which of them the assistant wrote.
 
     `turns`: "all" trains each turn that can be; "last" the last message alone, which must be the assistant's. `stop_tokens` are
     the tokens at which the model stops, as text, where they are known (`eos_token_id` of generation_config.json); else the
@@ -107,7 +107,7 @@ def tokenize_chat_turns(
     now: datetime | None = None,
     **template_kwargs: Any,
 ) -> list[ChatTokens]:
-    """As many token sequences as it takes to train every turn that can be trained, each exactly once.
+    """Return as many token sequences as it takes to train every turn that can be trained, each exactly once.
 
     One where the template keeps earlier turns as they are. Where it rewrites them (most templates of thinking models), the turns
     that differ are trained in sequences that end with them; the longest comes first. Arguments and errors as for `tokenize_chat`.
@@ -136,7 +136,7 @@ def tokenize_completion(
     now: datetime | None = None,
     **template_kwargs: Any,
 ) -> ChatTokens:
-    """The tokens of what a server was sent (`messages`, to be answered) and of the plain text that it answered, as it came.
+    """Return the tokens of what a server was sent (`messages`, to be answered) and of the plain text that it answered.
 
     For samples of servers that give no token ids. Nothing is rendered again, so what the template would do to the answer (strip
     its thinking, trim it) plays no part. `ended`: whether the model ended it by itself (finish reason "stop"); then the
@@ -192,7 +192,8 @@ class _Chat:
         self.answers: list[Answer] = TurnFinder(self._template, self._messages, messages, stop_tokens).answers()
 
     def rendered(self, upto: int) -> str:
-        """The first `upto` messages; if an answer is the last that the template does not write as it is sent, as it is sent."""
+        """Return the first `upto` messages as text; where the last is an answer that the template would write differently, as it
+        was sent."""
         ending = next((a for a in self.answers if a.message == upto - 1), None)
         if ending is not None and ending.reason is None and not ending.written:
             return ending.text
@@ -201,7 +202,7 @@ class _Chat:
         return self._wholes[upto]
 
     def tokens(self, upto: int, skip: set[int]) -> ChatTokens:
-        """The first `upto` messages; the answers in `skip` are not trained, for the caller's reasons."""
+        """Return the first `upto` messages as tokens; the answers in `skip` are not trained, for the caller's reasons."""
         whole = self.rendered(upto)
         answers = [answer for answer in self.answers if answer.message < upto]
         reasons = {answer.message: answer.reason_within(whole) for answer in answers}
@@ -232,7 +233,7 @@ class _Chat:
         )
 
     def _tagged(self, upto: int, whole: str, told: list[Answer]) -> str | None:
-        """The tagged template, checked on the first `upto` messages, of whose answers `told` stand in `whole`."""
+        """Return the tagged template, checked on the first `upto` messages, whose answers `told` occur in `whole`."""
         if not all(answer.written for answer in told):
             return None
         wanted = {(answer.start, len(answer.text)) for answer in told}

@@ -20,9 +20,9 @@ class TokensAt:
 
 
 def tokens_at(tokenizer: Any, text: str, borders: Sequence[int], ends_of_turn: Sequence[str | None], anchor: str) -> TokensAt:
-    """The ids of `text`, with a border between tokens at each of `borders` (characters, rising; answers begin at the even ones
-    and end at the odd ones, the last one at the end of `text`). `ends_of_turn` has the end-of-turn token of each answer, None
-    where it was cut; `anchor` is any special token, as text.
+    """Return the ids of `text`, with a border between tokens at each of `borders` (characters, rising; answers begin at the even
+    ones and end at the odd ones, the last one at the end of `text`). `ends_of_turn` has the end-of-turn token of each answer,
+    None where it was cut; `anchor` is any special token, as text.
 
     Each answer's prompt has the ids that it has alone, which is what a server would have been sent, as far as no earlier border
     was split.
@@ -43,8 +43,8 @@ def tokens_at(tokenizer: Any, text: str, borders: Sequence[int], ends_of_turn: S
 
 
 def _split_at(tokenizer: Any, text: str, borders: Sequence[int], anchor: str) -> TokensAt | None:
-    """None where taking tokens apart brings blanks in or loses some: many tokenizers put one before whatever they are given. With
-    `anchor`, what follows a split is tokenized behind that special token, where some of them do not."""
+    """Return the tokens with splits at borders; None where taking tokens apart adds or loses blanks, as many tokenizers put one
+    before any text. With `anchor`, what follows a split is tokenized after that special token, where some of them do not."""
     ids: list[int] = []
     counts: list[int] = []
     begin = splits = 0
@@ -78,7 +78,7 @@ def _split_at(tokenizer: Any, text: str, borders: Sequence[int], anchor: str) ->
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[int] | None]:
-    """Ids, and where each token ends (characters); None for tokenizers without offsets."""
+    """Return ids, and where each token ends (characters); None for tokenizers without offsets."""
     if not getattr(tokenizer, "is_fast", False):
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]), None
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -86,12 +86,12 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[int] | None]:
 
 
 def _blanks(text: str) -> str:
-    """The blanks at its beginning."""
+    """Return the blanks that a text begins with."""
     return text[: len(text) - len(text.lstrip())]
 
 
 def _blanks_behind(tokenizer: Any, before: list[int], behind: list[int]) -> str | None:
-    """The blanks at the beginning of `behind` as it reads behind `before`; None where the two cannot be told apart."""
+    """Return the blanks at the beginning of `behind` as it reads behind `before`; None where the two cannot be told apart."""
     first, both = (
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in (before, before + behind)
     )

@@ -49,7 +49,7 @@ class Answer:
     """Why it cannot be told; None where it can."""
 
     def reason_within(self, whole: str) -> str | None:
-        """Why it cannot be trained in `whole`, a rendering of the conversation or of more of it; None where it can."""
+        """Say why it cannot be trained in `whole`, a rendering of the conversation or of more of it; None where it can."""
         if self.reason is not None or whole.startswith(self.text):
             return self.reason
         if not whole.startswith(self.text[: self.start]):
@@ -59,7 +59,7 @@ class Answer:
 
 
 def short(text: str) -> str:
-    """The end of a text, for messages."""
+    """Return the end of a text, for messages."""
     return repr(text if len(text) <= 60 else "…" + text[-60:])
 
 
@@ -84,11 +84,11 @@ class TurnFinder:
         self._ends = self._special if stop_tokens is None else _any_of(stop_tokens)
 
     def answers(self) -> list[Answer]:
-        """One for each assistant message, in order."""
+        """Return one answer for each assistant message, in order."""
         return [self._answer(i) for i, message in enumerate(self.messages) if message.get("role") == "assistant"]
 
     def end_of_turn(self, place: int) -> str | None:
-        """The token that ends a plain answer at this place in the conversation; None where there is none."""
+        """Return the token that ends a plain answer at this place in the conversation; None where there is none."""
         before, probe = self.messages[:place], self._plain()
         probed = self.template.render([*before, probe.message], answer_next=False)
         prompt = self.template.render(before, answer_next=True)
@@ -160,7 +160,7 @@ class TurnFinder:
         return make_probe(self.template.message("assistant", "text"), self._unused)
 
     def _header(self, before: list[dict[str, Any]], prompt: str) -> str:
-        """What stands between the prompt and the text of a plain answer."""
+        """Return what stands between the prompt and the text of a plain answer."""
         probe = self._plain()
         try:
             probed = self.template.render([*before, probe.message], answer_next=False)
@@ -169,7 +169,7 @@ class TurnFinder:
         return probed[len(prompt) : max(len(prompt), probe.first_mark(probed))]
 
     def _unmarked_call_missing(self, before: list[dict[str, Any]], message: dict[str, Any], answered: str) -> str | None:
-        """ "tool call" if the template writes the same without one of them; they need not have a text to mark."""
+        """Return "tool call" if the template writes the same without one of them; they need not have a text to mark."""
         calls = message.get("tool_calls") or []
         for left_out in range(len(calls)):
             fewer = message | {"tool_calls": [*calls[:left_out], *calls[left_out + 1 :]]}
@@ -183,7 +183,8 @@ class TurnFinder:
         return None
 
     def _plain_text_begins(self, message: dict[str, Any], probe: Probe, probed: str, prompt: str) -> int | None:
-        """Where the text begins in an answer that does not begin with the prompt; None where it cannot follow the prompt."""
+        """Return where the text begins in an answer that does not begin with the prompt; None where it cannot follow the
+        prompt."""
         text = message["content"]
         if not isinstance(text, str) or message.get("tool_calls") or any(message.get(key) for key in REASONING_KEYS):
             return None
@@ -200,7 +201,7 @@ class TurnFinder:
         return begin if whole_line or self._special.search(leads) else None
 
     def _ending(self, place: int, probe: Probe, behind: str, begin: int, is_open: bool) -> tuple[str, str] | None:
-        """The text from the end of the answer's own to the end of its end-of-turn token, and that token.
+        """Return the text from the end of the answer's own to the end of its end-of-turn token, and that token.
 
         `behind` is what follows the answer's last mark when the conversation ends there.
         """
@@ -224,7 +225,7 @@ class TurnFinder:
         return behind[: chosen.end()], chosen[0]
 
     def _behind_when_continued(self, place: int, probe: Probe, begin: int) -> list[str]:
-        """What follows the last mark when a message follows the answer; empty where the template refuses any."""
+        """Return what follows the last mark when a message follows the answer; empty where the template refuses any."""
         calls = probe.message.get("tool_calls") or []
         tool = {"role": "tool", "content": "next", "tool_call_id": calls[-1].get("id") if calls else None}
         followers = [
@@ -244,7 +245,7 @@ class TurnFinder:
 
 
 def special_strings(tokenizer: Any) -> set[str]:
-    """The special tokens of a tokenizer, as text."""
+    """Return the special tokens of a tokenizer, as text."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return {token for token in tokenizer.all_special_tokens if token} | {token.content for token in added if token.special}
 
@@ -254,5 +255,5 @@ def _any_of(strings: Collection[str]) -> re.Pattern[str]:
 
 
 def _common(first: str, second: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Count the characters that two texts begin with in common."""
     return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))

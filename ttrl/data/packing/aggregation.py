@@ -21,13 +21,13 @@ from ttrl.data.packing.packed_format import IGNORE_LABEL
 
 
 def num_trained_samples(packed: PackedTensors) -> float:
-    """Samples with at least one label in these rows; of a sample that is several sequences, the share that is here."""
+    """Count the samples with at least one label in these rows; of a sample that is several sequences, the share that is here."""
     trained = torch.unique(packed.sample_ids[packed.labels != IGNORE_LABEL]).tolist()
     return math.fsum(packed.samples[number].share for number in trained)
 
 
 def normaliser(packed: PackedTensors) -> float:
-    """Z of these rows. Rows are disjoint, so the Z of several ranks or microbatches add up to the Z of the step.
+    """Return Z of these rows. Rows are disjoint, so the Z of several ranks or microbatches add up to the Z of the step.
 
     0.0 where nothing is trained (rows of padding alone).
     """
@@ -40,7 +40,7 @@ def normaliser(packed: PackedTensors) -> float:
 
 
 def loss_weights(packed: PackedTensors) -> Tensor:
-    """w / Z [B, T], float32: the loss of a step over these rows alone is the sum of its products with the token losses.
+    """Return w / Z [B, T], float32: the loss of a step over these rows alone is the sum of its products with the token losses.
 
     All zeros where nothing is trained.
     """

@@ -55,12 +55,12 @@ class FlatSamples:
 
 
 def where(result: TokenizedResult) -> str:
-    """How messages call a sample."""
+    """Name a sample for messages."""
     return f"task {result.task_id!r}, sample {result.sample}"
 
 
 def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
-    """Joins the lists of all samples. Raises PackError, naming sample and token, where they do not belong together."""
+    """Join the lists of all samples. Raises PackError, naming sample and token, where they do not belong together."""
     for result in results:
         _check_lengths(result)
     lengths = np.array([len(result.token_ids) for result in results], dtype=np.int64)
@@ -148,7 +148,7 @@ def _check_lengths(result: TokenizedResult) -> None:
 
 
 def _convert(values: Sequence[float], into: np.ndarray, at: int, result: TokenizedResult, name: str) -> None:
-    """Writes numbers into an int32 or float32 array; floats that are too large for that become infinite. Raises PackError."""
+    """Write numbers into an int32 or float32 array; floats that are too large for that become infinite. Raises PackError."""
     try:
         if isinstance(values, list):
             try:  # twice as fast as numpy
@@ -171,8 +171,8 @@ def _convert(values: Sequence[float], into: np.ndarray, at: int, result: Tokeniz
 
 
 def _write_mask(into: np.ndarray, mask: Sequence[bool], prompt_length: int) -> tuple[int, int, int]:
-    """Writes an assistant mask; returns the offsets of the first trained token (the length where there is none) and of one past
-    the last (0 where there is none), and their number."""
+    """Write an assistant mask; return the offset of the first trained token (the length where there is none), that after the last
+    (0 where there is none), and their number."""
     length = len(mask)
     if isinstance(mask, list):
         # One turn that is trained as a whole is told by identity with False and True alone.
@@ -191,7 +191,7 @@ def _write_mask(into: np.ndarray, mask: Sequence[bool], prompt_length: int) -> t
 
 
 def _check_positions(result: TokenizedResult, counting: list[int]) -> None:
-    """Raises PackError unless input_pos is 0, 1, 2, …"""
+    """Raise PackError unless input_pos is 0, 1, 2, …"""
     positions, length = result.input_pos, len(result.input_pos)
     if isinstance(positions, range):
         right = positions == range(length)
@@ -228,7 +228,7 @@ def _of_completions(
 def select(
     results: Sequence[TokenizedResult], flat: FlatSamples, seq_len: int, too_long: TooLong
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Numbers of the samples to pack, and counts of the others by reason, as `PackedTensors.dropped` has them.
+    """Return the numbers of the samples to pack, and counts of the others by reason, as `PackedTensors.dropped` has them.
 
     "truncate" shortens the samples that are too long in `flat`: they end at the last trained token that still is a label of a
     row, which leaves nothing of a sample whose prompt alone is longer than that.

@@ -18,7 +18,7 @@ DEFAULT_BLOCK_SIZE = 128
 
 
 def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
-    """int64 [B, T]: one past the last position of the row that may attend to this one.
+    """Return int64 [B, T]: one past the last position of the row that may attend to this one.
 
     group_ids, parent_ids: int64 [B, T], -1 in padding; groups are runs and stand depth first, as `PackedTensors.check` demands.
     """
@@ -53,7 +53,8 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
 
 
 def dense_mask(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
-    """bool [B, T, T], True where the token of the row may attend to the token of the column: the reference for all other ways.
+    """Return bool [B, T, T], True where the token of the row may attend to the token of the column: the reference for all other
+    ways.
 
     Takes memory quadratic in T: for tests, and for short rows.
     """
@@ -70,7 +71,8 @@ def block_mask(
     input_pos: Tensor | None = None,
     window: int | None = None,
 ) -> BlockMask:
-    """The same rule as a FlexAttention BlockMask, for all heads. On CUDA: never run on a GPU so far; tested on CPU (forward).
+    """Return the same rule as a FlexAttention BlockMask, for all heads. On CUDA: never run on a GPU so far; tested on CPU
+    (forward).
 
     With `window`, a query at position p of `input_pos` (int64 [B, T]) sees only keys at positions above p - window.
 
@@ -120,7 +122,8 @@ def block_mask(
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """From bool [B, N, N] to how many blocks each row of blocks visits [B, 1, N] and which come first [B, 1, N, N], int32."""
+    """Return, from bool [B, N, N], how many blocks each row of blocks visits [B, 1, N] and which come first [B, 1, N, N],
+    int32."""
     counts = blocks.sum(dim=-1, dtype=torch.int32)
     order = torch.argsort((~blocks).to(torch.int8), dim=-1, stable=True).to(torch.int32)
     return counts.unsqueeze(1), order.unsqueeze(1).contiguous()

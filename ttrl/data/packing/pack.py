@@ -57,8 +57,8 @@ def packed_tensors_from_tokenized_results(
     multiple: int = 1,
     seed: int = 0,
 ) -> PackedTensors:
-    """Packs samples into rows of `seq_len` positions; what they have in common before their first trained token is stored once
-    per row, whatever their order. The sample table is in the order of `results`.
+    """Pack samples into rows of `seq_len` positions; what they have in common before their first trained token is stored once per
+    row, whatever their order. The sample table is in the order of `results`.
 
     aggregation decides `weights`: "token" and "constant" 1, "sequence" share / the number of trained tokens of the sequence,
     which is 1 / that number for a sample of one sequence;
@@ -118,8 +118,8 @@ def packed_tensors_from_tokenized_results(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The few objects made here would set off Python's collector, which walks through every token of all samples each time:
-    a second for 25 million tokens."""
+    """Keep Python's collector off: the few objects made here would set it off, and it walks through every token of all samples
+    each time, which takes a second for 25 million tokens."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -158,7 +158,7 @@ def _check_options(
 
 
 def _place(tree: PrefixTree, end: np.ndarray, seq_len: int, multiple: int, seed: int) -> list[list[int]]:
-    """Rows of samples. Those longer than `seq_len` get rows for themselves, as long as the longest."""
+    """Place the samples in rows. Those longer than `seq_len` get rows for themselves, as long as the longest."""
     cut = np.array([0, *tree.cut])  # of node n at n + 1, and of no node at 0
     node_of = np.array(tree.node_of)
     node_size = (cut[1:] - cut[np.array(tree.parent, dtype=np.int64) + 1]).tolist()

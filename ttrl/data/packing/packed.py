@@ -66,31 +66,31 @@ class PackedTensors:
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """Return B."""
         return self.tokens.shape[0]
 
     @property
     def seq_len(self) -> int:
-        """T."""
+        """Return T."""
         return self.tokens.shape[1]
 
     @property
     def num_tokens(self) -> int:
-        """Positions that are not padding."""
+        """Count the positions that are not padding."""
         return int((self.group_ids >= 0).sum())
 
     @property
     def num_trained(self) -> int:
-        """Labels."""
+        """Count the labels."""
         return int((self.labels != IGNORE_LABEL).sum())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
+        """Return the tensors that are there, by name."""
         named = {name: getattr(self, name) for name in TENSOR_DTYPES}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def rows(self, which: slice | Sequence[int]) -> "PackedTensors":
-        """Some rows (a slice, or row numbers in any order, none twice) as packed tensors of their own, always [rows, T].
+        """Take some rows (a slice, or row numbers in any order, none twice) as packed tensors of their own, always [rows, T].
 
         `samples` is cut to those rows, and `sample_ids` and `PackedSample.row` are renumbered to match.
         """
@@ -110,7 +110,7 @@ class PackedTensors:
         return self._with(tensors, samples)
 
     def pad_rows_to_multiple(self, multiple: int) -> "PackedTensors":
-        """Adds rows of padding, which weigh nothing, until the number of rows is a multiple: every rank gets as many."""
+        """Add rows of padding, which weigh nothing, until the number of rows is a multiple: every rank gets as many."""
         if multiple < 1:
             raise PackError(f"cannot bring {self.num_rows} rows to a multiple of {multiple}")
         missing = -self.num_rows % multiple
@@ -123,8 +123,8 @@ class PackedTensors:
         return self._with(tensors, self.samples)
 
     def trim(self, multiple: int = 1) -> "PackedTensors":
-        """The columns up to the longest used row, at least one: a forward pass over padding is wasted. Rounded up to a multiple,
-        as far as there are columns."""
+        """Cut the columns after the longest used row, and keep at least one: a forward pass over padding is wasted. The length is
+        rounded up to a multiple, as far as there are columns."""
         used = (self.group_ids >= 0).any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
         length = min(-(-length // multiple) * multiple, self.seq_len)
@@ -137,11 +137,11 @@ class PackedTensors:
         return dataclasses.replace(self, **changes)
 
     def check(self, where: str = "packed tensors") -> None:
-        """Raises PackError, naming `where`, the tensor and the place, unless every rule of the format holds."""
+        """Raise PackError, naming `where`, the tensor and the place, unless every rule of the format holds."""
         check_packed(self.tensors(), self.samples, self.aggregation, self.constant_length, self.pad_id, where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one safetensors file, atomically. The same tensors always give the same bytes.
+        """Write one safetensors file, atomically. The same tensors always give the same bytes.
 
         Raises StorageError when it cannot be written.
         """
@@ -150,7 +150,7 @@ class PackedTensors:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "PackedTensors":
-        """Reads what `save` wrote and checks it. Raises PackError when it is missing, damaged, foreign or breaks the format."""
+        """Read what `save` wrote and check it. Raises PackError when it is missing, damaged, foreign or breaks the format."""
         tensors, samples, header = load_packed(path)
         columns: dict[str, Any] = {**tensors, **header}
         packed = cls(samples=samples, **columns)
@@ -159,8 +159,8 @@ class PackedTensors:
 
 
 def unpack(packed: PackedTensors) -> list[TokenizedResult]:
-    """The samples as they were before packing, in the order of the sample table, up to the last trained token of each: what
-    follows it is not stored.
+    """Return the samples as they were before packing, in the order of the sample table, up to the last trained token of each:
+    what follows it is not stored.
 
     Known of trained tokens alone, and else as follows: `logprobs` NaN, `token_versions` -1 (None where one version sampled them
     all), `token_advantages` NaN (None where all are the sample's). `advantage` is the one in the table; `tokens` is None.
@@ -213,7 +213,7 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
 
 
 def _runs(packed: PackedTensors) -> dict[tuple[int, int], tuple[int, int]]:
-    """First position, and one past the last, of each group by (row, group)."""
+    """Return the first position, and one past the last, of each group by (row, group)."""
     groups = packed.group_ids
     starts = torch.ones_like(groups, dtype=torch.bool)
     starts[:, 1:] = groups[:, 1:] != groups[:, :-1]

@@ -30,7 +30,7 @@ def check_packed(
     pad_id: int,
     where: str,
 ) -> None:
-    """Raises PackError, naming `where`, the first broken rule and its place. `tensors` are [B, T], by their names."""
+    """Raise PackError, naming `where`, the first broken rule and its place. `tensors` are [B, T], by their names."""
     _check_shapes(tensors, where)
     if aggregation not in get_args(Aggregation) or (aggregation == "constant") != (constant_length is not None):
         raise PackError(f"{where}: aggregation {aggregation!r} with constant_length {constant_length}; pack again")
@@ -69,13 +69,13 @@ class _Place:
     seq_len: int
 
     def refuse(self, wrong: np.ndarray, rule: str) -> None:
-        """Raises for the first True of `wrong`, [rows · T]."""
+        """Raise PackError for the first True of `wrong`."""
         if wrong.any():
             row, column = divmod(int(wrong.argmax()), self.seq_len)
             self.fail(row, column, rule, int(np.count_nonzero(wrong)))
 
     def fail(self, row: int, column: int, rule: str, count: int) -> None:
-        """Raises; `row` counts from the first of these rows."""
+        """Raise PackError; `row` counts from the first of these rows."""
         raise PackError(
             f"{self.where}: row {self.first + row}, position {column}: {rule} ({count} such places in rows {self.first} to "
             f"{self.first + self.count - 1}); pack the samples again"
@@ -107,7 +107,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def _check_padding(arrays: Arrays, pad_id: int, place: _Place) -> None:
-    """In padding, wherever it stands, every tensor holds what the format says."""
+    """Check that every tensor holds in padding, wherever it is, what the format says."""
     padding = np.flatnonzero(arrays["group_ids"].reshape(-1) < 0)
     if not len(padding):
         return
@@ -137,14 +137,15 @@ class _Runs:
     """Of the run, counted over all rows."""
 
     def refuse(self, place: _Place, wrong: np.ndarray, rule: str) -> None:
-        """Raises for the first True of `wrong` [K]."""
+        """Raise PackError for the first True of `wrong`."""
         if wrong.any():
             run = int(wrong.argmax())
             place.fail(int(self.row[run]), int(self.column[run]), rule, int(np.count_nonzero(wrong)))
 
 
 def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
-    """Groups are runs numbered 0, 1, 2…, padding comes last, and along a run parent and sample stay and positions count up.
+    """Check that groups are runs numbered 0, 1, 2…, that padding comes last, and that along a run parent and sample stay and
+    positions count up.
 
     Returns the runs, and bool [rows · T]: is a position in the group of the one before it (padding included)?
     """
@@ -177,7 +178,8 @@ def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
 
 
 def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
-    """Groups stand depth first, positions run on from parent to child, only shared groups branch, all into copies of one token.
+    """Check that groups stand depth first, positions run on from parent to child, and only shared groups branch, all into copies
+    of one token.
 
     Returns the path of each run's group, from the root to itself.
     """
@@ -211,7 +213,7 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
 
 
 def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) -> None:
-    """Labels are the next tokens of their samples, and what speaks of labels is there exactly where they are."""
+    """Check that labels are the next tokens of their samples, and that what speaks of labels is there exactly where they are."""
     labels, samples = flat["labels"], flat["sample_ids"]
     untrained = labels == IGNORE_LABEL
     trained = ~untrained
@@ -243,7 +245,7 @@ def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) 
 
 
 def _check_samples(samples: Sequence[PackedSample], owned: Sequence[_Owned], where: str) -> None:
-    """The sample table and the tensors tell the same, and nothing behind a sample's prompt is shared."""
+    """Check that the sample table and the tensors say the same, and that nothing after a sample's prompt is shared."""
     found: dict[int, _Owned] = {}
     for one in owned:
         other = found.setdefault(one.sample, one)

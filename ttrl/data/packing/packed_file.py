@@ -23,7 +23,7 @@ TOKENIZER_KEY = "tokenizer"
 
 
 def tokenizer_digest(folder: str | Path) -> str | None:
-    """SHA-256 of the model folder's tokenizer.json, which checkpoints copy byte by byte; None where it has none."""
+    """Return the SHA-256 of the model folder's tokenizer.json, which checkpoints copy byte by byte; None where it has none."""
     path = Path(folder, "tokenizer.json")
     return digest(path) if path.is_file() else None
 
@@ -36,7 +36,7 @@ HEADER_FIELDS = ("aggregation", "constant_length", "pad_id", "dropped", "metadat
 def save_packed(
     tensors: Mapping[str, Tensor], samples: Sequence[PackedSample], header: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
-    """Writes the file atomically; `header` holds HEADER_FIELDS. Raises StorageError when it cannot be written."""
+    """Write the file atomically; `header` holds HEADER_FIELDS. Raises StorageError when it cannot be written."""
     values = {"schema": SCHEMA, "samples": [vars(sample) for sample in samples], **header}
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, allow_nan=False)
     data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, {HEADER_KEY: text})
@@ -45,7 +45,7 @@ def save_packed(
 
 
 def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[PackedSample], dict[str, Any]]:
-    """Tensors, sample table and HEADER_FIELDS of a file, their contents not yet checked against each other.
+    """Read the tensors, sample table and HEADER_FIELDS of a file, their contents not yet checked against each other.
 
     The tensors are the file itself, mapped into memory: pages are read when they are looked at, and what is written to a tensor
     stays with this process.
@@ -78,7 +78,7 @@ def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[P
 
 
 def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
-    """One tensor of a safetensors file, mapped into memory. Raises PackError where file or tensor are not there."""
+    """Read one tensor of a safetensors file, mapped into memory. Raises PackError where file or tensor are not there."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)

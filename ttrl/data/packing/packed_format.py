@@ -50,7 +50,7 @@ class PackedSample:
 
 
 def padding_value(name: str, pad_id: int) -> float | int | bool:
-    """What the tensor `name` holds in padding."""
+    """Return what the tensor `name` holds in padding."""
     if name in ("logprobs", "reference_logprobs"):
         return float("nan")
     values = {"tokens": pad_id, "labels": IGNORE_LABEL, "assistant_mask": False}

@@ -26,7 +26,7 @@ class Forest:
     """Positions of the sample's own part, at least 1."""
 
     def ancestors(self, node: int) -> list[int]:
-        """The node and all above it, the root last."""
+        """Return the node and all above it, the root last."""
         path = []
         while node >= 0:
             path.append(node)
@@ -34,12 +34,12 @@ class Forest:
         return path
 
     def cost(self, samples: Sequence[int]) -> int:
-        """Positions that the samples take in one row."""
+        """Count the positions that the samples take in one row."""
         nodes = {node for attached in {self.sample_node[s] for s in samples} for node in self.ancestors(attached)}
         return sum(self.sample_size[s] for s in samples) + sum(self.node_size[node] for node in nodes)
 
     def above(self) -> list[int]:
-        """For each node, the positions of it and of all its ancestors."""
+        """Return, for each node, the positions of it and of all its ancestors."""
         total: list[int] = []
         for size, parent in zip(self.node_size, self.node_parent, strict=True):
             assert parent < len(total), "a node's parent stands before it"
@@ -48,7 +48,7 @@ class Forest:
 
 
 def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> list[list[int]]:
-    """Rows of sample numbers, each row ascending; `Forest.cost` of a row is at most `seq_len`, and every sample is in one row.
+    """Return rows of sample numbers, each ascending; `Forest.cost` of a row is at most `seq_len`, and every sample is in one row.
 
     With `multiple` > 1 (data-parallel ranks) the number of rows is a multiple of it: where it does not come out even, the least
     full rows are spread evenly over more (at the price of their prompts once more); rows for which nothing is left are empty and
@@ -74,7 +74,7 @@ def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> 
 
 
 def in_order(forest: Forest, seq_len: int) -> list[list[int]]:
-    """Samples in the order given, each into the last row if there is room: what `place` is measured against."""
+    """Place samples in the order given, each into the last row if there is room: what `place` is measured against."""
     rows: list[list[int]] = []
     present: set[int] = set()
     room = -1
@@ -98,7 +98,7 @@ def in_order(forest: Forest, seq_len: int) -> list[list[int]]:
 
 
 def _pack(forest: Forest, above: Sequence[int], seq_len: int, seed: int) -> list[list[int]]:
-    """Node by node, children before their parents. An item's content is a list of samples."""
+    """Pack node by node, children before their parents. An item's content is a list of samples."""
     nodes = len(forest.node_size)
     items: list[list[Item]] = [[] for _ in range(nodes)]  # what hangs from a node and fits into a row together
     parts: list[list[tuple[int, list[Item]]]] = [[] for _ in range(nodes + 1)]  # groups (setup, items) to pack below a node
@@ -138,7 +138,7 @@ def _pack(forest: Forest, above: Sequence[int], seq_len: int, seed: int) -> list
 
 
 def _even(forest: Forest, rows: list[list[int]], seq_len: int, multiple: int) -> list[list[int]]:
-    """Spreads the smallest len(rows) % multiple rows over `multiple` rows, if none of these gets longer than those were."""
+    """Spread the smallest len(rows) % multiple rows over `multiple` rows, if none of these gets longer than those were."""
     count = len(rows) % multiple
     if not count:
         return rows

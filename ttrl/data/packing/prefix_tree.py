@@ -35,7 +35,7 @@ class PrefixTree:
 
 
 def prefix_tree(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, share: Share, shortest: int) -> PrefixTree:
-    """The tree over the beginnings tokens[start[i] : start[i] + length[i]], one per sample i.
+    """Return the tree over the beginnings tokens[start[i] : start[i] + length[i]], one per sample i.
 
     tokens: int32, none negative; length: at least 1 each. share: "tree", or "prompt" for one level (the same beginning as a whole
     or nothing), or "none".
@@ -77,7 +77,7 @@ class _Nodes:
 
 
 def _radix_tree(beginnings: Sequence[bytes]) -> _Nodes:
-    """Sorts the beginnings, all different, 4 bytes per token; then neighbours tell where the branches are."""
+    """Sort the beginnings, all different, 4 bytes per token; then neighbours tell where the branches are."""
     nodes = _Nodes([len(text) // 4 for text in beginnings], [-1] * len(beginnings), list(range(len(beginnings))))
     path: list[int] = []  # from the root to the beginning before
     for leaf in sorted(range(len(beginnings)), key=beginnings.__getitem__):
@@ -104,7 +104,7 @@ def _common_tokens(a: bytes, b: bytes) -> int:
 
 
 def _worth_keeping(nodes: _Nodes, first: list[int], members: list[int], beginning_of: list[int], shortest: int) -> PrefixTree:
-    """The nodes that are stored once, renumbered with parents first."""
+    """Return the nodes that are stored once, renumbered with parents first."""
     has_children = [False] * len(nodes.depth)
     for parent in nodes.parent:
         if parent >= 0:

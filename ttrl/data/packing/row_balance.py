@@ -13,7 +13,8 @@ _CHUNK = 1 << 20
 
 
 def work(positions: Sequence[int], pairs: Sequence[int], width: int = WIDTH) -> list[float]:
-    """Of each row, in positions: what it stores, and its attention area (pairs of positions where the later sees the earlier).
+    """Return the work of each row, in positions: what it stores, and its attention area (pairs of positions where the later sees
+    the earlier).
 
     A layer of `width` d takes about 12·d² multiplications per position and 2·d per pair (Kaplan et al., arXiv 2001.08361,
     table 1), so a pair is worth 1/(6·d) of a position.
@@ -22,7 +23,7 @@ def work(positions: Sequence[int], pairs: Sequence[int], width: int = WIDTH) -> 
 
 
 def row_work(group_ids: Tensor, parent_ids: Tensor, width: int = WIDTH) -> list[float]:
-    """`work` of packed rows; both int64 [B, T], -1 in padding, which costs nothing as rows are trimmed."""
+    """Return the `work` of packed rows; both int64 [B, T], -1 in padding, which costs nothing as rows are trimmed."""
     step = max(1, _CHUNK // group_ids.shape[1])
     pairs: list[int] = []
     for groups, parents in zip(group_ids.split(step), parent_ids.split(step), strict=True):
@@ -33,7 +34,7 @@ def row_work(group_ids: Tensor, parent_ids: Tensor, width: int = WIDTH) -> list[
 
 
 def balance(work: Sequence[float], ranks: int) -> list[int]:
-    """An order of rows in which rank r of `ranks` takes rows r, r + ranks, r + 2·ranks, … with nearly equal work.
+    """Return an order of rows in which rank r of `ranks` takes rows r, r + ranks, r + 2·ranks, … with nearly equal work.
 
     Both in every step of `ranks` rows, so that none waits for the largest row of another, and in sum. Rows stand by falling
     work, which makes the sum of what each step's largest row costs as small as it can be; and in each step the largest goes to
@@ -56,14 +57,14 @@ def balance(work: Sequence[float], ranks: int) -> list[int]:
 
 
 def deal(work: Sequence[float], ranks: int) -> list[list[int]]:
-    """The rows of each rank, in the order in which they are trained on: `balance`, rank by rank. The first ranks have one row
-    more where it does not come out even; the others need a row without weight there."""
+    """Return the rows of each rank, in the order in which they are trained on: `balance`, rank by rank. Where the rows do not
+    divide evenly, the first ranks have one more; the others need a row without weight there."""
     order = balance(work, ranks)
     return [order[rank::ranks] for rank in range(ranks)]
 
 
 def waiting(work: Sequence[float], ranks: Sequence[Sequence[int]], microbatch: int = 1) -> float:
-    """The share of all ranks' time in which one waits for another, where all wait for each other after every `microbatch` rows.
+    """Return the share of all ranks' time spent waiting, where all wait for each other after every `microbatch` rows.
 
     ranks: the rows of each, as `deal` has them.
     """

@@ -13,7 +13,8 @@ _CANDIDATES = 48
 
 
 def best_subset(sizes: Sequence[int], room: int) -> list[int]:
-    """Indices, ascending, of the sizes (all positive) with the largest sum up to `room`; of equal sums, one of early indices."""
+    """Return indices, ascending, of the sizes (all positive) with the largest sum up to `room`; of equal sums, one of early
+    indices."""
     mask = (1 << (room + 1)) - 1
     reachable = [sums := 1]
     for size in sizes:
@@ -31,7 +32,8 @@ def best_subset(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def fill(sizes: Sequence[int], room: int) -> list[int]:
-    """Indices, ascending, of sizes that fill `room` as far as a short search finds; `sizes` must be sorted, smallest first.
+    """Return indices, ascending, of sizes that fill `room` as far as a short search finds; `sizes` must be sorted, smallest
+    first.
 
     Large ones first: small ones are worth more later, when little room is left.
     """
@@ -54,7 +56,7 @@ def fill(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices: largest sizes first, each into the fullest bin that still has room for it.
+    """Return bins of indices: largest sizes first, each into the fullest bin that still has room for it.
 
     Of two bins that it returns, the contents always add up to more than `capacity`.
     """
@@ -75,7 +77,7 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def filled_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices: the largest size that is left opens a bin, and what `fill` finds for the rest of it goes along."""
+    """Return bins of indices: the largest size that is left opens a bin, and what `fill` finds for the rest of it goes along."""
     assert all(0 < size <= capacity for size in sizes), f"sizes must lie in 1..{capacity}"
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i], -i))
     left = [sizes[i] for i in order]
@@ -107,7 +109,7 @@ class Part:
         self.cost = setup + sum(item.size for item in items)
 
     def cut(self, room: int) -> tuple["Part", "Part"]:
-        """(items that fill `room`, without the setup; the others). Either may have none."""
+        """Return (items that fill `room`, without the setup; the others). Either may have none."""
         taken = set(fill([item.size for item in self.items], room))
         chosen: list[list[Item]] = [[], []]
         for index, item in enumerate(self.items):
@@ -124,7 +126,8 @@ def row_cost(row: Iterable[Part]) -> int:
 
 
 def split(key: int, setup: int, items: Sequence[Item], capacity: int) -> list[Part]:
-    """A group as parts that each fit into a row: as few as two ways of packing find, then those that leave the smallest rest."""
+    """Split a group into parts that each fit into a row: as few as two ways of packing find, then those that leave the smallest
+    rest."""
     if setup + sum(item.size for item in items) <= capacity:
         return [Part(key, setup, sorted(items))]
     sizes = [item.size for item in items]
@@ -137,12 +140,12 @@ def split(key: int, setup: int, items: Sequence[Item], capacity: int) -> list[Pa
 
 
 def by_cost(parts: Iterable[Part]) -> list[Part]:
-    """The smallest first; those of equal cost by what they hold, so that the order of the input decides nothing."""
+    """Sort parts, the smallest first; those of equal cost by what they hold, so that the order of the input decides nothing."""
     return sorted(parts, key=lambda part: (part.cost, [item.size for item in part.items]))
 
 
 def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[Row]:
-    """Rows one after another: the largest part that is left, and whole parts that fill the row.
+    """Build rows one after another: the largest part that is left, and whole parts that fill the row.
 
     Where `worth_split` or more positions are left then, a part is cut so that a piece with its own setup fills them best.
     """
@@ -177,7 +180,8 @@ def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[
 
 
 def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) -> list[Row]:
-    """Single items, the largest first, each into the row where least is left over, counting a setup paid once more as left over.
+    """Place single items, the largest first, each into the row where least is left over, counting a setup paid once more as left
+    over.
 
     Better than `join` where few items fit into a row: there a group's items seldom fill rows by themselves.
     """
@@ -220,8 +224,8 @@ def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) 
 
 
 def join_at_random(parts: Sequence[Part], capacity: int, rng: random.Random) -> list[Row]:
-    """Rows that differ from call to call: each of a random part, of others among the next few that fill it, and mostly of a piece
-    of the part that comes next."""
+    """Build rows that differ from call to call: each of a random part, of others among the next few that fill it, and mostly of a
+    piece of the part that comes next."""
     pool = by_cost(parts)
     rng.shuffle(pool)
     window = rng.randint(1, len(pool))

@@ -42,7 +42,7 @@ class Segments:
 def lay_out(
     rows: Sequence[Sequence[int]], tree: PrefixTree, start: Sequence[int], end: Sequence[int], seq_len: int
 ) -> tuple[Segments, list[tuple[int, list[int]]]]:
-    """The segments of all rows, and for each sample its row and its path of groups, from the root to its own.
+    """Return the segments of all rows, and for each sample its row and its path of groups, from the root to its own.
 
     start: the first token of each sample, counted in FlatSamples. end: one past its last trained token, counted from there.
     """
@@ -67,7 +67,8 @@ def lay_out(
 
 
 def _depth_first(members: Sequence[int], tree: PrefixTree, end: Sequence[int]) -> Iterator[tuple[bool, int, int, int, int]]:
-    """The groups of a row in order: is it a shared node; a sample with its tokens; first position, one past the last; its parent.
+    """Yield the groups of a row in order: whether it is a shared node; a sample with its tokens; first position, one past the
+    last; its parent.
 
     Branches follow each other by their first sample. Nodes with one child among `members` are left to that child.
     """
@@ -98,8 +99,8 @@ def _depth_first(members: Sequence[int], tree: PrefixTree, end: Sequence[int]) -
 def fill(
     flat: FlatSamples, segments: Segments, kept: np.ndarray, weights: np.ndarray, shape: tuple[int, int], pad_id: int
 ) -> dict[str, torch.Tensor]:
-    """The tensors of all rows, [B, T] as `shape` says. kept: the number in `flat` of each line of the sample table; weights: of
-    one token of it.
+    """Return the tensors of all rows, [B, T] as `shape` says. kept: the number in `flat` of each line of the sample table;
+    weights: of one token of it.
 
     Position k of a segment holds token `source + k`; what it predicts is token `source + k + 1`, never past the end of its
     sample, as a sample's last trained token is not stored as an input.

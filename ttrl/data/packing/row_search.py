@@ -41,7 +41,7 @@ class _Dispersal:
         insort(self.gaps, (free, row))
 
     def _place(self, part: Part, log: list[tuple[int, bool]]) -> bool:
-        """Puts the part into other rows, in pieces where it must; the log gets each row, and whether it held the group before."""
+        """Put the part into other rows, in pieces where it must; the log gets each row, and whether it held the group before."""
         for _ in range(_PIECES):
             smallest = part.items[0].size
             bare = part.cost - part.setup
@@ -69,7 +69,7 @@ class _Dispersal:
         log.append((row, known))
 
     def empty(self, source: int) -> bool:
-        """Spreads the row over the others, or leaves everything as it was."""
+        """Spread the row over the others, or leave everything as it was."""
         free = self.free[source]
         if self.room - free < self.capacity - free:
             return False
@@ -94,7 +94,7 @@ class _Dispersal:
 
 
 def disperse(rows: Sequence[Row], capacity: int, sources: int = _SOURCES) -> list[Row]:
-    """Empties rows, the emptiest first, as long as their contents find room in the others."""
+    """Empty rows, the emptiest first, as long as their contents find room in the others."""
     state = _Dispersal(rows, capacity)
     vain: set[int] = set()
     while len(vain) < sources:
@@ -109,7 +109,7 @@ def disperse(rows: Sequence[Row], capacity: int, sources: int = _SOURCES) -> lis
 
 
 def pack(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int, seed: int = 0) -> list[Row]:
-    """Rows for groups (setup, items), each item of which fits into a row with its setup; a part's key is its group's index.
+    """Build rows for groups (setup, items), each item of which fits into a row with its setup; a part's key is its group's index.
 
     The best of a few ways: with whole parts, with parts cut wherever a row would not be full, and by single items;
     where the rows are few, of some random ones as well, which depend on nothing but `seed`.
@@ -132,7 +132,7 @@ def pack(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int, seed: int 
 
 
 def _merge(row: Row) -> Row:
-    """One part for each group of the row."""
+    """Return one part for each group of the row."""
     groups: dict[int, list[Part]] = {}
     for part in row:
         groups.setdefault(part.key, []).append(part)

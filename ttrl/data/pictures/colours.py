@@ -21,26 +21,28 @@ FLAT = {"light": "#c9ccd1", "dark": "#565c64"}
 
 
 def group_colour(tree: int, depth: int, depths: int, theme: str = "light") -> str:
-    """#rrggbb for a group. depths: of the picture as a whole (1: roots alone), spread over the whole range of lightness."""
+    """Return #rrggbb for a group. depths: of the picture as a whole (1: roots alone), spread over the whole range of
+    lightness."""
     (first, first_chroma), (last, last_chroma) = _THEMES[theme]
     share = min(depth / (max(depths, 2) - 1), 1.0)
     return oklch(first + (last - first) * share, first_chroma + (last_chroma - first_chroma) * share, HUES[tree % len(HUES)])
 
 
 def advantage_colour(value: float, largest: float, theme: str = "light") -> str:
-    """#rrggbb on a scale from -largest to largest, symmetric around FLAT."""
+    """Return #rrggbb on a scale from -largest to largest, symmetric around FLAT."""
     share = min(abs(value) / largest, 1.0) if largest else 0.0
     return mix(FLAT[theme], (UP if value > 0 else DOWN)[theme], share)
 
 
 def mix(one: str, other: str, share: float) -> str:
-    """From `one` (share 0) to `other` (share 1), both #rrggbb."""
+    """Mix two colours, from `one` (share 0) to `other` (share 1), both #rrggbb."""
     channels = ((int(one[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> str:
-    """#rrggbb of an OKLCH colour; chroma is lowered until it can be shown. Matrices: Björn Ottosson's definition of OKLab."""
+    """Return #rrggbb of an OKLCH colour; chroma is lowered until it can be shown. Matrices: Björn Ottosson's definition of
+    OKLab."""
     while True:
         a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
         long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3

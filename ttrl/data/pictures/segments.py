@@ -54,11 +54,11 @@ class RowFigures:
 
     @property
     def padding(self) -> int:
-        """Positions of padding."""
+        """Count the positions of padding."""
         return self.positions - self.tokens
 
     def words(self) -> list[str]:
-        """The figures for people."""
+        """Return the figures for people."""
         if not self.tokens:
             return [f"{self.positions:,} positions", "padding alone"]
         return [
@@ -77,7 +77,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def check_rows(packed: PackedTensors, rows: Sequence[int]) -> list[int]:
-    """The row numbers, as ints. Raises PackError when there are none, or for those that are not there."""
+    """Return the row numbers as ints. Raises PackError when there are none, or for those that are not there."""
     chosen = [int(row) for row in rows]
     if not chosen or not all(0 <= row < packed.num_rows for row in chosen):
         count = f"{packed.num_rows} {'row' if packed.num_rows == 1 else 'rows'}"
@@ -88,7 +88,8 @@ def check_rows(packed: PackedTensors, rows: Sequence[int]) -> list[int]:
 
 
 def segments_of(packed: PackedTensors, row: int) -> list[Segment]:
-    """The groups of a row from left to right, padding left out. `packed` must hold to the format (`PackedTensors.check`)."""
+    """Return the groups of a row from left to right, padding left out. `packed` must hold to the format
+    (`PackedTensors.check`)."""
     groups = packed.group_ids[row].numpy()
     used = int((groups >= 0).sum())  # padding comes last
     begins = np.flatnonzero(np.diff(groups[:used], prepend=-1)) if used else np.zeros(0, dtype=np.int64)
@@ -110,7 +111,7 @@ def segments_of(packed: PackedTensors, row: int) -> list[Segment]:
 
 
 def figures_of(packed: PackedTensors, row: int, segments: Sequence[Segment]) -> RowFigures:
-    """Of one row, from its segments."""
+    """Return the figures of one row, from its segments."""
     tokens = segments[-1].stop if segments else 0
     own = [segment for segment in segments if segment.sample >= 0]
     return RowFigures(
@@ -124,7 +125,7 @@ def figures_of(packed: PackedTensors, row: int, segments: Sequence[Segment]) -> 
 
 
 def figures_of_pack(packed: PackedTensors) -> RowFigures:
-    """Of all rows together."""
+    """Return the figures of all rows together."""
     first = (packed.parent_ids == packed.group_ids) & (packed.group_ids >= 0) & (packed.input_pos == 0)
     owned = packed.sample_ids >= 0
     alone = owned.clone()  # the last position of each sample's own group: what it takes alone is its position + 1
@@ -140,7 +141,7 @@ def figures_of_pack(packed: PackedTensors) -> RowFigures:
 
 
 def visible(text: str) -> str:
-    """A token's text for people: what cannot be seen, or would change how the rest is shown, as symbols or numbers.
+    """Return a token's text for people: what cannot be seen, or would change how the rest is shown, as symbols or numbers.
 
     Control characters become their symbols (␀, newline ↵, tab ⇥); other invisible ones (direction marks, joiners, lone
     surrogates, private characters, line separators) their number, as ⟨200e⟩. Spaces stay.
