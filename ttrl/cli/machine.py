@@ -1,0 +1,77 @@
+"""`ttrl doctor`, `ttrl serve` and `ttrl join`: what this machine can do, and what it does for a run on another one."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add nothing but what is run: `ttrl doctor` has no arguments."""
+    parser.set_defaults(run_command=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Examine this machine; 1 where it cannot run ttrl."""
+    from ttrl.cli import doctor
+
+    print("Looking at this machine (about 15 s) ...", file=sys.stderr, flush=True)
+    checks = doctor.examine(Path.cwd())
+    print(doctor.render(checks))
+    return 1 if any(check.mark == "bad" for check in checks) else 0
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ttrl serve`."""
+    parser.add_argument("model", metavar="MODEL", help="a model folder, or a name on the hub: the run's starting model")
+    host = "the address to listen on (127.0.0.1: this machine alone)"
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
+    parser.add_argument("--port", type=int, metavar="N", help="the port (a free one)")
+    key_file = "the file with the key, made if it does not exist (~/.config/ttrl/server.key)"
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
+    parser.add_argument("--log", type=Path, default=Path("ttrl_serve.log"), metavar="FILE", help="vLLM's log (./ttrl_serve.log)")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help="must be that of the run (auto)")
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="the longest sequence (the model's)")
+    vllm = "any other argument of vLLM; may be repeated"
+    parser.add_argument("--vllm", action="append", default=[], metavar="NAME=VALUE", help=vllm)
+    parser.set_defaults(run_command=run_serve)
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    from ttrl.server.serve import serve, vllm_arguments
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    serve(
+        arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        key_file=arguments.key_file or Path.home() / ".config" / "ttrl" / "server.key",
+        log_path=arguments.log,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_len,
+        arguments=vllm_arguments(arguments.vllm),
+        say=_say,
+    )
+    return 0
+
+
+def add_join(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ttrl join`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, on a file system that all nodes share")
+    patience = "how long to wait for a trainer to come up before giving up (600)"
+    parser.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help=patience)
+    parser.set_defaults(run_command=run_join)
+
+
+def run_join(arguments: argparse.Namespace) -> int:
+    """Take part until there is nothing to take part in."""
+    from ttrl.launch.nodes import join
+
+    join(arguments.run, patience=arguments.patience, say=_say)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

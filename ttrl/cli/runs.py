@@ -1,0 +1,82 @@
+"""`ttrl report`, `ttrl view` and `ttrl replay`: what is done with the folder of a run."""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+_RUN = "a run folder, such as runs/sort_letters"
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ttrl report`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help=_RUN)
+    parser.set_defaults(run_command=run_report)
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write report.html again, and say on standard error what it says."""
+    from ttrl.report.page import write_report
+    from ttrl.report.words import report_text
+
+    print(write_report(arguments.run))
+    print(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns), file=sys.stderr)
+    return 0
+
+
+def add_view(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ttrl view`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help=f"{_RUN}, or a packed.safetensors")
+    which = "the iteration whose pack is shown (the newest that has one)"
+    parser.add_argument("--iteration", "--pack", type=int, metavar="N", help=which)
+    parser.add_argument("--rows", metavar="A-B", help="which rows, such as 3, or 0-7, or 0-3,8 (the first 8)")
+    parser.add_argument("--output", type=Path, metavar="FILE.html", help="where the page goes (packed.html beside the pack)")
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help="write a picture (with matplotlib) instead of the page")
+    parser.add_argument("--text", action="store_true", help="print the rows here instead of writing the page")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="a folder with tokenizer.json (the run's)")
+    parser.set_defaults(run_command=run_view)
+
+
+def run_view(arguments: argparse.Namespace) -> int:
+    """Show packed rows as a page, a picture or text."""
+    from ttrl.report.view import open_pack, spans
+
+    view = open_pack(arguments.run, arguments.iteration, arguments.rows, arguments.tokenizer)
+    if arguments.text:
+        print(view.text(shutil.get_terminal_size((130, 24)).columns))
+    written = [view.write_png(arguments.png)] if arguments.png else []
+    if arguments.output or not (arguments.text or arguments.png):
+        written.append(view.write_html(arguments.output))
+    shown = f"rows {spans(view.rows)} of {view.packed.num_rows:,}"
+    for path in written:
+        print(path)
+        print(f"({path.stat().st_size / 1e6:.2f} MB, {shown})", file=sys.stderr)
+    return 0
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ttrl replay`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help=_RUN)
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--grader", metavar="MODULE:NAME", help="grader(choice) or grader(choice, sample); also FILE.py:NAME")
+    how.add_argument("--tasks", metavar="MODULE:NAME", help="a list of tasks with graders, or a function that returns one")
+    parser.add_argument("--iterations", metavar="3-5,8", help="which ones (all)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the replay goes (RUN/replays/NAME)")
+    parser.add_argument("--again", action="store_true", help="grade again what has a grade in that folder already")
+    parser.add_argument("--skip-missing", action="store_true", help="with --tasks: leave out rollouts that have no task")
+    parser.add_argument("--isolated", action="store_true", help="run graders in processes that can be ended")
+    parser.add_argument("--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)")
+    parser.add_argument("--train", action="store_true", help="train again on the new grades")
+    from_checkpoints = "with --train: start each iteration from the run's own checkpoint"
+    parser.add_argument("--from-checkpoints", action="store_true", help=from_checkpoints)
+    parser.set_defaults(run_command=run_replay)
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Grade a run's rollouts again."""
+    from ttrl.replays.replay import replay
+
+    names = ("grader", "tasks", "iterations", "output", "again", "skip_missing", "isolated", "grader_timeout")
+    options = {name: getattr(arguments, name) for name in (*names, "train", "from_checkpoints")}
+    replay(arguments.run, **options)
+    return 0
