@@ -13,6 +13,7 @@ import yaml
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, UserError
 from ttrl.launch import nodes
+from ttrl.launch.tune import tune_command
 
 
 def config(**settings) -> TrainConfig:
@@ -97,8 +98,8 @@ def test_a_machine_joins_each_start_of_the_trainer_once(tmp_path: Path, monkeypa
     """Real processes in the place of torchrun; the second one fails, which is for the leading node to say."""
     started = []
 
-    def command(arguments):
-        started.append(arguments)
+    def command(*arguments, **more):
+        started.append(tune_command(*arguments, **more)[3:])
         # The first rank may be here: the leading node's bar is told how far it is all the same.
         told = "import os; open(os.environ['TTRL_PROGRESS_FILE'], 'w').write('3 4')"
         return [sys.executable, "-S", "-c", f"{told}; raise SystemExit({int(len(started) == 2)})"]
@@ -149,7 +150,7 @@ def test_a_part_of_a_trainer_that_is_over_is_stopped(tmp_path: Path, monkeypatch
     """Such as one that came when the leading node had just started another: it would wait for a meeting without others."""
     path = start_trainer(tmp_path / "run", "one", endpoint)
     command = [sys.executable, "-S", "-c", f"import shutil, time; shutil.rmtree({str(path)!r}); time.sleep(1000)"]
-    monkeypatch.setattr(nodes, "tune_command", lambda arguments: command)
+    monkeypatch.setattr(nodes, "tune_command", lambda *_, **__: command)
     monkeypatch.setattr(nodes, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(nodes, "_GRACE_SECONDS", 0.0)
     said: list[str] = []

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from ttrl import TrainConfig
 from ttrl.errors import StorageError, TrainerError
 from ttrl.launch import trainer as trainer_module
+from ttrl.launch import tune as tune_module
 from ttrl.launch.trainer import Trainer
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
@@ -61,7 +63,8 @@ def made(tmp_path, monkeypatch):
     """`made("resident")`: a trainer, ended after the test; `made.config(number, **more)`: an iteration's config."""
     trainers, script = [], tmp_path / "recipe.py"
     script.write_text(textwrap.dedent(RECIPE))
-    monkeypatch.setattr(trainer_module, "tune_command", lambda arguments: [sys.executable, str(script), *arguments])
+    for module in (trainer_module, tune_module):
+        monkeypatch.setattr(module, "tune_command", lambda config_path, **_: [sys.executable, str(script), str(config_path)])
 
     def make(form="resident", **settings):
         config = TrainConfig(run=str(tmp_path / "run"), model="m", iterations=3, trainer=form, **settings)
@@ -128,20 +131,7 @@ def test_it_can_be_started_before_it_is_needed(made):
     once = made("once")
     once.start(made.config(2))
     once.check()
-    assert once._process is None
-
-
-@pytest.mark.parametrize("form", ["resident", "once"])
-def test_something_else_can_be_done_meanwhile(made, form):
-    trainer, go = made(form), made.run / "go"
-    training = trainer.train_async(1, made.config(1, do=f"while not os.path.exists({str(go)!r}): time.sleep(0.001)"))
-    assert not training.done()
-    trainer.check()
-    with pytest.raises(AssertionError, match="one training at a time"):
-        trainer.train_async(2, made.config(2))
-    go.touch()
-    assert training.result() == training.result() == made.run / "iterations/0001/checkpoint"
-    assert training.done()
+    assert once._resident is None
 
 
 def death_of(trainer):
@@ -258,8 +248,14 @@ def test_it_can_be_stopped_in_the_middle_of_an_iteration(made, monkeypatch):
 
     trainer = made()
     mark = made.run / "working"
-    trainer.train_async(1, made.config(1, do=f"open({str(mark)!r}, 'w').close(); time.sleep(600)"))
-    wait_until(mark.exists)
+
+    def interrupt():
+        wait_until(mark.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(1, made.config(1, do=f"open({str(mark)!r}, 'w').close(); time.sleep(600)"))
     pid = int((made.run / "waits").read_text())
     with monkeypatch.context() as patch:
         patch.setattr(RequestFolder, "put", full)

@@ -16,7 +16,7 @@ def dying(world, when: dict[int, list[str]]) -> list[str]:
     base = world.trainer()
 
     class Dying(base):
-        def train_async(self, number, recipe_config):
+        def train(self, number, recipe_config):
             left = when.get(number, [])
             how = left.pop(0) if left else "well"
             happened.append(f"{number} {how}")
@@ -26,12 +26,8 @@ def dying(world, when: dict[int, list[str]]) -> list[str]:
                 raise TrainerError("the trainer failed (exit code 1)")
             if how == "at work":
                 (Path(recipe_config["output_dir"]) / f"{TEMPORARY_PREFIX}x-checkpoint").mkdir()
-
-                def result():
-                    raise TrainerDiedError("the trainer failed (killed by signal 9)")
-
-                return SimpleNamespace(done=result, result=result)
-            return super().train_async(number, recipe_config)
+                raise TrainerDiedError("the trainer failed (killed by signal 9)")
+            return super().train(number, recipe_config)
 
     world.trainer_class = Dying
     return happened
@@ -70,9 +66,9 @@ def test_one_that_dies_while_it_waits_ends_nothing(world, monkeypatch):
         def start(self, recipe_config):
             world.hold = lambda prompt: len(deaths) == 0
 
-        def train_async(self, number, recipe_config):
+        def train(self, number, recipe_config):
             world.hold = lambda prompt: len(deaths) == number
-            return super().train_async(number, recipe_config)
+            return super().train(number, recipe_config)
 
         def check(self):
             if world.hold(""):

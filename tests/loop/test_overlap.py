@@ -78,7 +78,7 @@ def test_the_order_in_which_groups_end_changes_nothing(world, tmp_path):
     # … nor does it matter whether they were tokenized as they came or are read from the file.
     (first / "iterations/0002/packed.safetensors").rename(tmp_path / "packed")
     (first / "iterations/0002/done/pack.json").rename(tmp_path / "pack.json")
-    Phases(world.config(tasks_per_iteration=6), RunFolder(first), world.model, [], [], None, None).pack(2)
+    Phases(world.config(tasks_per_iteration=6), RunFolder(first), world.model, server=None, console=None).pack(2)
     assert digest(tmp_path / "packed") == digest(first / "iterations/0002/packed.safetensors")
 
 

@@ -44,7 +44,7 @@ def run(world, monkeypatch, tmp_path):
     script = tmp_path / "recipe.py"
     script.write_text(RECIPE)
     monkeypatch.setattr(phases, "Trainer", trainer.Trainer)
-    monkeypatch.setattr(trainer, "tune_command", lambda arguments: [sys.executable, str(script), *arguments])
+    monkeypatch.setattr(trainer, "tune_command", lambda config_path, **_: [sys.executable, str(script), str(config_path)])
     serve, iterations = vars(type(world))["note"], int(os.environ.get("TTRL_STRESS_ITERATIONS", "6"))
 
     def made(seed):

@@ -44,7 +44,7 @@ def make(world, **changes):
 
     config = world.config(**changes).resolved(cuda=False)
     server = train_module.PolicyServer(config, world.run / "logs", Console(quiet=True))
-    return Phases(config, RunFolder(world.run), world.model, world.tasks(6), [], server, Console(quiet=True))
+    return Phases(config, RunFolder(world.run), world.model, tasks=world.tasks(6), server=server, console=Console(quiet=True))
 
 
 def test_the_first_checkpoint_is_links_and_a_canary(world):

@@ -24,7 +24,7 @@ def tasks_of(world, number):
 
 
 def stream(world, tasks, count):
-    made = Phases(world.config(), RunFolder(world.run), world.model, tasks, [], None, None)
+    made = Phases(world.config(), RunFolder(world.run), world.model, tasks=tasks, server=None, console=None)
     return [task.id for task in made.stream.tasks_from(0, count)]
 
 

@@ -88,7 +88,7 @@ def groups_of(world, number, name="rollouts"):
 
 def stream(world, count, tasks=6, **changes):
     """Ids of the first tasks of the stream."""
-    made = Phases(world.config(**changes), RunFolder(world.run), world.model, world.tasks(tasks), [], None, None)
+    made = Phases(world.config(**changes), RunFolder(world.run), world.model, tasks=world.tasks(tasks), server=None, console=None)
     return [task.id for task in made.stream.tasks_from(0, count)]
 
 

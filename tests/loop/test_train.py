@@ -254,7 +254,7 @@ def test_a_run_folder_of_a_living_process_is_refused_with_its_pid(world):
 def test_the_tasks_of_the_iterations_are_the_stream_of_shuffled_epochs(world):
     tasks = world.tasks(7)
     config = world.config(tasks_per_iteration=3, seed=5)
-    made = Phases(config, RunFolder(world.run), world.model, tasks, [], None, None)
+    made = Phases(config, RunFolder(world.run), world.model, tasks=tasks, server=None, console=None)
     stream = [task.id for number in range(1, 15) for task in made.stream.tasks_of(number)]
     epochs = [stream[k : k + 7] for k in range(0, 42, 7)]
     assert all(sorted(epoch) == sorted(task.id for task in tasks) for epoch in epochs)

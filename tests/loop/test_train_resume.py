@@ -164,7 +164,7 @@ def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, monke
 
 def first_tasks(world, run):
     config = world.config(iterations=1, tasks_per_iteration=run["tasks_per_iteration"])
-    return Phases(config, RunFolder(world.run), world.model, run["tasks"], [], None, None).stream.tasks_of(1)
+    return Phases(config, RunFolder(world.run), world.model, tasks=run["tasks"], server=None, console=None).stream.tasks_of(1)
 
 
 @pytest.mark.parametrize("kept", [1, 2])

@@ -55,7 +55,7 @@ class Run:
         """As the run itself would have."""
         console = Console(quiet=True)
         server = PolicyServer(self.config, self.folder.path / "logs", console)
-        work = Phases(self.config, self.folder, self.world.model, [], [], server, console)
+        work = Phases(self.config, self.folder, self.world.model, server=server, console=console)
         for number in numbers:
             work.pack(number)
             work.train(number)

@@ -10,7 +10,6 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -248,11 +247,11 @@ class World:
             def start(self, recipe_config: dict[str, Any]) -> None:
                 assert (Path(recipe_config["model"]) / "config.json").is_file()
 
-            def train_async(self, number: int, recipe_config: dict[str, Any]) -> Any:
+            def train(self, number: int, recipe_config: dict[str, Any]) -> Path:
                 assert number == recipe_config["iteration"]
                 output = Path(recipe_config["output_dir"])
                 world.fake_tune(recipe_config, output / "grpo.yaml")
-                return SimpleNamespace(done=lambda: True, result=lambda: output / "checkpoint")
+                return output / "checkpoint"
 
             def check(self) -> None:
                 pass

@@ -22,9 +22,11 @@ import yaml
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, StorageError, TrainerError, TtrlError, UserError
-from ttrl.launch.tune import TrainerProcess, recipe_arguments, tune_command
+from ttrl.launch.tune import TrainerProcess, tune_command
+from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.lock import OWNER_FILE
 from ttrl.run_folder.metrics import has_reached
-from ttrl.system.files import read_jsonl, write_json
+from ttrl.system.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ _GRACE_SECONDS = 15.0
 
 
 def write_meeting(folder: Path, config: TrainConfig, nproc_per_node: int) -> None:
-    """Says in `folder`, whose name is that of the meeting, how to join. To be written last: then all else is there."""
+    """Say in `folder`, whose name is that of the meeting, how to join. To be written last: then all else is there."""
     meeting = {
         "nnodes": config.nnodes,
         "nproc_per_node": nproc_per_node,
@@ -56,12 +58,12 @@ def write_meeting(folder: Path, config: TrainConfig, nproc_per_node: int) -> Non
 
 
 def arrived(folder: Path) -> int:
-    """How many nodes have started their part since `write_meeting`, the leading one not counted."""
+    """Return how many nodes have started their part since `write_meeting`, the leading one not counted."""
     return sum(1 for _ in folder.glob(ARRIVED + "*"))
 
 
 def torchrun_arguments(nnodes: int, endpoint: str, meeting: str, *, leads: bool, join_timeout: int) -> list[str]:
-    """For torchrun on this node.
+    """Return torchrun's arguments on this node.
 
     leads: whether the meeting point is on this node. meeting: a name for this start alone, so that a process of an earlier one
     cannot be taken for one of this. join_timeout: seconds until torchrun ends where not all nodes have come.
@@ -74,27 +76,29 @@ def torchrun_arguments(nnodes: int, endpoint: str, meeting: str, *, leads: bool,
 
 
 def network_environment(endpoint: str) -> dict[str, str]:
-    """Which network interface gloo and NCCL use: the one through which the meeting point is reached, unless the user has named
-    one. By themselves they take that of the machine's name, which often is the loopback."""
+    """Return which network interface gloo and NCCL use: the one through which the meeting point is reached, unless the user has
+    named one. By themselves they take that of the machine's name, which often is the loopback."""
     interface = interface_of(local_address(endpoint))
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {} if interface is None else {name: interface for name in names if name not in os.environ}
 
 
 def local_address(endpoint: str) -> str:
-    """This machine's address on the way to HOST:PORT. Raises UserError where there is no way to it."""
+    """Return this machine's address on the way to HOST:PORT. Raises UserError where there is no way to it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(*_host_and_port(endpoint), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # of a datagram socket: asks for the route, sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise UserError(f"the meeting point {endpoint} cannot be reached from this machine ({error}); name an address in a "
-                        "network that all nodes share") from error  # fmt: skip
+        raise UserError(
+            f"the meeting point {endpoint} cannot be reached from this machine ({error}); name an address in a network that all "
+            "nodes share"
+        ) from error
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Whether HOST:PORT means, on this machine, an address that no other one can reach: often so of a machine's own name."""
+    """Return whether HOST:PORT is an address that no other machine can reach: a machine's own name often is."""
     return ipaddress.ip_address(local_address(endpoint).split("%")[0]).is_loopback
 
 
@@ -104,7 +108,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where none has."""
+    """Return the network interface that has an address; None where none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == address for one in addresses):
             return name
@@ -112,10 +116,10 @@ def interface_of(address: str) -> str | None:
 
 
 def join(run: str | os.PathLike[str], *, patience: float = 600.0, say: Callable[[str], None] = logger.info) -> int:
-    """Trains with the run in folder `run`, which another node leads, whenever its trainer is up; returns how often it was.
+    """Train with the run in folder `run`, which another node leads, whenever its trainer is up; return how often it was.
 
     Ends when the run that it took part in is finished, or after `patience` seconds in which there was no trainer to join. A
-    trainer that fails, or cannot be reached yet, is no error here: the leading node says what it was, and may start it again.
+    trainer that fails, or cannot be reached yet, is not an error here: the leading node says what it was, and may start it again.
     Raises RunFolderError where there is no folder, UserError for what this node cannot take part in.
     """
     folder = Path(run).absolute()
@@ -153,7 +157,7 @@ def join(run: str | os.PathLike[str], *, patience: float = 600.0, say: Callable[
 
 
 def _meeting(folder: Path, seen: set[str]) -> tuple[Path, dict[str, Any]] | None:
-    """A start of the trainer that this node has not taken part in."""
+    """Return a start of the trainer that this node has not taken part in."""
     with contextlib.suppress(OSError, ValueError):  # being written or removed just now
         for path in sorted((folder / "trainer").iterdir()):
             if path.name not in seen and (path / MEETING_FILE).is_file():
@@ -162,7 +166,7 @@ def _meeting(folder: Path, seen: set[str]) -> tuple[Path, dict[str, Any]] | None
 
 
 def _silence(endpoint: str) -> str | None:
-    """Why nobody can be reached at HOST:PORT just now; None where somebody listens."""
+    """Return why nobody can be reached at HOST:PORT just now; None where somebody listens."""
     try:
         socket.create_connection(_host_and_port(endpoint), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
@@ -171,19 +175,19 @@ def _silence(endpoint: str) -> str | None:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether nobody has the run, and nothing of it is left to do."""
-    if (folder / "owner.json").exists():
+    """Return whether nobody has the run, and nothing of it is left to do."""
+    if (folder / OWNER_FILE).exists():
         return False
+    run = RunFolder(folder)
     try:
-        config = TrainConfig.parse(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml")
-        rows = read_jsonl(folder / "metrics.jsonl", key="iteration")
-    except (OSError, yaml.YAMLError, TtrlError):  # none yet, or being written just now
+        config, rows = TrainConfig.parse(run.config(), "config.yaml"), run.metrics()
+    except (OSError, TtrlError):  # none yet, or being written just now
         return False
     return bool(rows) and (rows[-1]["iteration"] >= config.iterations or has_reached(rows[-1], config))
 
 
 def _check_place(path: Path, meeting: dict[str, Any]) -> None:
-    """Raises UserError where this node does not see what its processes will be told to read, or has too few GPUs for them."""
+    """Raise UserError where this node does not see what its processes will be told to read, or has too few GPUs for them."""
     there = Path(meeting["folder"])
     if not there.is_dir():
         raise UserError(
@@ -213,17 +217,16 @@ def _take_part(folder: Path, path: Path, meeting: dict[str, Any], say: Callable[
         if not (path / MEETING_FILE).exists():
             return  # it has ended just now
         raise
-    arguments = recipe_arguments(
+    nnodes, join_timeout = int(meeting["nnodes"]), int(meeting["join_timeout"])
+    command = tune_command(
         path / "start.yaml",
         nproc_per_node=int(meeting["nproc_per_node"]),
-        torchrun_args=torchrun_arguments(
-            int(meeting["nnodes"]), endpoint, path.name, leads=False, join_timeout=int(meeting["join_timeout"])
-        ),
+        torchrun_args=torchrun_arguments(nnodes, endpoint, path.name, leads=False, join_timeout=join_timeout),
     )
     log = folder / "logs" / f"trainer.{socket.gethostname()}.{os.getpid()}.log"
     say(f"joining the trainer at {endpoint}; log: {log}")
     # torchrun may make any machine's process the first rank, which says how far it is: to the bar of the leading one.
-    with TrainerProcess(tune_command(arguments), log, path / PROGRESS_FILE, network_environment(endpoint)) as process:
+    with TrainerProcess(command, log, path / PROGRESS_FILE, network_environment(endpoint)) as process:
         try:
             ended = _wait(process, path)
         except (TrainerError, StorageError) as error:
@@ -236,8 +239,8 @@ def _take_part(folder: Path, path: Path, meeting: dict[str, Any], say: Callable[
 
 
 def _wait(process: TrainerProcess, path: Path) -> bool:
-    """Until this node's part has ended; False where it has not, some time after the meeting was over: it waits then for processes
-    that are gone, or, having come too late, for others at a meeting that nobody else will come to."""
+    """Wait until this node's part has ended; return False where it has not some time after the meeting was over: then it waits
+    for processes that are gone or, having come too late, for others at a meeting that nobody else will come to."""
     gone_since = None
     while not process.ended():
         if (path / MEETING_FILE).exists():

@@ -22,7 +22,7 @@ import torch
 from ttrl.configs.machines import shares_of_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
-from ttrl.launch.server_member import Member
+from ttrl.launch.server_member import ServerMember
 from ttrl.server.auth import FENCE_HEADER
 from ttrl.server.connection import JoinedServer, ServerConnection
 from ttrl.server.cpu import cores_for_servers, is_cpu_build
@@ -43,7 +43,7 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def make_server(
     config: TrainConfig, model_folder: Path, log_path: Path, *, env: dict[str, str] | None = None, adapters: bool = False
 ) -> VLLMServer:
-    """A server of a run, not started yet. Raises ConfigError for arguments in `config.server` that ttrl sets itself."""
+    """Return a server of a run, not started yet. Raises ConfigError for arguments in `config.server` that ttrl sets itself."""
     extra: dict[str, Any] = {}
     if adapters:
         rank = config.recipe_config({}).lora_rank or 1
@@ -69,7 +69,7 @@ def _dtype(config: TrainConfig) -> str:
 
 
 def can_serve_adapters(config: TrainConfig) -> bool:
-    """Whether vLLM can be given a run's adapters beside the base: see `TrainConfig.adapters`."""
+    """Return whether vLLM can be given a run's adapters beside the base: see `TrainConfig.adapters`."""
     recipe = config.recipe_config({})
     return (
         recipe.lora_rank is not None
@@ -85,24 +85,24 @@ def can_serve_adapters(config: TrainConfig) -> bool:
 class RunningServers:
     """The servers that have the policy, as one."""
 
-    def __init__(self, members: list[Member], version: str) -> None:
+    def __init__(self, members: list[ServerMember], version: str) -> None:
         self._members, self._version = members, version
 
     @property
     def servers(self) -> list[ServerConnection]:
-        """Those that are proven now."""
+        """Return those that are proven now."""
         return [member.server for member in self._members if member.proven is not None and member.version == self._version]
 
     @property
     def model_name(self) -> str:
-        """What requests ask for."""
+        """Return what requests ask for."""
         return self._any().model_name
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[Any]:
-        """The OpenAI client of the server, or a list of the clients of all: also of those that are out, which take part when they
-        are back with these weights. Their requests are for these weights, so none goes to a server that may not know what that
-        means."""
+        """Yield the OpenAI client of the server, or a list of the clients of all: also of those that are out, which take part
+        when they are back with these weights. Their requests are for these weights, so none goes to a server that may not know
+        what that means."""
         async with contextlib.AsyncExitStack() as stack:
             headers, clients = {FENCE_HEADER: self._version}, []
             for member in self._members:
@@ -111,15 +111,15 @@ class RunningServers:
             yield clients if len(clients) > 1 else clients[0]
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """See ServerConnection.request; of the first of them."""
+        """Send a request to the first of them, see `ServerConnection.request`."""
         return self._any().request(method, path, body)
 
     def weights_digest(self) -> str:
-        """See ServerConnection.weights_digest."""
+        """Return the digest of their weights, see `ServerConnection.weights_digest`."""
         return self._any().weights_digest()
 
     def check(self) -> None:
-        """Raises ServerDiedError where all of them are gone, with what is known of each."""
+        """Raise ServerDiedError where all of them are gone, with what is known of each."""
         gone = []
         for member in self._members:
             try:
@@ -143,7 +143,7 @@ class PolicyServer:
 
     def __init__(self, config: TrainConfig, logs: Path, console: Console) -> None:
         self._config, self._logs, self._console = config, logs, console
-        self._members: list[Member] = []
+        self._members: list[ServerMember] = []
         self._folder: Path | None = None
         self._version: str | None = None
         self._adapters = can_serve_adapters(config)
@@ -153,7 +153,7 @@ class PolicyServer:
         """The checkpoint and version of requests, while they are served: one value, so that no thread mixes two of them."""
 
     def start(self, model_folder: Path) -> None:
-        """Begins to start the servers in the background: it takes half a minute, in which the caller can do something else."""
+        """Begin to start the servers in the background: it takes half a minute, in which the caller can do something else."""
         if not self._members:
             self._members = self._make_members(model_folder)
         for member in self._members:
@@ -161,7 +161,7 @@ class PolicyServer:
                 member.start(self._base(model_folder))
 
     def serve(self, checkpoint: Path) -> dict[str, Any] | None:
-        """Makes the servers compute with `checkpoint`, all at the same time, and holds each of them to it.
+        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them to it.
 
         Returns what the sync has to say (mode, seconds, the canary's largest difference, why it fell back, and for several
         servers how many serve and what is wrong with the others), None where they had these weights already. A server that
@@ -195,19 +195,19 @@ class PolicyServer:
         return self._facts(results)
 
     def rest(self) -> None:
-        """Before the trainer works on a device that it shares with them: servers stop, sleep or stay, as `weight_sync` says."""
+        """Free a device that the trainer shares with the servers: they stop, sleep or stay, as `weight_sync` says."""
         self._serving = None
-        self._for_each(Member.rest)
+        self._for_each(ServerMember.rest)
 
     @property
     def running(self) -> RunningServers:
-        """The servers. Raises ServerError where none has the policy that was asked for last."""
+        """Return the servers. Raises ServerError where none has the policy that was asked for last."""
         if (serving := self._serving) is None:
             raise ServerError("no server runs; serve() starts one")
         return RunningServers(self._members, serving[1])
 
     def stop(self) -> None:
-        """Ends the servers, also those that are just starting. Harmless when there are none."""
+        """End the servers, also those that are just starting. Harmless when there are none."""
         self._serving = None
         self._over.set()
         members, self._members, self._folder, self._version = self._members, [], None, None
@@ -229,7 +229,7 @@ class PolicyServer:
 
     # Inside
 
-    def _make_members(self, model_folder: Path) -> list[Member]:
+    def _make_members(self, model_folder: Path) -> list[ServerMember]:
         config = self._config
         own = [
             make_server(
@@ -248,19 +248,19 @@ class PolicyServer:
         ]
         compare, mode = config.weight_check == "all", config.weight_sync
         remote = None if config.joined_run is None else (Path(config.run), Path(config.joined_run))
-        return [Member(server, mode=mode, compare=compare) for server in own] + [
-            Member(server, mode="reload", compare=compare, remote_run=remote) for server in others
+        return [ServerMember(server, mode=mode, compare=compare) for server in own] + [
+            ServerMember(server, mode="reload", compare=compare, remote_run=remote) for server in others
         ]
 
     def _base(self, model_folder: Path) -> Path:
-        """What a server is started with: the base of the run's adapters where it is given those."""
+        """Return what a server is started with: the base of the run's adapters where it is given those."""
         adapter = model_folder / ADAPTER_FOLDER / "ttrl_adapter.json"
         of_this_run = model_folder.absolute().is_relative_to(Path(self._config.run, "iterations").absolute())
         if not self._adapters or not of_this_run or not adapter.is_file():  # a starting model may be what was merged once
             return model_folder
         return Path(json.loads(adapter.read_text(encoding="utf-8"))["lora_base"])
 
-    def _bring(self, member: Member, checkpoint: Path) -> dict[str, Any] | None:
+    def _bring(self, member: ServerMember, checkpoint: Path) -> dict[str, Any] | None:
         assert self._version is not None
         try:
             return member.bring(checkpoint, self._version, self._base(checkpoint))
@@ -271,16 +271,16 @@ class PolicyServer:
             self._adapters = False
             return None
 
-    def _bring_merged(self, member: Member, checkpoint: Path) -> dict[str, Any] | None:
+    def _bring_merged(self, member: ServerMember, checkpoint: Path) -> dict[str, Any] | None:
         assert self._version is not None
         member.serve_merged()
         facts = member.bring(checkpoint, self._version, checkpoint)
         return None if facts is None else facts | {"fell_back": "vLLM does not serve this run's adapters"}
 
-    def _for_each(self, work: Callable[[Member], Any]) -> list[Any]:
-        """Does it for all members at once; a ServerError is a result like any other."""
+    def _for_each(self, work: Callable[[ServerMember], Any]) -> list[Any]:
+        """Do some work for all members concurrently; a ServerError is a result like any other."""
 
-        def one(member: Member) -> Any:
+        def one(member: ServerMember) -> Any:
             with member.lock:
                 try:
                     return work(member)
@@ -289,9 +289,9 @@ class PolicyServer:
 
         if len(self._members) <= 1:
             return [one(member) for member in self._members]
-        done: dict[Member, Future[Any]] = {member: Future() for member in self._members}
+        done: dict[ServerMember, Future[Any]] = {member: Future() for member in self._members}
 
-        def settle(member: Member) -> None:
+        def settle(member: ServerMember) -> None:
             try:
                 done[member].set_result(one(member))
             except BaseException as error:  # noqa: BLE001 - raised below
@@ -348,7 +348,7 @@ class PolicyServer:
 
 
 def _environments(config: TrainConfig) -> list[dict[str, str]]:
-    """For each of our servers, what it must know of its share of this machine."""
+    """Return, for each of our servers, the environment variables that give it its share of this machine."""
     if config.servers <= 1:
         return [{} for _ in range(config.servers)]
     if is_cpu_build():

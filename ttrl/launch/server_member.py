@@ -14,7 +14,7 @@ from ttrl.server.weights import SyncReport, sleep, sync_weights, verify_weights
 logger = logging.getLogger(__name__)
 
 
-class Member:
+class ServerMember:
     """A server, and which policy it was proven to have. Its methods are called with `lock` held.
 
     compare: whether its weights are compared with the files after each sync.
@@ -46,13 +46,13 @@ class Member:
 
     @property
     def ours(self) -> VLLMServer | None:
-        """The server as one that is started and stopped here; None where somebody else does."""
+        """Return the server where it is started and stopped here; None where somebody else does that."""
         return self.server if isinstance(self.server, VLLMServer) else None
 
     # Life
 
     def start(self, base: Path) -> None:
-        """Begins to start it with the model in `base`, in the background. Nothing for servers that somebody else starts."""
+        """Begin to start it with the model in `base`, in the background. Nothing for servers that somebody else starts."""
         server = self.ours
         if server is None or self._starting is not None:
             return
@@ -70,7 +70,7 @@ class Member:
         self._starting.start()
 
     def wait_for_start(self) -> None:
-        """Returns when it has started; what went wrong is its `problem`."""
+        """Wait until it has started; what went wrong is its `problem`."""
         while self._starting is not None and self._starting.is_alive():
             self._starting.join(0.2)  # short waits, so that Ctrl-C is heard
         if self._starting is not None and self.problem is not None:
@@ -79,11 +79,11 @@ class Member:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is something to sync: it was started, or is somebody else's."""
+        """Return whether there is something to sync: it was started, or is somebody else's."""
         return self.ours is None or self._fresh or self.ours.is_started
 
     def stop(self) -> None:
-        """Ends it, also in the middle of its start. Servers of others go on; nobody uses them from here."""
+        """End it, also in the middle of its start. Servers of others go on; nobody uses them from here."""
         self.proven, self._fresh, self._asleep, self._start_failed = None, False, False, False
         server, starting = self.ours, self._starting
         if server is None:
@@ -95,7 +95,7 @@ class Member:
         self._starting = None
 
     def rest(self) -> None:
-        """Gives the memory of its device to the trainer, as far as its mode says so."""
+        """Give the memory of its device to the trainer, as far as its mode says so."""
         server = self.ours
         if server is None or self._mode == "reload" or not self.is_up or self._asleep:
             return
@@ -114,7 +114,7 @@ class Member:
     # Weights
 
     def bring(self, checkpoint: Path, version: str, base: Path) -> dict[str, Any] | None:
-        """Makes it compute with `checkpoint`, proves it and opens it to requests for `version`. Returns what the sync has to
+        """Make it compute with `checkpoint`, prove that, and open it to requests for `version`. Return what the sync has to
         say, None where it had these weights. One that died is started anew, once, from `base` where it serves adapters and from
         the checkpoint elsewhere. Raises ServerError; it is not proven then."""
         began = time.monotonic()
@@ -152,7 +152,6 @@ class Member:
             raise cause if isinstance(cause, UserError) else self.problem
         fresh, asleep, self._fresh, self._asleep = self._fresh, self._asleep, False, False
         there = self._there(checkpoint)
-        in_place = "restart" if self._mode == "restart" and self.ours is not None else "reload"
         try:
             server.check()
             if not self.is_fenced:
@@ -160,7 +159,8 @@ class Member:
                 self.is_fenced = True
             if fresh and not server.serves_adapters and (facts := self._started_with(checkpoint)) is not None:
                 return facts
-            mode = in_place if not fresh else "reload"
+            restarts = self._mode == "restart" and self.ours is not None and not fresh
+            mode: Literal["reload", "restart"] = "restart" if restarts else "reload"
             return _facts(sync_weights(server, checkpoint, mode=mode, compare=self._compare, remote_folder=there, asleep=asleep))
         except ServerDiedError as error:
             if self.ours is None or not self.may_restart:
@@ -168,7 +168,7 @@ class Member:
             return self._start_anew(checkpoint, error)
 
     def _started_with(self, checkpoint: Path) -> dict[str, Any] | None:
-        """What the proof has to say where it was started with these weights, under whatever path; None where it was not."""
+        """Return what the proof says where it was started with these weights, under whatever path; None where it was not."""
         assert self.ours is not None
         started = Path(self.ours.model_folder)
         if not all(_is_same(file, started / file.name) for file in checkpoint.glob("*.safetensors")):
@@ -193,14 +193,14 @@ class Member:
         return _facts(report) | {"fell_back": reason}
 
     def _there(self, checkpoint: Path) -> Path | None:
-        """The checkpoint on the server's host."""
+        """Return the checkpoint's path on the server's host; None where that is the same."""
         if self._remote_run is None:
             return None
         here, there = self._remote_run
         return there / checkpoint.absolute().relative_to(here.absolute())
 
     def serve_merged(self) -> None:
-        """From its next start on it is given merged weights, and no adapters."""
+        """Stop it; from its next start on it is given merged weights, and no adapters."""
         self.stop()
         self.server.serves_adapters = False
         self.problem = None
@@ -208,7 +208,7 @@ class Member:
     # While nobody asks for another policy
 
     def look_after(self, checkpoint: Path, version: str, base: Path) -> None:
-        """Called again and again while it should serve: one that was lost is brought back to the policy before it serves."""
+        """Bring it back to the policy where it was lost. Called again and again while it should serve."""
         server = self.ours
         if server is None:
             try:
@@ -250,7 +250,7 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _facts(report: SyncReport) -> dict[str, Any]:
-    """As it stands in the markers and in metrics.jsonl."""
+    """Return the report as it stands in the markers and in metrics.jsonl."""
     return {
         "mode": report.mode,
         "seconds": report.seconds,

@@ -21,8 +21,10 @@ GRPO_RECIPE = "ttrl/grpo_recipe"
 SFT_RECIPE = "ttrl/sft_recipe"
 _PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 _POLL_SECONDS = 0.02
-_ERRORS = ("ConfigError", "DivergedError", "ModelFolderError", "PackError", "RunFolderError", "StorageError")
-_ERRORS += ("TokenizationError", "TrainerMemoryError")
+_ERRORS = (
+    *("ConfigError", "DivergedError", "ModelFolderError", "PackError", "RunFolderError", "StorageError", "TokenizationError"),
+    "TrainerMemoryError",
+)
 """What a trainer says before it ends of its own accord, which another start would not change."""
 
 
@@ -37,7 +39,7 @@ def tune(
     pbar: bool = True,
     pbar_desc: str = "training",
 ) -> Path:
-    """Writes the recipe's config to `config_path`, runs `tune run [torchrun arguments] RECIPE --config FILE` and returns the new
+    """Write the recipe's config to `config_path`, run `tune run [torchrun arguments] RECIPE --config FILE`, and return the new
     checkpoint's folder, `output_dir`/checkpoint.
 
     `config` is written as it is; paths in it are best absolute. With `nproc_per_node` above 1, or with `torchrun_args` (such as
@@ -49,17 +51,15 @@ def tune(
     """
     write_recipe_config(config, config_path)
     output = Path(config["output_dir"])
-    run_recipe(
-        recipe_arguments(config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args),
-        Path(log_path or output / "train.log"),
-        pbar=pbar,
-        pbar_desc=pbar_desc,
-    )
+    log = Path(log_path or output / "train.log")
+    command = tune_command(config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args)
+    with tempfile.TemporaryDirectory(prefix="ttrl-") as temporary:
+        wait_for_process(command, log, progress=Path(temporary, "progress"), pbar=pbar, pbar_desc=pbar_desc)
     return checkpoint_of(output, log_path)
 
 
 def write_recipe_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> str:
-    """Writes a recipe's config as YAML, and returns the text. Raises ConfigError for what YAML has no word for."""
+    """Write a recipe's config as YAML, and return the text. Raises ConfigError for what YAML cannot hold."""
     if "output_dir" not in config:
         raise ConfigError(str(path), ["output_dir is missing"])
     try:
@@ -70,41 +70,28 @@ def write_recipe_config(config: Mapping[str, Any], path: str | os.PathLike[str])
     return text
 
 
-def recipe_arguments(
+def tune_command(
     config_path: str | os.PathLike[str],
     *,
     recipe: str = GRPO_RECIPE,
     nproc_per_node: int = 1,
     torchrun_args: Sequence[str] = (),
 ) -> list[str]:
-    """What follows `tune` on the command line. With several processes, or arguments for it, torchrun starts them."""
+    """Return `tune run …`, with this Python. With several processes, or arguments for it, torchrun starts them."""
     torchrun = [*(["--nproc_per_node", str(nproc_per_node)] if nproc_per_node > 1 else []), *torchrun_args]
-    return ["run", *torchrun, recipe, "--config", str(config_path)]
-
-
-def tune_command(arguments: Sequence[str]) -> list[str]:
-    """`tune ARGUMENTS`, with this Python."""
-    return [sys.executable, "-m", "torchtune._cli.tune", *arguments]
+    return [sys.executable, "-m", "torchtune._cli.tune", "run", *torchrun, recipe, "--config", str(config_path)]
 
 
 def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) -> Path:
-    """The checkpoint that a recipe left. Raises TrainerError where there is none."""
+    """Return the checkpoint that a recipe left. Raises TrainerError where there is none."""
     checkpoint = output / "checkpoint"
     if not (checkpoint / "config.json").is_file():
         raise TrainerError(f"the recipe ended without an error but left no checkpoint in {checkpoint}; see {log_path or output}")
     return checkpoint
 
 
-def run_recipe(tune_arguments: Sequence[str], log_path: Path, *, pbar: bool, pbar_desc: str) -> None:
-    """`tune ARGUMENTS` in a process of its own, which does not outlive ours. Raises as `tune`."""
-    command = tune_command(tune_arguments)
-    with tempfile.TemporaryDirectory(prefix="ttrl-") as temporary:
-        progress = Path(temporary, "progress")
-        wait_for_process(command, log_path, progress=progress, pbar=pbar, pbar_desc=pbar_desc)
-
-
 def wait_for_process(command: Sequence[str], log_path: Path, *, progress: Path, pbar: bool, pbar_desc: str) -> None:
-    """Runs a trainer's command to its end, with a bar that follows the microbatches. Raises TrainerError or StorageError."""
+    """Run a trainer's command to its end, with a bar that follows the microbatches. Raises TrainerError or StorageError."""
     with TrainerProcess(command, log_path, progress) as process:
         process.show(process.ended, pbar=pbar, pbar_desc=pbar_desc)
 
@@ -122,7 +109,7 @@ class TrainerProcess:
         self, command: Sequence[str], log_path: Path, progress: Path, variables: Mapping[str, str] | None = None
     ) -> None:
         # Threads that wait by spinning make training many times slower wherever another program wants a core (measured: 14).
-        # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; lengths of rows are ever new ones. With 256 a
+        # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; rows come in ever new lengths. With 256 a
         # resident trainer of the tiny model holds 690 to 840 MiB over 40 iterations of ever new lengths, and no more at the end.
         defaults = {"OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
         environment = defaults | dict(os.environ) | {_PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
@@ -131,12 +118,12 @@ class TrainerProcess:
         self._child = ChildProcess(command, log_path, env=environment)
 
     def start(self) -> "TrainerProcess":
-        """Raises UserError where the command cannot be executed, StorageError where the log cannot be written."""
+        """Start it. Raises UserError where the command cannot be executed, StorageError where the log cannot be written."""
         self._child.start()
         return self
 
     def stop(self) -> None:
-        """Ends it with all of its descendants, after a second by force: its files are whole at any time, or not there. Harmless
+        """End it with all of its descendants, after a second by force: its files are whole at any time, or not there. Harmless
         when repeated."""
         self._child.stop(timeout=1.0)
 
@@ -147,13 +134,13 @@ class TrainerProcess:
         self.stop()
 
     def log_task_to(self, path: Path | None) -> None:
-        """Tells from where its errors are to be quoted: what it does from now on it logs at the end of `path`, and only what is
-        not its own work goes to its own log as before (None: everything)."""
+        """Say where its errors are to be quoted from: what it does from now on it logs at the end of `path`; what is not its work
+        on the task goes to its own log as before (None: everything does)."""
         sizes = [log.stat().st_size if log is not None and log.exists() else 0 for log in (path, self._child.log_path)]
         self._task_log = None if path is None else (path, sizes[0], sizes[1])
 
     def ended(self) -> bool:
-        """False while it runs, True once it has ended well. Raises TrainerError or StorageError where it failed."""
+        """Return False while it runs, True once it has ended well. Raises TrainerError or StorageError where it failed."""
         returncode = self._child.poll()
         if returncode is None:
             return False
@@ -184,7 +171,7 @@ class TrainerProcess:
         )
 
     def show(self, done: Callable[[], bool], *, pbar: bool, pbar_desc: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Waits until `done`, with a bar that follows the microbatches. `sleep` waits for at most so many seconds."""
+        """Wait until `done`, with a bar that follows the microbatches. `sleep` waits for at most so many seconds."""
         shown = pbar and sys.stderr.isatty()
         with tqdm(desc=pbar_desc, bar_format="{desc}: {elapsed}", leave=False, disable=not shown) as bar:
             while not done():
@@ -193,7 +180,7 @@ class TrainerProcess:
 
 
 def _follow(progress: Path, bar: "tqdm[Any]") -> None:
-    """Shows the time until the recipe says how much there is to do, then a bar."""
+    """Show the time until the recipe says how much there is to do, then a bar."""
     if bar.disable:
         return
     try:

@@ -23,19 +23,19 @@ def _version(package: str) -> str | None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit of the checkout that holds `folder`, with "+changes" where files differ; None outside of one."""
+    """Return the commit of the checkout that holds `folder`, with "+changes" where files differ; None outside of one."""
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
-        changes = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        commit, changes = (
+            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+    return commit + ("+changes" if changes else "")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, hardware and git commit; names neither the machine nor its user."""
+    """Return versions, hardware and git commit; names neither the machine nor its user."""
     import torch  # here, so that asking for a commit alone loads nothing
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []

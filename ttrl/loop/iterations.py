@@ -10,7 +10,7 @@ server together, as it serves one policy at a time; the server gets the next one
 
 So with off_policy_steps 0 the trainer waits for the rollouts of the policy that it will change; with 1 it works while policy i
 samples for the iteration after it. Which policy samples what is decided by numbers alone and never by what is done first, so a
-run that is continued after any end (a phase is done when its marker is there) does what it would have done.
+run that is continued after any end (a phase is done when its marker is there) does what it would have done anyway.
 
 The main thread prepares, packs, trains, and brings weights to the server. What the server is asked for runs in jobs, and so does
 what follows from a validation: the line of metrics, the report, the pruning of checkpoints.
@@ -46,7 +46,7 @@ class Iterations:
         """The iteration whose validation reached `stop_at`."""
 
     def run(self) -> None:
-        """Does it. Raises what a phase raises; nothing runs any more then."""
+        """Run what is left, iteration after iteration. Raises what a phase raises; nothing runs any more then."""
         numbers = range(self._config.iterations + 1)
         last = next((n for n in numbers if n not in self._rows or self._ends_with(n)), None)
         if last is None or last in self._rows:
@@ -73,8 +73,8 @@ class Iterations:
             self._jobs.close()
 
     def _begin_to_start(self, number: int) -> None:
-        """Lets trainer and server start beside each other, and beside all that can be done meanwhile. `number` is the first
-        iteration that is not finished."""
+        """Begin to start trainer and server concurrently with everything else. `number` is the first iteration that is not
+        finished."""
         folder, config = self._folder, self._config
         numbers = range(max(1, number), config.iterations + 1)
         to_train = next((n for n in numbers if folder.iteration(n).marker("train") is None), None)
@@ -91,7 +91,7 @@ class Iterations:
         write_json(self._folder.path / "environment.json", describe_environment())
 
     def _make_policy(self, number: int) -> None:
-        """The checkpoint after iteration `number` is there afterwards, unless `stop_at` was reached before."""
+        """Make the checkpoint after iteration `number`, unless `stop_at` was reached before."""
         if number in self._rows:
             return
         if number == 0:
@@ -111,7 +111,7 @@ class Iterations:
         check_drift(self._config, self._folder, number, self._console, self._phases.ask_server())
 
     def _begin_work_of(self, number: int) -> None:
-        """Begins what the policy after iteration `number` has to do, and does not wait."""
+        """Begin what the policy after iteration `number` has to do, and do not wait."""
         rollouts = []
         for later in self._config.rollouts_of_policy(number):
             if later in self._rows or self._folder.iteration(later).marker("rollouts") is not None:
@@ -134,7 +134,7 @@ class Iterations:
             self._jobs.tell()
 
     def _finish(self, number: int) -> None:
-        """Validates the policy after iteration `number`, and writes down what there is to say of that iteration."""
+        """Validate the policy after iteration `number`, and write down what there is to say of that iteration."""
         self._phases.validate(number)
         row, now = self._phases.metrics_row(number), clock()
         if number not in self._resumed:  # all of it was done by this process

@@ -1,7 +1,7 @@
-"""Phases that run beside each other, each in a thread of its own, begun, waited for and ended by one thread.
+"""Phases that run concurrently, each in a thread of its own, begun, waited for and ended by one thread.
 
-Python tells the main thread alone of Ctrl-C, so that one waits here or trains, and ends what runs beside it. A job that samples
-is ended by its Cancellation; between two rounds of sampling nothing takes long.
+Python tells only the main thread of Ctrl-C, so that one waits here or trains, and ends the others. A job that samples is ended by
+its Cancellation; between two rounds of sampling nothing takes long.
 """
 
 import asyncio
@@ -11,11 +11,12 @@ from collections.abc import Callable
 from ttrl.system.coroutines import Cancellation
 
 
-class Job:
+class PhaseJob:
     """One thread's work. `done` once it has ended in any way."""
 
     def __init__(self, name: str, work: Callable[[], None], changed: threading.Condition) -> None:
-        self.done, self.error = False, None  # type: tuple[bool, BaseException | None]
+        self.done = False
+        self.error: BaseException | None = None
         self._work, self._changed, self._cancellation = work, changed, Cancellation()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -35,7 +36,7 @@ class Job:
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Ends it as soon as it can; does not wait."""
+        """End it as soon as possible; do not wait."""
         self._cancellation.cancel()
 
 
@@ -45,22 +46,22 @@ class Jobs:
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
         self._look = look
         self._changed = threading.Condition()
-        self._jobs: list[Job] = []
+        self._jobs: list[PhaseJob] = []
 
-    def begin(self, name: str, work: Callable[[], None]) -> Job:
-        """Runs `work` in a thread of that name."""
-        job = Job(name, work, self._changed)
+    def begin(self, name: str, work: Callable[[], None]) -> PhaseJob:
+        """Run `work` in a thread of that name."""
+        job = PhaseJob(name, work, self._changed)
         self._jobs.append(job)
         job.thread.start()
         return job
 
     def tell(self) -> None:
-        """Something that `wait` may wait for has changed."""
+        """Say that something that `wait` may wait for has changed."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Returns once `until()` is true. Raises what any job raised, of several the one that was begun first."""
+        """Wait until `until()` is true. Raises what any job raised, of several the one that was begun first."""
         with self._changed:
             while True:
                 for job in self._jobs:
@@ -73,11 +74,11 @@ class Jobs:
             self._jobs = [job for job in self._jobs if not job.done]
 
     def wait_for_all(self) -> None:
-        """Returns once no job runs. Raises as `wait`."""
+        """Wait until no job runs. Raises as `wait`."""
         self.wait(lambda: all(job.done for job in self._jobs))
 
     def close(self) -> None:
-        """Ends all jobs and waits for them; what they raise is not raised here."""
+        """End all jobs and wait for them; what they raise is not raised here."""
         for job in self._jobs:
             job.cancel()
         for job in self._jobs:

@@ -15,14 +15,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerError, TrainerDiedError
 from ttrl.launch.policy_server import PolicyServer
-from ttrl.launch.trainer import Trainer, Training
+from ttrl.launch.trainer import Trainer
 from ttrl.launch.tune import wait_for_process
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, is_open
 from ttrl.loop.pack import groups_of, may_be_packed, pack
@@ -50,35 +50,36 @@ class Phases:
         config: TrainConfig,
         folder: RunFolder,
         model: Path,
-        tasks: list[Task],
-        validation_tasks: list[Task],
+        *,
         server: PolicyServer,
         console: Console,
+        tasks: Sequence[Task] = (),
+        validation_tasks: Sequence[Task] = (),
     ) -> None:
         self.config, self.folder, self.model = config, folder, model
-        self.tasks, self.validation_tasks = tasks, validation_tasks
+        self.tasks, self.validation_tasks = list(tasks), list(validation_tasks)
         self.server, self.console = server, console
         self.trainer = Trainer(config, folder, console)
         self._deaths = 0
         """Of the trainer, since it last finished an iteration."""
-        self.stream = TaskStream(config, folder, tasks)
+        self.stream = TaskStream(config, folder, self.tasks)
         self.timeline = Timeline()
         self._sampler = Sampler(config, server, console, self.timeline)
         self._tokenizer: Any = None
         self._loading = threading.Lock()
         self._synced: tuple[int, dict[str, dict[str, Any]]] | None = None
-        """Whose policy is at the server, and what the marker of a phase has to say of that."""
+        """The iteration whose policy is at the server, and what the marker of a phase says of that."""
         self._sampled: dict[int, tuple[list[TaskResult], GroupTokenizer]] = {}
         """By iteration, what this process sampled and has not packed yet."""
 
     def anything_done(self, number: int) -> bool:
-        """True where an earlier process finished a phase of this iteration."""
+        """Return whether an earlier process finished a phase of this iteration."""
         return any(self.folder.iteration(number).marker(phase) is not None for phase in PHASES)
 
     # Iteration 0
 
     def prepare(self) -> None:
-        """Links the starting model as iteration 0's checkpoint and computes its canary, while the server starts."""
+        """Link the starting model as iteration 0's checkpoint and compute its canary, while the server starts."""
         iteration = self.folder.iteration(0)
         if iteration.marker("prepare") is not None:
             return
@@ -107,7 +108,7 @@ class Phases:
         iteration.mark("prepare", ["checkpoint"], {"seconds": clock() - began, "sync": sync})
 
     def tokenizer(self) -> Any:
-        """The starting model's tokenizer, loaded once."""
+        """Return the starting model's tokenizer, loaded once."""
         with self._loading:
             if self._tokenizer is None:
                 from transformers import AutoTokenizer
@@ -118,7 +119,7 @@ class Phases:
     # Sampling
 
     def sync(self, number: int, recorded_by: str) -> None:
-        """Brings the policy after iteration `number` to the server, for phases that will share it; the marker of `recorded_by`,
+        """Bring the policy after iteration `number` to the server, for phases that will share it; the marker of `recorded_by`,
         one of them, says what that took."""
         began = clock()
         self._synced = None
@@ -126,14 +127,14 @@ class Phases:
         self._synced = number, {recorded_by: {"sync_seconds": clock() - began, "sync": sync}}
 
     def _serve(self, number: int, phase: str) -> dict[str, Any]:
-        """The policy is at the server afterwards; what is to be said of it in the phase's marker."""
+        """Bring the policy to the server; return what the phase's marker says of that."""
         if self._synced is None or self._synced[0] != number:
             self.sync(number, phase)
         assert self._synced is not None
         return self._synced[1].pop(phase, {"sync_seconds": 0.0, "sync": None})
 
     def rollouts(self, number: int) -> None:
-        """Samples the iteration's tasks from the policy whose turn it is, and grades them; tokenizes what will be trained on."""
+        """Sample the iteration's tasks from the policy whose turn it is, and grade them; tokenize what will be trained on."""
         iteration = self.folder.iteration(number)
         if iteration.marker("rollouts") is not None:
             return
@@ -180,11 +181,11 @@ class Phases:
         partial.unlink(missing_ok=True)
 
     def has_to_validate(self, number: int) -> bool:
-        """Whether `validate` has anything to do."""
+        """Return whether `validate` has anything to do."""
         return bool(self.validation_tasks) and self.folder.iteration(number).marker("validate") is None
 
     def ask_server(self) -> Callable[[str], Any] | None:
-        """What GETs a path of the server and returns its JSON answer; None where none runs."""
+        """Return what GETs a path of the server and returns its JSON answer; None where no server runs."""
         try:
             server = self.server.running
         except ServerError:
@@ -192,7 +193,7 @@ class Phases:
         return lambda path: server.request("GET", path)
 
     def validate(self, number: int) -> None:
-        """Samples the held-out tasks from the policy after this iteration."""
+        """Sample the held-out tasks from the policy after this iteration."""
         iteration = self.folder.iteration(number)
         if not self.has_to_validate(number):
             return
@@ -213,7 +214,7 @@ class Phases:
     # Training
 
     def pack(self, number: int) -> None:
-        """Advantages, tokens, packed tensors: see `ttrl.loop.pack`. What this process sampled is tokenized already."""
+        """Pack the iteration's groups, see `ttrl.loop.pack`. What this process sampled is tokenized already."""
         iteration = self.folder.iteration(number)
         sampled = self._sampled.pop(number, None)
         if iteration.marker("pack") is not None:
@@ -225,58 +226,36 @@ class Phases:
         pack(iteration, groups, self.config, self.model, self.tokenizer(), tokenized)
 
     def start_trainer(self, number: int) -> None:
-        """Lets a resident trainer start and load what iteration `number` is trained from, while the caller does other things."""
+        """Let a resident trainer start and load what iteration `number` is trained from, while the caller does other things."""
         config = self.recipe_config(number)
         if not Path(config["model"], "config.json").is_file():  # iteration 0 has not been prepared
             config["model"] = str(self.model)
         self.trainer.start(config)
 
     def train(self, number: int) -> None:
-        """Runs the recipe on the packed rows, from the newest checkpoint and state."""
-        finish = self.begin_training(number)
-        if finish is not None:
-            finish()
-
-    def begin_training(self, number: int) -> Callable[[], None] | None:
-        """Begins to train and returns at once; what is returned waits for the end and leaves the marker. None where there is
-        nothing to wait for. One training at a time. Raises TrainerError and StorageError, as what is returned does."""
+        """Run the recipe on the packed rows, from the newest checkpoint and state. Raises TrainerError, StorageError."""
         iteration = self.folder.iteration(number)
         if iteration.marker("train") is not None:
-            return None
+            return
         began = clock()
         pack = iteration.marker("pack")
         assert pack is not None
         if not pack["rows"]:
             iteration.mark("train", [], {"seconds": clock() - began, "trained": False})
-            return None
+            return
         iteration.verify("pack")
         if self.config.server_stops:
             self._synced = None
             self.server.rest()  # its memory is the trainer's now
-        training = self._begin(number)
-        return lambda: self._finish_training(number, training, began)
-
-    def _begin(self, number: int) -> Training:
         while True:
-            folder = self.folder.iteration(number).path
-            with contextlib.suppress(FileNotFoundError):
-                (folder / "train.jsonl").unlink()
+            (iteration.path / "train.jsonl").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # half a checkpoint is as large as a whole one, and of no use
-                remove_leftovers(folder)
+                remove_leftovers(iteration.path)
             try:
-                return self.trainer.train_async(number, self.recipe_config(number))
-            except TrainerDiedError as error:
-                self._count_death(error)
-
-    def _finish_training(self, number: int, training: Training, began: float) -> None:
-        iteration = self.folder.iteration(number)
-        while True:
-            try:
-                training.result()
+                self.trainer.train(number, self.recipe_config(number))
                 break
             except TrainerDiedError as error:
                 self._count_death(error)
-                training = self._begin(number)
         self._deaths = 0
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
         self.timeline.add_training(began, clock(), steps)
@@ -284,7 +263,7 @@ class Phases:
         iteration.mark("train", ["checkpoint", "state", "train.jsonl", "trainer_logprobs.safetensors"], facts)
 
     def look_after_trainer(self) -> None:
-        """Notices a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises
+        """Notice a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises
         TrainerError where it failed for a reason that another start would not mend."""
         try:
             self.trainer.check()
@@ -292,8 +271,8 @@ class Phases:
             self._count_death(error)
 
     def _count_death(self, error: TrainerDiedError) -> None:
-        """One that died while it waited counts for the iteration that it waited for. Raises the error where it was one too
-        many."""
+        """Count a death; one of a trainer that waited counts for the iteration that it waited for. Raises the error where it was
+        one too many."""
         self._deaths += 1
         if self._deaths > self.config.trainer_restarts:
             raise error
@@ -301,7 +280,7 @@ class Phases:
         self.console.line(f"note: {str(error).splitlines()[0][:200]}; starting it again (see logs/)")
 
     def recipe_config(self, number: int) -> dict[str, Any]:
-        """What the recipe is given in an iteration."""
+        """Return what the recipe is given in an iteration."""
         config, iteration = self.config, self.folder.iteration(number)
         state, settings = self.folder.state(number - 1), config.recipe_config({})
         sampler = self.folder.sampler(config.policy_of_rollouts(number), number)
@@ -325,12 +304,12 @@ class Phases:
         return config.recipe_config(values).to_dict()
 
     def metrics_row(self, number: int) -> dict[str, Any]:
-        """The line of metrics.jsonl, put together from the markers alone."""
+        """Return the line of metrics.jsonl, put together from the markers alone."""
         return metrics_row(self.folder.iteration(number))
 
 
 def _canary_made_in(path: Path) -> tuple[str, int | None] | None:
-    """Dtype and context of a canary that lies in the starting model's folder; None where there is none."""
+    """Return dtype and context of a canary that lies in the starting model's folder; None where there is none."""
     try:
         content = json.loads(path.read_text())
         return content["dtype"], content.get("context")

@@ -20,7 +20,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """The block is work of this kind: "sample" or "train"."""
+        """Record the block as work of this kind: "sample" or "train"."""
         key, began = object(), clock()
         with self._lock:
             self._open[key] = kind, began
@@ -32,8 +32,8 @@ class Timeline:
                 self._spans.append((kind, began, clock()))
 
     def add_training(self, began: float, ended: float, steps: Sequence[Mapping[str, Any]]) -> None:
-        """A train phase, from the lines of its train.jsonl: what is no part of a step (reading, writing checkpoints) is no
-        training. It is taken to lie before and after the steps in equal parts, which matters only where something overlaps."""
+        """Record a train phase, from the lines of its train.jsonl: what is not part of a step (reading, writing checkpoints) is
+        not training. It is taken to lie before and after the steps in equal parts, which matters only where phases overlap."""
         parts = [step.get("seconds_by_part") or {"step": step.get("seconds") or 0.0} for step in steps]
         worked = sum(seconds for part in parts for name, seconds in part.items() if name not in _NO_TRAINING)
         margin = max(0.0, ended - began - worked) / 2
@@ -41,7 +41,7 @@ class Timeline:
             self._spans.append(("train", began + margin, ended - margin))
 
     def busy(self, began: float, ended: float, kinds: tuple[str, ...] = ("sample", "train")) -> float:
-        """Seconds between two moments in which work of any of these kinds was done; work that goes on counts up to now."""
+        """Return the seconds between two moments in which work of any of these kinds was done; open work counts up to now."""
         with self._lock:
             spans = self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
         total, reached = 0.0, began
@@ -52,6 +52,6 @@ class Timeline:
         return total
 
     def forget_before(self, moment: float) -> None:
-        """Drops spans that ended by then."""
+        """Drop spans that ended by then."""
         with self._lock:
             self._spans = [span for span in self._spans if span[2] > moment]

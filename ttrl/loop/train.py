@@ -61,20 +61,23 @@ def train(
     take_over: bool = False,
     redo: int | None = None,
 ) -> RunResult:
-    """Trains `config.model` on `tasks` by reinforcement learning; the same call on the same run folder continues it.
+    """Train `config.model` on `tasks` by reinforcement learning; the same call on the same run folder continues it.
 
     allow_changes: names of settings, such as "training.lr", that may differ from those that the run was begun with; or "all".
-    take_over: continues the run although its owner, which gives no sign of life, is on another machine.
-    redo: throws away this iteration, with which a run ended with DriftError, and all after it, and does them again.
+    take_over: continue the run although its owner, which gives no sign of life, is on another machine.
+    redo: throw away this iteration, at which a run ended with DriftError, and all after it, and do them again.
     (From a shell: TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1, TTRL_REDO=5.)
 
     Raises ConfigError and TaskError for what is wrong with the arguments, before anything expensive starts; ModelFolderError,
     RunFolderError, ServerError, TrainerError, DriftError and StorageError later. Whatever was finished stays, and nothing is left
     running.
     """
-    task_lists = {"tasks": _listed("tasks", tasks), "validation_tasks": _listed("validation_tasks", validation_tasks)}
-    config = _checked(with_local_run(config), **task_lists).resolved(cuda=torch.cuda.is_available())
-    described = {name: {"count": len(given), "digest": _tasks_digest(name, given)} for name, given in task_lists.items()}
+    tasks, validation_tasks = _listed("tasks", tasks), _listed("validation_tasks", validation_tasks)
+    config = _checked(with_local_run(config), tasks, validation_tasks).resolved(cuda=torch.cuda.is_available())
+    described = {
+        name: {"count": len(given), "digest": _tasks_digest(name, given)}
+        for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
+    }
     folder, console = RunFolder(config.run), Console(quiet=quiet)
     model = local_model(config.model)
     take_over = take_over or os.environ.get(TAKE_OVER_VARIABLE, "") not in ("", "0")
@@ -85,14 +88,14 @@ def train(
         for note in folder.remember_config(config.to_dict(), config.defaults(), allowed_names(allow_changes)):
             console.line(f"note: {note}")
         folder.remember_tasks(described)
-        if (note := check_disk(config, model, folder, len(task_lists["validation_tasks"]))) is not None:
+        if (note := check_disk(config, model, folder, len(validation_tasks))) is not None:
             console.line(f"note: {note}")
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
         with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises
             ends.callback(loggers.close)
             server = PolicyServer(config, folder.path / "logs", console)
             ends.callback(server.stop)
-            phases = Phases(config, folder, model, *task_lists.values(), server, console)
+            phases = Phases(config, folder, model, tasks=tasks, validation_tasks=validation_tasks, server=server, console=console)
             ends.callback(phases.trainer.stop)
             try:
                 Iterations(phases, loggers).run()
@@ -100,7 +103,7 @@ def train(
                 leave_report(folder.path)  # it shows the tokens and causes
                 raise
         rows = folder.metrics()
-        best = best_iteration(rows, config) if task_lists["validation_tasks"] else None
+        best = best_iteration(rows, config) if validation_tasks else None
         newest = folder.policy_version(rows[-1]["iteration"])
         prune(folder, rows, config, newest)  # where the last one was cut off
         best = newest if best is None else folder.policy_version(best)
@@ -127,8 +130,8 @@ def _listed(name: str, given: Iterable[Task]) -> list[Task]:
     return listed
 
 
-def _tasks_digest(name: str, tasks: list[Task]) -> str:
-    """Of ids and messages in their order. Raises TaskError for what no file could hold."""
+def _tasks_digest(name: str, tasks: Sequence[Task]) -> str:
+    """Return the digest of ids and messages in their order. Raises TaskError for what no file could hold."""
     hashed = hashlib.sha256()
     for task in tasks:
         try:
@@ -138,8 +141,8 @@ def _tasks_digest(name: str, tasks: list[Task]) -> str:
     return hashed.hexdigest()
 
 
-def _checked(config: TrainConfig, tasks: list[Task], validation_tasks: list[Task]) -> TrainConfig:
-    """Everything that can be known to be wrong before anything starts, at once."""
+def _checked(config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task]) -> TrainConfig:
+    """Return the config, checked. Raises ConfigError with everything that can be known to be wrong before anything starts."""
     problems: list[str] = []
     try:
         config = config.check("TrainConfig")
@@ -172,7 +175,7 @@ def _checked(config: TrainConfig, tasks: list[Task], validation_tasks: list[Task
 
 
 def local_model(model: str) -> Path:
-    """The model's folder; downloads it from the hub where `model` is a name there. Raises ModelFolderError."""
+    """Return the model's folder; download it from the hub where `model` is a name there. Raises ModelFolderError."""
     folder = check_model_folder(model)
     if folder is None:
         from huggingface_hub import snapshot_download

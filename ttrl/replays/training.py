@@ -101,7 +101,7 @@ class ReplayTraining:
         folder.remember_config(config.to_dict(), config.defaults())
         write_json(folder.path / "environment.json", describe_environment())
         server = PolicyServer(config, folder.path / "logs", console)  # never started
-        phases = Phases(config, folder, folder.start, [], [], server, console)
+        phases = Phases(config, folder, folder.start, server=server, console=console)
         newest, rows = None, []
         try:
             for number in self.numbers:

@@ -98,13 +98,13 @@ def _shown(value: Any) -> str:
 
 
 def allowed_names(allow: Sequence[str]) -> list[str]:
-    """Return what the caller allows and what the environment does: TTRL_ALLOW_CHANGES=lr,seed for scripts without an option."""
+    """Return what the caller and the environment allow: TTRL_ALLOW_CHANGES=lr,seed for scripts without an option."""
     words = os.environ.get(ALLOW_VARIABLE, "").replace(",", " ").split()
     return [*allow, *words]
 
 
 def check_changes(changed: Mapping[str, tuple[Any, Any]], allow: Sequence[str], where: Path) -> list[str]:
-    """Return notes on changes that are allowed anyway. `allow`: names such as "training.lr", or "lr" where that is clear, or "all".
+    """Return notes on changes that are allowed anyway. `allow`: names such as "training.lr", "lr" where that is clear, or "all".
 
     Raises RunFolderError with the difference where a change is not allowed.
     """
@@ -141,7 +141,7 @@ def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteratio
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of config_history.jsonl: {"iteration", "time", "changes": {name: [before, now]}}. Raises RunFolderError."""
+    """Read config_history.jsonl: {"iteration", "time", "changes": {name: [before, now]}}. Raises RunFolderError."""
     try:
         return read_jsonl(run / HISTORY_FILE)
     except ValueError as error:

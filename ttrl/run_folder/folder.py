@@ -200,8 +200,8 @@ class RunFolder:
                 partial.unlink()
 
     def policy_version(self, number: int) -> int:
-        """Return the iteration whose checkpoint is the policy after iteration `number`: itself, or an earlier one where nothing was
-        trained."""
+        """Return the iteration whose checkpoint is the policy after iteration `number`: itself, or an earlier one where nothing
+        was trained."""
         while number > 0 and not (self.iteration(number).marker("train") or {}).get("trained"):
             number -= 1
         return number
@@ -211,8 +211,8 @@ class RunFolder:
         return self.iteration(self.policy_version(number)).path / "checkpoint"
 
     def sampler(self, sampled_by: int, number: int) -> int | None:
-        """Return the weights version of the policy after iteration `sampled_by`, which sampled iteration `number`'s rollouts, where
-        that is older than the policy that training starts from, and still there; else None."""
+        """Return the weights version of the policy after iteration `sampled_by`, which sampled iteration `number`'s rollouts,
+        where that is older than the policy that training starts from, and still there; else None."""
         version = self.policy_version(sampled_by)
         if version == self.policy_version(number - 1) or not (self.checkpoint(version) / "config.json").is_file():
             return None

@@ -12,8 +12,11 @@ from ttrl.system.files import write_json
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
 TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "in longer rows"}
 """What `PackedTensors.dropped` counts of samples that are longer than a row, for people."""
-_AVERAGED = """loss policy_loss value_loss kl kl_share entropy grad_norm ess peak_share clip_fraction_low clip_fraction_high
-dual_clip_fraction correction capped_fraction value_error matmul_peak tokens_per_second""".split()
+_AVERAGED = (
+    *("loss", "policy_loss", "value_loss", "kl", "kl_share", "entropy", "grad_norm", "ess", "peak_share", "tokens_per_second"),
+    *("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction", "correction", "capped_fraction", "value_error"),
+    "matmul_peak",
+)
 _COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train": "train", "validate": "validate"}
 
 

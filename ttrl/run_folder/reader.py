@@ -69,8 +69,8 @@ class RunData:
 
 
 _FILES: dict[tuple[Path, str], set[int]] = {}
-"""Iterations that had a file when a report looked: a long run is not searched again for each report. Nothing that a report shows is
-ever removed from a run; where a person did it, it is left out when it cannot be read."""
+"""Iterations that had a file when a report looked: a long run is not searched again for each report. Nothing that a report shows
+is ever removed from a run; where a person did it, it is left out when it cannot be read."""
 _FLAT: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
 """By identity of the row, which is held here, so that no other can have it."""
 

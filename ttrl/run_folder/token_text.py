@@ -12,7 +12,7 @@ FILE_NAME = "tokenizer.json"
 
 
 def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
-    """Return what turns token ids into text, by the tokenizer of a checkpoint or of the configured model; None when there is no tokenizer.json.
+    """Return what turns token ids into text, by a tokenizer.json of a checkpoint or of the configured model; None without one.
 
     The iteration's own checkpoint is looked at first; all checkpoints of a run have the same tokenizer.
     """
