@@ -63,8 +63,12 @@ def made(tmp_path, monkeypatch):
     """`made("resident")`: a trainer, ended after the test; `made.config(number, **more)`: an iteration's config."""
     trainers, script = [], tmp_path / "recipe.py"
     script.write_text(textwrap.dedent(RECIPE))
+
+    def fake_command(config_path, *, torchrun_args=(), **_):
+        return [sys.executable, str(script), *torchrun_args, str(config_path)]
+
     for module in (trainer_module, tune_module):
-        monkeypatch.setattr(module, "tune_command", lambda config_path, **_: [sys.executable, str(script), str(config_path)])
+        monkeypatch.setattr(module, "tune_command", fake_command)
 
     def make(form="resident", **settings):
         config = TrainConfig(run=str(tmp_path / "run"), model="m", iterations=3, trainer=form, **settings)
@@ -273,7 +277,7 @@ def test_it_ends_when_its_folder_is_gone(made):
             path.unlink()
     for path in (made.run / "trainer").iterdir():
         path.rmdir()
-    assert "ended by itself, while nothing was asked of it" in death_of(trainer)
+    assert "ended by itself while nothing was asked of it" in death_of(trainer)
 
 
 def test_the_progress_of_the_iteration_before_is_not_shown_again(made):

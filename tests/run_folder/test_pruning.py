@@ -11,7 +11,6 @@ from ttrl.errors import StorageError
 from ttrl.plans.disk import DiskNeeds, disk_needs, judge_disk
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.pruning import best_policies, kept_of, most_kept, prune
-from ttrl.system.files import in_bytes
 from ttrl.tiny_model import make_tiny_model
 
 
@@ -121,12 +120,11 @@ def test_too_little_room(tmp_path):
     needs = DiskNeeds(checkpoint=4e9, state=8e9, others=1e8, next=24e9, whole=60e9, free=100e9)
     assert judge_disk(needs, tmp_path) is None
     warning = judge_disk(DiskNeeds(**(vars(needs) | {"free": 30e9})), tmp_path)
-    for word in ("60.0 GB more", "4000.0 MB a checkpoint", "30.0 GB are free", "keep_checkpoints=3"):
+    for word in ("60 GB more", "4 GB a checkpoint", "30 GB are free", "keep_checkpoints=3"):
         assert word in warning
-    with pytest.raises(StorageError, match=r"next 2 iterations need 24\.0 GB .* but 20\.0 GB are free there; make room"):
+    with pytest.raises(StorageError, match=r"next 2 iterations need 24 GB .* but 20 GB are free there; make room"):
         judge_disk(DiskNeeds(**(vars(needs) | {"free": 20e9})), tmp_path)
     assert judge_disk(DiskNeeds(**(vars(needs) | {"free": None})), tmp_path) is None
-    assert [in_bytes(size) for size in (1500, 1.5e6, 4e9, 4e10)] == ["1.5 kB", "1.5 MB", "4000.0 MB", "40.0 GB"]
 
 
 def test_an_unknown_family_is_not_estimated(tmp_path):

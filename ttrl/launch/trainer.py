@@ -148,7 +148,7 @@ class Trainer:
         process, requests, _ = self._resident
         try:
             if process.ended() and not (unless is not None and unless.exists()):
-                raise TrainerError(f"the resident trainer ended by itself, {when}; see {log}")
+                raise TrainerError(f"the resident trainer ended by itself {when}; see {log}")
         except TtrlError as error:  # after Ctrl-C it is not gone, and `stop` has to find it
             self._forget()
             if isinstance(error, TrainerDiedError) and self._config.nnodes > 1 and "RendezvousTimeoutError" in str(error):

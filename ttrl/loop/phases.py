@@ -140,7 +140,8 @@ class Phases:
             return
         sampled_by = self.config.policy_of_rollouts(number)
         version = self.folder.policy_version(sampled_by)
-        budget, carried = self.config.tokens_per_iteration, []
+        budget = self.config.tokens_per_iteration
+        carried: list[TaskResult] = []
         tasks = self.stream.tasks_of(number)
         more: dict[str, Any] = {"tasks_taken": self.stream.taken_before(number) + len(tasks)}
         if budget is not None:

@@ -88,8 +88,8 @@ def train(
         for note in folder.remember_config(config.to_dict(), config.defaults(), allowed_names(allow_changes)):
             console.line(f"note: {note}")
         folder.remember_tasks(described)
-        if (note := check_disk(config, model, folder, len(validation_tasks))) is not None:
-            console.line(f"note: {note}")
+        if (warning := check_disk(config, model, folder, len(validation_tasks))) is not None:
+            console.line(f"note: {warning}")
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
         with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises
             ends.callback(loggers.close)

@@ -15,7 +15,8 @@ from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, StorageError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.pruning import most_kept
-from ttrl.system.files import free_bytes, in_bytes, size_of
+from ttrl.system.files import free_bytes, size_of
+from ttrl.text import si_spaced
 
 NEXT_ITERATIONS = 2
 """Iterations that must fit, or the run is not started."""
@@ -84,7 +85,8 @@ def judge_disk(needs: DiskNeeds, folder: Path) -> str | None:
     """Warn or raise as `check_disk` does."""
     if needs.free is None or needs.whole <= needs.free:
         return None
-    free, each = in_bytes(needs.free), f"{in_bytes(needs.checkpoint)} a checkpoint, {in_bytes(needs.state)} an optimizer state"
+    free = f"{si_spaced(needs.free)}B"
+    each = f"{si_spaced(needs.checkpoint)}B a checkpoint, {si_spaced(needs.state)}B an optimizer state"
     way_out = (
         "make room, or choose another place for `run`; checkpoints get smaller with training={'checkpoint_dtype': 'bf16'}, "
         "fewer with keep_checkpoints=3, keep_best=1 and no keep_every, and tiny with LoRA and lora_merge off"
@@ -92,11 +94,11 @@ def judge_disk(needs: DiskNeeds, folder: Path) -> str | None:
     if needs.next > needs.free:
         raise StorageError(
             errno.ENOSPC,
-            f"{folder}: the next {NEXT_ITERATIONS} iterations need {in_bytes(needs.next)} ({each}), but {free} are free there; "
+            f"{folder}: the next {NEXT_ITERATIONS} iterations need {si_spaced(needs.next)}B ({each}), but {free} are free there; "
             f"{way_out}",
         )
     return (
-        f"{folder}: the whole run may need {in_bytes(needs.whole)} more ({each}, up to {in_bytes(needs.others)} an iteration "
+        f"{folder}: the whole run may need {si_spaced(needs.whole)}B more ({each}, up to {si_spaced(needs.others)}B an iteration "
         f"for rollouts and packed rows), but {free} are free there; {way_out}. A run that finds the disk full stops without "
         "losing anything"
     )

@@ -10,20 +10,20 @@ from tqdm.auto import tqdm
 
 
 class Console:
-    """Writes lines to standard output, around any progress bar that is being shown."""
+    """Write lines to standard output, around any progress bar that is being shown."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
 
     def line(self, text: str) -> None:
-        """One line, at once."""
+        """Write one line at once."""
         if not self.quiet:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Shows `what` with the seconds that it has taken so far; in terminals only."""
+        """Show `what` with the seconds that it has taken so far; in terminals only."""
         if self.quiet or not sys.stderr.isatty():
             yield
             return
@@ -44,5 +44,5 @@ class Console:
 
 
 def clock() -> float:
-    """Seconds of a clock that never goes back."""
+    """Return the seconds of a clock that never goes back."""
     return time.perf_counter()

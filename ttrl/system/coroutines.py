@@ -1,8 +1,9 @@
-"""Runs coroutines from code that is none, in scripts and in notebooks alike, and ends them from another thread."""
+"""Runs coroutines from ordinary code, in scripts and in notebooks alike, and ends them from another thread."""
 
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -11,7 +12,7 @@ _here = threading.local()
 
 
 class Cancellation:
-    """Ends the coroutines that `run_async` runs in threads that it was given to (`use`)."""
+    """End the coroutines that `run_async` runs in threads that it was given to (`use`)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,11 +20,11 @@ class Cancellation:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
     def use(self) -> None:
-        """From now on, it ends what `run_async` runs in the calling thread."""
+        """Apply to what `run_async` runs in the calling thread from now on."""
         _here.cancellation = self
 
     def cancel(self) -> None:
-        """The coroutine that runs, and every one that would be begun later, ends with asyncio.CancelledError. From any thread."""
+        """End the coroutine that runs, and every one that is begun later, with asyncio.CancelledError. From any thread."""
         with self._lock:
             self._asked = True
             if self._running is not None:
@@ -32,16 +33,11 @@ class Cancellation:
 
     @property
     def asked(self) -> bool:
-        """Whether `cancel` was called."""
+        """Return whether `cancel` was called."""
         return self._asked
 
-    def check(self) -> None:
-        """Raises asyncio.CancelledError where `cancel` was called."""
-        if self._asked:
-            raise asyncio.CancelledError
-
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Awaits the coroutine, unless it is cancelled."""
+        """Await the coroutine, unless it is cancelled."""
         task = asyncio.current_task()
         assert task is not None
         with self._lock:
@@ -57,7 +53,7 @@ class Cancellation:
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, also where a loop runs already (a notebook): then in a thread.
+    """Run a coroutine to its end, also where a loop runs already (a notebook): then in a thread.
 
     In a thread with a Cancellation, it raises asyncio.CancelledError when that is cancelled.
     """
@@ -68,18 +64,5 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(asyncio.run(coroutine))
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="rollouts")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return outcome[0]
+    with ThreadPoolExecutor(1, "rollouts") as thread:
+        return thread.submit(asyncio.run, coroutine).result()

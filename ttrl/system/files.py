@@ -1,6 +1,6 @@
 """Files that are there whole or not at all, and logs that survive a torn last line.
 
-A file or folder is written beside its final name, fsynced, and renamed; the folder that holds it is fsynced too, and so is each
+A file or folder is written next to its final name, fsynced, and renamed; the folder that holds it is fsynced too, and so is each
 folder in which a new one was made, so that after a power loss the name points at the new content or at the old one, never at half
 of it. Folders disappear in one step too: they are renamed to a name that is never read before they are emptied.
 """
@@ -22,13 +22,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ttrl.errors import StorageError
+from ttrl.text import si_spaced
 
 _FULL_BYTES = 2**16  # less than that is a full disk: some pages may be left that no file can have
 TEMPORARY_PREFIX = ".partial-"  # what a killed process may leave behind; never read, removed on resume
 
 
 def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
-    """safetensors reports what the operating system refused as text alone: "… (os error 28)"."""
+    """Return what the operating system refused; safetensors says it only in its text: "… (os error 28)"."""
     if isinstance(error, OSError):
         return error
     number = re.search(r"\(os error (\d+)\)", str(error))
@@ -36,24 +37,18 @@ def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
 
 
 def _storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
-    """Says what could not be written, why, and how much room is needed and there is. needed: bytes; None where only what was
-    written until then is known, and that is gone by now."""
+    """Return what says what could not be written, why, and how much room is needed and available. needed: bytes; None where
+    only what was written until then is known, and that is gone by now."""
     way_out = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needs = "" if needed is None else f"{in_bytes(needed)} needed, "
-        room = f"{needs}{in_bytes(free_bytes(path) or 0)} free there"
+        needs = "" if needed is None else f"{si_spaced(needed)}B needed, "
+        room = f"{needs}{si_spaced(free_bytes(path) or 0)}B free there"
         way_out = f" ({room}); make room and start the same command again: it continues at this phase"
     return StorageError(error.errno or 0, f"could not write {path}: {error.strerror or error}{way_out}")
 
 
-def in_bytes(count: float) -> str:
-    """A size for people: "12.3 MB"."""
-    unit, size = ("GB", 1e9) if count >= 1e10 else ("MB", 1e6) if count >= 1e6 else ("kB", 1e3)
-    return f"{count / size:.1f} {unit}"
-
-
 def free_bytes(path: str | os.PathLike[str]) -> int | None:
-    """Room for us where `path` is or would be; None where the file system does not say. Quotas are not seen."""
+    """Return the bytes free for us where `path` is or would be; None where the file system does not say. Quotas are not seen."""
     path = Path(path).absolute()
     try:
         usage = shutil.disk_usage(next(place for place in [path, *path.parents] if place.exists()))
@@ -63,20 +58,20 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
 
 
 def full_disk(path: str | os.PathLike[str]) -> StorageError | None:
-    """The error to raise where a process that writes to `path` failed without a word, and there is no room left; else None."""
+    """Return the error to raise where a process that writes to `path` failed without a word and no room is left; else None."""
     free = free_bytes(path)
     full = free is not None and free < _FULL_BYTES
     return _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(path)) if full else None
 
 
 def _check_room(path: Path, size: int | None) -> None:
-    """Refuses at once what would fail after minutes of writing. Raises StorageError."""
+    """Raise StorageError at once for what would fail after minutes of writing."""
     if size is not None and (free := free_bytes(path)) is not None and free < size:
         raise _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path, size)
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder, as far as they are there; links count nothing."""
+    """Return the bytes of a file, or of all files below a folder, as far as they are there; links count nothing."""
     files = path.rglob("*") if path.is_dir() else [path]
     total = 0
     for file in files:
@@ -87,7 +82,7 @@ def size_of(path: Path) -> int:
 
 
 def make_folders(folder: str | os.PathLike[str]) -> None:
-    """Makes a folder and those above it, durably: a file that was fsynced is lost all the same where its folder's name is."""
+    """Make a folder and those above it, durably: a file that was fsynced is lost all the same where its folder's name is."""
     folder, missing = Path(folder), []
     while not folder.is_dir():
         missing.append(folder)
@@ -98,7 +93,7 @@ def make_folders(folder: str | os.PathLike[str]) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes renames inside `folder` durable, as far as the file system knows such a thing."""
+    """Make renames inside `folder` durable, as far as the file system knows such a thing."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -110,7 +105,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """fsyncs every file and folder below `root`, and `root` itself; side by side, since a disk's journal takes many at once."""
+    """Sync every file and folder below `root`, and `root` itself, concurrently: a disk's journal takes many at once."""
     found = [(Path(folder), names) for folder, _, names in os.walk(root)]
     with ThreadPoolExecutor(8) as threads:
         for step in (
@@ -127,7 +122,7 @@ def _fsync_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], size: int | None = None, *, durable: bool = True) -> Iterator[Path]:
-    """Yields a temporary path to write to; renames it to `path` at the end of the block, or removes it when the block raises.
+    """Yield a temporary path to write to; rename it to `path` at the end of the block, or remove it when the block raises.
 
     size: bytes that will be written, where that is known; a disk without room for them is then found at once, and the error says
     how many are needed. durable: False for what nobody needs after a power loss. Raises StorageError for what the operating
@@ -159,7 +154,7 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None, *, durabl
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Path]:
-    """Like `atomic_file` for a whole folder. A folder that stands at `path` already is replaced as a whole."""
+    """Do what `atomic_file` does for a whole folder. A folder that is at `path` already is replaced as a whole."""
     path = Path(path)
     _check_room(path, size)
     temporary: Path | None = None
@@ -187,7 +182,7 @@ def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iter
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes what killed processes left half written: `folder` itself, or what is below it; returns what it removed."""
+    """Remove what killed processes left half written: `folder` itself, or what is below it; return what it removed."""
     leftovers = [folder] if folder.name.startswith(TEMPORARY_PREFIX) else list(folder.rglob(TEMPORARY_PREFIX + "*"))
     for path in leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -195,7 +190,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def remove_folder(folder: str | os.PathLike[str]) -> None:
-    """Removes a folder in one step for whoever looks: half of it is never seen under its name. Harmless where there is none."""
+    """Remove a folder in one step for whoever looks: half of it is never seen under its name. Harmless where there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         return
@@ -210,29 +205,29 @@ def remove_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, durable: bool = True) -> None:
-    """Writes a text file atomically. durable: see `atomic_file`."""
+    """Write a text file atomically. durable: see `atomic_file`."""
     data = text.encode()
     with atomic_file(path, len(data), durable=durable) as temporary:
         temporary.write_bytes(data)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes indented JSON atomically. NaN is refused: it is no JSON."""
+    """Write indented JSON atomically. NaN is refused: it is not JSON."""
     write_text(path, json_text(value))
 
 
 def json_text(value: Any) -> str:
-    """What `write_json` writes; for files in a folder that appears as a whole anyway."""
+    """Return what `write_json` writes; for files in a folder that appears as a whole anyway."""
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_jsonl(path: str | os.PathLike[str], rows: list[dict[str, Any]]) -> None:
-    """Writes one JSON object per line, atomically."""
+    """Write one JSON object per line, atomically."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
 
 
 def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any], durable: bool = True) -> None:
-    """Appends a line for each row and fsyncs them together, unless not `durable`: for lines that a later call will fsync. A torn
+    """Append a line for each row and fsync them together, unless not `durable`: for lines that a later call will fsync. A torn
     last line that a killed process left is cut off first."""
     path = Path(path)
     data = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
@@ -269,7 +264,7 @@ def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any], durable: b
 
 
 def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dict[str, Any]]:
-    """Reads JSON lines. A torn last line is dropped; with `key`, a later line replaces an earlier one of the same value.
+    """Read JSON lines. A torn last line is dropped; with `key`, a later line replaces an earlier one of the same value.
 
     A line that is damaged anywhere else raises ValueError with its number: that is no torn append.
     """
@@ -293,6 +288,6 @@ def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dic
 
 
 def digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

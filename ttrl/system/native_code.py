@@ -42,7 +42,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """For environment.json: no paths."""
+        """Return the name for environment.json, without paths."""
         return "PyTorch's kernel" if self.library is None else "ttrl's kernel (AVX-512)"
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Kernel:
 
 @functools.cache
 def attention_kernel() -> Kernel:
-    """Compiles where need be, and logs what was found. Never raises."""
+    """Return the kernel, compiled if need be, and log what was found. Never raises."""
     found = _find()
     logger.log(logging.WARNING if found.trouble == "failed" else logging.INFO, "attention on CPUs by %s", found)
     return found
@@ -77,7 +77,7 @@ def _find() -> Kernel:
 
 
 def _cpu_flags() -> set[str]:
-    """What the system lets programs use of the CPU; empty where there is no such list."""
+    """Return what the system lets programs use of the CPU; empty where there is no such list."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -100,14 +100,11 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 
 def _cache() -> Path:
-    """Our folder, which is made where need be.
-
-    Raises:
-        OSError: there can be none, or one whose code it would be unwise to run.
-    """
+    """Return our folder, and make it if need be. Raises OSError where there can be none, or one whose code it would be unwise
+    to run."""
     parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # which stays as it is where there is no home
     if not os.path.isabs(parent):
-        raise FileNotFoundError(f"{parent} is no absolute path; set XDG_CACHE_HOME or HOME")
+        raise FileNotFoundError(f"{parent} is not an absolute path; set XDG_CACHE_HOME or HOME")
     folder = Path(parent, "ttrl")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
@@ -124,7 +121,7 @@ def _is_whole(file: Path) -> bool:
 def _compile(compiler: str, file: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         new = Path(folder, file.name)
-        command = [compiler, *_FLAGS, "-o", new, _SOURCE, "-lm"]
+        command = [compiler, *_FLAGS, "-o", str(new), str(_SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
         content = new.read_bytes()
         new.write_bytes(content + hashlib.sha256(content).digest())  # loaders do not read behind the last section

@@ -56,13 +56,13 @@ _OPTION = re.compile(r"([?&])([^\s=&#\"')]+)=([^\s&#\"')]*)")
 
 
 def redact(text: str) -> str:
-    """Takes names, passwords and the values of query options out of every address in a text."""
+    """Return a text without the names, passwords and values of query options of the addresses in it."""
     text = _USERINFO.sub("***@", text)
     return _OPTION.sub(lambda m: f"{m[1]}{m[2]}={m[3] if m[2] in _SHOWN_OPTIONS else '***'}", text)
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what obstore says, with nothing secret in it and of bounded length."""
+    """Return the first line of what obstore says, with nothing secret in it and of bounded length."""
     lines = str(error).strip().splitlines()
     return redact(lines[0])[:400] if lines else type(error).__name__
 
@@ -172,7 +172,7 @@ class Store:
         return isinstance(self._store, MemoryStore)
 
     def open(self, *, make: bool = False) -> ObjectStore | None:
-        """The obstore store; None for a folder that is not there and is not to be made."""
+        """Return the obstore store; None for a folder that is not there and is not to be made."""
         if self._store is None:
             assert self.folder is not None
             if not make and not self.folder.is_dir():
@@ -182,7 +182,7 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def _trying(self, health: "_Health") -> AsyncIterator[None]:
-        """Counts failures. After three in a row, the store is left alone for 30 s; then one attempt shows whether it is back."""
+        """Count failures. After three in a row, the store is left alone for 30 s; then one attempt shows whether it is back."""
         if health.failures >= FAILURES_BEFORE_PAUSE:
             if time.monotonic() < health.paused_until:
                 raise Unavailable(f"{self.shown} is left alone for {PAUSE_SECONDS:.0f} s after failures", skipped=True)
@@ -199,7 +199,7 @@ class Store:
         health.failures = 0
 
     async def read(self, key: str) -> bytes | None:
-        """An object's bytes; None where there is none. Raises Unavailable."""
+        """Return an object's bytes; None where there is none. Raises Unavailable."""
         async with self._trying(self._reading):
             store = self.open()
             if store is None:
@@ -215,7 +215,7 @@ class Store:
                 return None
 
     async def create(self, key: str, data: bytes) -> bool:
-        """Writes an object unless there is one; False where there is one already. Raises Unavailable.
+        """Write an object unless there is one; return False where there is one already. Raises Unavailable.
 
         A store that knows no conditional writes (some S3 look-alikes, file systems without hard links) overwrites instead.
         """
@@ -248,7 +248,7 @@ class Store:
         return isinstance(error, exceptions.NotSupportedError | NotImplementedError) or "501" in text or "NotImplemented" in text
 
     async def overwrite(self, key: str, data: bytes) -> None:
-        """Writes an object, whatever is there. Raises Unavailable."""
+        """Write an object, whatever is there. Raises Unavailable."""
         async with self._trying(self._writing):
             store = self.open(make=True)
             assert store is not None
@@ -265,15 +265,14 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 @functools.cache
 def _file_threads() -> ThreadPoolExecutor:
-    """For folders. Half the CPU time of obstore's asynchronous calls, and no thread of obstore's ever waits for Python."""
+    """Return threads for folders: half the CPU time of obstore's asynchronous calls, and no thread of its waits for Python."""
     return ThreadPoolExecutor(FILE_THREADS, "ttrl-cache")
 
 
 @functools.cache
 def _grace_at_exit() -> None:
-    """Asynchronous calls end on a thread of obstore's that still has to hand something to Python when the caller goes on. It
-    would abort a process that ends in that very moment, so a process that used a bucket waits a little before it ends.
-    """
+    """Make a process that used a bucket wait a little before it ends: asynchronous calls end on a thread of obstore's that still
+    has to hand something to Python when the caller goes on, which would abort a process that ends at that very moment."""
     atexit.register(time.sleep, 0.1)
 
 

@@ -42,14 +42,14 @@ ProcessId = tuple[int, int]
 
 
 def boot_id() -> str:
-    """A name of this boot of the kernel; start times of different boots cannot be compared. "" where unknown."""
+    """Return a name of this boot of the kernel; start times of different boots cannot be compared. "" where unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def process_stat(pid: int) -> tuple[str, int, int] | None:
-    """(state letter, parent's pid, start time) of a process, or None when there is none (or no /proc)."""
+    """Return (state letter, parent's pid, start time) of a process, or None when there is none (or no /proc)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -59,18 +59,18 @@ def process_stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def process_id(pid: int) -> ProcessId | None:
-    """The process with this pid, unless it is gone or a zombie, which holds nothing but its exit code."""
+    """Return the process with this pid, unless it is gone or a zombie, which holds nothing but its exit code."""
     stat = process_stat(pid)
     return None if stat is None or stat[0] in "ZX" else (pid, stat[2])
 
 
 def all_pids() -> list[int]:
-    """Every pid in /proc; empty without /proc."""
+    """Return every pid in /proc; empty without /proc."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _IS_LINUX else []
 
 
 def descendants(root: int) -> list[ProcessId]:
-    """The living processes below `root` in the tree of processes, parents first; read once, so call again until empty."""
+    """Return the living processes below `root` in the tree of processes, parents first; call again until there are none."""
     children: dict[int, list[int]] = {}
     stats = {pid: stat for pid in all_pids() if (stat := process_stat(pid)) is not None}
     for pid, (_, parent, _) in stats.items():
@@ -85,7 +85,7 @@ def descendants(root: int) -> list[ProcessId]:
 
 
 def signal_exactly(process: ProcessId, number: int) -> bool:
-    """Signals this very process: never another one that was given its pid meanwhile. False when it is gone or not ours."""
+    """Signal exactly this process, never another that was given its pid meanwhile. Return False when it is gone or not ours."""
     pid, start = process
     descriptor = None
     try:
@@ -117,7 +117,7 @@ def end_processes(
     first: ProcessId | None = None,
     reap: Callable[[], None] = lambda: None,
 ) -> list[ProcessId]:
-    """TERM, then after `grace` seconds KILL, until `find()` comes back empty; returns what even KILL did not end within 20 s.
+    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what KILL did not end within 20 s.
 
     With `first`, that one process is asked alone, so that it can end its own children in its own order; the others are asked once
     it is gone. `reap` is called between looks.
@@ -160,10 +160,10 @@ class _Guard:
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
 
-        buffer = self._read_line(b"")
-        if buffer is None:
+        first = self._read_line(b"")
+        if first is None:
             return  # ttrl died before it said what to start
-        line, buffer = buffer
+        line, buffer = first
         order = json.loads(line)
         self.record_path, self.record = Path(order["record"]), order["record_head"]
         parent = order["parent"]
@@ -201,7 +201,7 @@ class _Guard:
         self._end(grace)
 
     def _end(self, grace: float) -> None:
-        """Ends what there is left of child and descendants, and reports the child's exit code when all are gone."""
+        """End what is left of child and descendants, and report the child's exit code when all are gone."""
         if _IS_LINUX:
             left = end_processes(lambda: descendants(os.getpid()), grace, first=process_id(self.child), reap=self._reap)
         else:
@@ -229,7 +229,7 @@ class _Guard:
         return []
 
     def _reap(self) -> None:
-        """Collects ended children, adopted ones too; keeps the child's exit code, negative for a signal."""
+        """Collect ended children, adopted ones too; keep the child's exit code, negative for a signal."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -239,7 +239,7 @@ class _Guard:
                     self.returncode = os.waitstatus_to_exitcode(status)
 
     def _read_line(self, buffer: bytes) -> tuple[bytes, bytes] | None:
-        """One line from ttrl and what came after it; None at the end of the pipe."""
+        """Return one line from ttrl and what came after it; None at the end of the pipe."""
         while b"\n" not in buffer:
             chunk = os.read(self.commands, 65536)
             if not chunk:
@@ -249,7 +249,7 @@ class _Guard:
         return line, rest
 
     def _write_record(self) -> None:
-        """Writes who is there, when it changed. A full disk must not end the child, so what cannot be written is left out."""
+        """Write who is there, when it changed. A full disk must not end the child, so what cannot be written is left out."""
         known = [*([own] if (own := process_id(os.getpid())) else []), *descendants(os.getpid())]
         if known == self.known:
             return
@@ -265,13 +265,13 @@ class _Guard:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Best effort: an old kernel or a sandbox may refuse, and the other layers remain."""
+    """Call prctl as far as possible: an old kernel or a sandbox may refuse, and the other layers remain."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def _spawn(command: list[str], environment: dict[str, str], cwd: str | None) -> int:
-    """Starts `command` in a session of its own; returns its pid. Raises OSError when it cannot be executed."""
+    """Start `command` in a session of its own; return its pid. Raises OSError when it cannot be executed."""
     error_read, error_write = os.pipe()  # closed by a successful exec
     guard = os.getpid()
     pid = os.fork()

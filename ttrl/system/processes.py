@@ -68,7 +68,7 @@ class ChildProcess:
         self._log_start = 0
 
     def start(self) -> "ChildProcess":
-        """Starts the child. Raises UserError when the command cannot be executed, StorageError when the log cannot be written."""
+        """Start the child. Raises UserError when the command cannot be executed, StorageError when the log cannot be written."""
         if self._guard is not None:
             raise RuntimeError(f"{self.command[0]} was started already; a ChildProcess is started once")
         try:
@@ -115,13 +115,13 @@ class ChildProcess:
         return self
 
     def poll(self) -> int | None:
-        """The exit code, or None while the child or a descendant of it lives. Does not wait."""
+        """Return the exit code, or None while the child or a descendant of it lives. Does not wait."""
         if self.returncode is None:
             self._take_end(timeout=0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the child to end by itself; returns its exit code. Raises TimeoutError after `timeout` seconds."""
+        """Wait for the child to end by itself; return its exit code. Raises TimeoutError after `timeout` seconds."""
         if self.returncode is None:
             self._take_end(timeout)
         if self.returncode is None:
@@ -131,9 +131,9 @@ class ChildProcess:
         return self.returncode
 
     def stop(self, timeout: float = 10.0) -> int | None:
-        """Asks the child to end (TERM), ends what is left after `timeout` seconds (KILL), and returns when all are gone.
+        """Ask the child to end (TERM), end what is left after `timeout` seconds (KILL), and return when all are gone.
 
-        Returns the exit code: the child's own if it had ended before. Harmless when repeated; None if it was never started.
+        Return the exit code: the child's own if it had ended before. Harmless when repeated; None if it was never started.
         """
         if self._guard is not None and self.poll() is None:
             with contextlib.suppress(BrokenPipeError):  # the guard has just ended: its report is waiting
@@ -142,7 +142,7 @@ class ChildProcess:
         return self.returncode
 
     def log_tail(self, n_lines: int = 30) -> str:
-        """The last lines that this child wrote, long ones shortened; "" when there are none."""
+        """Return the last lines that this child wrote, long ones shortened; "" when there are none."""
         return log_tail(self.log_path, self._log_start, n_lines)
 
     def __enter__(self) -> "ChildProcess":
@@ -157,7 +157,7 @@ class ChildProcess:
             data = data[os.write(self._orders, data) :]
 
     def _next_report(self, timeout: float | None) -> dict[str, Any] | None:
-        """The guard's next message; None when there is none within `timeout` seconds, or no guard any more (`_guard_ended`)."""
+        """Return the guard's next message; None when none comes in `timeout` seconds, or the guard has ended (`_guard_ended`)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._buffer:
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -169,10 +169,11 @@ class ChildProcess:
                 return None
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _take_end(self, timeout: float | None) -> None:
-        """Waits up to `timeout` seconds for the end of everything and sets `returncode`."""
+        """Wait up to `timeout` seconds for the end of everything, and set `returncode`."""
         assert self._guard is not None, "start() first"
         report = self._next_report(timeout)
         if report is None and not self._guard_ended:
@@ -195,7 +196,7 @@ class ChildProcess:
 
 
 def log_tail(path: Path, start: int, n_lines: int) -> str:
-    """The last lines of a log from byte `start` on, long ones shortened; "" when there are none."""
+    """Return the last lines of a log from byte `start` on, long ones shortened; "" when there are none."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -208,7 +209,7 @@ def log_tail(path: Path, start: int, n_lines: int) -> str:
 
 
 def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
-    """Ends the processes that killed runs left behind whose logs lie anywhere below `folder`; returns their pids.
+    """End the processes that killed runs left behind whose logs lie anywhere below `folder`; return their pids.
 
     Processes are recognised by pid and start time, or by the random mark in their environment, both from the record files beside
     the logs. Children of a ttrl process that is alive are left alone. Linux only; elsewhere it finds nothing.
@@ -251,7 +252,7 @@ def _reap(record_path: Path, *, even_of_living_owner: bool = False) -> list[int]
 
 
 def _marked(mark: str, known: set[ProcessId]) -> list[ProcessId]:
-    """The living processes of a record: known by pid and start time, or carrying its mark. Never ourselves."""
+    """Return the living processes of a record: known by pid and start time, or carrying its mark. Never ourselves."""
     needle = f"{MARK_VARIABLE}={mark}".encode()
     found = []
     for pid in process_guard.all_pids():

@@ -1,4 +1,4 @@
-"""Requests and answers between processes, as files that appear in a folder: how the loop speaks with a resident trainer.
+"""Requests and answers between processes, as files that appear in a folder: how the loop talks to a resident trainer.
 
     request-000001.yaml   written by the one who asks, numbered from 1
     answer-000001.json    written by the one who does it, once it is done
@@ -33,7 +33,7 @@ class FolderWatch:
         self._inotify = _inotify(folder)
 
     def wait(self, seconds: float) -> None:
-        """Returns when something was renamed into the folder since the last call, or after `seconds`; perhaps too early."""
+        """Wait until something was renamed into the folder since the last call, or for `seconds`; perhaps for less."""
         if self._inotify is None:
             time.sleep(min(seconds, LOOK_SECONDS / 10))
             return
@@ -44,7 +44,7 @@ class FolderWatch:
                 os.read(self._inotify, 65536)
 
     def close(self) -> None:
-        """Ends the watch."""
+        """End the watch."""
         if self._inotify is not None:
             os.close(self._inotify)
             self._inotify = None
@@ -57,8 +57,8 @@ class FolderWatch:
 
 
 def _inotify(folder: Path) -> int | None:
-    """A descriptor that becomes readable when something is renamed into the folder; None where there is no such thing, or where
-    the user has no watch left."""
+    """Return a descriptor that becomes readable when something is renamed into the folder; None where there is no such thing,
+    or where the user has no watch left."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -81,30 +81,30 @@ class RequestFolder:
         self.path = Path(path)
 
     def request(self, number: int) -> Path:
-        """Where request `number` (from 1) appears."""
+        """Return where request `number` (from 1) appears."""
         return self.path / f"request-{number:06d}.yaml"
 
     def answer(self, number: int) -> Path:
-        """Where the answer to it appears."""
+        """Return where the answer to it appears."""
         return self.path / f"answer-{number:06d}.json"
 
     @property
     def stop(self) -> Path:
-        """What ends the conversation."""
+        """Return what ends the conversation."""
         return self.path / "stop"
 
     def put(self, path: Path, text: str) -> None:
-        """Lets a file appear, whole."""
+        """Make a file appear as a whole."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
 
     def put_answer(self, number: int, facts: dict[str, Any]) -> None:
-        """Says that request `number` is done."""
+        """Say that request `number` is done."""
         self.put(self.answer(number), json.dumps(facts) + "\n")
 
     def next_request(self, number: int) -> Path | None:
-        """Waits for request `number`; None when there will be none: the conversation was ended, or its folder is gone."""
+        """Wait for request `number`; return None when there will be none: the conversation has ended, or its folder is gone."""
         with FolderWatch(self.path) as watch:
             while not (wanted := self.request(number)).exists():
                 if self.stop.exists() or not self.path.is_dir():
