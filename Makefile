@@ -24,12 +24,11 @@ install:
 quickstart: install
 	$(RUN) recipes/sort_letters.py $(ARGS)
 
-# Real servers on a busy machine: what failed once is tried once more, and the summary counts it ("rerun"). Nothing else is.
 test: test-quick
-	$(RUN) -m pytest -n 2 --dist loadfile -m e2e --reruns 1 -r fER
+	$(RUN) -m pytest -n 2 --dist loadfile -m e2e $(E2E_OPTIONS)
 
 test-quick: install $(S3_SERVER)
-	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e"
+	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e" $(QUICK_OPTIONS)
 
 # For the tests of the cache; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
 $(S3_SERVER): tests/s3_server.txt | install
@@ -49,5 +48,5 @@ lint: install
 	$(RUN) tools/check_imports.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
