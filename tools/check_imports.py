@@ -54,7 +54,7 @@ HOUSE = {
     "errors": _room(),
     "text": _room(),
     "version": _room(),
-    "system": _room("", "safetensors obstore tqdm psutil"),  # safetensors' error class alone: it loads no torch
+    "system": _room("text", "safetensors obstore tqdm psutil"),  # safetensors' error class alone: it loads no torch
     # What passes between rooms, and what is known without running anything.
     "records": _room(),
     "tiny_model": _room("", "torch transformers tokenizers"),
