@@ -34,7 +34,7 @@ MARK_VARIABLE = "TTRL_PROCESS_MARK"
 GRACE_WITHOUT_PARENT = 5.0  # seconds from TERM to KILL when nobody is left who could say how long
 _LAST_THREADS = 20.0  # seconds from the end of a process's main thread to its exit code; far more than was ever seen
 _LOOK_INTERVAL = 3.0  # seconds between looks at the parent and at new descendants
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
 _IS_LINUX = sys.platform.startswith("linux")
 
 ProcessId = tuple[int, int]
@@ -116,18 +116,20 @@ def end_processes(
     *,
     first: ProcessId | None = None,
     reap: Callable[[], None] = lambda: None,
+    seconds: float = 20.0,
+    pause: float = 0.05,
 ) -> list[ProcessId]:
-    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what KILL did not end within 20 s.
+    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what is left `seconds` later.
 
     With `first`, that one process is asked alone, so that it can end its own children in its own order; the others are asked once
-    it is gone. `reap` is called between looks.
+    it is gone. `reap` is called between looks, every `pause` seconds.
     """
     start, asked = time.monotonic(), set()
     while True:
         reap()
         left = list(find())
         elapsed = time.monotonic() - start
-        if not left or elapsed > grace + 20:
+        if not left or elapsed > grace + seconds:
             return left
         for process in left:
             if elapsed >= grace:
@@ -135,7 +137,7 @@ def end_processes(
             elif process not in asked and (first is None or first not in left or process == first):
                 asked.add(process)
                 signal_exactly(process, signal.SIGTERM)
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 class _Guard:
@@ -168,7 +170,7 @@ class _Guard:
         self.record_path, self.record = Path(order["record"]), order["record_head"]
         parent = order["parent"]
         if _IS_LINUX:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            prctl(CHILD_SUBREAPER, 1)
         environment = order["env"]
         environment[MARK_VARIABLE] = self.record["mark"]
         environment.setdefault("SPT_NOENV", "1")  # setproctitle (vLLM) would write over the environment, and so over the mark
@@ -264,7 +266,7 @@ class _Guard:
             os.write(self.status, json.dumps(message).encode() + b"\n")
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     """Call prctl as far as possible: an old kernel or a sandbox may refuse, and the other layers remain."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
@@ -279,7 +281,7 @@ def _spawn(command: list[str], environment: dict[str, str], cwd: str | None) -> 
         try:
             os.setsid()
             if _IS_LINUX:
-                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                prctl(PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != guard:
                     os._exit(127)
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and ignored signals stay ignored after exec

@@ -85,7 +85,7 @@ class IsolatedGraders:
             raise GraderError(f"{where}: the choice cannot be sent to the grader's process: {error}") from error
         async with self._slots:
             for _ in range(self.size + 10 * _STARTS):  # each may be a worker that has just died, and so may the keeper
-                worker = self._take_worker(where)
+                worker = await self._take_worker(where)
                 try:
                     answer = await worker.grade(key, pickle_, data, where, self.timeout)
                 except End as end:
@@ -98,7 +98,7 @@ class IsolatedGraders:
                     worker.end()  # cancelled: what the grader still does is of no use
                     raise
                 self._starts = 0
-                if answer.get("spoilt") or worker.tainted:
+                if answer.get("spoilt") or not worker.usable:
                     worker.end()
                 else:
                     self._idle.append(worker)
@@ -116,12 +116,12 @@ class IsolatedGraders:
             self._pickles.move_to_end(id(grader))
         return known[1], known[2]
 
-    def _take_worker(self, where: str) -> Worker:
+    async def _take_worker(self, where: str) -> Worker:
         if self._closed:
             raise GraderError(f"{where}: grading has ended")
         while self._idle:
             worker = self._idle.pop()
-            if not worker.broken:
+            if worker.usable:
                 return worker
             worker.end()
         if self._keeper is None or self._keeper.ended:
@@ -135,13 +135,14 @@ class IsolatedGraders:
                 raise GraderError(f"{where}: the process that runs graders ended {_STARTS} times in a row. {reason}")
             self.start()
         assert self._keeper is not None
-        return Worker(self._keeper, self.memory, cpu=self.timeout * usable_cores())
+        return await self._keeper.worker(self.memory, cpu=self.timeout * usable_cores())
 
     async def _why(self, worker: Worker, kind: str) -> str:
         """Ends a worker that gave no answer; says why there was none."""
-        by_itself = kind != "died" or await worker.ends_by_itself(_END_SECONDS)
+        if kind == "died":
+            await asyncio.wait({worker.status}, timeout=_END_SECONDS)
         worker.end()
-        if not by_itself:
+        if kind == "died" and not worker.status.done():
             return "the grader closed the channel between its process and ttrl; a grader closes files of its own only"
         if kind == "timeout":
             return f"the grader took longer than {self.timeout:g} s; make it faster or raise grader_timeout"
@@ -149,7 +150,7 @@ class IsolatedGraders:
             return f"loading the grader took longer than {LOAD_SECONDS:g} s; its modules take too long to import"
         if kind == "garbage":
             return "the grader wrote into the channel between its process and ttrl; a grader may write to files of its own only"
-        status = await worker.status()
+        status = worker.status.result()
         if status is None:
             return "the processes that run graders were ended from outside; the grade is lost"
         if status >= 0:

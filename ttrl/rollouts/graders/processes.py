@@ -1,6 +1,6 @@
-"""Our side of the processes that run graders (`grader_worker` is theirs): starts them, sends orders, hears answers and ends.
+"""Our side of the processes that run graders (`ttrl.rollouts.graders.worker` is theirs): start them, send orders, hear answers.
 
-Everything happens on the event loop, in callbacks of the sockets; there are no threads. A worker is one grade's at a time.
+Everything happens on the event loop, in callbacks of the sockets; there are no threads. A worker has one grade at a time.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _PROGRAM = (
 
 
 def hidden(name: str) -> bool:
-    """True for environment variables that graders are not given: AWS's, and what is named a key, token, secret or password."""
+    """Return whether graders are not given this environment variable: AWS's, and any named a key, token, secret or password."""
     upper = name.upper()
     words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
     return (upper.startswith("AWS_") or any(word in upper for word in words)) and not upper.startswith("TOKENIZERS_")
@@ -45,12 +45,11 @@ class End(Exception):  # noqa: N818 - never leaves this package
 
 
 class Keeper:
-    """Our side of the keeper process (`grader_worker`), which starts and ends the workers."""
+    """Our side of the keeper process, which starts and ends the workers."""
 
     def __init__(self) -> None:
         self.ended = False
-        self.workers: dict[int, Worker] = {}
-        """Of which the keeper has not yet said that they have ended."""
+        self._workers: dict[int, Worker] = {}  # of which the keeper has not yet said that they have ended
         self._numbers = itertools.count()
         self._buffer = b""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,15 +68,25 @@ class Keeper:
                 start_new_session=True,  # Ctrl-C in the terminal is ours to handle
             )
 
-    def listen(self) -> None:
-        """Hears on the running loop which workers have ended."""
+    async def worker(self, memory: int, cpu: float) -> "Worker":
+        """Start a worker. memory: bytes of one grade; cpu: seconds of one grade."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._control, self._hear)
+        number = next(self._numbers)
+        worker = self._workers[number] = Worker(self, number)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._tell({"start": number, "memory": memory, "cpu": cpu}, (theirs.fileno(),))
+        await self._loop.create_unix_connection(lambda: worker, sock=ours)
+        return worker
 
-    def tell(self, order: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
-        """Sends an order; a keeper that is gone is noticed by `_hear`."""
-        with contextlib.suppress(OSError):
+    def end(self, number: int) -> None:
+        """Have a worker killed with all that it started."""
+        self._tell({"end": number})
+
+    def _tell(self, order: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+        with contextlib.suppress(OSError):  # a keeper that is gone is noticed by `_hear`
             socket.send_fds(self._control, [json.dumps(order).encode() + b"\n"], descriptors)
 
     def _hear(self) -> None:
@@ -88,200 +97,140 @@ class Keeper:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             report = json.loads(line)
-            if (worker := self.workers.pop(report["ended"], None)) is not None:
+            if (worker := self._workers.pop(report["ended"], None)) is not None:
                 worker.has_ended(report["status"])
         if not data:
-            self.ended = True
-            self._stop_listening()
-            for worker in list(self.workers.values()):
-                worker.has_ended(None)
+            self._gone()
 
-    def _stop_listening(self) -> None:
+    def _gone(self) -> None:
+        self.ended = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.remove_reader(self._control)
             self._loop = None
-
-    def number(self) -> int:
-        return next(self._numbers)
+        while self._workers:
+            self._workers.popitem()[1].has_ended(None)
 
     def last_words(self) -> str:
-        """What the keeper wrote before it ended."""
+        """Return what the keeper wrote before it ended."""
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace").strip()
         return f"It said: {text[-2000:]}" if text else ""
 
     def close(self) -> None:
-        """The end of its socket makes the keeper kill the workers and end."""
-        self._stop_listening()
+        """Close the keeper's socket, which makes it kill the workers and end."""
+        workers = list(self._workers.values())
+        self._gone()
         self._control.close()
-        for worker in self.workers.values():
-            worker.has_ended(None)
+        for worker in workers:
             worker.end()
-        self.workers.clear()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:  # stopped by a debugger, for example; the kernel ends the workers with it
             self._process.kill()
             self._process.wait()
         self._errors.close()
-        self.ended = True
 
 
-class Worker:
-    """Our side of one worker: a socket, and the order that it works on."""
+class Worker(asyncio.Protocol):
+    """Our side of one worker: the messages that come, and the order that it works on."""
 
-    def __init__(self, keeper: Keeper, memory: int, cpu: float) -> None:
-        self.broken = False
-        """It can grade no more."""
-        self.tainted = False
-        """It sent what nobody had asked for, so that it is better not given another grade."""
-        self._failure = ""
-        self._is_loading = False
-        self._order = ""
-        self._keeper, self._number = keeper, keeper.number()
+    def __init__(self, keeper: Keeper, number: int) -> None:
+        self.usable = True
+        self.status: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        """The exit code, negative for a signal; None where nobody knows."""
+        self._keeper, self._number = keeper, number
         self._known: OrderedDict[int, None] = OrderedDict()
         self._buffer = bytearray()
-        self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[dict[str, Any]] | None = None
-        self._status: asyncio.Future[int | None] = self._loop.create_future()
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        with theirs:
-            keeper.listen()
-            keeper.workers[self._number] = self
-            keeper.tell({"start": self._number, "memory": memory, "cpu": cpu}, (theirs.fileno(),))
-        self._loop.add_reader(self._socket, self._read)
+        self._order = ""
+        self._is_loading = False
+        self._answers: asyncio.Queue[dict[str, Any] | End] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
 
     async def grade(self, key: int, pickle_: bytes, choice: bytes, where: str, timeout: float) -> dict[str, Any]:
-        """The worker's answer. Raises End when it gives none."""
+        """Return the worker's answer. Raises End when it gives none."""
         new, forget = key not in self._known, []
-        self._is_loading = new
-        if new:
-            self._known[key] = None
-            if len(self._known) > _KEPT_GRADERS:
-                forget = [self._known.popitem(last=False)[0]]
-        else:
-            self._known.move_to_end(key)
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > _KEPT_GRADERS:
+            forget = [self._known.popitem(last=False)[0]]
         # A name that no earlier grader can know: whatever one of them still sends is not taken for the answer to this order.
         self._order = secrets.token_hex(8)
         header = {"order": self._order, "grader": key, "where": where, "forget": forget}
-        order = pack(header, *([pickle_] if new else []), choice)
-        self._answer = self._loop.create_future()
-        timer = self._loop.call_later(LOAD_SECONDS if new else timeout, self._too_late, "load" if new else "timeout")
+        self._answers, self._is_loading = asyncio.Queue(), new
         try:
-            await self._send(order)
-            answer = await self._answer
+            if not self.usable:
+                raise End("not taken")
+            self._transport.write(pack(header, *([pickle_] if new else []), choice))
+            answer = await self._next(LOAD_SECONDS, "load") if new else await self._next(timeout, "timeout")
             self._is_loading = False
             if answer.get("loaded"):
-                timer.cancel()
-                self._answer = self._loop.create_future()
-                timer = self._loop.call_later(timeout, self._too_late, "timeout")
-                self._take_frame()  # the grade may have come together with it, and so may the end
-                if self._failure and not self._answer.done():
-                    raise End(self._failure)
-                answer = await self._answer
+                answer = await self._next(timeout, "timeout")
             elif new:
                 del self._known[key]
             if self._buffer:
                 raise End("garbage")
             return answer
         finally:
-            timer.cancel()
-            self._answer = None
+            self._answers = None
 
-    async def _send(self, order: bytes) -> None:
-        """Most orders fit into the socket's buffer; while the rest of one is sent, the worker's end is waited for, too."""
+    async def _next(self, seconds: float, kind: str) -> dict[str, Any]:
+        assert self._answers is not None
+        # A callback of the loop runs after those of what has come: an answer that is there counts, however late the loop looks.
+        timer = asyncio.get_running_loop().call_later(seconds, self._fail, kind)
         try:
-            sent = self._socket.send(order)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            raise End("not taken") from None
-        if sent == len(order):
-            return
-        assert self._answer is not None
-        rest = asyncio.ensure_future(self._loop.sock_sendall(self._socket, memoryview(order)[sent:]))
-        try:
-            await asyncio.wait({rest, self._answer}, return_when=asyncio.FIRST_COMPLETED)
+            answer = await self._answers.get()
         finally:
-            if not rest.done():
-                rest.cancel()
-            elif not rest.cancelled() and rest.exception() is not None and not self._answer.done():
-                self._answer.set_exception(End("not taken"))
+            timer.cancel()
+        if isinstance(answer, End):
+            raise answer
+        return answer
 
-    def _read(self) -> None:
-        """Whatever comes from the worker. A reset means that it died with (part of) its order unread."""
-        kind = "died"
-        try:
-            data = self._socket.recv(1 << 18)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            data, kind = b"", "not taken"
-        except OSError:
-            data = b""
-        if not data:
-            self._fail(kind)
-            return
+    def data_received(self, data: bytes) -> None:
+        """Take the answers to the order; a worker that sends anything else is not given another one."""
         self._buffer += data
-        self._take_frame()
-
-    def _take_frame(self) -> None:
-        if self._answer is None:
-            if self._buffer:
-                self.broken = True  # nobody has asked: left by an earlier grader
+        if self._answers is None:
+            self.usable = False  # nobody has asked: left by an earlier grader
             return
-        while not self._answer.done():
-            try:
-                frame = unpack(self._buffer, MAX_ANSWER)
-            except ValueError:
-                self._fail("garbage")
-                return
-            if frame is None:
-                return
-            if frame[0].get("order") == self._order:
-                self._answer.set_result(frame[0])
-            else:
-                self.tainted = True
+        try:
+            while (frame := unpack(self._buffer, MAX_ANSWER)) is not None:
+                if frame[0].get("order") == self._order:
+                    self._answers.put_nowait(frame[0])
+                else:
+                    self.usable = False
+        except ValueError:
+            self._fail("garbage")
 
-    def _too_late(self, kind: str) -> None:
-        self._read()  # where a busy loop looks at the clock late, the answer may be there
-        if self._answer is not None and not self._answer.done():
-            self._fail(kind)
+    def eof_received(self) -> None:
+        """Take the end of the socket for the worker's."""
+        self._fail("died")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Tell how it was lost: a reset means that the worker died with (part of) its order unread."""
+        self._fail("not taken" if isinstance(error, ConnectionResetError | BrokenPipeError) else "died")
 
     def _fail(self, kind: str) -> None:
-        self.broken = True
-        self._failure = self._failure or kind
-        self._loop.remove_reader(self._socket)
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(End(kind))
+        self.usable = False
+        if self._answers is not None:
+            self._answers.put_nowait(End(kind))
 
     def has_ended(self, status: int | None) -> None:
-        """The keeper says that the worker is gone (None: the keeper itself is)."""
-        if not self._status.done():
-            self._status.set_result(status)
-        if not self.broken:
-            self._read()  # the answer may have come just before; and children of a grader may keep the socket open
-            # Without its keeper it cannot go on; if it had no grader yet, its choice can still be given to another one.
-            self._fail("not taken" if status is None and self._is_loading else "died")
-
-    async def ends_by_itself(self, seconds: float) -> bool:
-        """Whether the keeper tells its end within so many seconds, without our doing."""
-        await asyncio.wait({self._status}, timeout=seconds)
-        return self._status.done()
-
-    async def status(self) -> int | None:
-        """The exit code, negative for a signal; None where nobody knows."""
-        await asyncio.wait({self._status}, timeout=10)
-        return self._status.result() if self._status.done() else None
+        """Take the keeper's word that the worker is gone (None: the keeper itself is)."""
+        if not self.status.done():
+            self.status.set_result(status)
+        # Children of a grader may keep the socket open; but the answer may have come just before, so that is read first. Without
+        # its keeper a worker cannot go on; if it had no grader yet, its choice can still be given to another one.
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            kind = "not taken" if status is None and self._is_loading else "died"
+            self.status.get_loop().call_soon(self._fail, kind)
 
     def end(self) -> None:
-        """Has the worker killed with all that it started. Harmless when repeated."""
-        if self._socket.fileno() < 0:
-            return
-        self.broken = True
+        """Have the worker killed with all that it started. Harmless when repeated."""
+        self.usable = False
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.remove_reader(self._socket)
-        self._socket.close()
-        self._keeper.tell({"end": self._number})
+            self._transport.abort()
+        self._keeper.end(self._number)

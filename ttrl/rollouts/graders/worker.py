@@ -19,7 +19,6 @@ worker → ttrl    the same without parts: {"order": NAME, …} with "loaded" af
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import inspect
 import json
@@ -29,8 +28,6 @@ import resource
 import select
 import signal
 import socket
-import sys
-import time
 from collections.abc import Awaitable
 from typing import Any
 
@@ -41,7 +38,6 @@ from ttrl.system import process_guard
 from ttrl.tasks.task import Grade
 
 _LOOK_INTERVAL = 3.0  # seconds between looks at the parent
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _FDS = 64
 
 
@@ -67,7 +63,7 @@ class _Keeper:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        process_guard.prctl(process_guard.CHILD_SUBREAPER, 1)
         gc.freeze()  # what is imported is shared with the workers; their collectors need not touch it
         try:
             while True:
@@ -81,7 +77,6 @@ class _Keeper:
                 if os.getppid() != self.parent:  # a fork of ttrl may hold the socket open although ttrl is dead
                     break
         finally:
-            self.end(list(self.workers))
             process_guard.end_processes(lambda: process_guard.descendants(os.getpid()), grace=0.0, reap=_reap_all)
 
     def obey(self) -> bool:
@@ -108,7 +103,7 @@ class _Keeper:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
-                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                process_guard.prctl(process_guard.PDEATHSIG, signal.SIGKILL)
                 if os.getppid() == keeper:
                     self.control.close()
                     for other in self.sockets:  # of workers that are to be started next: held open here, they would not end
@@ -143,7 +138,7 @@ class _Keeper:
                     os.waitpid(found.si_pid, 0)
 
     def clean_up(self, pid: int) -> None:
-        """Kills a worker's descendants and, as far as they can be told to be its own, its orphans.
+        """Kill a worker's descendants and, as far as they can be told to be its own, its orphans.
 
         (An orphan that has made itself a session of its own may belong to any worker; it is ended with the keeper.)
         """
@@ -157,17 +152,7 @@ class _Keeper:
                         known.add(process)
             return [process for process in known if process_guard.process_id(process[0]) == process]
 
-        found = find()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        for process in found:
-            process_guard.signal_exactly(process, signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while found and time.monotonic() < deadline:
-            time.sleep(0.002)
-            found = find()
-            for process in found:
-                process_guard.signal_exactly(process, signal.SIGKILL)
+        process_guard.end_processes(find, grace=0.0, seconds=5.0, pause=0.002)
 
     def report(self, number: int, status: int) -> None:
         del self.workers[number]
@@ -302,10 +287,3 @@ def _reap_all() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _prctl(option: int, value: int) -> None:
-    """Best effort, Linux alone: the other layers remain."""
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
