@@ -5,7 +5,7 @@ TtrlError
 │   ├── ConfigError             a config: unknown key, wrong type, values that exclude each other (all of them at once)
 │   ├── TaskError               a task: no messages, a grader that cannot be called
 │   ├── ModelFolderError        a model folder: missing, incomplete, of a family that ttrl does not train, no chat template
-│   ├── TokenizationError       tokens of a sample that cannot be told exactly
+│   ├── TokenizationError       tokens of a sample that are not known exactly
 │   │   └── TemplateRefusalError  a chat template raised an error for these messages
 │   ├── PackError               packed tensors that break their contract, or cannot be read
 │   └── RunFolderError          a run folder: locked by another run, made with another config, damaged
@@ -21,7 +21,7 @@ TtrlError
 │   └── TrainerDiedError        it was killed, or a process on another machine was: another start may help
 ├── TrainerMemoryError (MemoryError)  training does not fit into memory; says which setting would save how much
 ├── DriftError (ArithmeticError)     sampler and trainer do not compute the same policy; names the likely causes
-├── DivergedError (ArithmeticError)  losses or gradients are not finite, and skipping the step is no way out
+├── DivergedError (ArithmeticError)  losses or gradients are not finite, and skipping the step does not help
 └── StorageError (OSError)      a file could not be written completely (disk full, no permission); nothing was replaced
 """
 
@@ -58,7 +58,7 @@ class ModelFolderError(UserError):
 
 
 class TokenizationError(UserError):
-    """The tokens of a sample cannot be told exactly."""
+    """The tokens of a sample are not known exactly."""
 
 
 class TemplateRefusalError(TokenizationError):
@@ -102,7 +102,7 @@ class RequestError(ServerError):
     kind: "connection" (refused or broken off), "timeout" (no answer in time), "stall" (a stream that stopped in its middle),
         "status" (the server answered with an error), "malformed" (its answer cannot be read).
     status: the HTTP status; None where there was none.
-    retry_after: seconds that the server asks to wait; None where it does not say.
+    retry_after: seconds that the server asks us to wait; None where it does not say.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class RequestError(ServerError):
 
     @property
     def worth_retry(self) -> bool:
-        """False where the same request would be refused again: statuses below 500 other than 408 and 429."""
+        """Tell whether to try again; False where the same request would be refused again: statuses below 500 other than 408 and
+        429."""
         return self.kind != "status" or self.status is None or self.status in (408, 429) or self.status >= 500
 
 
@@ -154,7 +155,7 @@ class StorageError(TtrlError, OSError):
 
 
 def describe(error: BaseException) -> str:
-    """`TypeName: message` on one line, also for exceptions whose `__str__` fails."""
+    """Return `TypeName: message` on one line, also for exceptions whose `__str__` fails."""
     text = "".join(traceback.format_exception_only(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]

@@ -22,12 +22,12 @@ def _null_if_nan(value: float) -> float | None:
 class Turn:
     """One reply of the model within a sample of several turns (those of a task's `rollout`).
 
-    Its tokens are `num_tokens` of the sample's `token_ids` and `logprobs`, behind those of the turns before it. What was sent is
-    kept as what is new in it, as conversations say the same again and again.
+    Its tokens are `num_tokens` of the sample's `token_ids` and `logprobs`, behind those of the turns before it. Of what was sent,
+    only what is new is kept, as conversations repeat themselves.
     """
 
     messages: list[dict[str, Any]]
-    """What was sent beyond the conversation of `follows`; all of it where that is None."""
+    """The messages sent beyond the conversation of `follows`; all of them where that is None."""
     follows: int | None = None
     """The turn whose messages and reply were sent again before `messages`, from 0; -1: the task's messages."""
     reply: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +87,8 @@ class Sample:
     """The model's replies, where a rollout asked for them; None for a single answer to `messages`."""
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary that `json` can write as it is: unknown logprobs become null. It shares the messages with the sample."""
+        """Return a dictionary that `json` can write as it is: unknown logprobs become null. It shares the messages with the
+        sample."""
         # Not dataclasses.asdict, which copies every token id by itself: that took longer than all else that is done to a sample.
         row = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
         for name in ("logprob_tokens", "turns"):
@@ -101,7 +102,7 @@ class Sample:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Sample":
-        """The inverse of `to_json`; keys of later versions are ignored."""
+        """Read what `to_json` wrote; keys of later versions are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
         values = {key: value for key, value in row.items() if key in known}
         if values.get("logprobs") is not None:
@@ -112,7 +113,7 @@ class Sample:
         return cls(**values)
 
     def sent(self, turn: int) -> list[dict[str, Any]]:
-        """All messages that were sent for a turn, from 0 (or from the last, -1), without its reply."""
+        """Return all messages that were sent for a turn, from 0 (or from the last, -1), without its reply."""
         assert self.turns is not None
         this = self.turns[turn]
         parts = [this.messages]
@@ -125,7 +126,7 @@ class Sample:
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """What was said, in the order in which it was: the messages and the answer; with turns, each one's new messages and its
+        """Return what was said, in order: the messages and the answer; with turns, each one's new messages and its
         reply (where a turn begins anew, all of its messages)."""
         if self.turns is None:
             return [*self.messages, {"role": "assistant", "content": self.text}]
@@ -143,12 +144,12 @@ class TaskResult:
 
     @property
     def graded(self) -> list[Sample]:
-        """The samples that have a reward."""
+        """Return the samples that have a reward."""
         return [sample for sample in self.samples if sample.reward is not None]
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the graded samples."""
+        """Return the rewards of the graded samples."""
         return [sample.reward for sample in self.samples if sample.reward is not None]
 
 

@@ -38,7 +38,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("sudoku", {}, "no puzzles named 'sudoku'; there are temporal-clue, temporal-clue-night, zebra-grid"),
+        ("sudoku", {}, "no puzzles are named 'sudoku'; there are temporal-clue, temporal-clue-night, zebra-grid"),
         ("zebra-grid", {"n": 0}, "n is 0; ask for at least one"),
         ("zebra-grid", {"processes": 0}, "processes is 0; give at least one"),
         ("zebra-grid", {"size": "7x2"}, "no size '7x2' of zebra-grid; give houses x attributes"),

@@ -159,7 +159,7 @@ def test_comparisons_pair_what_was_asked_in_the_same_words(address: str, tmp_pat
     with pytest.raises(UserError, match="cannot be read as the result of an evaluation"):
         compare(tmp_path / "none.json", paths[1])
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match="is no result of ttrl eval"):
+    with pytest.raises(UserError, match="is not a result of ttrl eval"):
         compare(paths[0], tmp_path / "other.json")
     # The same family with its data elsewhere, a task without a grade, an evaluation that was interrupted.
     first, second = (json.loads(path.read_text()) for path in paths)
@@ -205,9 +205,9 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         "no tasks named 'foo'",
         "letter_counting has 'train' and 'validation'",
         "nyt_connections needs data",
-        "countdown is made, not loaded",
+        "countdown is generated, not loaded",
         "sort_letters is asked for twice",
-        "option 'arc_agi.x' is of no family that is asked for",
+        "option 'arc_agi.x' belongs to no family that is asked for",
     ):
         assert part in said, part
     with pytest.raises(ConfigError, match="no setting 'sample'"):
@@ -229,7 +229,8 @@ def test_what_would_be_found_too_late_is_found_before_a_request(address: str, tm
         )
     said = "\n".join(caught.value.problems)
     assert "hunter2" not in said and (tmp_path / "notes.txt").read_text() == "mine"
-    for part in ("has a name, a key", "is no result of an evaluation", "are both", "give weights_digest", "dtype is for servers"):
+    parts = ("has a name, a key", "is not the result of an evaluation", "are both", "give weights_digest", "dtype is for servers")
+    for part in parts:
         assert part in said, part
     for file in (tmp_path, tmp_path / "notes.txt" / "result.json"):
         with pytest.raises(ConfigError, match=r"a folder; give the name|cannot be made"):

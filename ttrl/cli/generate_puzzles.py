@@ -21,17 +21,17 @@ _AHEAD = 16  # puzzles in work for each process: the file keeps their order, and
 
 
 def make_temporal_clue(seed: str, size: str | None, scope: temporal_clue.Scope = "answers") -> dict[str, Any]:
-    """One row. size: a name of `temporal_clue.SIZES`; None draws one."""
+    """Make one row. size: a name of `temporal_clue.SIZES`; None draws one."""
     return temporal_clue.make_puzzle(seed, None if size is None else temporal_clue.SIZES[size], scope)
 
 
 def make_published_like(seed: str, size: str | None) -> dict[str, Any]:
-    """One row of temporal-clue whose clues settle the whole night, as the published ones."""
+    """Make one row of temporal-clue whose clues settle the whole night, like the published ones."""
     return make_temporal_clue(seed, size, "night")
 
 
 def make_zebra_grid(seed: str, size: str | None) -> dict[str, Any]:
-    """One row. size: "5x4" for 5 houses and 4 attributes; None draws one."""
+    """Make one row. size: "5x4" for 5 houses and 4 attributes; None draws one."""
     houses, attributes = (None, None) if size is None else map(int, size.split("x"))
     return zebra_grid.make_puzzle(seed, houses, attributes)
 
@@ -46,13 +46,13 @@ MAKERS: dict[str, Callable[[str, str | None], dict[str, Any]]] = {
 def generate(
     family: str, n: int, output: Path, *, seed: int = 0, size: str | None = None, processes: int | None = None, pbar: bool = True
 ) -> Path:
-    """Writes `n` puzzles as jsonl; the same rows for the same family, seed and size, however many processes make them.
+    """Write `n` puzzles as jsonl; the same rows for the same family, seed and size, however many processes make them.
 
     size: of temporal-clue a name such as "medium", of zebra-grid houses and attributes such as "5x4"; None mixes sizes.
     processes: None takes as many as there are cores. Returns the file. Raises UserError, also without python-sat; StorageError.
     """
     if family not in MAKERS:
-        raise UserError(f"no puzzles named {family!r}; there are {', '.join(MAKERS)}")
+        raise UserError(f"no puzzles are named {family!r}; there are {', '.join(MAKERS)}")
     if n < 1:
         raise UserError(f"n is {n}; ask for at least one puzzle")
     if processes is not None and processes < 1:
@@ -70,7 +70,7 @@ def generate(
 
 
 def _check_size(family: str, size: str | None) -> None:
-    """Says what sizes there are before any process starts."""
+    """Check the size before any process starts."""
     if size is None:
         return
     if family.startswith("temporal-clue"):
@@ -83,7 +83,7 @@ def _check_size(family: str, size: str | None) -> None:
 def _made(
     make: Callable[[str, str | None], dict[str, Any]], seeds: list[str], size: str | None, processes: int
 ) -> Iterator[dict[str, Any]]:
-    """The rows in the order of their seeds."""
+    """Make the rows, in the order of their seeds."""
     if processes == 1:
         yield from (make(seed, size) for seed in seeds)
         return

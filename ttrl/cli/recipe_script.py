@@ -36,8 +36,8 @@ _TINY_TASKS, _TINY_TOKENS = 2, 8
 def script_arguments(
     description: str | None, *, run: str, iterations: int, model: str | None = None, data: str | None = None
 ) -> argparse.Namespace:
-    """The command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model; with `data`,
-    also data ("" for data that has no default).
+    """Read the command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model; with
+    `data`, also data ("" for data that has no default).
 
     `run` of what it returns is absolute; where the recipe has a model, it has `tiny`.
     """
@@ -77,12 +77,12 @@ def supervised_start(
     lr: float = 1e-3,
     rows_per_microbatch: int = 64,
 ) -> Path:
-    """A tiny model that has seen `examples` ({"messages": …}): random weights, then a fixed number of supervised steps.
+    """Make a tiny model that has seen `examples` ({"messages": …}): random weights, then a fixed number of supervised steps.
 
     Returns the model's folder; made once, and found there again afterwards.
     """
     if not (folder / "checkpoint" / "config.json").exists():
-        write_jsonl(folder / "examples.jsonl", examples)
+        write_jsonl(folder / "examples.jsonl", [dict(one) for one in examples])
         config = {
             "model": str(make_tiny_model(folder / "random_model", seed=seed)),
             "data": str(folder / "examples.jsonl"),
@@ -102,9 +102,9 @@ def supervised_start(
 def run_recipe(
     arguments: argparse.Namespace, config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task], what: str
 ) -> str:
-    """Trains, and returns what there is to say: `what` of the held-out tasks before and after, and where the results are.
+    """Train; return `what` of the held-out tasks before and after, and where the results are.
 
-    With --check only checks; with --tiny tries out. Raises what `train` raises.
+    With --check, only check; with --tiny, try the recipe out. Raises what `train` raises.
     """
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(config, tasks, validation_tasks, make=not arguments.check)
@@ -136,7 +136,7 @@ def run_recipe(
 def _tiny(
     config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task], *, make: bool
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
-    """The recipe in small; a byte is a token of the tiny model, so the shortest tasks are taken."""
+    """Shrink the recipe; a byte is a token of the tiny model, so the shortest tasks are taken."""
 
     def length(task: Task) -> int:
         return sum(len(str(message["content"]).encode()) for message in task.messages)
@@ -148,7 +148,12 @@ def _tiny(
     if make and not (folder / "config.json").exists():
         make_tiny_model(folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT)
     training = {**config.training, "rows_per_microbatch": 1}
-    small = {"tasks_per_iteration": _TINY_TASKS, "samples_per_task": 4, "max_tokens": _TINY_TOKENS, "seq_len": _TINY_CONTEXT}
+    small: dict[str, Any] = {
+        "tasks_per_iteration": _TINY_TASKS,
+        "samples_per_task": 4,
+        "max_tokens": _TINY_TOKENS,
+        "seq_len": _TINY_CONTEXT,
+    }
     config = dataclasses.replace(
         config, **small, model=str(folder), iterations=min(config.iterations, 1), training=training, nproc_per_node=1, server={}
     )
@@ -156,7 +161,7 @@ def _tiny(
 
 
 def _graded_by_chance(task: Task) -> Task:
-    """The task with a number from 0 to 1 added to its rewards, another one for every reply."""
+    """Return the task with a number from 0 to 1 added to its rewards, a different one for every reply."""
     grader = task.grader
     assert grader is not None, "a recipe with --tiny asks for one reply"
 

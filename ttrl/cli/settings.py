@@ -14,7 +14,7 @@ from ttrl.errors import ConfigError, UserError
 
 
 def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, Path | None, bool]:
-    """The config, the run folder it lies in (None where it is not one), and whether it is a recipe's alone.
+    """Read a config; return it, the run folder it lies in (None where it is not one), and whether it is a recipe's alone.
 
     settings: "KEY=VALUE", of the run or else of the recipe. Raises UserError, ConfigError.
     """
@@ -37,7 +37,7 @@ def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, 
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
-    """The config with other settings: "KEY=VALUE", of the run or else of the recipe. Raises UserError, ConfigError."""
+    """Return the config with other settings: "KEY=VALUE", of the run or else of the recipe. Raises UserError, ConfigError."""
     of_run = {field.name for field in dataclasses.fields(TrainConfig)}
     return TrainConfig.parse(_changed(config.to_dict(), _changes(settings), of_run), "--set")
 
@@ -57,7 +57,7 @@ def _changed(values: dict[str, Any], changes: dict[str, Any], of_run: set[str]) 
 
 
 def _of_recipe(values: dict[str, Any], file: Path, of_run: set[str]) -> TrainConfig:
-    """A run around a recipe's config, of which only the trainer is planned."""
+    """Make a run around a recipe's config, of which only the trainer is planned."""
     if not values.get("model"):
         raise UserError(f"{file} names no model; say which: --set model=FOLDER, a config.json, or a name on the hub")
     missing = {"packed": "", "output_dir": ""}
@@ -72,7 +72,7 @@ def _of_recipe(values: dict[str, Any], file: Path, of_run: set[str]) -> TrainCon
 def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise UserError(f"{text!r} is no setting; write --set KEY=VALUE, such as lora_rank=16")
+        raise UserError(f"{text!r} is not a setting; write --set KEY=VALUE, such as lora_rank=16")
     if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value.strip()):
         return name, float(value)  # YAML 1.1 takes 1e-6 for a word
     try:

@@ -1,4 +1,4 @@
-"""A first task of one's own: `ttrl tasks new` writes a file to start from, `ttrl tasks try` shows prompts, replies and grades."""
+"""A first task of one's own: a file to start from (`ttrl tasks new`); prompts, replies and grades (`ttrl tasks try`)."""
 
 import asyncio
 import inspect
@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 
 def write_template(path: Path) -> Path:
-    """Writes the template. Raises UserError where the file exists, or is not named so that Python can import it."""
+    """Write the template. Raises UserError where the file exists, or is not named so that Python can import it."""
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise UserError(f"{path}: give a name that Python can import: letters, digits and underscores, ending in .py")
     if path.exists():
@@ -44,7 +44,7 @@ def try_tasks(
     max_tokens: int = 512,
     temperature: float = 1.0,
 ) -> bool:
-    """Says each task's prompt, replies and grades. True where every reply was graded.
+    """Show each task's prompt, replies and grades; return True where every reply was graded.
 
     model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder, for which a vLLM server is started here; it
         replies `samples` times to each task. None: the `replies` given are graded, and without any only the prompts are said.

@@ -18,7 +18,7 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class SetComparison:
-    """One set of tasks in both."""
+    """One set of tasks in both evaluations."""
 
     name: str
     score: str
@@ -36,7 +36,7 @@ class SetComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of all sets that both have."""
+    """Two evaluations on all sets that both have."""
 
     models: tuple[str, str]
     confidence: float
@@ -48,11 +48,11 @@ class Comparison:
     """"first", "second": evaluations that ended before all of their sets were asked."""
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary that `json` can write as it is."""
+        """Return a dictionary that `json` can write as it is."""
         return dataclasses.asdict(self)
 
     def table(self) -> str:
-        """For a terminal."""
+        """Return the table for a terminal."""
         rows = [
             ["tasks", "n", "score", "first", "second", "difference", f"{percent(self.confidence)} interval", "p", "better/worse"]
         ]
@@ -88,9 +88,9 @@ class Comparison:
 
 
 def compare(first: str | os.PathLike[str], second: str | os.PathLike[str], *, confidence: float = 0.95) -> Comparison:
-    """Compares the JSON of two evaluations on the tasks that both were asked, second minus first.
+    """Compare the JSON of two evaluations on the tasks that both were asked, second minus first.
 
-    Raises UserError for files that are none, share no set, or score a set by different names.
+    Raises UserError for files that are not evaluations, share no set, or score a set by different names.
     """
     if not 0.5 <= confidence <= 0.9999:
         raise UserError(f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
@@ -123,13 +123,13 @@ _OURS = frozenset({"model", "name", "cache", "concurrency", "prices", "weights_d
 
 
 def _asked(content: Mapping[str, Any]) -> str:
-    """The model, and of an address what it served."""
+    """Name the model, and for an address what it served."""
     model, name = str(content["model"]), content.get("settings", {}).get("name")
     return f"{name} at {model}" if name and model.startswith(("http://", "https://")) else model
 
 
 def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The other's set of the same name; else the one whose data, or whose file, lies in another place: gsm8k=here, gsm8k=there.
+    """Find the other's set of the same name; else the one whose data or file lies elsewhere: gsm8k=here, gsm8k=there.
     What is paired of two sets are equal tasks in any case."""
     if name in other:
         return name
@@ -162,7 +162,7 @@ def _compared(name: str, one: Mapping[str, Any], other: Mapping[str, Any], confi
 
 
 def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
-    """Scores by id, digest of the messages, and how many equal ones came before."""
+    """Return scores by id, digest of the messages, and how many equal ones came before."""
     seen: Counter[tuple[str, str]] = Counter()
     found: dict[Key, list[float]] = {}
     for row in rows:

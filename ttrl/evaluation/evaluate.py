@@ -1,4 +1,4 @@
-"""`evaluate`: asks a model the tasks of one or more families and says how well it does. `ttrl eval` is its command.
+"""`evaluate` asks a model the tasks of one or more families and says how well it does. `ttrl eval` is its command.
 
 from ttrl import evaluate
 
@@ -44,7 +44,7 @@ _SAME_ANSWERS = frozenset({"tensor-parallel-size", "pipeline-parallel-size", "da
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """Everything that an evaluation is told. `problems` finds all that is wrong with it before a server starts."""
+    """The settings of an evaluation. `problems` finds everything wrong with them before a server starts."""
 
     model: str
     """A model folder or a name on the hub, for which a vLLM server is started and stopped; or the address of a server."""
@@ -52,7 +52,7 @@ class EvalConfig:
     """Families as text, "gsm8k=data/gsm8k,mmlu" (see `ttrl.evaluation.families`), with files of one's own, "my_task.py"; or tasks
     by name."""
     n: int | None = None
-    """Tasks of each family at the most; None: all there are, and 200 of those that are made, and of a file of one's own."""
+    """At most so many tasks of each family; None: all, or 200 of generated ones and of a file of one's own."""
     seed: int = 0
     """Which tasks of a train split; validation and test are the same for every seed."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class EvalConfig:
     """None: 0 for one sample a task, 1 for several."""
     top_p: float | None = None
     max_tokens: int | None = None
-    """Of one reply; None: as many as the model's context has room for."""
+    """Tokens of one reply; None: as many as fit the model's context."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Any other sampling parameters of the OpenAI API or of vLLM."""
     system_prompt: str | None = None
@@ -70,9 +70,9 @@ class EvalConfig:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """For the model's chat template, such as {"enable_thinking": False}."""
     name: str | None = None
-    """Under which an address serves the model; None: the first that it lists."""
+    """The model's name at an address; None: the first that it lists."""
     key_variable: str = KEY_VARIABLE
-    """The environment variable with an address's key. Keys are never given otherwise, and are written nowhere."""
+    """The environment variable with an address's key. There is no other way to give a key, and none is ever written down."""
     dtype: str | None = None
     """Of a server that is started; None: float32 on CPU, else vLLM's choice."""
     max_model_len: int | None = None
@@ -99,7 +99,7 @@ class EvalConfig:
     pbar: bool = True
 
     def problems(self) -> list[str]:
-        """What is wrong, the tasks and the model folder left out."""
+        """Return what is wrong, apart from the tasks and the model folder."""
         found = []
         if not isinstance(self.model, str) or not self.model:
             found.append(f"model is {self.model!r}; give a model folder, a name on the hub, or the address of a server")
@@ -125,16 +125,16 @@ class EvalConfig:
             found += filter(None, [address_problem(self.model)])
             given = {"dtype": self.dtype, "max_model_len": self.max_model_len, "server_args": self.server_args or None}
             found += [
-                f"{name} is for servers that are started here; that of an address runs already"
+                f"{name} is for servers that are started here; one at an address already runs"
                 for name, value in given.items()
                 if value is not None
             ]
         elif self.name is not None:
-            found.append(f"name is {self.name!r}, which is for addresses; a server that is started here needs none")
+            found.append(f"name is {self.name!r}, which is for addresses; a server that is started here does not need one")
         return found
 
     def _check_cache(self) -> None:
-        """Before a server starts. Raises UserError."""
+        """Check the cache's address. Raises UserError."""
         Cache.of(self.cache)
         if is_address(self.model) and is_local(self.model) and self.weights_digest is None:
             raise UserError(
@@ -143,7 +143,7 @@ class EvalConfig:
             )
 
     def sampling_params(self) -> dict[str, Any]:
-        """What is sent with each request."""
+        """Return what is sent with each request."""
         params: dict[str, Any] = {"logprobs": False}
         temperature = self.temperature
         if temperature is None and "temperature" not in self.params:
@@ -155,7 +155,7 @@ class EvalConfig:
         return {**params, **self.params}
 
     def settings(self) -> dict[str, Any]:
-        """For the JSON: what the answers depend on, and no key."""
+        """Return what the answers depend on, for the JSON; no keys."""
         told = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in _NOT_TOLD}
         if (cache := Cache.of(self.cache)) is not None:
             told["cache"] = cache.describe()
@@ -171,7 +171,7 @@ _NOT_TOLD = frozenset(
 
 
 def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]", **settings: Any) -> EvalResult:
-    """Evaluates a model on tasks; `settings` are the fields of EvalConfig.
+    """Evaluate a model on tasks; `settings` are the fields of EvalConfig.
 
     Raises ConfigError, with everything that is wrong, before a server starts; ServerError for one that does not answer; and
     UserError where not a single sample of a family could be graded.
@@ -183,11 +183,11 @@ def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Tas
 
 
 def run_evaluation(config: EvalConfig) -> EvalResult:
-    """As `evaluate`, from a config."""
+    """Evaluate what a config says; see `evaluate`."""
     sets = checked_sets(config)
     result = EvalResult(model=config.model, settings=config.settings(), confidence=config.confidence)
     started = time.monotonic()
-    log = {} if is_address(config.model) else {"log_path": config.server_log}
+    log: dict[str, Any] = {} if is_address(config.model) else {"log_path": config.server_log}
     with contextlib.ExitStack() as stack:
         samples = stack.enter_context(_samples(config.samples_file))
         served = stack.enter_context(
@@ -231,7 +231,7 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
 
 @dataclass(frozen=True)
 class NamedTasks:
-    """One set that is asked."""
+    """One set of tasks that is asked."""
 
     name: str
     score: str
@@ -239,7 +239,7 @@ class NamedTasks:
 
 
 def checked_sets(config: EvalConfig) -> list[NamedTasks]:
-    """The tasks, once everything was checked. Raises ConfigError with all problems: settings, families, data, model folder."""
+    """Check everything and return the tasks. Raises ConfigError with all problems: settings, families, data, model folder."""
     problems = config.problems()
     if isinstance(config.model, str) and config.model and not is_address(config.model):
         try:
@@ -275,7 +275,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
 
 
 def _named(asked: Sequence[str], config: EvalConfig, n: int | None) -> tuple[list[NamedTasks], list[str]]:
-    """(sets, problems) of families and files."""
+    """Return (sets, problems) of families and files."""
     sets, problems = [], []
     options = dict(config.options)
     used: set[str] = set()
@@ -293,12 +293,14 @@ def _named(asked: Sequence[str], config: EvalConfig, n: int | None) -> tuple[lis
             message = str(error)
             problems.append(message if message.startswith(text) else f"{text}: {message}")
     names = ", ".join(asked)
-    problems += [f"option {key!r} is of no family that is asked for ({names}); give FAMILY.NAME" for key in options.keys() - used]
+    problems += [
+        f"option {key!r} belongs to no family that is asked for ({names}); give FAMILY.NAME" for key in options.keys() - used
+    ]
     return sets, problems
 
 
 def _with_system(tasks: Sequence[Task], prompt: str) -> list[Task]:
-    """The tasks with a first message; their ids stay. Raises UserError where a task has one of its own."""
+    """Return the tasks with a first message; their ids stay. Raises UserError where a task has one of its own."""
     for task in tasks:
         if task.messages[0]["role"] in ("system", "developer"):
             raise UserError(f"task {task.id!r} has a system message of its own; leave system_prompt out")
@@ -313,7 +315,7 @@ def _pass_at(config: EvalConfig) -> list[int]:
 
 
 def _digest(config: EvalConfig) -> str | None:
-    """Names the weights, for the cache; None for servers elsewhere, which the cache knows by their address."""
+    """Name the weights, for the cache; None for servers elsewhere, which the cache knows by their address."""
     if config.weights_digest is not None or is_address(config.model):
         return config.weights_digest
     digest = f"{weights_digest(config.model)}/{config.dtype or default_dtype()}"
@@ -347,7 +349,7 @@ async def _sampled(
 
 @contextlib.contextmanager
 def _samples(path: str | os.PathLike[str] | None) -> Any:
-    """A list, written as lines of JSON at the end, also where it ends early; None keeps nothing."""
+    """Give a list that is written as lines of JSON at the end, also where it ends early; None keeps nothing."""
     rows: list[dict[str, Any]] = []
     try:
         yield rows
@@ -359,7 +361,7 @@ def _samples(path: str | os.PathLike[str] | None) -> Any:
 
 
 def _file_problems(config: EvalConfig) -> list[str]:
-    """What would keep the results from being written, found before they are sampled. Makes the files' folders."""
+    """Find what would keep the results from being written, before they are sampled. Makes the files' folders."""
     found = []
     for name, path in (("output", config.output), ("samples_file", config.samples_file)):
         if path is None:
@@ -373,9 +375,9 @@ def _file_problems(config: EvalConfig) -> list[str]:
         if path.is_dir():
             found.append(f"{name} is {path}, a folder; give the name of a file")
         elif not os.access(path.parent, os.W_OK | os.X_OK):
-            found.append(f"{name} is {path}; nothing may be written into {path.parent}")
+            found.append(f"{name} is {path}; there is no permission to write into {path.parent}")
         elif name == "output" and path.exists() and path.stat().st_size and _said(lambda path=path: read_result(path)):
-            found.append(f"output is {path}, which is there and is no result of an evaluation; give another name, or remove it")
+            found.append(f"output is {path}, which is not the result of an evaluation; give another name, or remove it")
     if config.output is not None and config.samples_file is not None and Path(config.output) == Path(config.samples_file):
         found.append(f"output and samples_file are both {config.output}; give two names")
     return found
@@ -386,7 +388,7 @@ def _is_within(value: Any, low: float, high: float) -> bool:
 
 
 def _said(check: Any) -> list[str]:
-    """What a check has to say: [] where it raises nothing."""
+    """Return what a check has to say: [] where it raises nothing."""
     try:
         check()
     except UserError as error:

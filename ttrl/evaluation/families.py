@@ -14,12 +14,12 @@ from ttrl.errors import UserError
 from ttrl.tasks.task import Task
 
 GENERATED_BY_DEFAULT = 200
-"""Tasks of families that are made, where nobody says how many."""
+"""Tasks of generated families where nobody says how many."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One line of the table."""
+    """One line of the table of families."""
 
     home: str
     """module:function below ttrl.tasks."""
@@ -28,13 +28,13 @@ class Family:
     split: str = "validation"
     """Where nobody names one."""
     data: str | None = None
-    """None: made, no data needed; else the data set on the hub, or "" where there is none that could be taken by default."""
+    """None: generated, no data needed; else the data set on the hub, or "" where there is none that could be taken by default."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Given to the function."""
 
     @property
     def function(self) -> Callable[..., list[Task]]:
-        """`get_..._tasks`."""
+        """Import the family's function, `get_..._tasks`."""
         module, _, name = self.home.partition(":")
         function: Callable[..., list[Task]] = getattr(importlib.import_module(f"ttrl.tasks.{module}"), name)
         return function
@@ -56,14 +56,14 @@ FAMILIES: dict[str, Family] = {
     "sort_letters": Family("sort_letters:get_sort_letters_tasks", "exact"),
     "spelling": Family("spelling:get_spelling_tasks", "exact"),
 }
-_MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # made, or from a file that is given
+_MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # generated, or from a file that is given
 _SPEC = re.compile(r"([A-Za-z0-9_-]+)(?:@([A-Za-z0-9_-]+))?(?:=(.+))?")
 _GIVEN_ELSEWHERE = ("split", "n", "seed", "path")
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What one asks for: FAMILY[@SPLIT][=PATH]. Raises UserError for a family that there is not, or a path it cannot have."""
+    """What one asks for: FAMILY[@SPLIT][=PATH]. Raises UserError for an unknown family, or a path that it cannot have."""
 
     family: str
     split: str
@@ -72,7 +72,7 @@ class TaskSpec:
 
     @classmethod
     def parse(cls, text: str) -> "TaskSpec":
-        """Reads one. Dashes and underscores are the same in names."""
+        """Parse text. Dashes and underscores are the same in names."""
         match = _SPEC.fullmatch(text.strip())
         name = match[1].replace("-", "_") if match else ""
         if match is None or name not in FAMILIES:
@@ -84,11 +84,11 @@ class TaskSpec:
         if match[3] is None and family.data == "":
             raise UserError(f"{name} needs data: {name}=PATH, a file, a folder, or a data set's name on the hub")
         if match[3] is not None and family.data is None and name not in _MAY_LOAD:
-            raise UserError(f"{name} is made, not loaded; leave ={match[3]} out")
+            raise UserError(f"{name} is generated, not loaded; leave ={match[3]} out")
         return cls(name, match[2] or family.split, match[3])
 
     def with_option(self, name: str, value: Any) -> "TaskSpec":
-        """With one more argument for the family's function. Raises UserError for one that it does not have."""
+        """Add an argument for the family's function. Raises UserError for one that it does not have."""
         known = [one for one in inspect.signature(FAMILIES[self.family].function).parameters if one not in _GIVEN_ELSEWHERE]
         if name not in known:
             raise UserError(f"{self.family} has no option {name!r}; it has {', '.join(known)}")
@@ -100,7 +100,7 @@ class TaskSpec:
         return f"{self.family}{split}" + (f"={self.path}" if self.path is not None else "")
 
     def tasks(self, n: int | None, seed: int = 0) -> list[Task]:
-        """The tasks: `n` at the most where they are loaded (None: all), else exactly `n` (None: GENERATED_BY_DEFAULT).
+        """Return the tasks: at most `n` where they are loaded (None: all), else exactly `n` (None: GENERATED_BY_DEFAULT).
 
         Raises TaskError, and UserError for options of the wrong type.
         """

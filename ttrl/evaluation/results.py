@@ -28,7 +28,7 @@ class SetResult:
 
     name: str
     score: str
-    """What `accuracy` is the mean of: "reward", or a metric of the grader."""
+    """The score whose mean is `accuracy`: "reward", or a metric of the grader."""
     samples_per_task: int
     accuracy: Estimate
     reward: Estimate
@@ -59,7 +59,7 @@ class SetResult:
 
     @property
     def accuracy_if_failed_are_wrong(self) -> float | None:
-        """The mean with 0 for every sample that failed: the other end of what failures may hide."""
+        """Return the mean with 0 for every sample that failed: the other end of what failures may hide."""
         means = [statistics.fmean(score or 0.0 for score in row["scores"]) for row in self.tasks if row["scores"]]
         return statistics.fmean(means) if means else None
 
@@ -75,9 +75,9 @@ class SetResult:
         pass_at: Sequence[int] = (),
         confidence: float = 0.95,
     ) -> "SetResult":
-        """From the results of `get_task_results`, in the order of the tasks."""
+        """Return the figures of what `get_task_results` returned, in the order of the tasks."""
         stats = results.stats
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"id": task.id, "digest": messages_digest(task), "scores": [_score(sample, score) for sample in result.samples]}
             for task, result in zip(tasks, results, strict=True)
         ]
@@ -114,7 +114,7 @@ class SetResult:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary that `json` can write as it is."""
+        """Return a dictionary that `json` can write as it is."""
         row = dataclasses.asdict(self)
         row["pass_at"] = {str(k): estimate for k, estimate in row["pass_at"].items()}
         row["accuracy_if_failed_are_wrong"] = self.accuracy_if_failed_are_wrong
@@ -134,14 +134,14 @@ class EvalResult:
     confidence: float = 0.95
 
     def __getitem__(self, name: str) -> SetResult:
-        """The set of this name."""
+        """Return the set of this name."""
         found = next((one for one in self.sets if one.name == name), None)
         if found is None:
             raise KeyError(f"{name!r}; there are {', '.join(one.name for one in self.sets)}")
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary that `json` can write as it is."""
+        """Return a dictionary that `json` can write as it is."""
         return {
             "format": FORMAT,
             "model": self.model,
@@ -153,14 +153,14 @@ class EvalResult:
         }
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the JSON, whole or not at all. Returns the path."""
+        """Write the JSON, whole or not at all, and return the path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n")
         return path
 
     def table(self) -> str:
-        """For a terminal: a line for each set, and below it what should be known about failures."""
+        """Return a line for each set, and below what should be known about failures, for a terminal."""
         ks = sorted({k for one in self.sets for k in one.pass_at if k > 1})
         header = ["tasks", "n", "score", "accuracy", f"{percent(self.confidence)} interval", "reward", *(f"pass@{k}" for k in ks)]
         header += ["tokens", "cut off", "failed", "tokens/s"]
@@ -184,7 +184,7 @@ class EvalResult:
 
 
 def messages_digest(task: Task) -> str:
-    """Tells whether two evaluations asked the same."""
+    """Return a digest that is the same where two evaluations asked the same."""
     return hashlib.sha256(json.dumps(task.messages, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -199,7 +199,7 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def _passed(scores: Sequence[Sequence[float]], k: int, confidence: float) -> Estimate:
-    """Tasks with fewer than k graded samples are left out."""
+    """Estimate pass@k; tasks with fewer than k graded samples are left out."""
     counted = [(len(one), sum(score >= 1.0 - 1e-9 for score in one)) for one in scores if len(one) >= k]
     return estimate_mean([[pass_at_k(samples, right, k)] for samples, right in counted], confidence)
 
@@ -234,11 +234,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON of an evaluation. Raises UserError for a file that is none."""
+    """Read the JSON of an evaluation. Raises UserError for any other file."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as the result of an evaluation: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("sets"), dict):
-        raise UserError(f"{path} is no result of ttrl eval (format {FORMAT}); give a file that `ttrl eval --output` wrote")
+        raise UserError(f"{path} is not a result of ttrl eval (format {FORMAT}); give a file that `ttrl eval --output` wrote")
     return content

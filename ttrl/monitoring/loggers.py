@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: the terminal, TensorBoard, W&B, torchtune's loggers, any class with a log_dict.
+"""Where metrics go besides metrics.jsonl: the terminal, TensorBoard, W&B, torchtune's loggers, any class with a log_dict.
 
 metrics.jsonl is the source. Each logger is given every row of it once, also after a crash, and also where it was added to a run
 later: logs/loggers.json holds what each has seen, and is written after it has. A crash in between repeats one iteration at most,
@@ -6,6 +6,7 @@ which TensorBoard and W&B replace or ignore, as it has the same step. A logger t
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -14,7 +15,7 @@ import numbers
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ttrl.configs.base import without_secrets
 from ttrl.configs.loggers import normalised
@@ -24,17 +25,20 @@ from ttrl.system.console import Console
 from ttrl.system.files import write_json
 from ttrl.text import flat
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 logger = logging.getLogger(__name__)
 
 
 class MetricLogger(Protocol):
-    """What a logger has to be: torchtune's interface (torchtune.training.metric_logging), as far as it is used."""
+    """What a logger must offer: torchtune's interface (torchtune.training.metric_logging), as far as it is used."""
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
-        """All metrics of an iteration, by flat names."""
+        """Log all metrics of an iteration, by flat names."""
 
     def close(self) -> None:
-        """Nothing is logged afterwards."""
+        """Finish: nothing is logged afterwards."""
 
 
 def flattened(row: Mapping[str, Any]) -> dict[str, float]:
@@ -54,7 +58,7 @@ def _by_version(name: str) -> bool:
 
 
 class Loggers:
-    """All loggers of a run. `make_loggers` makes them."""
+    """All loggers of a run; `make_loggers` makes them."""
 
     def __init__(self, named: Sequence[tuple[str, MetricLogger]], state: Path) -> None:
         self._named, self._path = list(named), state
@@ -62,14 +66,14 @@ class Loggers:
         self._seen = _read_seen(state)
 
     def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Gives each logger those rows of a run that it has not seen yet, in order. Call it after each iteration with all rows.
+        """Give each logger those rows of a run that it has not seen yet, in order. Call it after each iteration with all rows.
         Never raises."""
         before = dict(self._seen)
         for name, one in self._named:
             for row in sorted(rows, key=lambda row: row["iteration"]):
                 if row["iteration"] <= self._seen.get(name, -1):
                     continue
-                if not self._guarded(name, lambda one=one, row=row: one.log_dict(flattened(row), row["iteration"])):
+                if not self._guarded(name, functools.partial(one.log_dict, flattened(row), row["iteration"])):
                     break  # again with the next iteration
                 self._seen[name] = row["iteration"]
         if self._seen != before:
@@ -77,7 +81,7 @@ class Loggers:
                 write_json(self._path, {"seen": self._seen})
 
     def close(self) -> None:
-        """Lets them write what they hold. Never raises."""
+        """Let them write what they hold. Never raises."""
         for name, one in self._named:
             self._guarded(name, one.close)
         self._named = []
@@ -85,7 +89,7 @@ class Loggers:
     def _guarded(self, name: str, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - it may be any code, and metrics are not worth a run
+        except Exception as error:  # noqa: BLE001 - it may be any code, and a run must not end for its metrics
             if name not in self._failed:
                 self._failed.add(name)
                 logger.warning("the logger %s failed, the run goes on without it: %s: %s", name, type(error).__name__, error)
@@ -95,7 +99,7 @@ class Loggers:
 
 
 def make_loggers(entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]) -> Loggers:
-    """The loggers of a run, from `TrainConfig.loggers`.
+    """Make the loggers of a run, from `TrainConfig.loggers`.
 
     folder: the run's. config: what W&B shows as the run's config. Raises ConfigError where one cannot be made, with what to do.
     """
@@ -127,14 +131,14 @@ def _make(name: str, arguments: dict[str, Any], folder: Path, console: Console, 
     found = getattr(importlib.import_module(module), attribute)
     if "log_dir" in arguments and not Path(arguments["log_dir"]).is_absolute():
         arguments["log_dir"] = str(folder / arguments["log_dir"])
-    one = found(**arguments)
+    one: MetricLogger = found(**arguments)
     if not callable(getattr(one, "log_dict", None)) or not callable(getattr(one, "close", None)):
         raise ValueError(f"loggers: {name} has no log_dict(payload, step) and close(); torchtune's interface is what is used")
     return one
 
 
 class _Stdout:
-    """Every metric, a line for each iteration."""
+    """A line for each iteration with every metric."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -151,7 +155,8 @@ class _TensorBoard:
     purged by TensorBoard itself (purge_step)."""
 
     def __init__(self, log_dir: Path) -> None:
-        self._log_dir, self._writer = log_dir, None
+        self._log_dir = log_dir
+        self._writer: SummaryWriter | None = None
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         if self._writer is None:

@@ -1,4 +1,4 @@
-"""What a run is judged by, and the line that each iteration leaves at the terminal."""
+"""The lines that each iteration leaves at the terminal."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from ttrl.text import compact, percent
 def iteration_lines(
     row: dict[str, Any], config: TrainConfig, found: Sequence[Finding] = (), said: Sequence[Finding] = ()
 ) -> list[str]:
-    """What an iteration says of itself: what it learned and what it cost; how the training went; and what stands out (`found`)
+    """Return what an iteration learned and cost, how the training went, and what stands out (`found`)
     that was not `said` before."""
     lines = [iteration_line(row, config)]
     if details := training_details(row):
@@ -23,7 +23,7 @@ def iteration_lines(
 
 
 def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
-    """The line of an iteration: what it learned, and what it cost."""
+    """Return the line of an iteration: what it learned, and what it cost."""
     parts = []
     if row.get("reward") is not None:
         metrics = "".join(f", {name} {value:.3f}" for name, value in row["metrics"].items())
@@ -53,7 +53,7 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
 
 
 def _time(row: dict[str, Any]) -> str:
-    """Phases that overlap take longer together than the whole iteration."""
+    """Return the time and its parts; phases that overlap take longer together than the whole iteration."""
     total, phases = row["seconds"]["total"], seconds_by_phase(row["seconds"])
     if total and "dead_seconds" in row:
         phases += f"{', ' if phases else ''}dead {percent(row['dead_seconds'] / total)}"
@@ -61,7 +61,7 @@ def _time(row: dict[str, Any]) -> str:
 
 
 def training_details(row: dict[str, Any]) -> str:
-    """How the training went, as far as it is known: "entropy 0.12  grad 5.6  clipped 1.1%  …"; "" where nothing is."""
+    """Return how the training went, as far as it is known: "entropy 0.12  grad 5.6  clipped 1.1%  …"; "" where nothing is."""
     parts = []
     for path, name, as_share in _DETAILS:
         value = number(row, path)
@@ -87,5 +87,5 @@ _DETAILS = (
 
 
 def seconds_by_phase(seconds: dict[str, float]) -> str:
-    """ "sample 1.5, train 6.1"."""
+    """Return "sample 1.5, train 6.1"."""
     return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if phase != "total" and value >= 0.05)

@@ -37,7 +37,7 @@ class Series:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers that cover low..high: the first is at most low, the last at least high."""
+    """Return about `count` round numbers that cover low..high: the first is at most low, the last at least high."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / max(count - 1, 1)
@@ -49,7 +49,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def whole_ticks(low: float, high: float, most: int = 8) -> list[int]:
-    """At most `most` whole numbers within low..high at even, round distances."""
+    """Return at most `most` whole numbers within low..high at even, round distances."""
     step = next(
         factor * 10**power
         for power in range(12)
@@ -60,7 +60,7 @@ def whole_ticks(low: float, high: float, most: int = 8) -> list[int]:
 
 
 class _Axes:
-    """Maps data to the picture. x: a linear axis over iterations; y: linear, or logarithmic to base ten."""
+    """The mapping from data to the picture. x: a linear axis over iterations; y: linear, or logarithmic to base ten."""
 
     def __init__(self, x: tuple[float, float], y: tuple[float, float], *, log: bool, percent: bool) -> None:
         self.log, self.percent = log, percent
@@ -87,7 +87,7 @@ class _Axes:
         return write_percent(value) if self.percent else compact(value)
 
     def draw(self, together: int = 1) -> str:
-        """Grid lines with labels, iteration numbers below. together: iterations that each point is the mean of."""
+        """Draw grid lines with labels, iteration numbers below. together: iterations that each point is the mean of."""
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
@@ -195,7 +195,7 @@ def sparkline(values: Sequence[float | None], width: int = 160, height: int = 28
 
 
 def _binned(x: Sequence[float], series: Sequence[Series]) -> tuple[int, list[tuple[float, float, list[float]]]]:
-    """(iterations per bar, [(first, last iteration, mean of each series)]): at most MAX_BARS bars. Unknown values count as 0."""
+    """Return iterations per bar and at most MAX_BARS bars: (first, last iteration, mean of each series). Unknown values are 0."""
     size = max(1, math.ceil(len(x) / MAX_BARS))
     bars = []
     for start in range(0, len(x), size):

@@ -36,12 +36,12 @@ class PlanOutcome:
 
     @property
     def ratio(self) -> float | None:
-        """What came out, over what was planned."""
+        """Return what came out, over what was planned."""
         return self.real / self.planned if self.planned else None
 
     @property
     def is_near(self) -> bool:
-        """Whether the two are within a quarter of each other."""
+        """Tell whether the two are within a quarter of each other."""
         return self.ratio is None or abs(self.ratio - 1) <= NEAR
 
     def cells(self) -> list[str]:

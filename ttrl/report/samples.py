@@ -33,8 +33,8 @@ _texts: dict[Path, Callable[[int], str]] = {}
 
 
 def token_text_of(run: RunData, number: int) -> Callable[[int], str] | None:
-    """`run_token_text`, read once in a process: all checkpoints of a run have the same tokenizer, and reading a large one takes
-    longer than the report. None where there is none that can be read."""
+    """Return `run_token_text`, read once in a process: all checkpoints of a run have the same tokenizer, and reading a large one
+    takes longer than the report. None where there is none that can be read."""
     if run.folder not in _texts:
         try:
             text = run_token_text(run, number)
@@ -162,12 +162,12 @@ _REWARD = re.compile(rb'"reward": (-?[0-9.eE+-]+|null)')
 
 
 def spread(count: int, most: int) -> list[int]:
-    """`most` places among `count` at even distances, the first one included: chosen by place, never by how good they look."""
+    """Choose `most` of `count` places at even distances, the first one included: by place, never by how good they look."""
     return [index * count // most for index in range(min(count, most))] if count > most else list(range(count))
 
 
 def sample_lines(path: Path) -> Sequence[bytes]:
-    """The lines of the file, as far as _MOST_BYTES go; empty where it cannot be read."""
+    """Return the first _MOST_BYTES of the file as lines; empty where it cannot be read."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES)
@@ -177,7 +177,7 @@ def sample_lines(path: Path) -> Sequence[bytes]:
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Another one when the file is another one."""
+    """Return time and size, which change when the file does."""
     try:
         stat = path.stat()
     except OSError:
@@ -186,7 +186,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
 
 
 def parsed(line: bytes) -> Sample | None:
-    """None for what is no sample."""
+    """Parse a line; None for what is not a sample."""
     try:
         return Sample.from_json(json.loads(line))
     except (ValueError, TypeError, AttributeError):
@@ -194,7 +194,7 @@ def parsed(line: bytes) -> Sample | None:
 
 
 def some_samples(path: Path, most: int) -> list[Sample]:
-    """At most `most` samples of the file, at even distances."""
+    """Return at most `most` samples of the file, at even distances."""
     return _some_samples(path, most, stamp_of(path))
 
 
@@ -205,7 +205,7 @@ def _some_samples(path: Path, most: int, stamp: tuple[int, int]) -> list[Sample]
 
 
 def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample, Sample]]:
-    """Samples of the same tasks from two validation files."""
+    """Return samples of the same tasks from two validation files."""
     lines = sample_lines(after)
     pairs = []
     for sample in some_samples(before, most):
@@ -218,7 +218,7 @@ def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample,
 
 
 def examples(path: Path, kind: Examples, most: int = 2) -> list[Sample]:
-    """Samples of the file that show a finding."""
+    """Return samples of the file that show a finding."""
     return _examples(path, kind, most, stamp_of(path))
 
 

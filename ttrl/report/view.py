@@ -19,7 +19,7 @@ FIRST_ROWS = 8
 
 @dataclass(frozen=True)
 class PackView:
-    """What there is to look at."""
+    """Rows of a pack, to be looked at."""
 
     path: Path
     title: str
@@ -28,7 +28,7 @@ class PackView:
     token_text: Callable[[int], str] | None
 
     def write_html(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Writes the page, atomically; without a path beside the pack, as packed.html. Returns where it is.
+        """Write the page atomically, by default as packed.html beside the pack; return its path.
 
         Raises PackError for so many rows that browsers could not open it, StorageError when it cannot be written.
         """
@@ -39,7 +39,7 @@ class PackView:
         return path
 
     def write_png(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a picture of all the rows. Raises UserError where matplotlib is not installed, StorageError."""
+        """Write a picture of all the rows. Raises UserError where matplotlib is not installed, StorageError."""
         from ttrl.data.pictures.plot import plot_packed_tensors
         from ttrl.system.files import atomic_file
 
@@ -63,13 +63,13 @@ def open_pack(
     rows: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> PackView:
-    """Finds a pack and reads it.
+    """Find a pack and read it.
 
     run: a run folder, or a .safetensors file. iteration: which one of the run; without it, the newest that has a pack. rows:
     "0-7", "3", "0-3,8"; without it, the first FIRST_ROWS. tokenizer: a folder with tokenizer.json; without it, the run's own.
 
     Raises RunFolderError for a run, iteration or pack that is not there, PackError for a pack that cannot be read, UserError for
-    rows that are none.
+    rows that do not exist.
     """
     run = Path(run)
     if run.suffix == ".safetensors" or run.is_file():
@@ -84,16 +84,17 @@ def open_pack(
         title = f"{run.absolute().name}, iteration {iteration}"
     packed = PackedTensors.load(path)
     chosen = list(range(min(FIRST_ROWS, packed.num_rows))) if rows is None else _numbers(rows, packed.num_rows)
+    token_text: Callable[[int], str] | None = None
     if tokenizer is not None:
         token_text = folder_token_text(Path(tokenizer))
-    else:
-        token_text = None if iteration is None else run_token_text(read_run(run), iteration)
+    elif iteration is not None:
+        token_text = run_token_text(read_run(run), iteration)
     return PackView(path, title, packed, chosen, token_text)
 
 
 def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
-    """The pack of an iteration, and its number."""
-    data = read_run(run)  # for its words about folders that are no run
+    """Find the pack of an iteration; return it with its number."""
+    data = read_run(run)  # for what it says about folders that are not runs
     there = sorted(int(path.name) for path in (run / "iterations").glob("[0-9]*") if path.name.isdecimal() and path.is_dir())
     packs = [number for number in there if (data.iteration_folder(number) / FILE_NAME).is_file()]
     has = f"packs: {spans(packs)}" if packs else "no iteration of it has a pack so far"
@@ -110,7 +111,7 @@ def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers for people: [1, 2, 3, 5] as "1-3, 5"."""
+    """Write ascending numbers for people: [1, 2, 3, 5] as "1-3, 5"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -121,7 +122,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def _numbers(text: str, count: int) -> list[int]:
-    """ "0-3,8" as [0, 1, 2, 3, 8], each once, of `count` rows."""
+    """Read "0-3,8" as [0, 1, 2, 3, 8], each once, of `count` rows."""
     numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*", part)

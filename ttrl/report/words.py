@@ -25,7 +25,7 @@ from ttrl.text import compact, duration, percent
 
 
 def _ends(run: RunData, path: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The first and the last row that have a value; None when there are not two."""
+    """Return the first and the last row that have a value; None when there are not two."""
     rows = [row for row in run.rows if number(row, path) is not None]
     return (rows[0], rows[-1]) if len(rows) > 1 else None
 
@@ -35,7 +35,7 @@ def _value(value: float, is_share: bool) -> str:
 
 
 def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
-    """How the value moved, judged against the noise of the counts where they are known."""
+    """Say how the value moved, judged against the noise of the counts where they are known."""
     start, end = number(first, path) or 0.0, number(last, path) or 0.0
     counts = [number(row, "validation_samples") for row in (first, last)]
     if interval(first, path) is not None and interval(last, path) is not None and counts[0] and counts[1]:
@@ -48,7 +48,7 @@ def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
 
 
 def summary(run: RunData) -> str:
-    """One or two sentences: from what to what, in how many iterations, in how much time."""
+    """Say in one or two sentences what changed: from what to what, in how many iterations, in how much time."""
     count = len(run.trained)
     if not run.rows:
         return "No iteration is finished yet."
@@ -76,7 +76,7 @@ def summary(run: RunData) -> str:
 
 
 def _best(run: RunData, path: str, end: float, is_share: bool) -> str:
-    """A word about the best iteration when it was clearly better than the last one."""
+    """Name the best iteration when it was clearly better than the last one."""
     known = [(value, iteration) for value, iteration in zip(run.column(path), run.iterations, strict=True) if value is not None]
     best, iteration = max(known, key=lambda pair: pair[0])
     scale = max(abs(best), abs(end), 1e-12)
@@ -86,7 +86,7 @@ def _best(run: RunData, path: str, end: float, is_share: bool) -> str:
 
 
 def tiles(run: RunData) -> list[tuple[str, str]]:
-    """(name, figure) for the top of the page."""
+    """Return (name, figure) for the top of the page."""
     found: list[tuple[str, str]] = []
     metric = held_out_metric(run)
     if metric is not None and (ends := _ends(run, metric.path)) is not None:
@@ -133,7 +133,7 @@ def utilisation(run: RunData) -> list[float | None]:
 
 
 def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:
-    """(heading, one cell for each row whose place is in `shown`) for the main figures that the run recorded."""
+    """Return (heading, cells of the rows whose places are in `shown`) for the main figures that the run recorded."""
     wanted = [
         ("reward", "reward"),
         ("held-out reward", "validation_reward"),
@@ -165,7 +165,7 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
     columns += [(f"{phase}, s", phases[phase]) for phase in (*PHASES, "other")]
     columns.append(("total, s", run.column("seconds.total")))
     return [
-        (name, ["–" if values[place] is None else compact(values[place]) for place in shown])
+        (name, ["–" if (value := values[place]) is None else compact(value) for place in shown])
         for name, values in columns
         if any(value is not None for value in values)
     ]
@@ -175,7 +175,8 @@ _MARKS = {"stop": "!!", "warn": " !", "note": " ·"}
 
 
 def report_text(run_folder: Path, width: int = 100) -> str:
-    """The summary, the main figures, and what stands out, wrapped to `width` columns. Raises RunFolderError as `read_run`."""
+    """Return the summary, the main figures and what stands out, wrapped to `width` columns. Raises RunFolderError as
+    `read_run`."""
     run = read_run(Path(run_folder))
     width = max(40, min(width, 120))
     lines = textwrap.wrap(summary(run), width)
