@@ -122,7 +122,7 @@ def test_the_strings_of_each_turn_are_checked_against_its_ids(tokenizer):
     assert tokenize.counts.unaligned == 0 and [p for p in one.logprobs if not math.isnan(p)] == [-1.0, -2.0, -3.0]
     (one,) = tokenize(task(two_turns(token_ids=ids, logprobs=[-1.0, -2.0, -3.0], logprob_tokens=["a", "x", "c"])), [1.0])
     assert tokenize.counts.unaligned == 1 and [p for p in one.logprobs if not math.isnan(p)] == [-1.0, -3.0]
-    with pytest.raises(TokenizationError, match="task 't', sample 2, turn 1: 1 of 1 tokens are others"):
+    with pytest.raises(TokenizationError, match="task 't', sample 2, turn 1: 1 of 1 tokens differ"):
         tokenize(task(two_turns(token_ids=ids, logprobs=[-1.0, -2.0, -3.0], logprob_tokens=["a", "b", "a"])), [1.0])
 
 
@@ -209,7 +209,7 @@ def test_ids_and_their_logprobs_tokens(tokenizer):
     tokenize(task(with_strings(tokenizer, [f"token_id:{i}" for i in ids])), [1.0])
     assert tokenize.counts.unaligned == 1
     with pytest.raises(
-        TokenizationError, match=r"3 of 4 tokens are others .* token 0 has id \d+, which is 'g', but a logprob of 'o'"
+        TokenizationError, match=r"3 of 4 tokens differ .* token 0 has id \d+, which is 'g', but its logprob is for 'o'"
     ):
         tokenize(task(with_strings(tokenizer, [*"oodg"])), [1.0])
     with pytest.raises(TokenizationError, match="4 token ids, but 3 token strings of logprobs"):
@@ -392,7 +392,7 @@ def test_what_no_template_can_tell(tokenizer):
         TaskResultTokenizer(tokenizer)(task(answered("", finish_reason="length")), [1.0])
     sample = conversation()
     sample.turns[1].reply = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-    with pytest.raises(TokenizationError, match=r"task 't', sample 0, turn 1: .*no JSON object"):
+    with pytest.raises(TokenizationError, match=r"task 't', sample 0, turn 1: .*not a JSON object"):
         TaskResultTokenizer(tokenizer)(task(sample), [1.0])
     with pytest.raises(TokenizationError, match="or give the model's tokenizer, whose chat template makes them"):
         TaskResultTokenizer()(task(answered("good")), [1.0])

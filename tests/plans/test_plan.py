@@ -352,7 +352,7 @@ def test_what_is_no_config_is_refused(text, settings, message, tmp_path):
 def test_what_cannot_be_planned_is_said(big, tmp_path):
     with pytest.raises(UserError, match="gpu 'H900' is not known; known are"):
         plan(config_of(big), gpu="H900")
-    with pytest.raises(ModelFolderError, match=r"neither a model folder nor a config.json"):
+    with pytest.raises(ModelFolderError, match=r"there is no model folder or config.json there"):
         read_model_config(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="leave out gpu"):
         plan(config_of(big), gpu="h100", probe=True)

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, in bytes for each token of a microbatch.
+"""Count what a layer keeps for its backward pass, in bytes per token of a microbatch.
 
 Counted from the operations of `ttrl.training.models` and what autograd saves for each: a matrix product its input, a norm its
 input, an elementwise product both factors, the attention its queries, keys, values, output and log-sum-exp. The stream between
@@ -22,21 +22,21 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer, for each token."""
+    """Bytes of one layer for each token."""
 
     kept: float
     """From the forward pass to the layer's backward pass."""
     input: float
-    """What a checkpointed layer keeps instead: the stream."""
+    """Kept instead by a checkpointed layer: the stream."""
     products: float
-    """What it keeps beside that where products and attention are not recomputed."""
+    """Kept besides that where products and attention are not recomputed."""
     backward: float
-    """Gradients of what lies between the layer's operations, at the worst moment, less what is freed by then."""
+    """Gradients between the layer's operations at their peak, less what is freed by then."""
 
 
 @dataclass(frozen=True)
 class Computation:
-    """How a model is computed, as far as it decides about memory."""
+    """How a model is computed, as far as memory depends on it."""
 
     bf16: bool = False
     cuda: bool = False

@@ -1,8 +1,8 @@
-"""Exact floating-point operations of training and generating, from a model's config.json and the tokens that are really computed.
+"""Count the exact floating-point operations of training and generating, from config.json and the tokens that are computed.
 
 A multiplication and an addition count as two operations. Counted are the matrix products: projections, feed-forward, attention
 scores and values, output projection. Norms, activations, softmax and RoPE are left out, as usual (about 1%); so is whatever is
-computed again (activation checkpointing, attention's backward pass), which makes the numbers those of the model, not of a way to
+recomputed (activation checkpointing, attention's backward pass), which makes the numbers those of the model, not of a way to
 compute it ("model FLOPs", PaLM, arXiv 2204.02311).
 
 Attention is counted in pairs of a query and a key that it may see, not as rows × seq_len². In packed trees of samples, the keys

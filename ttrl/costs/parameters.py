@@ -1,4 +1,4 @@
-"""How many parameters a dense decoder has, and of which kind, from its config.json. Needs nothing but Python.
+"""Count the parameters of a dense decoder by kind, from its config.json.
 
 Counts are those of the model that is trained: of one with a vision tower, the text part. A tied output projection counts once.
 
@@ -28,7 +28,7 @@ _UNGATED = frozenset({"phi"})  # two matrices in the feed-forward layer; all oth
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the counts need to know of a dense decoder."""
+    """A dense decoder, as far as the counts depend on it."""
 
     layers: int
     width: int
@@ -39,7 +39,7 @@ class ModelShape:
     feed_forward_matrices: int
     vocabulary: int
     windows: tuple[int | None, ...]
-    """Of each layer's attention; None sees everything before it."""
+    """Attention window of each layer; None sees everything before it."""
 
     @property
     def layer_weights(self) -> int:

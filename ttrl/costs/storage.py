@@ -1,4 +1,4 @@
-"""What an iteration leaves on disk, and what the server holds of a model: bytes, from its config.json."""
+"""Count the bytes that an iteration leaves on disk and that the server holds of a model, from its config.json."""
 
 from collections.abc import Mapping
 from typing import Any

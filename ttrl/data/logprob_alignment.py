@@ -7,7 +7,7 @@ from typing import Any
 from ttrl.errors import TokenizationError
 
 _INCOMPLETE = "\ufffd"
-"""What bytes decode to that are no whole character."""
+"""What bytes decode to that are not a whole character."""
 
 
 def align(
@@ -20,7 +20,7 @@ def align(
     log-probability's token, as Latin-1 text.
 
     Both texts are cut into their tokens. Where an id and a log-probability have the same bytes at the same place, and all bytes
-    before them agree, they belong together. Bytes that are no whole character are not attributed.
+    before them agree, they belong together. Bytes that are not a whole character are not attributed.
     """
     parts = [token.encode("latin-1") for token in tokens[: len(logprobs)]]
     theirs, place = {}, 0
@@ -67,7 +67,7 @@ def check_strings(
     """Return the log-probabilities of a server that gave ids and token strings, NaN where the two are different tokens, and how
     many are.
 
-    Blanks at the ends are not compared, nor tokens that are no whole character: servers write these in ways of their own.
+    Blanks at the ends are not compared, nor tokens that are not a whole character, which servers write in different ways.
 
     Raises TokenizationError where most are not: then ids and log-probabilities are out of step.
     """
@@ -88,8 +88,8 @@ def check_strings(
     if 2 * len(wrong) > compared:
         number, token, ours, theirs = wrong[0]
         raise TokenizationError(
-            f"{where}: {len(wrong)} of {compared} tokens are others than those of their logprobs: token {number} has id {token}, "
-            f"which is {ours!r}, but a logprob of {theirs!r}; the server's ids and logprobs are out of step, or the tokenizer is "
-            "another's"
+            f"{where}: {len(wrong)} of {compared} tokens differ from those of their logprobs: token {number} has id {token}, "
+            f"which is {ours!r}, but its logprob is for {theirs!r}; the server's ids and logprobs are out of step, "
+            "or the tokenizer is another model's"
         )
     return checked, len(wrong)

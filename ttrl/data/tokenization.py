@@ -2,7 +2,7 @@
 
 With ids nothing is tokenized again. Text, ids and log-probabilities are checked against each other:
 
-    text against ids        they may differ for good reasons (a stop string that the server cuts off, bytes that are no UTF-8):
+    text against ids        they may differ for good reasons (a stop string that the server cuts off, bytes that are not UTF-8):
                             counted and logged, the ids are used
     ids against logprobs    one for each, else an error; where the server's token strings were kept, the same tokens
     mask against ids        trained is what the server says it generated, and nothing else
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TokenizationCounts:
-    """What was found, over all samples so far."""
+    """Counts over all samples so far."""
 
     samples: int = 0
     sequences: int = 0

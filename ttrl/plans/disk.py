@@ -33,7 +33,7 @@ class DiskNeeds:
     checkpoint: float
     state: float
     others: float
-    """What else an iteration leaves: rollouts, packed rows, logs; the cache, where it is a folder."""
+    """Everything else that an iteration leaves: rollouts, packed rows, logs; the cache, where it is a folder."""
     next: float
     """The most that checkpoints and states take until NEXT_ITERATIONS more iterations are finished."""
     whole: float

@@ -1,4 +1,4 @@
-"""How long prompts and completions of an iteration are: known from a run, counted in tasks, or assumed.
+"""Find how long prompts and completions of an iteration are: known from a run, counted in tasks, or assumed.
 
 A group is a task's prompt, token by token (what prompts have in common is stored once in the trainer's rows), and the lengths of
 its completions. Assumed lengths are lognormal, cut off at `max_tokens`: what models answer is skewed to the right.
@@ -28,14 +28,14 @@ _RUN_ITERATIONS = 3  # of a run, the newest
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What to take for what is not known; None: a default."""
+    """Values for what is not known; None: a default."""
 
     prompt_tokens: float | None = None
     """Mean length of prompts."""
     completion_tokens: float | None = None
     """Mean length of completions."""
     signal_share: float | None = None
-    """Of the groups, those whose rewards differ, so that they are trained on; None: all."""
+    """Share of the groups whose rewards differ, so that they are trained on; None: all."""
 
     def __post_init__(self) -> None:
         for name, value in (("prompt_tokens", self.prompt_tokens), ("completion_tokens", self.completion_tokens)):
@@ -61,12 +61,12 @@ class IterationLengths:
 
     groups: list[PlannedGroup]
     scale: float
-    """An iteration is so many times that."""
+    """How many times that an iteration is."""
     prompts_from: str
     completions_from: str
     """"assumed", "tasks", "probe", or "run": what the lengths come from."""
     signal_share: float = 1.0
-    """Of the groups, those that are trained on."""
+    """Share of the groups that are trained on."""
     signal_from: str = "assumed"
 
     @property

@@ -1,4 +1,4 @@
-"""What a plan is made for: this machine, as it is measured in a moment, or a GPU by its data sheet."""
+"""Describe what a plan is made for: this machine, measured in a moment, or a GPU by its data sheet."""
 
 import functools
 import os
@@ -11,13 +11,13 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 
 _SECONDS = 0.05  # that a product is measured, as `ttrl.training.timing` does
-_ROUNDS = 8  # at least: other programs may be at work as well
+_ROUNDS = 8  # at least: other programs may be running too
 _OPERATIONS = 2e9  # of one product
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What trainer and server run on."""
+    """The hardware that trainer and server run on."""
 
     name: str
     cuda: bool
@@ -31,7 +31,7 @@ class Machine:
     """"measured" or "data sheet"."""
 
 
-# Dense bf16 FLOP/s, bytes of memory, bytes/s: the makers' data sheets. Nothing reaches the first number; see plan_seconds.
+# Dense bf16 FLOP/s, bytes of memory, bytes/s: the makers' data sheets. Nothing reaches the first number; see plans/seconds.py.
 GPUS = {
     "a10g": (70e12, 24e9, 600e9),
     "a100-40gb": (312e12, 40e9, 1555e9),

@@ -1,4 +1,4 @@
-"""A plan of a run: what an iteration consists of, memory, disk, seconds, and what is wrong with it.
+"""Make a plan of a run: what an iteration consists of, memory, disk, seconds, and what is wrong with it.
 
 Counted exactly, for prompts and completions of the given or assumed lengths: samples, tokens, packed rows, optimizer steps,
 FLOPs. Estimated: memory (`ttrl.costs.memory`, within some 10% on CPU), disk, seconds. Seconds are rough unless they were
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe has found out."""
+    """The findings of a probe."""
 
     lengths: IterationLengths
     seconds: Mapping[str, Seconds]
-    """Of an iteration's phases, and of "server start" and "trainer start"."""
+    """By phase of an iteration, and "server start" and "trainer start"."""
     memory: Mapping[str, float]
     """Peaks in bytes: "trainer", "server"."""
     warnings: Sequence[str] = ()
@@ -60,10 +60,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run of `config`, without running anything but a matrix product.
 
-    tasks: their prompts are counted; without tasks, lengths are assumed, or, with `run`, a folder that iterations lie in already,
-    those that came out. gpu: what the run is planned for (see `plan_machine.GPUS`); None: this machine. price_per_hour: of the
-    whole machine. recipe_only: of the trainer alone. probed: what a probe has found out. tokenizer: the model's, to count prompts
-    with; None: it is loaded where there are tasks.
+    probed: the findings of a probe. tokenizer: the model's, to count prompts with; None: it is loaded where there are tasks. gpu:
+    see GPUS of `ttrl.plans.machine`. The other arguments are those of `ttrl.plan`.
 
     Raises ConfigError, ModelFolderError, UserError.
     """
@@ -139,14 +137,16 @@ def read_model_config(model: str) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         if model.count("/") != 1 or model.startswith((".", "/")):
-            raise ModelFolderError(f"{model}: there is neither a model folder nor a config.json, and it is no name on the hub")
+            raise ModelFolderError(f"{model}: there is no model folder or config.json there, and it is not a name on the hub")
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         try:
             path = Path(hf_hub_download(model, "config.json"))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ModelFolderError(f"{model}: no model folder, and config.json could not be had from the hub: {error}") from error
+            raise ModelFolderError(
+                f"{model}: not a model folder, and config.json could not be fetched from the hub: {error}"
+            ) from error
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

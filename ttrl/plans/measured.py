@@ -1,4 +1,4 @@
-"""What a run measured of itself (rows of metrics.jsonl), in the terms of a plan."""
+"""Read what a run measured (rows of metrics.jsonl) in the terms of a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Memory of trainer and server, how many sequences the server computes at the same time, and whether it all fits."""
+"""Plan the memory of trainer and server, and how many sequences the server computes at the same time."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,28 +26,28 @@ _SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "K": 2**10, "M": 2**20, "G
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Bytes, of each trainer process and server; on CUDA, of a GPU."""
+    """Bytes for each trainer process and server; on CUDA, for each GPU."""
 
     trainer: float
     """Peak."""
     trainer_parts: Mapping[str, float]
-    """At that moment."""
+    """Bytes by part at the peak."""
     trainer_moment: str
     server: float
     """With all of its cache."""
     server_parts: Mapping[str, float]
     cache_tokens: int
-    """For how many tokens the server's cache has room."""
+    """Tokens for which the server's KV cache has room."""
     sequences: int
-    """Of the mean length, at the same time in a server."""
+    """Sequences of the mean length that are in a server at the same time."""
     beside: tuple[int, int]
     """How many trainer processes and servers share the memory: on CUDA, those on one GPU."""
     together: bool
     """Whether both are there at the same time, on the same device or in the same memory."""
     available: float
-    """Of the device, or of the machine."""
+    """Memory of the device, or of the machine."""
     savings: Mapping[str, float] = field(default_factory=dict)
-    """Of the trainer's peak, by setting."""
+    """Bytes that other settings would save of the trainer's peak."""
 
     @property
     def peak(self) -> float:

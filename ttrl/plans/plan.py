@@ -1,4 +1,4 @@
-"""A plan as a table for terminals of 80 columns."""
+"""Write a plan as a table for terminals of 80 columns."""
 
 import dataclasses
 import textwrap
@@ -28,7 +28,7 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take. `str()` is a table for terminals, `to_dict` plain values."""
+    """The expected cost of a run. `str()` is a table for terminals, `to_dict` plain values."""
 
     model: str
     parameters: int

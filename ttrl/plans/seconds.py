@@ -1,7 +1,7 @@
-"""Seconds of each phase: a rough figure for every phase, which is replaced by what was measured where something was.
+"""Plan the seconds of each phase: a rough figure, which is replaced by what was measured where something was.
 
 Rough figures come from the plan's FLOPs and a share of the machine's matrix product speed that programs like these reach. They
-are within a factor of two or three of what comes out for models that keep a machine busy; for tiny ones fixed costs decide.
+are within a factor of two or three for models that keep a machine busy; for tiny ones fixed costs dominate.
 Phases have the names of the columns "seconds" of metrics.jsonl.
 """
 
@@ -23,7 +23,7 @@ _SECONDS_OF_TOKEN = 1 / 7000  # of the server's own work for a sampled token, on
 _SECONDS_OF_STEP = {False: 0.004, True: 0.008}  # of one step of the server, whatever the batch
 _SECONDS_OF_UPDATE = 0.01
 _DISK = 1e9  # bytes/s of checkpoints, gathered, written and synced
-_START = {"server": 25.0, "trainer": 1.0}  # a trainer that stays up starts beside the server
+_START = {"server": 25.0, "trainer": 1.0}  # a trainer that stays up starts together with the server
 _TRAINER_START = 7.0  # of one that does not, in each iteration
 _PACK_OF_SAMPLE = 1e-4
 _FIXED = {"sync": 0.1, "pack": 0.02, "other": 0.1}
@@ -31,12 +31,12 @@ _FIXED = {"sync": 0.1, "pack": 0.02, "other": 0.1}
 
 @dataclass(frozen=True)
 class PlannedSeconds:
-    """Of a run."""
+    """Seconds of a run."""
 
     start: Mapping[str, Seconds]
     """Once: "server", and "trainer", as far as the first iteration waits for it."""
     phases: Mapping[str, Seconds]
-    """Of an iteration, by phase."""
+    """By phase of an iteration."""
     iteration: float
     """All phases together. Less than their sum where they overlap: validation and the next rollouts share the server."""
     run: float

@@ -1,4 +1,4 @@
-"""What is wrong with a plan, in words, with the way out."""
+"""Say in words what is wrong with a plan, and the way out."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an iteration consists of: samples, tokens, packed rows, optimizer steps, and its exact floating-point operations.
+"""Count what an iteration consists of: samples, tokens, packed rows, optimizer steps, and its exact floating-point operations.
 
 Rows come out of the packer itself, given the prompts and completions of random tokens; FLOPs come out of the rows.
 """
@@ -19,7 +19,7 @@ from ttrl.plans.lengths import IterationLengths, made_up_samples
 
 @dataclass(frozen=True)
 class Work:
-    """Of one iteration. Counts of a plan are expectations."""
+    """Counts of one iteration, as expected."""
 
     tasks: int
     samples: int
@@ -32,7 +32,7 @@ class Work:
     completion_tokens: float
     """Sampled in an iteration."""
     signal_share: float
-    """Of the groups, those that are trained on."""
+    """Share of the groups that are trained on."""
     rows: int
     filled_rows: int
     """Without those that are only there so that each trainer process has as many."""
@@ -50,7 +50,7 @@ class Work:
     """Samples that do not fit into a row."""
     optimizer_steps: int
     microbatches: int
-    """Of each trainer process."""
+    """Per trainer process, over all optimizer steps."""
     longest_sample: int
     validation_samples: int
     validation_tokens: float
@@ -63,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class PlannedFlops:
-    """Of an iteration, over all processes."""
+    """Operations of an iteration, over all processes."""
 
     sampling: float
     training: float

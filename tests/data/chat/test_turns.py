@@ -123,7 +123,7 @@ def test_arguments_that_are_no_json_are_not_trained(tokenizer_of):
     broken = CALL | {"function": {"name": "add", "arguments": '{"x": '}}
     messages = [Q1, {"role": "assistant", "content": None, "tool_calls": [broken]}, RESULT, A1]
     chat = tokenize_chat(tokenizer_of("instructs"), messages)
-    assert [turn.message for turn in chat.untrained] == [1] and "no JSON object" in chat.untrained[0].reason
+    assert [turn.message for turn in chat.untrained] == [1] and "not a JSON object" in chat.untrained[0].reason
 
 
 @pytest.mark.parametrize("arguments", [{}, {"n": 1}, '{"n": 1}', None, ""])
@@ -213,7 +213,7 @@ def test_a_refusal_names_the_template_and_the_reason(tokenizer_of):
         tokenize_chat(tokenizer, [SYSTEM, Q1, A1])
     with pytest.raises(TokenizationError, match="they alternate"):
         tokenize_chat(tokenizer, [Q1, Q2, A1])
-    with pytest.raises(TokenizationError, match="line 2 is no Jinja"):
+    with pytest.raises(TokenizationError, match="line 2 is not valid Jinja"):
         tokenize_chat(tokenizer_of("{{ messages }}\n{% endfor %}"), [Q1, A1])
     with pytest.raises(TokenizationError, match=r"ignores add_generation_prompt and puts '<\|im_start\|>assistant"):
         tokenize_chat(tokenizer_of("never asks"), [Q1, A1])

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from ttrl.data.packing.aggregation import loss_weights, normaliser
+from ttrl.data.packing.aggregation import normaliser
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 
@@ -53,7 +53,7 @@ def test_the_weighted_sum_is_the_mean_it_is_named_after(aggregation, length):
         "constant": sum(map(sum, per_sample)) / (len(per_sample) * 7),
     }[aggregation]
     trained = packed.labels >= 0
-    assert float(torch.where(trained, loss * loss_weights(packed), 0.0).sum()) == pytest.approx(expected, rel=1e-5)
+    assert float(torch.where(trained, loss * packed.weights, 0.0).sum()) / normaliser(packed) == pytest.approx(expected, rel=1e-5)
 
     # Rows of a step in any division: weights and Z add up to those of the whole; rows of padding change nothing.
     z = normaliser(packed)
@@ -67,4 +67,3 @@ def test_rows_of_padding_alone_weigh_nothing():
     packed = packed_tensors_from_tokenized_results(samples(), seq_len=200, pad_id=0).pad_rows_to_multiple(2)
     padding = packed.rows([1])
     assert normaliser(padding) == 0.0
-    assert loss_weights(padding).tolist() == [[0.0] * 200]

@@ -42,7 +42,7 @@ def unsayable(message: Mapping[str, Any]) -> str | None:
     """Say why no template could show what an assistant's message says, as it was given; None where one might."""
     functions = [call["function"] for call in message.get("tool_calls") or [] if _is_function_call(call)]
     if any(_arguments(function) is None for function in functions):
-        return "the arguments of a tool call are no JSON object; a server shows such to the model as {}"
+        return "the arguments of a tool call are not a JSON object; a server shows them to the model as {}"
     if message.get("function_call"):
         return "function_call is the old form of tool_calls, which templates do not show"
     if message.get("content") is None and not message.get("tool_calls") and not any(message.get(key) for key in REASONING_KEYS):
@@ -186,7 +186,7 @@ class ChatTemplate:
 
 def _told(error: Exception) -> str:
     if isinstance(error, TemplateSyntaxError):
-        return f"line {error.lineno} is no Jinja: {error.message}"
+        return f"line {error.lineno} is not valid Jinja: {error.message}"
     return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
 
 

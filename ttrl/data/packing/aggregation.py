@@ -14,7 +14,6 @@ before the forward pass.
 import math
 
 import torch
-from torch import Tensor
 
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
@@ -37,12 +36,3 @@ def normaliser(packed: PackedTensors) -> float:
         return num_trained_samples(packed)
     assert packed.aggregation == "constant" and packed.constant_length is not None
     return num_trained_samples(packed) * packed.constant_length
-
-
-def loss_weights(packed: PackedTensors) -> Tensor:
-    """Return w / Z [B, T], float32: the loss of a step over these rows alone is the sum of its products with the token losses.
-
-    All zeros where nothing is trained.
-    """
-    z = normaliser(packed)
-    return packed.weights / z if z else torch.zeros_like(packed.weights)

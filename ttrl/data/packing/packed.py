@@ -1,4 +1,4 @@
-"""The packed tensors themselves: what a row holds, how rows are taken, padded and trimmed, and the sample table beside them.
+"""The packed tensors themselves: what a row holds, how rows are taken, padded and trimmed, and their sample table.
 
 Everything is aligned at the position that *predicts*: `labels[b, t]`, `logprobs[b, t]`, `advantages[b, t]` all speak of the token
 that follows position t in its sample. Nothing downstream shifts a tensor. How samples come to be laid out: packing.py. What must

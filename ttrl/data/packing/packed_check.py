@@ -1,4 +1,4 @@
-"""Do packed tensors keep their contract? Every rule of the format, tested on whole arrays.
+"""Check that packed tensors keep their contract: every rule of the format, tested on whole arrays.
 
 Run after packing and on loading, so that a trainer never sees arrays that do not belong together. What must hold at every
 position is tested there; what is the same all along a group is read once per run of equal group ids (`_Runs`), which are few.
@@ -89,7 +89,7 @@ class _Owned:
     sample: int
     row: int
     position: int
-    """Of its first token in the sample: what lies before is shared."""
+    """The first token's position in the sample: everything before it is shared."""
     length: int
     num_trained: int
     path: list[int]
@@ -134,7 +134,7 @@ class _Runs:
     token: np.ndarray
 
     start: np.ndarray
-    """Of the run, counted over all rows."""
+    """First position, counted over all rows."""
 
     def refuse(self, place: _Place, wrong: np.ndarray, rule: str) -> None:
         """Raise PackError for the first True of `wrong`."""

@@ -19,7 +19,7 @@ from ttrl.errors import PackError
 from ttrl.system.files import atomic_file, digest
 
 TOKENIZER_KEY = "tokenizer"
-"""Of PackedTensors.metadata."""
+"""Key in PackedTensors.metadata."""
 
 
 def tokenizer_digest(folder: str | Path) -> str | None:
@@ -58,7 +58,7 @@ def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[P
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (safetensors.SafetensorError, OSError) as error:
         raise PackError(f"{path}: cannot be read as safetensors ({error}); it is damaged or incomplete, pack again") from error
     if HEADER_KEY not in metadata:

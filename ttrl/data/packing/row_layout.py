@@ -1,7 +1,7 @@
 """From rows of sample numbers to tensors: which tokens stand where, and everything that is known about them there.
 
 A row is cut into segments: a shared node, what belongs to one sample, and the padding at its end. They follow each other depth
-first, so that whatever continues a node stands behind it without a gap.
+first, so that whatever continues a node follows it without a gap.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _NUMPY_DTYPES = {
     name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in TENSOR_DTYPES.items() if name != "reference_logprobs"
 }
 _OF_LABELS = ("labels", "assistant_mask", "logprobs", "advantages", "weights", "weights_version")
-"""What speaks of the token that a position predicts; where nothing trained is predicted, it is as in padding."""
+"""Tensors about the token that a position predicts; where nothing trained is predicted, they are as in padding."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Segments:
     source: np.ndarray
     """The first token, counted in FlatSamples; 0 for padding."""
     position: np.ndarray
-    """Of the first token in its sample."""
+    """The first token's position in its sample."""
     group: np.ndarray
     """Number within the row; -1 for padding."""
     parent: np.ndarray

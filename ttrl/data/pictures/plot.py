@@ -10,6 +10,7 @@ from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
 from ttrl.data.pictures.colours import advantage_colour, group_colour, mix
 from ttrl.data.pictures.segments import Segment, TokenText, check_rows, figures_of, figures_of_pack, segments_of, visible
+from ttrl.text import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +81,7 @@ def plot_packed_tensors(
     figure.suptitle(
         (f"{visible(title)} · " if title else "").replace("$", r"\$")
         + f"{packed.num_rows} {rows_word} of {packed.seq_len:,} positions{shown}, "
-        f"{100 * whole.tokens / whole.positions:.1f}% filled: {whole.samples:,} samples, {whole.trained:,} trained tokens, "
+        f"{percent(whole.tokens / whole.positions)} filled: {whole.samples:,} samples, {whole.trained:,} trained tokens, "
         f"{whole.saved:,} saved by sharing",
         fontsize=11,
     )

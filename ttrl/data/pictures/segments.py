@@ -1,4 +1,4 @@
-"""A packed row as people see it: segments in the shape of trees, and what sharing saves. What all pictures are drawn from."""
+"""Read a packed row as people see it, for all pictures: segments in the shape of trees, and what sharing saves."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import numpy as np
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
 from ttrl.errors import PackError
+from ttrl.text import percent
 
 TokenText: TypeAlias = Callable[[int], str]
 """From a token id to its text, as `visible` shows it or not."""
@@ -34,7 +35,7 @@ class Segment:
     position: int
     """input_pos of its first token."""
     label: int
-    """What its last position predicts, -100 where nothing is trained there: the only label that is not the token behind it."""
+    """The label of its last position, -100 where nothing is trained there: the only label that is not the next token."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,12 @@ class RowFigures:
         return [
             f"{self.positions:,} positions",
             f"{self.tokens:,} tokens",
-            f"{self.trained:,} trained ({_percent(self.trained, self.tokens)} of the tokens)",
-            f"{self.padding:,} padding ({_percent(self.padding, self.positions)})",
+            f"{self.trained:,} trained ({percent(self.trained / self.tokens)} of the tokens)",
+            f"{self.padding:,} padding ({percent(self.padding / self.positions)})",
             f"{self.samples:,} {'sample' if self.samples == 1 else 'samples'} in {self.trees:,} "
             f"{'tree' if self.trees == 1 else 'trees'}",
-            f"{self.saved:,} shared tokens saved ({_percent(self.saved, self.tokens + self.saved)})",
+            f"{self.saved:,} shared tokens saved ({percent(self.saved / (self.tokens + self.saved))})",
         ]
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "0%"
 
 
 def check_rows(packed: PackedTensors, rows: Sequence[int]) -> list[int]:
