@@ -186,4 +186,4 @@ class TokenizedResult:
     finish_reason: str | None = None
     share: float = 1.0
     """Of the sample's generated tokens, the part that this sequence trains: below 1 where it is one of several. Means over
-    samples then still count a sample once (`ttrl.data.packing.aggregation`)."""
+    samples then still count a sample once (`ttrl.data.packing.packed`)."""

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ttrl.data.packing.aggregation import normaliser
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results, unpack
+from ttrl.data.packing.packed import normaliser
 from ttrl.data.shaping import answer_end
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import TokenizationError

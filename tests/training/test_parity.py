@@ -6,8 +6,8 @@ from support import tiny_models
 from support.tiny_models import load_policy_in, random_samples
 
 from ttrl.configs import TrainingConfig
-from ttrl.data.packing.aggregation import normaliser
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.packing.packed import normaliser
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.models import to_hugging_face_names
 from ttrl.training.objective.losses import clipped_ratio_loss

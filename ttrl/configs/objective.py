@@ -10,7 +10,7 @@ from ttrl.configs.base import Config, at_least
 @dataclass(kw_only=True)
 class ObjectiveConfig(Config):
     """The loss of a trained token, and what is added to it. The weights of tokens are stored with the packed tensors
-    (`ttrl.data.packing.aggregation`); how rewards become advantages is decided before that (`ttrl.data.advantages`)."""
+    (`ttrl.data.packing.packed`); how rewards become advantages is decided before that (`ttrl.data.advantages`)."""
 
     objective: Literal["ppo", "reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov"] = "ppo"
     """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo: clipped ratio of whole samples;

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ttrl.configs import TrainingConfig
-from ttrl.data.packing.aggregation import normaliser
 from ttrl.data.packing.pack import PackedTensors
+from ttrl.data.packing.packed import normaliser
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.packing.row_balance import balance, row_work
 from ttrl.errors import PackError

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from ttrl.data.packing.aggregation import normaliser
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.packing.packed import normaliser
 from ttrl.records import TokenizedResult
 
 

@@ -158,6 +158,24 @@ class PackedTensors:
         return packed
 
 
+def normaliser(packed: PackedTensors) -> float:
+    """Return Z of these rows: the loss of an optimizer step is Σ w·ℓ / Z.
+
+    token      w = 1                          Z = trained tokens                   every token counts the same
+    sequence   w = 1 / its sample's length    Z = samples with a trained token     every sample counts the same
+    constant   w = 1                          Z = samples × a fixed length         Dr. GRPO: no length in the weights at all
+
+    A sample of several sequences (`TokenizedResult.share`) counts as one: each of its sequences counts for its share of the
+    sample's generated tokens, in w and in Z. w is stored with the rows. Z belongs to the rows of one optimizer step and is known
+    before the forward pass: rows are disjoint, so the Z of several ranks or microbatches add up. 0.0 where nothing is trained.
+    """
+    if packed.aggregation == "token":
+        return float(packed.num_trained)
+    trained = torch.unique(packed.sample_ids[packed.labels != IGNORE_LABEL]).tolist()
+    samples = math.fsum(packed.samples[number].share for number in trained)
+    return samples if packed.constant_length is None else samples * packed.constant_length
+
+
 def unpack(packed: PackedTensors) -> list[TokenizedResult]:
     """Return the samples as they were before packing, in the order of the sample table, up to the last trained token of each:
     what follows it is not stored.

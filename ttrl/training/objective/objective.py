@@ -3,7 +3,7 @@
     objective = objective_from(config).at(global_step)
     loss_N, facts = objective.loss(logprobs_N, sampled_N, advantages_N, samples_N, extras)
 
-and the loss of an optimizer step is Σ w·loss / Z (`ttrl.data.packing.aggregation`). `extras` holds what the objective says it
+and the loss of an optimizer step is Σ w·loss / Z (`ttrl.data.packing.packed`). `extras` holds what the objective says it
 needs:
 
 "start_logprobs"      [N] or None   needs_start_logprobs    the trainer's at the start of the iteration; None where the iteration
