@@ -89,10 +89,7 @@ HOUSE = {
     "training.models": _room("training.kernels", "torch torchtune transformers safetensors huggingface_hub"),
     "training.policy": _room("training.models training.kernels training.parallel configs", "torch torchtune torchao safetensors"),
     "training.optimizer": _room("training.policy training.parallel configs", "torch torchao safetensors"),
-    "grpo_recipe": _room(
-        "training training.kernels training.objective training.parallel training.policy data.packing configs",
-        "torch torchtune transformers omegaconf",
-    ),
+    "grpo_recipe": _room("training training.objective training.parallel data.packing configs", "torchtune omegaconf"),
     "sft_recipe": _room(
         "training training.kernels training.models training.objective training.parallel training.policy data.chat data.packing "
         "configs records",

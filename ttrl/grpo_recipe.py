@@ -6,7 +6,7 @@ Reads packed rows and a model folder, writes a model folder, the optimizer's sta
 
 The loss of a step is Σ w·ℓ / Z over all its trained tokens, with ℓ the objective's loss of a token
 (`ttrl.training.objective.objective`), weights w from the pack, and Z known before the first forward pass and the same on all
-ranks; so accumulation, microbatches and ranks change nothing but rounding. With the same inputs, seed, threads and one process,
+ranks; so accumulation, microbatches and ranks only change the rounding. With the same inputs, seed, threads and one process,
 the result is the same bit for bit. The settings: `ttrl.configs.GRPOConfig`. With `follow` the process stays up and trains one
 iteration after the other, with the same result (`ttrl.training.resident`).
 

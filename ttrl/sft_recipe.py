@@ -4,7 +4,7 @@
 
 The same rows, policy, head and checkpoints as `ttrl.grpo_recipe`; the loss is the mean -log π over the trained tokens of a step,
 which are what the assistant wrote in all its turns, end-of-turn tokens included. Where a chat template rewrites earlier turns
-once the conversation goes on, those are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat.templates).
+once the conversation continues, those are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat.templates).
 The settings: `ttrl.configs.SFTConfig`.
 
 Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run on a GPU yet.
@@ -106,7 +106,7 @@ def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
     """Return all conversations that fit into a row as token sequences, and the id to pad with.
 
-    Raises ConfigError where there are none, or a line is no conversation; ModelFolderError where the tokenizer cannot be loaded.
+    Raises ConfigError if there are none, or a line is not a conversation; ModelFolderError if the tokenizer cannot be loaded.
     """
     read_config(config.model)  # says what is wrong with a folder; the tokenizer would ask the hub for it
     try:
@@ -124,7 +124,7 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
         messages = row.get("messages") if isinstance(row, dict) else None
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise ConfigError(
-                f"{config.data}, line {number}", ['no conversation; a line is {"messages": [{"role": …, "content": …}, …]}']
+                f"{config.data}, line {number}", ['not a conversation; a line is {"messages": [{"role": …, "content": …}, …]}']
             )
         examples += conversation(tokenizer, messages, row.get("tools"), f"{config.data}, line {number}")
     fitting = [example for example in examples if len(example.token_ids) <= config.seq_len]

@@ -29,10 +29,10 @@ class TrainingConfig(Config):
     """Where checkpoint/, state/ and train.jsonl are written."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the computation. Parameters and optimizer state are fp32 either way."""
+    """Dtype of the computation. Parameters and optimizer state are fp32 either way."""
     checkpoint_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the weights in checkpoints, not of adapters. "bf16" takes half the disk, and rounds: the next iteration starts from what
-    was written, so updates smaller than about 0.2% of a weight are lost; not for small learning rates."""
+    """Dtype of the weights in checkpoints, not of adapters. "bf16" takes half the disk, and rounds: the next iteration starts
+    from what was written, so updates smaller than about 0.2% of a weight are lost; not for small learning rates."""
     context: int | None = None
     """The longest sequence that the server accepts, in tokens (vLLM's max_model_len), on which RoPE of the type longrope depends;
     None: the model's max_position_embeddings, as in vLLM."""
@@ -74,7 +74,7 @@ class TrainingConfig(Config):
     rows_per_microbatch: int = 4
     """Packed rows in one forward and backward pass on each rank. The update is the same for any value."""
     row_length_multiple: int = 1
-    """Rows are trimmed to their real length, rounded up to a multiple of this. Code is compiled anew for each length, so
+    """Rows are trimmed to their real length, rounded up to a multiple of this. Code is compiled for each new length, so
     `compile` wants few of them (128 or more)."""
     num_output_chunks: int | None = None
     """Chunks in which the trained positions of a microbatch pass through the output projection; only one chunk's logits are ever

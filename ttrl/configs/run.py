@@ -43,7 +43,7 @@ class TrainConfig(Config):
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of servers and trainer; "auto" is bf16 on CUDA and fp32 on CPU."""
+    """Dtype of servers and trainer; "auto" is bf16 on CUDA and fp32 on CPU."""
 
     # Sampling
 

@@ -35,7 +35,7 @@ _RESTARTS_WITHIN = 3600.0
 def read_or_make_key(path: Path) -> str:
     """Return the key in `path`. If the file does not exist, it is made with a random key, readable by its owner only.
 
-    Raises UserError for a file that others may read, or that holds no key.
+    Raises UserError for a file that others may read, or that does not hold a key.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The canary: what a checkpoint must compute, stored with it, so that a server can be held to it after every weight sync.
+"""The canary: what a checkpoint must compute, stored with it, so that a server can be checked after every weight sync.
 
 It has two parts, because a server can be wrong in two ways. The log-probabilities of a fixed sequence of random tokens show wrong
 or stale weights. A greedy continuation of that sequence shows stale keys and values too: requests for prompt log-probabilities
@@ -28,7 +28,7 @@ from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 
 CANARY_FILE = "canary.json"
-CANARY_LENGTH = 257  # two KV blocks of 128 tokens and one more, so that whole blocks lie in the prefix cache
+CANARY_LENGTH = 257  # two KV blocks of 128 tokens and one more, so that whole blocks are in the prefix cache
 GREEDY_LENGTH = 8
 
 logger = logging.getLogger(__name__)

@@ -117,7 +117,7 @@ def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_byt
     shards = _shards(entries, max_bytes)
     weight_map: dict[str, str] = {}
     digests: dict[str, Future[str]] = {}
-    # Digests are made beside gathering and writing: SHA-256 is slower than most disks.
+    # Digests are computed during gathering and writing: SHA-256 is slower than most disks.
     with ThreadPoolExecutor(_HASHING_THREADS) as hashing:
         for number, shard in enumerate(shards, 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -158,7 +158,7 @@ def save_checkpoint(
     training's, which says what happens to adapters; without it they are merged, and not written separately.
 
     With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with the tolerance of bfloat16;
-    training goes on from what is written, so small updates get lost.
+    training continues from what is written, so small updates are lost.
     """
     vocab_size = policy.decoder.tok_embeddings.num_embeddings
     canary = compute_canary(policy, ranks.device, known_continuation(Path(start_folder), vocab_size))

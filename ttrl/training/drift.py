@@ -1,11 +1,11 @@
-"""Sampler against trainer: how far apart their log-probabilities of the same tokens are, before anything was trained on them.
+"""Compare sampler and trainer: how far apart their log-probabilities of the same tokens are, before any training on them.
 
-In exact arithmetic there is no difference for tokens of the policy that training starts from. What there is comes from rounding
+In exact arithmetic there is no difference for tokens of the policy that training starts from. Any difference comes from rounding
 (and is small), or from something that is wrong: other weights, another distribution, another model. Tokens of older policies
-differ because the policy has moved: that is policy lag, and no sign of anything wrong, so figures are kept by weights version.
-Where an older policy sampled all tokens, some rows are compared under its own weights as well (`Prepass`).
+differ because the policy has moved: that is policy lag, not an error, so figures are kept by weights version. If an older policy
+sampled all tokens, some rows are compared under its own weights as well (`Prepass`).
 
-Also written: `trainer_logprobs.safetensors` beside train.jsonl, the trainer's numbers in the places of the pack, for the report.
+`trainer_logprobs.safetensors`, next to train.jsonl, holds the trainer's numbers in the places of the pack, for the report.
 
 Shapes: N trained positions over all steps and ranks, P rows of the pack, T positions of a row.
 """

@@ -1,9 +1,8 @@
-"""What goes wrong while training: numbers that are not finite, and memory that runs out.
+"""Handle what goes wrong while training: numbers that are not finite, and memory that runs out.
 
-A step whose loss or gradient is NaN or infinite is not taken: its gradient is thrown away, the state stays as it was, and the
-next step goes on. (With `optimizer_in_backward`, parameters with finite gradients are stepped before that is known.) All ranks
-decide alike, because they decide on sums over the ranks.
-"""
+A step whose loss or gradient is NaN or infinite is not taken: its gradient is discarded, the state stays as it was, and training
+continues with the next step. (With `optimizer_in_backward`, parameters with finite gradients are stepped before that is known.)
+All ranks decide alike, because they decide on sums over the ranks."""
 
 import contextlib
 import logging

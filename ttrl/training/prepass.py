@@ -1,4 +1,4 @@
-"""What is found out before the first optimizer step of an iteration, in passes without gradient.
+"""Measure what an iteration needs before its first optimizer step, in passes without gradient.
 
 - the sampler's log-probabilities again, under its own weights, for some rows of a pack that an older policy sampled;
 - the policy's log-probabilities at the start, where later steps see changed weights or advantages are made from them;
@@ -63,9 +63,9 @@ class Prepass:
         self.reference_head: tuple[Tensor, Tensor | None] | None = None
         """The reference model's output projection [V, D] and its bias, where KL is taken over the whole vocabulary."""
         self.drift: dict[str, Any] | None = None
-        """`compare_tokens` over the whole iteration, where a pass was made for it."""
+        """`compare_tokens` over the whole iteration, if a pass was made for it."""
         self.own_weights: dict[str, Any] | None = None
-        """The same of some rows' tokens that `config.sampler_version` sampled, under its own weights; where it is given."""
+        """The same for some rows' tokens that `config.sampler_version` sampled, under its own weights; if it is given."""
 
     def run(self) -> None:
         """Make all passes but the choice of tokens. A collective."""

@@ -39,9 +39,8 @@ def check_reference(packed: PackedTensors, config: GRPOConfig) -> None:
     """Check what the objective will compare the policy with, before anything is loaded. Packs that do not say where their
     log-probabilities come from are trusted.
 
-    Raises PackError where the pack's log-probabilities are of another temperature, or of other weights than `reference_model`'s,
-    if one is given; ConfigError where there is neither a reference model nor stored log-probabilities.
-    """
+    Raises PackError if the pack's log-probabilities are of another temperature, or of other weights than `reference_model`'s if
+    one is given; ConfigError if there is neither a reference model nor stored log-probabilities."""
     if not config.needs_estimates:
         return
     if packed.reference_logprobs is None:

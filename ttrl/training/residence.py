@@ -1,12 +1,12 @@
-"""What a recipe keeps warm from one iteration to the next: the policy, its optimizer, the value head.
+"""Keep what a recipe needs warm from one iteration to the next: the policy, its optimizer, the value head.
 
-An iteration names the files that it starts from, a model folder and a state. What is in memory is used in their place where it is
-known to be the same: it is what this process wrote into these very files, or read from them, and no file has been touched since
-(by inode, size and times). Otherwise the files are read, as in a process of its own: after a kill, for an iteration that is
-trained again, for a file that was put there by hand, and for any changed setting. So both forms give the same weights, bit for
-bit; with one exception: compiled layers, which may have been compiled for lengths of earlier iterations.
+An iteration names the files that it starts from, a model folder and a state. What is in memory is used instead if it is known to
+be the same: this process wrote it to these very files, or read it from them, and no file has changed since (by inode, size and
+times). Otherwise the files are read, as in a new process: after a kill, for an iteration that is trained again, for a file that
+was put there by hand, and for any changed setting. So both produce the same weights, bit for bit; with one exception: compiled
+layers, which may have been compiled for lengths of earlier iterations.
 
-Where files hold less than memory does (weights or moments that are rounded when they are written), memory takes what they hold.
+If files hold less than memory does (weights or moments that are rounded when written), memory takes over what they hold.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from ttrl.training.taking import Stepper
 
 logger = logging.getLogger("ttrl.training")
 
-# What differs from iteration to iteration without another model, optimizer or schedule.
+# Settings that change from iteration to iteration while model, optimizer and schedule stay the same.
 _OF_ONE_ITERATION = ("model", "state", "packed", "output_dir", "iteration", "follow", "sampler_model", "sampler_version")
 
 
@@ -54,7 +54,7 @@ Files = tuple[tuple[Any, ...], ...]
 
 
 class Residence:
-    """Holds what was trained until the next iteration asks for it; one for each rank. Its methods are collectives.
+    """Holds what was trained until the next iteration asks for it; one per rank. Its methods are collectives.
 
     trained = residence.enter(config)
     …                                     # train, write checkpoint and state
@@ -137,7 +137,7 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
         return
     for path in sorted(folder.iterdir()):
         if path.suffix in (".safetensors", ".json", ".distcp", ".metadata") or path.name == ".metadata":
-            if path.name == "canary.json":  # says what the weights compute, and is none of them
+            if path.name == "canary.json":  # describes the weights, and holds none
                 continue
             stat = path.stat()
             yield label, path.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -1,8 +1,8 @@
-"""A recipe that stays up: it trains one config after the other, as they appear in a folder (`ttrl.system.request_folder`).
+"""Run a recipe that stays up and trains one config after the other, as they appear in a folder (`ttrl.system.request_folder`).
 
-Each rank looks for the next config by itself, so that no collective waits, and times out, while there is nothing to do; once they
-have seen it, they work as ranks always do. Whatever goes wrong ends the process with the message that the one-shot form ends
-with: memory may hold half a step by then.
+Each rank looks for the next config by itself, so that no collective waits and times out while there is nothing to do; once they
+have seen it, they work as ranks always do. Any error ends the process with the same message as the one-shot form: memory may hold
+half a step by then.
 """
 
 import contextlib

@@ -17,7 +17,8 @@ PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 
 
 class TrainProgress:
-    """Counts microbatches. Rank 0 writes, at most ten times a second; nothing is written when nobody asked."""
+    """Counts microbatches. Rank 0 writes the count, at most ten times a second, to the file that PROGRESS_VARIABLE names, if
+    any."""
 
     def __init__(self, total: int, ranks: Ranks) -> None:
         path = os.environ.get(PROGRESS_VARIABLE)

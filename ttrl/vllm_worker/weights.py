@@ -6,8 +6,8 @@ vLLM mixes `WeightSync` into its worker class (`--worker-extension-cls ttrl.vllm
 /collective_rpc, by `ttrl.server.weights`. Written for vLLM 0.32's way to reload (`vllm.model_executor.model_loader.reload`).
 
 Loading. On CPU, vLLM computes linear layers from packed copies, which `process_weights_after_loading` makes. Its reload re-runs
-that for layers that are loaded; a tied head is not (a tied checkpoint has no lm_head.weight), so it goes on computing with the
-packed copy of the old embeddings although its parameter is the new ones. Here, every layer that keeps its parameter beside a
+that for layers that are loaded; a tied head is not (a tied checkpoint has no lm_head.weight), so it keeps computing with the
+packed copy of the old embeddings although its parameter is the new ones. Here, every layer that keeps its parameter next to a
 packed copy gets a new copy after a reload.
 
 Comparing. `ttrl_compare_weights` passes the checkpoint's tensors to the model's own `load_weights`, in a mode in which a copy

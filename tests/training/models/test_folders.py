@@ -55,7 +55,7 @@ def changed(model_folder, tmp_path):
         ),
         ("phi", {"tie_word_embeddings": True}, "tied embeddings with a bias in the head"),
         ("qwen2", {"model_type": "mixtral", "num_local_experts": 4}, r"the model type 'mixtral' \(there are llama, .*mixture of"),
-        ("qwen2", {"model_type": "t5"}, "the model type 't5' .*an encoder beside the decoder"),
+        ("qwen2", {"model_type": "t5"}, "the model type 't5' .*an encoder in addition to the decoder"),
     ],
 )
 def test_what_we_do_not_compute_is_refused(family, settings, problem, changed):

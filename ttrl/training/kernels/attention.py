@@ -1,8 +1,8 @@
 """Attention over packed rows. Needs torch alone, so that it can be measured on machines without torchtune.
 
-Rows hold every prompt once for all of its completions, so which tokens may see which is no plain causal mask: a token attends to
-earlier tokens of its own group and of its group's ancestors (`ttrl.data.packing.masks`). What follows from the ids alone is
-worked out once per microbatch, in an `AttentionPlan`; then the device and the kind of scores decide which way computes:
+Rows hold every prompt once for all of its completions, so the mask is not plainly causal: a token attends to earlier tokens of
+its own group and of its group's ancestors (`ttrl.data.packing.masks`). What follows from the ids alone is computed once per
+microbatch, in an `AttentionPlan`; then the device and the kind of scores decide how attention is computed:
 
     CUDA   FlexAttention with a block mask built straight from the ids; never run on a GPU yet
     CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all; by our own kernel where it can be compiled

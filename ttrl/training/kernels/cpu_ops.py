@@ -1,9 +1,9 @@
-"""What a layer computes beside matrix products and attention, in few passes over memory, for CPUs.
+"""Compute what a layer needs besides matrix products and attention, in few passes over memory, on CPUs.
 
-Composed from PyTorch's operations, a norm with its gradient walks through main memory some twenty times; here a block of rows is
-worked on while it is in the cache, and what the backward pass can compute again is not kept. The results are those of the plain
+Composed from PyTorch's operations, a norm with its gradient passes over main memory some twenty times; here a block of rows is
+processed while it is in the cache, and what the backward pass can recompute is not kept. The results are those of the plain
 compositions up to rounding, and the same for any number of threads. On other devices, under torch.compile (which fuses by itself)
-and on sharded tensors the callers take the plain form.
+and for sharded tensors the callers use the plain form.
 
 Shapes: B rows, T tokens, H heads, E dimension of a head, R the dimensions of it that are rotated, W any width.
 """

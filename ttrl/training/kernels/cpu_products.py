@@ -111,7 +111,7 @@ class _Projections(torch.autograd.Function):
             assert weight is not None
             used, added = _ordered(weight, head_dim), None if bias is None else _ordered(bias, head_dim)
             out.append(product(rows, used, added).view(*x.shape[:-1], len(used)))
-        trained = any(ctx.needs_input_grad[2::2])  # beside adapters weights may be frozen: their input need not be kept
+        trained = any(ctx.needs_input_grad[2::2])  # with adapters, weights may be frozen: their input need not be kept
         ctx.save_for_backward(x if trained else None, *weights)
         ctx.shape, ctx.heads = x.shape, heads
         ctx.set_materialize_grads(False)

@@ -1,13 +1,13 @@
 """Attention over packed trees in fp32 by our own kernel (native_attention.c), where there are a C compiler and AVX-512.
 
-The flash kernel of PyTorch's CPU backend computes much of what causal attention leaves out (of short runs nearly twice what is
-needed), splits scores and products into calls, and leaves merging to its caller. This one walks over the parts of the rows in
+The flash kernel of PyTorch's CPU backend computes much of what causal attention leaves out (for short runs nearly twice what is
+needed), splits scores and products into calls, and leaves merging to its caller. This one goes through the parts of the rows in
 blocks that stay in the cache of a core: on a Zen 4 core 1.25 to 1.4 times as fast, forward and backward.
-`ttrl.system.native_code` compiles it. Without it `ttrl.training.kernels.split_attention` takes PyTorch's kernel; outputs and
-gradients are the same up to rounding. TTRL_NATIVE=0 in the environment does without as well.
+`ttrl.system.native_code` compiles it. Without it, or with TTRL_NATIVE=0 in the environment,
+`ttrl.training.kernels.split_attention` uses PyTorch's kernel; outputs and gradients are the same up to rounding.
 
-Whether it is taken depends on the machine, shapes, dtype and number of threads alone: heads of keys and values are dealt out
-whole, so there must be as many as threads. Where it is taken, the number of threads changes no bit.
+Whether it is used depends on the machine, shapes, dtype and number of threads alone: heads of keys and values are distributed
+whole, so there must be at least as many as threads. The number of threads changes no bit of its results.
 
 Shapes: S tokens, H query heads, K key/value heads, E dimension of a head, P parts.
 """

@@ -1,4 +1,4 @@
-"""From config.json to everything that a forward pass needs; what we cannot compute is refused, all of it at once.
+"""Read from config.json everything that a forward pass needs; what we cannot compute is refused, all of it at once.
 
 Both spellings of RoPE are read: `rope_parameters` of transformers 5, and the older `rope_theta` with `rope_scaling`.
 """
@@ -139,7 +139,7 @@ def _problems(config: PretrainedConfig) -> list[str]:
     if not known:
         problems.append(f"the model type {config.model_type!r} (there are {', '.join([*FAMILIES, *COMPOSITES])})")
     if getattr(config, "is_encoder_decoder", False):
-        problems.append("an encoder beside the decoder")
+        problems.append("an encoder in addition to the decoder")
     experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, name, None)]
     if experts:
         problems.append(f"a mixture of experts ({experts[0]})")

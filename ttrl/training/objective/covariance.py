@@ -41,10 +41,10 @@ def choose_by_covariance(
 ) -> Tensor:
     """Choose share·N tokens, at least one if there is a candidate: bool [N], on the CPU.
 
-    bounds: Clip-Cov: tokens whose covariance lies strictly between them are drawn from, all with the same probability; fewer are
+    bounds: Clip-Cov: draw among tokens whose covariance is strictly between them, all with the same probability; fewer are
         chosen where there are not enough. None: KL-Cov: those of the highest covariances, equal ones in the order of their keys.
     keys: see `token_keys`. The draw depends on (seed, key) alone, so that the order of the tokens does not matter.
-    allowed: False for tokens that are no candidates: those that PPO's clipping silences already.
+    allowed: False for tokens that are not candidates: those that PPO's clipping already silences.
     """
     covariance_N = covariances(logprobs_N, advantages_N)
     candidates_N = torch.ones_like(covariance_N, dtype=torch.bool) if allowed_N is None else allowed_N.cpu().clone()

@@ -86,7 +86,7 @@ class Objective:
 
     @property
     def needs_token_rewards(self) -> bool:
-        """True where advantages are made anew before training (`ttrl.training.objective.token_rewards`), from log-probabilities
+        """True if advantages are recomputed before training (`ttrl.training.objective.token_rewards`), from log-probabilities
         of trainer and reference, or from values."""
         return self.kl_in_reward > 0 or self.config.token_rewards != "none" or self.config.value_head
 

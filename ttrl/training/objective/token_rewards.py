@@ -37,9 +37,9 @@ def implicit_advantages(
     """Return new advantages [R, T] from implicit process rewards and the samples' rewards (PRIME, arXiv 2502.01456); 0 where
     nothing is trained. The formula: `ttrl.data.token_advantages.implicit_reward_advantages`.
 
-    PRIME trains a reward model φ beside the policy, on the outcomes. Here the policy itself stands for φ, which saves a model and
-    makes the process rewards those of a policy that was trained on these outcomes; where policy and reference are the same model,
-    they are 0 and what is left are leave-one-out advantages. The advantages in the rows take no part.
+    PRIME trains a reward model φ next to the policy, on the outcomes. Here the policy itself stands for φ, which saves a model
+    and makes the process rewards those of a policy that was trained on these outcomes; where policy and reference are the same
+    model, they are 0 and what is left are leave-one-out advantages. The advantages in the rows take no part.
 
     Raises PackError where a log-probability of a label is unknown.
     """
@@ -95,7 +95,7 @@ def value_advantages(
 
     values: of what the model has read up to each position that predicts a label. A sample's reward belongs to its last trained
     token, whatever ended it: samples that were cut off at a length count as ended. token_rewards: more rewards of single tokens,
-    such as KL. Tokens of a sample that are not trained (a tool's answers) are no steps. The advantages in the rows take no part.
+    such as KL. Tokens of a sample that are not trained (a tool's answers) are not steps. The advantages in the rows are not used.
 
     Raises PackError where the value or reward at a label is not finite.
     """

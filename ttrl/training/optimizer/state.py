@@ -3,9 +3,8 @@
     whole     optimizer.safetensors: each tensor gathered, one at a time, and held and written by the first rank
     sharded   torch.distributed.checkpoint: each rank writes the parts that it has, for models whose state no one rank can hold
 
-Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step" in fp32, beside state.json. 8-bit moments too, which are rounded once
-more when they are loaded: the largest of a block can come back smaller by 0.7%.
-"""
+Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step" in fp32, next to state.json. So do 8-bit moments, which are rounded
+once more when they are loaded: the largest of a block can come back smaller by 0.7%."""
 
 import contextlib
 import json
@@ -97,7 +96,7 @@ def save_state(
 ) -> None:
     """Write the state and state.json, atomically as one folder. A collective: all ranks must call it.
 
-    state_format: as in TrainingConfig. beside: writes what else belongs into the folder; the first rank calls it. Raises
+    state_format: as in TrainingConfig. beside: writes what else belongs in the folder; called on the first rank. Raises
     StorageError.
     """
     size = sum(2 * 4 * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)

@@ -1,8 +1,7 @@
-"""The value head's own training: a small replicated module beside a policy that may be sharded.
+"""Train the value head: a small replicated module next to a policy that may be sharded.
 
-Every rank holds the whole head and adds up the ranks' gradients by hand. Its weights and Adam's moments lie in the folder of the
-optimizer's state: value_head.safetensors and value_optimizer.safetensors. Has run on CPU; never run on a GPU.
-"""
+Every rank holds the whole head and sums the ranks' gradients explicitly. Its weights and Adam's moments are stored in the folder
+of the optimizer's state: value_head.safetensors and value_optimizer.safetensors. Has run on CPU; never run on a GPU."""
 
 import dataclasses
 import math

@@ -1,9 +1,8 @@
-"""The processes of one training run: who am I, where do I compute, how do we end together.
+"""The processes of one training run: which one this is, where it computes, and how all end together.
 
 torchrun starts them, on one machine or several, and says so in the environment (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR). They
-form a grid, data × tensor: those of one tensor row share the layers and see the same packed rows, those of one data column hold
-the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (never run on a GPU).
-"""
+form a grid, data × tensor: those in one tensor row share the layers and see the same packed rows, those in one data column hold
+the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (never run on a GPU)."""
 
 import contextlib
 import hashlib
@@ -139,7 +138,7 @@ def check_here(config: TrainingConfig, here: Ranks) -> None:
     if config.num_threads not in (None, torch.get_num_threads()):
         found.append(f"num_threads is {config.num_threads}, and this trainer was started with {torch.get_num_threads()}")
     if found:
-        raise ConfigError("config", [f"{problem}; start it anew" for problem in found])
+        raise ConfigError("config", [f"{problem}; restart it" for problem in found])
 
 
 @contextlib.contextmanager

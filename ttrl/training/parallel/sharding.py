@@ -63,8 +63,8 @@ def materialise(module: nn.Module, device: torch.device, but: Iterable[Tensor] =
 
 
 class _SameEverywhere(ParallelStyle):
-    """A module whose whole parameters every process holds, on an input that all have (or, with `shard`, hold a part of along that
-    dimension, so that the parameters' gradients are partial sums)."""
+    """A module whose parameters every process holds whole, for an input that all have (or, with `shard`, hold a part of along
+    that dimension, so that the parameters' gradients are partial sums)."""
 
     def __init__(self, shard: int | None = None) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def shard(policy: Any, config: TrainingConfig, here: Ranks, between: Callable[[]
         policy.vocab_group = here.tensor_group
     between()
     if here.world_size > 1 and here.tensor_ranks > 1:
-        # It warns of each gathering of a tensor that is sharded twice over; there is no other way to gather one.
+        # It warns whenever a tensor that is sharded in two dimensions is gathered; there is no other way to gather one.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if here.world_size > 1 or config.cpu_offload:
         apply_fsdp(policy, policy.decoder.layers, config, here)

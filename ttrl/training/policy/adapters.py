@@ -1,4 +1,4 @@
-"""Adapters on disk, in the layout of peft, and a base's parameters around them.
+"""Store adapters in the layout of peft, and load them with their base.
 
     checkpoint/                            the merged model, as any other checkpoint; or no weights at all
     checkpoint/adapter/                    what peft, and vLLM with --enable-lora, load
@@ -6,9 +6,8 @@
         adapter_model.safetensors          base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, …, in fp32
         ttrl_adapter.json                  the same in ours
 
-Training goes on from base and adapter: what was merged is only served. Where a family stores matrices fused (Phi-3: q, k and v),
-peft sees one matrix: its A is ours below each other, its B has ours along the diagonal, its rank and alpha are as many times as
-large.
+Training continues from base and adapter: merged weights are only served. If a family stores matrices fused (Phi-3: q, k and v),
+peft sees one matrix: its A stacks ours, its B has ours along the diagonal, and rank and alpha are multiplied by their number.
 """
 
 import contextlib
@@ -45,9 +44,8 @@ _THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "l
 def base_folder(config: TrainingConfig) -> str:
     """Return the folder with the weights that stay frozen; `config.model` if there are no adapters.
 
-    Raises ModelFolderError where `config.model` holds neither that base nor an adapter, ConfigError where the adapter is of
-    another kind than the config's, or the config's reference is another model than the base.
-    """
+    Raises ModelFolderError if `config.model` holds neither that base nor an adapter, ConfigError if the adapter is of another
+    kind than the config's, or the config's reference is another model than the base."""
     if config.lora_rank is None:
         return config.model
     folder = Path(config.model, ADAPTER_FOLDER)

@@ -1,11 +1,11 @@
-"""Adapters of low rank beside frozen matrices.
+"""Adapters of low rank for frozen matrices.
 
     LoRA (arXiv 2106.09685)   y = W x + b + s·B A x                        s = α / r
-    DoRA (arXiv 2402.09353)   y = (m / ‖W + s·B A‖)·(W x + s·B A x) + b    norms of rows, taken for constants (section 4.3)
+    DoRA (arXiv 2402.09353)   y = (m / ‖W + s·B A‖)·(W x + s·B A x) + b    norms of rows, treated as constants (section 4.3)
 
 QLoRA (arXiv 2305.14314) is either with W in 4 bits. torchtune's modules of the same names are not used: its DoRA multiplies the
-bias too (peft does not) and makes an identity matrix of the model's width in each pass, and dropout would act in passes without
-gradient as well, where log-probabilities are compared.
+bias too (peft does not) and builds an identity matrix of the model's width in each pass, and dropout would also act in passes
+without gradient, where log-probabilities are compared.
 
 Shapes: D width in, O width out, r rank. NF4 has run on CPU; never run on a GPU.
 """
@@ -59,7 +59,7 @@ class AdaptedLinear(nn.Linear):
         out = base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b)
         if self.magnitude is None:
             return out
-        # Scales near 1 in bf16 would not feel a magnitude change by less than 0.4%, which merged matrices do.
+        # In bf16, scales near 1 would ignore a change of the magnitude below 0.4%, which merged matrices do not.
         scaled = out * self._row_scales(self.weight)
         return (scaled if self.bias is None else scaled + self.bias).to(out.dtype)
 

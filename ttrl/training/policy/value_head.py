@@ -1,4 +1,4 @@
-"""A value head: from the decoder's hidden states to what reward is to be expected. Trained with the returns of GAE.
+"""A value head: predicts the reward from the decoder's hidden states. Trained with the returns of GAE.
 
 Shapes: N trained positions, D width of the hidden states, W width of the head.
 """
@@ -20,7 +20,7 @@ class ValueHead(nn.Module):
     """A two-layer perceptron, hidden states [N, D] → values [N], in fp32 whatever the decoder computes in. The last layer starts
     at 0, so that the first values are 0 and the first advantages are plain returns.
 
-    width: of its hidden layer; None: that of the hidden states. grad_in_decoder: whether the value loss trains what is below too.
+    width: of its hidden layer; None: that of the hidden states. grad_in_decoder: whether the value loss trains the decoder too.
     """
 
     def __init__(self, dim: int, width: int | None = None, *, grad_in_decoder: bool = False) -> None:
@@ -45,7 +45,7 @@ def value_loss(values_N: Tensor, returns_N: Tensor, old_values_N: Tensor | None 
     value has moved by `clip` towards its return, no gradient moves it further (PPO2's, J. Schulman, 2017; arXiv 2005.12729 on its
     use).
 
-    old_values: those that the advantages were made of; needed with `clip`.
+    old_values: those from which the advantages were computed; needed with `clip`.
     """
     error_N = (values_N - returns_N).square()
     if clip is not None:
@@ -75,6 +75,6 @@ def load_value_head(head: ValueHead, folder: str | Path) -> bool:
     own = head.state_dict()
     shapes, wanted = ({name: list(t.shape) for name, t in some.items()} for some in (weights, own))
     if shapes != wanted:
-        raise ModelFolderError(f"{file}: it holds {shapes}, but the value head is {wanted}; is it of another model?")
+        raise ModelFolderError(f"{file}: it holds {shapes}, but the value head is {wanted}; does it belong to another model?")
     head.load_state_dict(weights)
     return True
