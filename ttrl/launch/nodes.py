@@ -31,11 +31,11 @@ from ttrl.system.files import write_json
 logger = logging.getLogger(__name__)
 
 MEETING_FILE = "nodes.json"
-"""In the folder of one start of the trainer, beside its start.yaml: what the other nodes' torchrun must be told."""
+"""In the folder of one start of the trainer, next to its start.yaml: what the other nodes' torchrun must be told."""
 PROGRESS_FILE = "progress"
-"""Beside it: how far the trainer's first rank is, on whatever machine that runs."""
+"""Next to it: how far the trainer's first rank is, on whatever machine that runs."""
 ARRIVED = "arrived-"
-"""Beside it, one such file from each node that starts its part: so that the leading one can say who is missing."""
+"""Next to it, one such file from each node that starts its part: so that the leading one can say who is missing."""
 _ENDED = "the leading node has ended this trainer"
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 3.0
@@ -65,7 +65,7 @@ def arrived(folder: Path) -> int:
 def torchrun_arguments(nnodes: int, endpoint: str, meeting: str, *, leads: bool, join_timeout: int) -> list[str]:
     """Return torchrun's arguments on this node.
 
-    leads: whether the meeting point is on this node. meeting: a name for this start alone, so that a process of an earlier one
+    leads: whether the meeting point is on this node. meeting: a name for this start only, so that a process of an earlier one
     cannot be taken for one of this. join_timeout: seconds until torchrun ends where not all nodes have come.
     """
     arguments = ["--nnodes", str(nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", meeting]

@@ -69,7 +69,7 @@ def _dtype(config: TrainConfig) -> str:
 
 
 def can_serve_adapters(config: TrainConfig) -> bool:
-    """Return whether vLLM can be given a run's adapters beside the base: see `TrainConfig.adapters`."""
+    """Return whether vLLM can be given a run's adapters on top of the base: see `TrainConfig.adapters`."""
     recipe = config.recipe_config({})
     return (
         recipe.lora_rank is not None

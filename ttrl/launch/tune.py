@@ -171,7 +171,7 @@ class TrainerProcess:
         )
 
     def show(self, done: Callable[[], bool], *, pbar: bool, pbar_desc: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Wait until `done`, with a bar that follows the microbatches. `sleep` waits for at most so many seconds."""
+        """Wait until `done`, with a bar that follows the microbatches. `sleep` waits for at most the seconds it is given."""
         shown = pbar and sys.stderr.isatty()
         with tqdm(desc=pbar_desc, bar_format="{desc}: {elapsed}", leave=False, disable=not shown) as bar:
             while not done():

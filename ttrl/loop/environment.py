@@ -36,7 +36,7 @@ def git_commit(folder: Path) -> str | None:
 
 def describe_environment() -> dict[str, Any]:
     """Return versions, hardware and git commit; names neither the machine nor its user."""
-    import torch  # here, so that asking for a commit alone loads nothing
+    import torch  # here, so that asking only for a commit loads nothing
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {

@@ -9,7 +9,7 @@ server together, as it serves one policy at a time; the server gets the next one
     policy i + 1  needs rollouts(i + 1), then pack(i + 1) and train(i + 1)
 
 So with off_policy_steps 0 the trainer waits for the rollouts of the policy that it will change; with 1 it works while policy i
-samples for the iteration after it. Which policy samples what is decided by numbers alone and never by what is done first, so a
+samples for the iteration after it. Which policy samples what is decided by numbers, never by what is done first, so a
 run that is continued after any end (a phase is done when its marker is there) does what it would have done anyway.
 
 The main thread prepares, packs, trains, and brings weights to the server. What the server is asked for runs in jobs, and so does

@@ -305,7 +305,7 @@ class Phases:
         return config.recipe_config(values).to_dict()
 
     def metrics_row(self, number: int) -> dict[str, Any]:
-        """Return the line of metrics.jsonl, put together from the markers alone."""
+        """Return the line of metrics.jsonl, put together from the markers."""
         return metrics_row(self.folder.iteration(number))
 
 

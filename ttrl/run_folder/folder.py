@@ -1,8 +1,8 @@
 """The run folder: an iteration is a folder, and a phase is done when its marker is there.
 
 That one rule gives resume, inspection and replay. A marker (done/PHASE.json) is written last and durably; it holds the digests
-of the phase's files and what the phase has to say (seconds, counts), so that metrics can be put together from markers alone,
-after a crash too.
+of the phase's files and what the phase has to say (seconds, counts), so that metrics can be put together from the markers, even
+after a crash.
 """
 
 import json
@@ -36,7 +36,7 @@ REDO_VARIABLE = "TTRL_REDO"
 
 
 def check_run_folder(path: Path) -> None:
-    """Raise RunFolderError where `path` is not a run folder, with the names of those beside it."""
+    """Raise RunFolderError where `path` is not a run folder, with the names of those next to it."""
     if (path / "metrics.jsonl").is_file() or (path / "iterations").is_dir():
         return
     there = sorted({found.parent.name for name in ("metrics.jsonl", "iterations") for found in path.parent.glob(f"*/{name}")})
@@ -174,7 +174,7 @@ class RunFolder:
 
     def remember_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
         """Write tasks.json (for each list of tasks its count and digest), or compare with the one that is there: the order of
-        training and every held-out number mean something for these tasks alone. Raises RunFolderError."""
+        training and every held-out number mean something only for these tasks. Raises RunFolderError."""
         path = self.path / "tasks.json"
         if path.exists():
             try:

@@ -224,7 +224,7 @@ class _FolderClaim(Claim):
         os.utime(self._path)
 
     def pulse(self) -> int | None:
-        """Return the file's time of change. Its own clock alone counts, so clocks that differ do no harm."""
+        """Return the file's time of change. Only its own clock counts, so clocks that differ do no harm."""
         try:
             with open(self._path, "rb") as file:  # opened anew each time: that is what makes NFS look at the server's
                 return os.fstat(file.fileno()).st_mtime_ns

@@ -268,7 +268,7 @@ def with_local_run(config: TrainConfig) -> TrainConfig:
         config = dataclasses.replace(config, run=str(Path("runs", name)), mirror=config.run)
     if config.mirror is not None and redact(config.mirror) != config.mirror:
         # It would stand in config.yaml, and in the mirror.
-        problem = f"mirror {redact(config.mirror)!r} carries credentials; give them in the environment alone, see docs/cache.md"
+        problem = f"mirror {redact(config.mirror)!r} carries credentials; give them in the environment only, see docs/cache.md"
         raise ConfigError("TrainConfig", [problem])
     return config
 

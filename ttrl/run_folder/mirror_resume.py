@@ -7,7 +7,7 @@ must be the beginning of the other. Where the mirror is ahead, this is taken:
     checkpoint and state of the newest policy, and of the one before where they are there
     everything else of the last two iterations
 
-Everything else stays in the mirror alone. Where the newest policy's checkpoint is not there as a whole (it was pruned here before
+Everything else stays only in the mirror. Where the newest policy's checkpoint is not there as a whole (it was pruned here before
 it could be uploaded, or the run ended in between), the run goes on from the newest that is.
 """
 

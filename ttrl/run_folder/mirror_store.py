@@ -1,6 +1,6 @@
 """The object store that a run folder is mirrored to: files in and out, by the same relative paths. See `ttrl.run_folder.mirror`.
 
-Addresses, credentials (from the environment alone) and what is hidden in messages are those of the cache of completions.
+Addresses, credentials (only from the environment) and what is hidden in messages are those of the cache of completions.
 """
 
 import contextlib

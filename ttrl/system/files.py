@@ -244,7 +244,7 @@ def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any], durable: b
                     begin = whole.rfind(b"\n") + 1
                     try:
                         json.loads(whole[begin:])
-                        data = b"\n" + data  # a whole line that lost its newline alone: `read_jsonl` counts it, so it stays
+                        data = b"\n" + data  # a whole line that lost only its newline: `read_jsonl` counts it, so it stays
                     except ValueError:
                         end = begin
                         file.truncate(end)
@@ -266,7 +266,7 @@ def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any], durable: b
 def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dict[str, Any]]:
     """Read JSON lines. A torn last line is dropped; with `key`, a later line replaces an earlier one of the same value.
 
-    A line that is damaged anywhere else raises ValueError with its number: that is no torn append.
+    A line that is damaged anywhere else raises ValueError with its number: that is not a torn append.
     """
     path = Path(path)
     if not path.exists():

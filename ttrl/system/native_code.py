@@ -1,4 +1,4 @@
-"""Our C code: compiled once per user, kept in a cache, loaded with ctypes. Needs the standard library alone.
+"""Our C code: compiled once per user, kept in a cache, loaded with ctypes. Needs only the standard library.
 
 There is one source, attention on CPUs (`ttrl.training.kernels.native_attention`). Where it cannot be had, PyTorch's kernel is
 taken, whose results differ by rounding; so the log, `ttrl doctor` and environment.json say which one it is and why.

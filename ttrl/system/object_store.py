@@ -151,7 +151,7 @@ class Store:
         retry["backoff"] = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=2), "base": 2}
         bare = parts._replace(query="", fragment="").geturl()
         try:
-            self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]
+            self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]  # one overload a store
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
             hint = f"; credentials are read from {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
             raise UserError(f"{self._what} cannot be at {self.shown!r}: {self._reason(error, options)}{hint}") from None

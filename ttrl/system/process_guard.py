@@ -10,9 +10,9 @@ guard ends the child and all of its descendants. Four layers, for the four ways 
 - a descendant left the process group, or its own parent died: the guard is its "subreaper", so that it stays below the guard in
   the tree of processes and is found there;
 - ttrl, guard and child are all killed at once and a grandchild is not: its environment carries a random mark, and a record file
-  beside the log names the mark and the processes, so that `ttrl.system.processes.reap_leftovers` finds it later.
+  next to the log names the mark and the processes, so that `ttrl.system.processes.reap_leftovers` finds it later.
 
-Run as a script by `ttrl.system.processes`, with the standard library alone, so that it starts in some 20 ms. Processes are
+Run as a script by `ttrl.system.processes`, with nothing but the standard library, so that it starts in some 20 ms. Processes are
 signalled by pid *and* start time through a pidfd, never by name. Without /proc (not Linux) only the child's process group is
 known.
 """
@@ -38,7 +38,7 @@ PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
 _IS_LINUX = sys.platform.startswith("linux")
 
 ProcessId = tuple[int, int]
-"""(pid, start time in clock ticks since boot): a pid alone may belong to another process by now."""
+"""(pid, start time in clock ticks since boot): the pid by itself may belong to another process by now."""
 
 
 def boot_id() -> str:

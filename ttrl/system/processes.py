@@ -25,7 +25,7 @@ from ttrl.system.process_guard import MARK_VARIABLE, ProcessId
 
 logger = logging.getLogger(__name__)
 
-RECORD_SUFFIX = ".pids.json"  # beside the log: what `reap_leftovers` looks for
+RECORD_SUFFIX = ".pids.json"  # next to the log: what `reap_leftovers` looks for
 _LONGEST_LINE = 400  # characters of one log line in an error message; vLLM dumps its whole config into single lines
 
 
@@ -36,7 +36,7 @@ class ChildProcess:
             returncode = child.wait()
 
     command: as for `subprocess.Popen`, without a shell.
-    log_path: gets stdout and stderr, appended; `log_path` + ".pids.json" stands beside it while the child may be alive.
+    log_path: gets stdout and stderr, appended; `log_path` + ".pids.json" is next to it while the child may be alive.
     env: the child's whole environment, as for `subprocess.Popen`; None inherits ours. Never written to a file or command line.
     cwd: the folder to start in.
 
@@ -80,7 +80,7 @@ class ChildProcess:
         self._reports, reports_write = os.pipe()
         with log:
             self._log_start = log.tell()
-            # -I and -S: nothing of the user's environment or site-packages is loaded; the guard needs the standard library alone.
+            # -I and -S: nothing of the user's environment or site-packages is loaded; the guard needs only the standard library.
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", process_guard.__file__, str(orders_read), str(reports_write)],
                 stdin=subprocess.DEVNULL,
@@ -211,7 +211,7 @@ def log_tail(path: Path, start: int, n_lines: int) -> str:
 def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
     """End the processes that killed runs left behind whose logs lie anywhere below `folder`; return their pids.
 
-    Processes are recognised by pid and start time, or by the random mark in their environment, both from the record files beside
+    Processes are recognised by pid and start time, or by the random mark in their environment, both from the record files next to
     the logs. Children of a ttrl process that is alive are left alone. Linux only; elsewhere it finds nothing.
     """
     ended = []

@@ -5,8 +5,8 @@
     stop                  no request will come any more
 
 Any number of processes may follow one folder, on other hosts too where it lies on a shared file system: each looks for itself, so
-nothing can time out while there is nothing to do. On Linux whoever waits is woken by the kernel (inotify(7)), which tells of
-renames on the same host alone; for all others there is a look every `LOOK_SECONDS`. A folder belongs to one conversation: whoever
+nothing can time out while there is nothing to do. On Linux whoever waits is woken by the kernel (inotify(7)), which tells only of
+renames on the same host; for all others there is a look every `LOOK_SECONDS`. A folder belongs to one conversation: whoever
 starts another takes another folder.
 """
 
