@@ -6,7 +6,7 @@ The server is a process of its own on the loopback: it answers as vLLM does (tok
 get their tokens one step at a time, all streams together, as from a real engine. Ways, in alternation:
 
 openai   the openai client: completions.create, with every choice (or chunk) read
-ttrl     request_answers, read_choice, openai_choice, as in get_task_results; streams with an on_chunk that reads every token
+ttrl     ChatAttempt, read_choice, openai_choice, as in get_task_results; streams with an on_chunk that reads every token
 
 Printed: the median over the rounds of CPU µs per token, and how many times cheaper ttrl is.
 """
@@ -24,7 +24,8 @@ from typing import Any
 import openai
 
 from ttrl.records import Sample
-from ttrl.rollouts.client.chat_completions import ChatRequest, request_answers
+from ttrl.rollouts.client.attempts import ChatAttempt
+from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import openai_choice, read_choice
 from ttrl.rollouts.client.transport import transport_for
 
@@ -147,7 +148,7 @@ MESSAGES = [{"role": "user", "content": "sort these letters please " * 8}]
 
 async def with_ttrl(url: str, n: int, requests: int, streamed: bool, interval: int, tokens: int) -> int:
     transport = transport_for(url)
-    request = ChatRequest.of(url, "m", params=_params(tokens, interval), token_ids=True, max_retries=0)
+    request = ChatRequest.of("m", params=_params(tokens, interval), token_ids=True, max_retries=0)
     seen = 0
 
     def on_chunk(chunk: Any, completion: Any) -> None:
@@ -159,7 +160,8 @@ async def with_ttrl(url: str, n: int, requests: int, streamed: bool, interval: i
 
     async def one() -> int:
         count = 0
-        for answer in await request_answers(transport, request, MESSAGES, n, on_chunk=on_chunk if streamed else None):
+        attempt = ChatAttempt(request=request, messages=MESSAGES, n=n, on_chunk=on_chunk if streamed else None)
+        for answer in await attempt(transport):
             assert answer is not None
             sample = Sample(task_id="t", sample=0, messages=MESSAGES)
             read_choice(sample, answer, "t", token_ids=True, logprobs=True)

@@ -71,7 +71,7 @@ HOUSE = {
     "rollouts.scheduling": _room("rollouts.client", "numpy"),
     "rollouts.cache": _room("rollouts.client", "obstore msgspec"),
     "rollouts.graders": _room("rollouts.client tasks", "openai cloudpickle"),
-    "server": _room("", "openai psutil"),
+    "server": _room("records", "openai psutil"),
     # From samples to rows.
     "data": _room("data.chat configs records"),
     "data.chat": _room("records", "transformers jinja2"),
@@ -103,7 +103,7 @@ HOUSE = {
         "run_folder costs data.packing server tasks configs records", "torch transformers huggingface_hub numpy psutil"
     ),
     "report": _room("monitoring plans run_folder data.packing data.pictures configs records", "jinja2 markupsafe"),
-    "launch": _room("run_folder server configs", "torch psutil tqdm yaml"),
+    "launch": _room("run_folder server configs records", "torch psutil tqdm yaml"),
     "loop": _room(
         "launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders rollouts.scheduling "
         "data data.chat data.packing server tasks tiny_model configs records",

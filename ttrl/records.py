@@ -4,6 +4,7 @@ Sample           one completion of one task, graded or failed     written to rol
 Turn             one reply within a sample of several
 TaskResult       the samples of one task: a group
 TokenizedResult  a sample (or a part of one) as one token sequence, ready to be packed
+Endpoint         where a server of ours is asked
 """
 
 import copy
@@ -187,3 +188,16 @@ class TokenizedResult:
     share: float = 1.0
     """Of the sample's generated tokens, the part that this sequence trains: below 1 where it is one of several. Means over
     samples then still count a sample once (`ttrl.data.packing.packed`)."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an OpenAI-compatible server is asked."""
+
+    base_url: str
+    """"http://127.0.0.1:8000/v1"."""
+    api_key: str = field(repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent with every request."""
+    uses_proxy: bool = False
+    """Whether the environment's proxies hold for it: not for servers of our own."""

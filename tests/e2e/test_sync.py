@@ -161,9 +161,11 @@ def test_a_joined_server_that_was_given_other_weights_comes_back_with_the_right_
     policy_server = PolicyServer(config, folder / "logs", Console(quiet=True))
 
     async def ask(options):
-        async with policy_server.running.client() as client:
-            asked = client.with_options(**options)
-            return await asked.completions.create(model="policy", prompt="a", max_tokens=1)
+        [endpoint] = policy_server.running.endpoints()
+        async with openai.AsyncOpenAI(
+            base_url=endpoint.base_url, api_key=endpoint.api_key, default_headers=endpoint.headers, **options
+        ) as client:
+            return await client.completions.create(model="policy", prompt="a", max_tokens=1)
 
     try:
         assert policy_server.serve(checkpoints[1])["mode"] == "reload"

@@ -1,7 +1,5 @@
 """The policy's servers: never believed without proof, never left running, brought back with the right weights."""
 
-import asyncio
-import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
@@ -48,9 +46,8 @@ class FakeServer:
     def weights_digest(self):
         return f"digest of {self.policy_folder}"
 
-    @contextlib.asynccontextmanager
-    async def client(self, default_headers):
-        yield self, default_headers["X-TTRL-Weights"]
+    def endpoint(self, version):
+        return self, version
 
 
 class FakeVLLM(FakeServer):
@@ -161,12 +158,8 @@ def wait_until(condition):
 
 def asked(server):
     """What a rollout would use."""
-
-    async def ask():
-        async with server.running.client() as client:
-            return client
-
-    return asyncio.run(ask())
+    endpoints = server.running.endpoints()
+    return endpoints[0] if len(endpoints) == 1 else endpoints
 
 
 def test_what_a_server_is_started_with(make, tmp_path):

@@ -11,7 +11,8 @@ import pytest
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TaskError
 from ttrl.records import Sample
-from ttrl.rollouts.client.chat_completions import ChatRequest, room_left
+from ttrl.rollouts.client.attempts import room_left
+from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import choice_of_sample
 from ttrl.rollouts.graders.wire import choice_from_json, choice_to_json
 from ttrl.rollouts.sample_logs import sample_text
@@ -606,9 +607,7 @@ def test_how_much_room_a_conversation_leaves(status, said, tokenized, room):
                 raise RequestError("no such page", "status", status=404)
             return json.dumps(tokenized).encode()
 
-    request = ChatRequest.of(
-        "http://localhost:1/v1", "m", params={"tools": [{"type": "function"}], "top_p": 0.9}, token_ids=True, max_retries=0
-    )
+    request = ChatRequest.of("m", params={"tools": [{"type": "function"}], "top_p": 0.9}, token_ids=True, max_retries=0)
     found = asyncio.run(room_left(RequestError(said, "status", status=status), Fake(), request, SYSTEM))
     assert found == room
     if room is not None:

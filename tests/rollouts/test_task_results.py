@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ttrl.errors import GraderError, ServerError, TaskError, UserError
 from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.results import TaskResults, Usage
+from ttrl.rollouts.results import TaskResults, TaskUsage
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.tasks import Task
 
@@ -205,10 +205,10 @@ def test_length_mismatch_names_the_numbers_and_the_way_out(kit):
         (lambda b: b["choices"][0].update(token_ids=["a"]), "returned no token_ids"),
         (lambda b: b["choices"][0].update(finish_reason="abort"), "finish_reason 'abort'"),
         (lambda b: b["choices"][0].update(message=None), "a choice without a message"),
-        (lambda b: b.update(choices=[]), "returned 0 choices, 1 were asked for"),
+        (lambda b: b.update(choices=[]), "returned 0 choices, 1 was asked for"),
         (lambda b: b.update(choices=None), "has no choices"),
         (lambda b: b.pop("choices"), "has no choices"),
-        (lambda b: b.update(choices=[None]), "returned 0 choices, 1 were asked for"),
+        (lambda b: b.update(choices=[None]), "returned 0 choices, 1 was asked for"),
     ],
 )
 def test_broken_answers_are_failed_samples(kit, change, words):
@@ -225,7 +225,7 @@ def test_broken_answers_are_failed_samples(kit, change, words):
     retried = words in (
         "finish_reason 'abort'",
         "has no choices",
-        "returned 0 choices, 1 were asked for",
+        "returned 0 choices, 1 was asked for",
     )  # an answer that cannot be read may come out better the next time
     assert len(server.requests) == (6 if retried else 2)
 
@@ -493,7 +493,7 @@ def test_the_mean_length_leaves_out_what_failed_before_its_end():
     failed = sample(1, token_ids=[1] * 100, error="RequestError: a continuation that failed")
     cut = sample(2, token_ids=[1] * 1000, finish_reason="unfinished")
     result = TaskResult(task_id="t", messages=[], samples=[done, failed, cut])
-    stats = TaskResults([result], usage=[Usage(completion=1110)]).stats
+    stats = TaskResults([result], usage=[TaskUsage(completion=1110)]).stats
     assert (stats.mean_completion_tokens, stats.completion_tokens) == (10.0, 1110)
     assert (stats.num_graded, stats.num_failed, stats.num_unfinished) == (1, 1, 1)
 

@@ -73,10 +73,9 @@ def test_no_request_is_answered_by_a_server_with_other_weights(monkeypatch, tmp_
         server = JoinedServer(f"http://127.0.0.1:{port}", served_model_name="m", dtype="float32", api_key=KEY)
         tasks = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0, id=str(number)) for number in range(4)]
         try:
-            async with server.client(default_headers={FENCE_HEADER: "new"}) as client:
-                return await get_task_results(
-                    tasks, client, "m", params={"logprobs": False}, token_ids=False, pbar=False, max_retries=1
-                )
+            return await get_task_results(
+                tasks, server.endpoint("new"), "m", params={"logprobs": False}, token_ids=False, pbar=False, max_retries=1
+            )
         finally:
             await runner.cleanup()
 

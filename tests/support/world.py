@@ -65,9 +65,10 @@ class FakeServer:
         if self.world.server_is_dead:
             raise ServerDiedError("the vLLM server was killed by signal 9; its last log lines: boom")
 
-    def client(self) -> openai.AsyncOpenAI:
+    def endpoints(self) -> list[openai.AsyncOpenAI]:
+        """A client stands in for an address, as its transport can be one within this process."""
         transport = http.MockTransport(self.answer)
-        return openai.AsyncOpenAI(base_url="http://fake/v1", api_key="k", http_client=http.AsyncClient(transport=transport))
+        return [openai.AsyncOpenAI(base_url="http://fake/v1", api_key="k", http_client=http.AsyncClient(transport=transport))]
 
     async def answer(self, request: Any) -> Any:
         while request.method == "POST" and self.world.hold(json.loads(request.content)["messages"][-1]["content"]):

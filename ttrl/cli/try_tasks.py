@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import openai
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from ttrl.errors import UserError
 from ttrl.rollouts.task_results import get_task_results
-from ttrl.server.serving import is_address, serving
+from ttrl.server.serving import ServedModel, is_address, serving
 from ttrl.system.files import write_text
 from ttrl.tasks.task import Grade, Task
 from ttrl.text import short
@@ -58,14 +57,11 @@ def try_tasks(
     if not is_address(model):
         say(f"starting a vLLM server for {model} (half a minute or more) ...")
     with serving(model) as served:
-        return asyncio.run(_ask(tasks, say, served.connect, served.model, {**options, "token_ids": served.is_ours}))
+        return asyncio.run(_ask(tasks, say, served, {**options, "token_ids": served.is_ours}))
 
 
-async def _ask(
-    tasks: Sequence[Task], say: Say, connect: Callable[[], openai.AsyncOpenAI], model: str, options: dict[str, Any]
-) -> bool:
-    async with connect() as client:  # made here: it belongs to an event loop
-        results = await get_task_results(list(tasks), client, model, **options)
+async def _ask(tasks: Sequence[Task], say: Say, served: ServedModel, options: dict[str, Any]) -> bool:
+    results = await get_task_results(list(tasks), served.endpoint, served.model, **options)
     fine = True
     for number, (task, result) in enumerate(zip(tasks, results), 1):
         _say_task(say, task, number, len(tasks))

@@ -131,6 +131,11 @@ def advantages_of(
     return Advantages(kept=kept, values=cut, groups=groups, facts=facts | _shaping_facts(pairs, config))
 
 
+def groups_with_signal(results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None) -> int:
+    """Count the groups that `advantages_of` gives advantages other than 0."""
+    return len(_with_signal(results, [shaped(result, config, tokenizer)[0] for result in results])[0])
+
+
 def _with_signal(results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]) -> tuple[list[int], dict[str, int]]:
     """Return the places of the groups whose shaped rewards differ, and how many others there are for which reason.
 

@@ -328,23 +328,22 @@ def _digest(config: EvalConfig) -> str | None:
 async def _sampled(
     tasks: Sequence[Task], served: ServedModel, config: EvalConfig, digest: str | None, description: str
 ) -> TaskResults:
-    async with served.connect() as client:
-        return await get_task_results(
-            tasks,
-            client,
-            served.model,
-            n=config.samples_per_task,
-            params=config.sampling_params(),
-            token_ids=served.is_ours,
-            cache=config.cache,
-            weights_digest=digest,
-            concurrency=config.concurrency,
-            isolated=config.isolated,
-            grader_timeout=config.grader_timeout,
-            prices=config.prices,
-            pbar=config.pbar,
-            pbar_desc=description,
-        )
+    return await get_task_results(
+        tasks,
+        served.endpoint,
+        served.model,
+        n=config.samples_per_task,
+        params=config.sampling_params(),
+        token_ids=served.is_ours,
+        cache=config.cache,
+        weights_digest=digest,
+        concurrency=config.concurrency,
+        isolated=config.isolated,
+        grader_timeout=config.grader_timeout,
+        prices=config.prices,
+        pbar=config.pbar,
+        pbar_desc=description,
+    )
 
 
 @contextlib.contextmanager

@@ -5,14 +5,13 @@ answer them. A thread looks after the servers while they serve: one of ours that
 reason in the log; one that somebody else started is synced when it is back. Until then the others serve.
 """
 
-import contextlib
 import json
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ttrl.configs.machines import shares_of_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.launch.server_member import ServerMember
-from ttrl.server.auth import FENCE_HEADER
+from ttrl.records import Endpoint
 from ttrl.server.connection import JoinedServer, ServerConnection
 from ttrl.server.cpu import cores_for_servers, is_cpu_build
 from ttrl.server.model_folder import ADAPTER_FOLDER
@@ -98,17 +97,10 @@ class RunningServers:
         """Return what requests ask for."""
         return self._any().model_name
 
-    @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[Any]:
-        """Yield the OpenAI client of the server, or a list of the clients of all: also of those that are out, which take part
-        when they are back with these weights. Their requests are for these weights, so none goes to a server that may not know
-        what that means."""
-        async with contextlib.AsyncExitStack() as stack:
-            headers, clients = {FENCE_HEADER: self._version}, []
-            for member in self._members:
-                if member.is_fenced:
-                    clients.append(await stack.enter_async_context(member.server.client(default_headers=headers)))
-            yield clients if len(clients) > 1 else clients[0]
+    def endpoints(self) -> list[Endpoint]:
+        """Return where all servers are asked: also those that are out, which take part when they are back with these weights.
+        Requests are for these weights, so none goes to a server that may not know what that means."""
+        return [member.server.endpoint(self._version) for member in self._members if member.is_fenced]
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request to the first of them, see `ServerConnection.request`."""

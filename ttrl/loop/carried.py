@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.results import TaskResults, Usage, is_unfinished
+from ttrl.rollouts.results import TaskResults, TaskUsage, is_unfinished
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.task import Task
@@ -126,12 +126,12 @@ def budget_facts(groups: Sequence[TaskResult], carried: Sequence[TaskResult], ve
     }
 
 
-def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) -> list[Usage]:
+def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) -> list[TaskUsage]:
     """Tokens of groups, given by their places; what the first `len(carried)` had before is not new."""
     usage = []
     for place, group in groups.items():
         had = num_tokens(carried[place]) if place < len(carried) else 0
         prompt = max((len(sample.prompt_token_ids or ()) for sample in group.samples), default=0)
         tokens = num_tokens(group)
-        usage.append(Usage(prompt=prompt, completion=tokens, new_prompt=prompt, new_completion=tokens - had))
+        usage.append(TaskUsage(prompt=prompt, completion=tokens, new_prompt=prompt, new_completion=tokens - had))
     return usage

@@ -5,42 +5,27 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.data.advantages import advantages_of, has_signal, shaped
+from ttrl.data.advantages import advantages_of
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
-from ttrl.data.tokenization import TokenizationCounts
+from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.loop.rollout_facts import rollout_facts
-from ttrl.loop.sampling import GroupTokenizer
-from ttrl.records import Sample, TaskResult, TokenizedResult
+from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.console import clock
 from ttrl.system.files import read_jsonl
 
 
-def may_be_packed(group: TaskResult, config: TrainConfig, tokenizer: Any) -> bool:
-    """Whether the group will be packed, as far as its own rewards tell."""
-    if config.recipe_config({}).rewards_tokens:
-        return len(group.rewards) > 1
-    return has_signal(shaped(group, config.advantage_config(), tokenizer)[0])
-
-
 def groups_of(iteration: IterationFolder) -> list[TaskResult]:
-    """An iteration's groups as its file holds them. Raises RunFolderError where that was changed or is gone."""
+    """Return an iteration's groups as its file holds them. Raises RunFolderError where that was changed or is gone."""
     iteration.verify("rollouts")
     samples = [Sample.from_json(row) for row in read_jsonl(iteration.path / "rollouts.jsonl")]
     return list(TaskResults.from_samples(samples))
 
 
-def pack(
-    iteration: IterationFolder,
-    groups: list[TaskResult],
-    config: TrainConfig,
-    model: Path,
-    tokenizer: Any,
-    tokenized: GroupTokenizer,
-) -> None:
-    """Writes packed.safetensors and the marker. Groups whose rewards are all equal teach nothing; they are counted and left out,
+def pack(iteration: IterationFolder, groups: list[TaskResult], config: TrainConfig, model: Path, tokenizer: Any) -> None:
+    """Write packed.safetensors and the marker. Groups whose rewards are all equal teach nothing; they are counted and left out,
     unless the recipe rewards single tokens (`GRPOConfig.rewards_tokens`).
 
     So is what else happened to the rewards, in the marker's "groups" and "advantages": see `ttrl.data.advantages.Advantages`.
@@ -52,13 +37,9 @@ def pack(
     if not advantages.kept:
         iteration.mark("pack", [], {"seconds": clock() - began, **facts, "rows": 0})
         return
-    sequences: list[TokenizedResult] = []
-    total = TokenizationCounts()
-    for group, values in zip(advantages.kept, advantages.values, strict=True):
-        of_group, counts = tokenized.sequences(group, values)
-        sequences += of_group
-        for field in dataclasses.fields(counts):
-            setattr(total, field.name, getattr(total, field.name) + getattr(counts, field.name))
+    tokenize = TaskResultTokenizer(tokenizer)
+    pairs = zip(advantages.kept, advantages.values, strict=True)
+    sequences = [sequence for group, values in pairs for sequence in tokenize(group, values)]
     packed = packed_tensors_from_tokenized_results(
         sequences,
         seq_len=config.seq_len,
@@ -74,6 +55,6 @@ def pack(
         packed.metadata[TOKENIZER_KEY] = made_with
     packed.save(iteration.path / "packed.safetensors")
     facts |= {"rows": packed.num_rows, "row_tokens": packed.num_tokens, "trained_tokens": packed.num_trained}
-    facts |= {"tokenization": dataclasses.asdict(total)}
+    facts |= {"tokenization": dataclasses.asdict(tokenize.counts)}
     facts |= {"fill": packed.num_tokens / packed.tokens.numel(), "dropped": packed.dropped}
     iteration.mark("pack", ["packed.safetensors"], {"seconds": clock() - began, **facts})

@@ -10,6 +10,7 @@ In which order they run, and which of them at the same time: `ttrl.loop.iteratio
 """
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -25,8 +26,8 @@ from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
 from ttrl.launch.tune import wait_for_process
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, is_open
-from ttrl.loop.pack import groups_of, may_be_packed, pack
-from ttrl.loop.sampling import GroupTokenizer, Sampler
+from ttrl.loop.pack import groups_of, pack
+from ttrl.loop.sampling import Sampler, SamplingOrder
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
 from ttrl.plans.making import write_plan
@@ -69,7 +70,7 @@ class Phases:
         self._loading = threading.Lock()
         self._synced: tuple[int, dict[str, dict[str, Any]]] | None = None
         """The iteration whose policy is at the server, and what the marker of a phase says of that."""
-        self._sampled: dict[int, tuple[list[TaskResult], GroupTokenizer]] = {}
+        self._sampled: dict[int, list[TaskResult]] = {}
         """By iteration, what this process sampled and has not packed yet."""
 
     def anything_done(self, number: int) -> bool:
@@ -134,7 +135,7 @@ class Phases:
         return self._synced[1].pop(phase, {"sync_seconds": 0.0, "sync": None})
 
     def rollouts(self, number: int) -> None:
-        """Sample the iteration's tasks from the policy whose turn it is, and grade them; tokenize what will be trained on."""
+        """Sample the iteration's tasks from the policy whose turn it is, and grade them."""
         iteration = self.folder.iteration(number)
         if iteration.marker("rollouts") is not None:
             return
@@ -149,23 +150,24 @@ class Phases:
         synced = self._serve(sampled_by, "rollouts")
         began = clock()
         partial = iteration.path / "rollouts.partial.jsonl"
-        n, temperature, what = self.config.samples_per_task, self.config.temperature, f"{number}: sampling"
-        tokenized = GroupTokenizer(self.tokenizer)
-
-        def prepare(group: TaskResult) -> None:
-            if may_be_packed(group, self.config, self.tokenizer()):
-                tokenized.tokenize(group)
-
-        results = self._sampler.sample(tasks, n, temperature, version, what, partial, budget, carried, prepare=prepare)
+        asked = SamplingOrder(
+            what=f"{number}: sampling",
+            n=self.config.samples_per_task,
+            temperature=self.config.temperature,
+            version=version,
+            partial=partial,
+            budget=budget,
+            carried=carried,
+        )
+        results = self._sampler.sample(tasks, asked)
         if self.config.dynamic_sampling is not None:
             first, taken = len(tasks), more["tasks_taken"]
+            asked = dataclasses.replace(asked, what=f"{number}: sampling more")
             while count := further_tasks(
                 results, self.config, len(tasks) - first, results.stats.new_completion_tokens, self.tokenizer
             ):
                 tasks, taken = tasks + self.stream.tasks_from(taken, count), taken + count
-                results = self._sampler.sample(
-                    tasks, n, temperature, version, f"{what} more", partial, budget, carried, results, prepare
-                )
+                results = self._sampler.sample(tasks, asked, known=results)
             more |= {"tasks_taken": taken, "extra_tasks": len(tasks) - first}
         files = ["rollouts.jsonl"]
         finished = TaskResults([group for group in results if not is_open(group)])
@@ -178,7 +180,7 @@ class Phases:
             stats |= {"seconds": all_stats.seconds, "tokens_per_second": all_stats.tokens_per_second}
             more |= budget_facts(results, carried, version)
         iteration.mark("rollouts", files, {"seconds": clock() - began, **synced, "stats": stats} | more)
-        self._sampled[number] = list(finished), tokenized
+        self._sampled[number] = list(finished)
         partial.unlink(missing_ok=True)
 
     def has_to_validate(self, number: int) -> bool:
@@ -201,13 +203,13 @@ class Phases:
         synced = self._serve(number, "validate")
         began = clock()
         temperature = self.config.validation_temperature
-        results = self._sampler.sample(
-            self.validation_tasks,
-            self.config.validation_samples,
-            self.config.temperature if temperature is None else temperature,
-            self.folder.policy_version(number),
-            f"{number}: validating",
+        asked = SamplingOrder(
+            what=f"{number}: validating",
+            n=self.config.validation_samples,
+            temperature=self.config.temperature if temperature is None else temperature,
+            version=self.folder.policy_version(number),
         )
+        results = self._sampler.sample(self.validation_tasks, asked)
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_rows())
         facts = {"seconds": clock() - began, **synced, "stats": results.stats.to_json()}
         iteration.mark("validate", ["validation.jsonl"], facts)
@@ -215,16 +217,12 @@ class Phases:
     # Training
 
     def pack(self, number: int) -> None:
-        """Pack the iteration's groups, see `ttrl.loop.pack`. What this process sampled is tokenized already."""
+        """Turn groups into advantages, token sequences and packed tensors: see `ttrl.loop.pack`."""
         iteration = self.folder.iteration(number)
         sampled = self._sampled.pop(number, None)
         if iteration.marker("pack") is not None:
             return
-        if sampled is None:
-            groups, tokenized = groups_of(iteration), GroupTokenizer(self.tokenizer)
-        else:
-            groups, tokenized = sampled
-        pack(iteration, groups, self.config, self.model, self.tokenizer(), tokenized)
+        pack(iteration, groups_of(iteration) if sampled is None else sampled, self.config, self.model, self.tokenizer())
 
     def start_trainer(self, number: int) -> None:
         """Let a resident trainer start and load what iteration `number` is trained from, while the caller does other things."""

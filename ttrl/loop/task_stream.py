@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.data.advantages import has_signal, shaped
+from ttrl.data.advantages import groups_with_signal
 from ttrl.loop.carried import carried_groups, is_open, oldest_version, ready_to_continue, task_key
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import RunFolder
@@ -16,7 +16,7 @@ from ttrl.tasks.task import Task
 def further_tasks(
     groups: Sequence[TaskResult], config: TrainConfig, extra: int, new_tokens: int, tokenizer: Callable[[], Any]
 ) -> int:
-    """How many tasks more to sample now; 0 where there are enough groups with signal, or no more tasks may be begun.
+    """Return how many more tasks to sample now; 0 where there are enough groups with signal, or no more tasks may be begun.
 
     groups: all of the iteration so far. extra: how many of the tasks were further ones. new_tokens: completion tokens sampled in
     this iteration, for `tokens_per_iteration`; while a group is unfinished, that budget is spent.
@@ -29,7 +29,7 @@ def further_tasks(
         return 0
     advantages = config.advantage_config()
     needed = tokenizer() if advantages.surprise_until is not None else None
-    kept = sum(has_signal(shaped(group, advantages, needed)[0]) for group in groups)
+    kept = groups_with_signal(groups, advantages, needed)
     if kept >= wanted:
         return 0
     share = (kept + 1) / (len(groups) + 2)  # Laplace's rule: neither 0 nor 1 is ever certain
@@ -59,7 +59,8 @@ class TaskStream:
         """How many tasks of the stream earlier iterations took, by the marker of the last of them: `tasks_per_iteration` may have
         been another one then. Equal parts, where it does not tell."""
         marker = self._folder.iteration(number - 1).marker("rollouts") or {}
-        return marker.get("tasks_taken", (number - 1) * self._config.tasks_per_iteration)
+        taken: int = marker.get("tasks_taken", (number - 1) * self._config.tasks_per_iteration)
+        return taken
 
     def tasks_of(self, number: int) -> list[Task]:
         """The tasks with which an iteration without a token budget begins."""

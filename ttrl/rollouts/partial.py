@@ -25,6 +25,7 @@ from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample, TaskResult
+from ttrl.rollouts.client.attempts import Attempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB, read_choice
 from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
@@ -137,42 +138,48 @@ def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
     return dataclasses.replace(request, parameters=parameters)
 
 
-async def continue_answer(
-    transport: Transport,
-    request: ChatRequest,
-    sample: Sample,
-    *,
-    max_tokens: int | None,
-    number: int | None = None,
-    on_tokens: Callable[[int], None] | None = None,
-    cut: asyncio.Event | None = None,
-) -> Answer:
-    """Goes on with a completion that was cut off: the whole of it, as if it had never been. One attempt; `sample` is not touched.
+@dataclass(kw_only=True)
+class ContinueAttempt(Attempt):
+    """A request to go on with a completion that was cut off: its answer is the whole of it, as if it had never been.
 
-    max_tokens: of new tokens, at most; None for as many as `request.max_tokens` and the model's context leave.
-    number: tells samples of equal tasks apart where there is a seed; None for the sample's own.
-    on_tokens(k): k more tokens have arrived. cut: when set, the server is stopped, and what came is kept.
-
-    The choice's finish_reason is null where the budget ended it again (`max_tokens` or `cut`), otherwise what the server says.
-    Raises UserError (see check_continuable), TokenizationError for a sample that cannot be continued, RequestError.
+    Its finish_reason is null where the budget ended it again (`max_tokens` or `cut`), otherwise what the server says. `sample` is
+    not touched. Raises UserError (see check_continuable), TokenizationError for a sample that cannot be continued, RequestError.
     """
-    check_continuable(request)
-    place = where(sample.task_id, sample.sample)
-    if not sample.prompt_token_ids or not sample.token_ids:
-        raise TokenizationError(f"{place}: it has no token ids, so it cannot be continued; sample with token_ids=True")
-    if request.wants_logprobs and (sample.logprobs is None or len(sample.logprobs) != len(sample.token_ids)):
-        raise TokenizationError(f"{place}: it was sampled without logprobs, and they are asked for now; ask as before")
-    going = _Continued(transport, request, sample, sample.sample if number is None else number, place, on_tokens, cut)
-    context = await going.tokenizer.context()
-    whole = len(sample.prompt_token_ids) + len(sample.token_ids)
-    limits = [request.max_tokens] if request.max_tokens is not None else []
-    limits += [context - len(sample.prompt_token_ids)] if context is not None else []
-    if not limits and max_tokens is None:
-        raise UserError("params: give max_tokens, as the server does not say how long a completion can be")
-    limit = min(limits) if limits else whole + (max_tokens or 0) + 1
-    stop_at = limit if max_tokens is None else min(limit, len(sample.token_ids) + max_tokens)
-    await going.run(limit, stop_at)
-    return going.answer()
+
+    request: ChatRequest
+    sample: Sample
+    max_tokens: int | None
+    """Of new tokens, at most; None for as many as `request.max_tokens` and the model's context leave."""
+    number: int | None = None
+    """Tells samples of equal tasks apart where there is a seed; None for the sample's own."""
+
+    async def __call__(self, transport: Transport) -> list[Answer | None]:
+        if self.is_cut:
+            self.answers = [None]
+            return self.answers
+        with self.asking(transport):
+            self.answers = [await self._continued(transport)]
+        return self.answers
+
+    async def _continued(self, transport: Transport) -> Answer:
+        request, sample = self.request, self.sample
+        check_continuable(request)
+        place = where(sample.task_id, sample.sample)
+        if not sample.prompt_token_ids or not sample.token_ids:
+            raise TokenizationError(f"{place}: it has no token ids, so it cannot be continued; sample with token_ids=True")
+        if request.wants_logprobs and (sample.logprobs is None or len(sample.logprobs) != len(sample.token_ids)):
+            raise TokenizationError(f"{place}: it was sampled without logprobs, and they are asked for now; ask as before")
+        number = sample.sample if self.number is None else self.number
+        going = _Continued(transport, request, sample, number, place, self.add, self.cut)
+        context = await going.tokenizer.context()
+        limits = [request.max_tokens] if request.max_tokens is not None else []
+        limits += [context - len(sample.prompt_token_ids)] if context is not None else []
+        if not limits and self.max_tokens is None:
+            raise UserError("params: give max_tokens, as the server does not say how long a completion can be")
+        had = len(sample.token_ids)
+        limit = min(limits) if limits else len(sample.prompt_token_ids) + had + (self.max_tokens or 0) + 1
+        await going.run(limit, limit if self.max_tokens is None else min(limit, had + self.max_tokens))
+        return going.answer()
 
 
 @dataclass
@@ -184,7 +191,7 @@ class _Continued:
     sample: Sample
     number: int
     place: str
-    on_tokens: Callable[[int], None] | None
+    on_tokens: Callable[[int], None]
     cut: asyncio.Event | None
     ids: list[int] = field(init=False)
     text: str = field(init=False)

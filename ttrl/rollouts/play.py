@@ -21,15 +21,15 @@ from openai.types.chat.chat_completion import Choice
 
 from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TokenizationError, describe
 from ttrl.records import Sample, Turn
-from ttrl.rollouts.cache.completions import request_digest, sample_key
-from ttrl.rollouts.client.chat_completions import ChatRequest, plain, request_answers, room_left
+from ttrl.rollouts.cache.completions import request_digest
+from ttrl.rollouts.client.attempts import ChatAttempt, room_left
+from ttrl.rollouts.client.chat_completions import ChatRequest, plain
 from ttrl.rollouts.client.choices import openai_choice, read_choice, with_messages, writable
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.graders.grading import own_traceback, type_and_message
 from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.results import where
-from ttrl.rollouts.sampling import Meter
 from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
 
@@ -51,6 +51,27 @@ class _Reply:
         """Prompt and generated tokens."""
         prompt, generated = self.read.prompt_token_ids, self.read.token_ids
         return None if prompt is None or generated is None else prompt + generated
+
+
+@dataclasses.dataclass(kw_only=True)
+class _FittingAttempt(ChatAttempt):
+    """Asks for a shorter reply where the conversation leaves too little room in the model's context for `max_tokens`."""
+
+    place: str
+    """Names the sample in errors."""
+
+    async def __call__(self, transport: Transport) -> list[Answer | None]:
+        try:
+            return await super().__call__(transport)
+        except RequestError as error:
+            room = await room_left(error, transport, self.request, self.messages)
+            if room is None:
+                raise
+            if room < 1 or (self.request.max_tokens is not None and room >= self.request.max_tokens):
+                full = f"{self.place}: the conversation fills the model's context: {error}"
+                raise RolloutLimitError(full, "context") from None
+        self.request = dataclasses.replace(self.request, parameters={**self.request.parameters, **self.request.limited(room)})
+        return await super().__call__(transport)
 
 
 class Play:
@@ -235,60 +256,28 @@ class Play:
         return task if same else request_digest({"task": task, "turn": number}, body)
 
     async def _answer(self, request: ChatRequest, messages: list[dict[str, Any]], number: int) -> tuple[Answer, str | None, bool]:
-        """From the cache, else from a server: (answer, digest, whether it was cached)."""
-        digest = self._digest(request, messages, number)
-        place = self.ledger.job.first + self.sample.sample
-        cache = self.s.cache
-        if cache is not None and digest is not None and (found := await cache.get(sample_key(digest, place))) is not None:
-            self.ledger.log([self.sample], base_url=cache.describe(), hit=True, digest=digest)
+        """Return a reply from the cache, else from a server: (answer, digest, whether it was cached)."""
+        job, digest = self.ledger.job, self._digest(request, messages, number)
+        if (found := (await self.ledger.from_cache([self.sample], digest))[0]) is not None:
             return found, digest, True
-        same = number == 0 and digest == self.ledger.job.digest
-        offset = place if same else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big")
-        loop = asyncio.get_running_loop()
-        began, base_url = loop.time(), ""
-
-        async def attempt(transport: Transport) -> list[Answer | None]:
-            nonlocal base_url
-            base_url = transport.base_url
-            meter = Meter(self.s)
-
-            async def once(request: ChatRequest) -> list[Answer | None]:
-                return await request_answers(
-                    transport, request, messages, 1, seed_offset=offset, on_chunk=self.s.on_chunk, on_tokens=meter.add
-                )
-
-            async def fitting() -> list[Answer | None]:
-                try:
-                    return await once(request)
-                except RequestError as error:
-                    room = await room_left(error, transport, request, messages)
-                    if room is None:
-                        raise
-                    if room < 1 or (request.max_tokens is not None and room >= request.max_tokens):
-                        full = f"{self.place}: the conversation fills the model's context: {error}"
-                        raise RolloutLimitError(full, "context") from None
-                return await once(dataclasses.replace(request, parameters={**request.parameters, **request.limited(room)}))
-
-            answers = await meter.around(fitting())
-            if not any(answers):
-                raise RequestError(f"{transport.base_url}: the server returned 0 choices, 1 was asked for", "malformed")
-            return answers
-
-        size = Size(prompt=sum(len(str(m.get("content") or "")) for m in messages), n=1, max_tokens=request.max_tokens)
-
-        def sent(got: Sequence[Answer], error: Exception | None = None) -> None:
-            self.ledger.sent([self.sample], got, base_url=base_url, seconds=loop.time() - began, error=error, digest=digest)
-
-        try:
-            answers = await self.s.servers.send(
-                attempt, size=size, max_retries=self.s.max_retries, affinity=self.ledger.job.position, ticket=self._ticket
+        place = job.first + self.sample.sample
+        same = number == 0 and digest == job.digest
+        attempt = _FittingAttempt(
+            request=request,
+            messages=messages,
+            seed_offset=place if same else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big"),
+            on_chunk=self.s.settings.on_chunk,
+            count=self.s.count_tokens,
+            place=self.place,
+        )
+        size = Size.of(messages, 1, request.max_tokens)
+        with self.ledger.request(attempt, [self.sample], digest):
+            attempt.answers = await self.s.servers.send(
+                attempt, size=size, max_retries=request.max_retries, affinity=job.position, ticket=self._ticket
             )
-        except Exception as error:
-            sent([], error)
-            raise
-        got = [answer for answer in answers if answer is not None]
-        sent(got)
-        return got[0], digest, False
+        answer = attempt.answers[0]
+        assert answer is not None
+        return answer, digest, False
 
     async def _read(
         self,
@@ -305,9 +294,9 @@ class Play:
         usage.completion += tokens
         usage.new_completion += 0 if cached else tokens
         read = Sample(task_id=self.sample.task_id, sample=self.sample.sample, messages=messages, cached=cached)
-        read.weights_version = self.s.weights_version
+        read.weights_version = self.s.settings.weights_version
         first = self.ledger.job.position == 0 and self.sample.sample == 0  # checked token by token, as a single answer is
-        read_choice(read, answer, self.place, token_ids=self.s.token_ids, logprobs=request.wants_logprobs, strings=first)
+        read_choice(read, answer, self.place, token_ids=self.s.settings.token_ids, logprobs=request.wants_logprobs, strings=first)
         if not cached and digest is not None:
             await self.ledger.keep(read, answer, digest, self.s.cache_body(messages, request))
         return _Reply(messages, tools, answer, read, _clean(_sent_back(openai_choice(answer))))
@@ -325,7 +314,7 @@ class Play:
         reads = [reply.read for reply in replies]
         sample.text, sample.finish_reason = reads[-1].text, reads[-1].finish_reason
         sample.cached = all(read.cached for read in reads)
-        if self.s.token_ids:
+        if self.s.settings.token_ids:
             sample.prompt_token_ids = list(reads[0].prompt_token_ids or ())
             sample.token_ids = [token for read in reads for token in read.token_ids or ()]
         if any(read.logprobs is not None for read in reads):

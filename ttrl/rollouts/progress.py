@@ -51,7 +51,7 @@ class Prices(NamedTuple):
 
 
 def _is_price(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
 
 
 class Progress:

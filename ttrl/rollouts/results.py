@@ -13,7 +13,7 @@ from ttrl.text import si
 
 
 @dataclass
-class Usage:
+class TaskUsage:
     """Tokens of one task, as the server counted them (or as its token ids say)."""
 
     prompt: int = 0
@@ -113,7 +113,7 @@ class TaskResults(Sequence[TaskResult]):
         results: Iterable[TaskResult],
         *,
         seconds: float | None = None,
-        usage: Sequence[Usage | None] | None = None,
+        usage: Sequence[TaskUsage | None] | None = None,
         transformed: list[Any] | None = None,
         other_failures: Mapping[str, int] | None = None,
         prices: Prices | None = None,
@@ -254,7 +254,7 @@ def is_unfinished(sample: Sample) -> bool:
     return sample.finish_reason == "unfinished" and sample.error is None
 
 
-def _usage(result: TaskResult) -> Usage:
+def _usage(result: TaskResult) -> TaskUsage:
     """From what is known of the samples: all of it new where the samples do not come from the cache."""
     prompt = max((len(sample.prompt_token_ids or ()) for sample in result.samples), default=0)
     counts = [(len(sample.token_ids or sample.logprobs or ()), sample.cached) for sample in result.samples if not sample.turns]
@@ -267,7 +267,7 @@ def _usage(result: TaskResult) -> Usage:
             counts.append((turn.num_tokens, turn.cached))
             sent += 0 if turn.cached else asked
     new = sum(count for count, cached in counts if not cached)
-    return Usage(prompt=prompt, completion=sum(count for count, _ in counts), new_prompt=sent, new_completion=new)
+    return TaskUsage(prompt=prompt, completion=sum(count for count, _ in counts), new_prompt=sent, new_completion=new)
 
 
 def _dollars(prices: Prices | None, prompt: int, completion: int) -> float | None:

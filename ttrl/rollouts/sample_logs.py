@@ -27,7 +27,7 @@ class SampleLogs:
     A log that cannot be written costs no sample: the first failure is a warning, `num_failed` counts them.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.num_failed = 0
 
@@ -163,8 +163,8 @@ def _part(part: Any) -> str:
     """One part of a message that is a list: text as it is, everything else by its kind and where it is."""
     if not isinstance(part, Mapping):
         return str(part)
-    if isinstance(part.get("text"), str):
-        return part["text"]
+    if isinstance(text := part.get("text"), str):
+        return text
     kind = str(part.get("type", "part"))
     inner = part.get(kind)
     url = inner.get("url") if isinstance(inner, Mapping) else inner

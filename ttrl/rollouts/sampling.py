@@ -1,39 +1,34 @@
-"""What the tasks of one call share: the request, servers, graders, budget and counts."""
+"""What the tasks of one call share: its settings, servers, graders, cache, budget and counts."""
 
 import asyncio
+import contextlib
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ttrl.errors import describe
+from ttrl.errors import TaskError, UserError, describe
 from ttrl.records import TaskResult
-from ttrl.rollouts.cache.completions import Cache
+from ttrl.rollouts.cache.completions import Cache, request_digest
 from ttrl.rollouts.client.chat_completions import ChatRequest
-from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.client.transport import answer_identity, transport_for
 from ttrl.rollouts.graders.grading import Graders, Threads
-from ttrl.rollouts.partial import TokenBudget, first_part
-from ttrl.rollouts.progress import Progress
+from ttrl.rollouts.partial import TokenBudget, check_continuable, first_part
+from ttrl.rollouts.progress import Prices, Progress
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.rollouts.sample_logs import SampleLogs
+from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.servers import Servers
+from ttrl.rollouts.settings import SamplingSettings
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
-OnChunk = Callable[[Any, Any], None]
-
-
-def cache_body(request: ChatRequest, on_chunk: OnChunk | None, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What an answer depends on. An `on_chunk` with a `cache_key` (InferenceEarlyStop) says how it ends completions early."""
-    body = request.cache_body(messages)
-    ended_by = getattr(on_chunk, "cache_key", None)
-    return body if ended_by is None else {**body, "on_chunk": ended_by}
-
 
 @dataclass(frozen=True)
-class Job:
+class SamplingJob:
     """One task of a call."""
 
     position: int
@@ -46,49 +41,133 @@ class Job:
     """What an earlier call sampled of it."""
 
 
-@dataclass(kw_only=True)
 class Sampling:
-    """What all tasks of one call share."""
+    """One call of `get_task_results`. Raises UserError for everything that can be known to be wrong before a request is made."""
 
-    request: ChatRequest
-    servers: Servers
-    n: int
-    samples_per_request: int
-    token_ids: bool
-    weights_version: int
-    max_retries: int
-    cache: Cache | None
-    requests_log: RequestsLog | None
-    graders: Graders
-    progress: Progress
-    budget: TokenBudget | None
-    on_chunk: OnChunk | None
-    transform: Callable[[TaskResult], Any] | None
-    transform_thread: Threads
-    on_task_done: Callable[[TaskResult], None] | None
-    sample_logs: SampleLogs | None
-    other_failures: Counter[str] = field(default_factory=Counter)
-    """Of transforms and callbacks; those of samples stand in the samples."""
-    sampled: int = 0
-    """New completion tokens so far."""
-    cut: asyncio.Event | None = None
-    """Set when the budget's total has been sampled."""
-
-    def __post_init__(self) -> None:
-        if self.budget is not None and self.budget.total is not None:
-            self.cut = asyncio.Event()
+    def __init__(self, settings: SamplingSettings, total: int | None) -> None:
+        """total: the number of tasks; None where it is not known."""
+        self.settings, self.n = settings, settings.n
+        self.request = ChatRequest.of(
+            settings.model,
+            n=settings.n,
+            params=settings.params,
+            token_ids=settings.token_ids,
+            max_retries=settings.max_retries,
+            stall_timeout=settings.stall_timeout,
+        )
+        self.budget, self.kept = TokenBudget.of(settings.token_budget), list(settings.unfinished)
+        self._check_budget()
         self.first_request = first_part(self.request, self.budget)
         """What samples without a token are asked for with."""
+        # vLLM refuses n > 1 where sampling is greedy; and a choice of many that is ended early would be sampled on.
+        alone = settings.on_chunk is not None or self.request.parameters.get("temperature") == 0
+        self.samples_per_request = settings.samples_per_request or (1 if alone else self.n)
+        self.sampled = 0
+        """New completion tokens so far."""
+        self.cut = None if self.budget is None or self.budget.total is None else asyncio.Event()
+        """Set when the budget's total has been sampled."""
+        self.other_failures: Counter[str] = Counter()
+        """Of transforms and callbacks; those of samples stand in the samples."""
+        self.cache = Cache.of(settings.cache)
+        self.prices = None if settings.prices is None else Prices.of(settings.prices)
+        self._transports = [transport_for(client) for client in settings.clients]
+        self._identity = answer_identity(self._transports, settings.weights_digest, has_cache=self.cache is not None)
+        self.servers = Servers(
+            self._transports,
+            concurrency=settings.concurrency,
+            max_downtime=settings.max_downtime,
+            lengths=_known_lengths(settings.model, [transport.base_url for transport in self._transports]),
+        )
+        self.graders = Graders(isolated=bool(settings.isolated), timeout=settings.grader_timeout, memory=settings.grader_memory)
+        self.transform_thread = Threads(1)
+        self.requests_log = None if settings.requests_log is None else RequestsLog(settings.requests_log)
+        self.sample_logs = None if settings.log_dir is None else SampleLogs(settings.log_dir)
+        self.progress = Progress(
+            None if total is None else total * self.n,
+            settings.description,
+            enabled=bool(settings.pbar),
+            prices=self.prices,
+        )
+
+    def _check_budget(self) -> None:
+        if self.budget is None and not self.kept:
+            return
+        check_continuable(self.request)
+        if not all(isinstance(result, TaskResult) for result in self.kept):
+            raise UserError("unfinished holds something else than TaskResult; give the `unfinished` of an earlier call")
+        if wrong := [result for result in self.kept if len(result.samples) != self.n]:
+            raise UserError(
+                f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, n is {self.n}; give the n of the "
+                "call that began them"
+            )
+        if not self.settings.token_ids:
+            raise UserError("token_budget and unfinished need token ids: completions are continued from them; set token_ids=True")
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep servers, graders and progress line running within, and close the connections at the end."""
+        async with contextlib.AsyncExitStack() as stack:
+            for transport in self._transports:
+                stack.push_async_callback(transport.close)
+            await stack.enter_async_context(self.servers)
+            for part in (self.graders, self.progress, self.transform_thread):
+                stack.enter_context(part)
+            yield
+
+    # Jobs
+
+    def check(self, task: Task) -> Task:
+        """Raises TaskError for a task that this call cannot sample."""
+        if task.rollout is not None and (self.budget is not None or self.kept):
+            raise TaskError(
+                f"task {task.id!r} has a rollout, which cannot be cut off by a token budget and continued later; leave "
+                "token_budget and unfinished out, or give the task no rollout"
+            )
+        return task
+
+    def jobs(self, tasks: Iterable[Task]) -> Iterator[SamplingJob]:
+        """Yield the tasks with what an earlier call sampled of them, and with the numbers that tell equal ones apart."""
+        times: Counter[str] = Counter()
+        logged = self.requests_log is not None or self.sample_logs is not None
+        numbered = logged or self.cache is not None or self.request.seed is not None
+        tasks = iter(tasks)
+        begun = list(itertools.islice(tasks, len(self.kept)))
+        self._check_begun(begun)
+        for position, task in enumerate(map(self.check, itertools.chain(begun, tasks))):
+            kept = self.kept[position] if position < len(self.kept) else None
+            digest = request_digest(self._identity, self.cache_body(task.messages)) if numbered else None
+            first = times[digest] * self.n if digest is not None else 0
+            if digest is not None:
+                times[digest] += 1
+            yield SamplingJob(position, task, first, digest, kept)
+
+    def _check_begun(self, tasks: Sequence[Task]) -> None:
+        """Check all of `unfinished` before the first request: a mistake must cost no samples, and none may be left out."""
+        for position, (kept, task) in enumerate(zip(self.kept, tasks, strict=False)):
+            if (kept.task_id, kept.messages) != (task.id, task.messages):
+                raise UserError(
+                    f"unfinished[{position}] is of task {kept.task_id!r}, tasks[{position}] is task {task.id!r}; "
+                    "the tasks of `unfinished` come first, in the same order"
+                )
+        if len(tasks) < len(self.kept):
+            raise UserError(
+                f"unfinished holds {len(self.kept)} groups, but there are {len(tasks)} tasks; "
+                "the tasks of `unfinished` come first, in the same order"
+            )
 
     def cache_body(self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None) -> dict[str, Any]:
-        """What an answer depends on, for the cache: the request (by default the call's), and what may end it early where that has
-        a name."""
-        return cache_body(request or self.request, self.on_chunk, messages)
+        """Return what an answer depends on: the request (by default the call's), and what may end it early, where that has a
+        name (an `on_chunk` with a `cache_key`, such as InferenceEarlyStop)."""
+        body = (request or self.request).cache_body(messages)
+        ended_by = getattr(self.settings.on_chunk, "cache_key", None)
+        return body if ended_by is None else {**body, "on_chunk": ended_by}
 
-    def count_tokens(self, tokens: int, prompt: int = 0) -> None:
-        """More tokens have come from a server (fewer, where a stream broke that is asked for again)."""
+    # Counts
+
+    def count_tokens(self, tokens: int) -> None:
+        """Count completion tokens as they come from a server (fewer, where a stream broke that is asked for again)."""
         self.sampled += tokens
-        self.progress.add_tokens(tokens, prompt)
+        self.progress.add_tokens(tokens)
         if self.cut is not None and self.budget is not None and self.sampled >= (self.budget.total or 0):
             self.cut.set()
 
@@ -98,31 +177,21 @@ class Sampling:
         return self.cut is not None and self.cut.is_set()
 
     def count_other(self, what: str, task_id: str, error: BaseException) -> None:
-        """Each reason is logged once with its traceback; its count is in the statistics."""
+        """Log each reason once with its traceback, and count it for the statistics."""
         name = f"{what}: {describe(error)}"
         if name not in self.other_failures:
             logger.warning("task %r: %s failed", task_id, what, exc_info=error)
         self.other_failures[name] += 1
 
 
-class Meter:
-    """Counts the tokens of one attempt, and takes them back where it failed and they are lost."""
+_lengths: dict[Any, Lengths] = {}
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling, self._count = sampling, 0
 
-    def add(self, tokens: int) -> None:
-        self._count += tokens
-        self._sampling.count_tokens(tokens)
-
-    async def around(self, attempt: Any, had: int = 0) -> list[Answer | None]:
-        """Runs the attempt; afterwards exactly its answers' tokens have been counted, without the `had` of earlier calls."""
-        try:
-            answers = await attempt
-        except BaseException:
-            self._sampling.count_tokens(-self._count)
-            raise
-        total = sum(answer.completion_tokens or 0 for answer in answers if answer is not None) - had
-        if total != self._count:  # not streamed, or a server that gives no ids
-            self._sampling.count_tokens(total - self._count)
-        return answers
+def _known_lengths(model: str, base_urls: Sequence[str]) -> Lengths:
+    """What earlier calls of this process saw of the same model: iterations of a run are alike, so the first wave is no guess."""
+    key = (model, *base_urls)
+    known = _lengths.pop(key, None) or Lengths()
+    _lengths[key] = known  # the newest stands last
+    if len(_lengths) > 32:
+        del _lengths[next(iter(_lengths))]
+    return known

@@ -3,36 +3,38 @@
 A failure is data, not an end: a failed request, a bad completion, a grader or a transform that raises costs what it concerns and
 nothing else. It is kept with its reason (`Sample.error`), counted (`TaskResults.stats`) and logged in one line at the end.
 
-The way of a task is in `ttrl.rollouts.group`; admission, balance and retries in `servers`; what is sent in `chat_completions`.
+The way of a task is in `ttrl.rollouts.group`; admission, balance and retries in `servers`; what is sent in `client.attempts`.
 """
 
 import asyncio
 import contextlib
-import inspect
+import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from openai import AsyncOpenAI
-
+from ttrl.errors import TaskError
 from ttrl.records import TaskResult
-from ttrl.rollouts.cache.completions import Cache
-from ttrl.rollouts.calls import Call, checked_one_by_one, checked_tasks
-from ttrl.rollouts.group import Outcome
+from ttrl.rollouts.client.stream import OnChunk
+from ttrl.rollouts.group import Group, TaskOutcome
+from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.results import RolloutStats, TaskResults
-from ttrl.rollouts.sampling import OnChunk
+from ttrl.rollouts.sampling import Sampling
+from ttrl.rollouts.settings import CacheLike, Client, SamplingSettings
 from ttrl.tasks.task import Task
 
 __all__ = ["RolloutStats", "TaskResults", "get_task_results", "iter_task_results"]
 
 logger = logging.getLogger(__name__)
 
-Client: TypeAlias = "AsyncOpenAI | str | Sequence[AsyncOpenAI | str]"
 Transform: TypeAlias = Callable[[TaskResult], Any] | Callable[[TaskResult], Awaitable[Any]]
+
+LIVE_SAMPLES = 16384
+"""Samples of tasks that are begun and not yet handed over, where the server decides how many requests are in flight."""
 
 
 async def get_task_results(
@@ -43,7 +45,7 @@ async def get_task_results(
     n: int = 1,
     params: Mapping[str, Any] | None = None,
     token_ids: bool = True,
-    cache: Cache | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    cache: CacheLike = None,
     weights_digest: str | None = None,
     weights_version: int = -1,
     concurrency: int | asyncio.Semaphore | None = None,
@@ -111,52 +113,133 @@ async def get_task_results(
     samples (see `TaskResults.raise_if_all_failed`). On cancellation, such as Ctrl-C, all requests are ended first, and
     the CancelledError carries what was finished as `results` (a TaskResults).
     """
-    arguments = dict(locals())
-    tasks = checked_tasks(tasks)
-    call = Call(arguments, len(tasks))
-    for task in tasks:
-        call.check(task)
+    settings = SamplingSettings(
+        client=client,
+        model=model,
+        n=n,
+        params=params,
+        token_ids=token_ids,
+        cache=cache,
+        weights_digest=weights_digest,
+        weights_version=weights_version,
+        concurrency=concurrency,
+        samples_per_request=samples_per_request,
+        max_retries=max_retries,
+        max_downtime=max_downtime,
+        stall_timeout=stall_timeout,
+        on_chunk=on_chunk,
+        isolated=isolated,
+        grader_timeout=grader_timeout,
+        grader_memory=grader_memory,
+        transform=transform,
+        on_task_done=on_task_done,
+        token_budget=token_budget,
+        unfinished=unfinished,
+        prices=prices,
+        pbar=pbar,
+        pbar_desc=pbar_desc,
+        log_dir=log_dir,
+        requests_log=requests_log,
+    )
+    checked = checked_tasks(tasks)
+    sampling = Sampling(settings, len(checked))
+    for task in checked:
+        sampling.check(task)
     start = time.monotonic()
-    outcomes: list[Outcome] = []
-
-    def collected() -> TaskResults:
-        outcomes.sort(key=lambda outcome: outcome.position)
-        return TaskResults(
-            [outcome.result for outcome in outcomes],
-            seconds=time.monotonic() - start,
-            usage=[outcome.usage for outcome in outcomes],
-            transformed=None if transform is None else [outcome.transformed for outcome in outcomes],
-            other_failures=call.other_failures,
-            prices=call.prices,
-        )
-
+    outcomes: list[TaskOutcome] = []
     try:
-        async with contextlib.aclosing(call.outcomes(tasks)) as stream:
+        async with contextlib.aclosing(_outcomes(sampling, checked, left=outcomes)) as stream:
             async for outcome in stream:
                 outcomes.append(outcome)
     except asyncio.CancelledError as cancelled:
-        outcomes.extend(call.not_handed_over)
         # No subclass with a field: asyncio.timeout looks for this very type.
-        cancelled.results = collected()  # type: ignore[attr-defined]
+        cancelled.results = _collected(sampling, outcomes, start)  # type: ignore[attr-defined]
         raise
-    results = collected()
+    results = _collected(sampling, outcomes, start)
     stats = results.stats
-    logger.info("%s: %s", call.description, stats.summary())
+    logger.info("%s: %s", settings.description, stats.summary())
     if stats.exceptions:
-        logger.warning("%s: failures: %s", call.description, stats.failures())
+        logger.warning("%s: failures: %s", settings.description, stats.failures())
     return results
 
 
 async def iter_task_results(tasks: Iterable[Task], client: Client, model: str, **arguments: Any) -> AsyncIterator[TaskResult]:
-    """`get_task_results` for any number of tasks: yields each result as soon as it is finished, and keeps none of them.
+    """Sample any number of tasks as `get_task_results` does: yields each result as soon as it is finished, and keeps none.
 
     Tasks are taken from the iterable as they are needed: it may be a generator without end. What was said of the arguments and
     errors there holds here too, except that a wrong task is found when its turn comes. Leaving the loop ends all requests
     (`contextlib.aclosing` does so at once). What `transform` returns is lost; use `on_task_done`, or the loop's body.
     """
-    bound = inspect.signature(get_task_results).bind(tasks, client, model, **arguments)
-    bound.apply_defaults()
-    call = Call(bound.arguments, len(tasks) if isinstance(tasks, Sequence) else None)
-    async with contextlib.aclosing(call.outcomes(checked_one_by_one(tasks))) as stream:
+    settings = SamplingSettings(client=client, model=model, **arguments)
+    sampling = Sampling(settings, len(tasks) if isinstance(tasks, Sequence) else None)
+    async with contextlib.aclosing(_outcomes(sampling, checked_one_by_one(tasks), left=[])) as stream:
         async for outcome in stream:
             yield outcome.result
+
+
+async def _outcomes(sampling: Sampling, tasks: Iterable[Task], *, left: list[TaskOutcome]) -> AsyncGenerator[TaskOutcome, None]:
+    """Yield every task's outcome as soon as it is finished; `left` gets those that are finished when it is closed early.
+
+    Fewer tasks are begun and not yet handed over than would fill memory; more than can be in flight, so that no server waits.
+    """
+    concurrency = sampling.settings.concurrency
+    live = 4 * concurrency if isinstance(concurrency, int) else max(256, LIVE_SAMPLES // sampling.n)
+    finished: asyncio.Queue[asyncio.Task[TaskOutcome]] = asyncio.Queue()
+    running: set[asyncio.Task[TaskOutcome]] = set()
+    begun = 0
+    async with sampling.running():
+        jobs = sampling.jobs(tasks)
+        try:
+            while True:
+                while finished.empty() and len(running) < live and (job := next(jobs, None)) is not None:
+                    task = asyncio.create_task(Group(Ledger(sampling, job)).run(), name=f"task {job.task.id}")
+                    task.add_done_callback(finished.put_nowait)
+                    running.add(task)
+                    begun += 1
+                    if begun % 64 == 0:
+                        await asyncio.sleep(0)  # a generator of a million tasks must not hold up the first ones
+                if not running:
+                    return
+                task = await finished.get()
+                running.discard(task)
+                yield task.result()  # raises what can only be a fault of ours
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            left += [task.result() for task in running if not task.cancelled() and task.exception() is None]
+
+
+def _collected(sampling: Sampling, outcomes: Iterable[TaskOutcome], start: float) -> TaskResults:
+    """Return the outcomes in the order of their tasks. start: of the call, on the monotonic clock."""
+    ordered = sorted(outcomes, key=lambda outcome: outcome.position)
+    return TaskResults(
+        [outcome.result for outcome in ordered],
+        seconds=time.monotonic() - start,
+        usage=[outcome.usage for outcome in ordered],
+        transformed=None if sampling.settings.transform is None else [outcome.transformed for outcome in ordered],
+        other_failures=sampling.other_failures,
+        prices=sampling.prices,
+    )
+
+
+def checked_tasks(tasks: Iterable[Task]) -> list[Task]:
+    """Return the tasks as a list. Raises TaskError for an empty one, and for what is no Task or cannot be written to a file."""
+    checked = list(checked_one_by_one(tasks))
+    if not checked:
+        raise TaskError("tasks is empty; give at least one Task")
+    return checked
+
+
+def checked_one_by_one(tasks: Iterable[Task]) -> Iterator[Task]:
+    """Yield the tasks, each checked when its turn comes."""
+    if isinstance(tasks, Task) or not isinstance(tasks, Iterable):
+        raise TaskError(f"tasks is a {type(tasks).__name__}; give Tasks, in a list or any other iterable")
+    for number, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise TaskError(f"tasks[{number}] is a {type(task).__name__}; give Task(messages, grader)")
+        try:  # now, not when hours of rollouts are to be written
+            json.dumps([task.id, task.messages], ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise TaskError(f"task {task.id!r}: its id and messages cannot be written as JSON: {error}") from error
+        yield task

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import ServerDiedError, ServerError
+from ttrl.records import Endpoint
 from ttrl.server.auth import FENCE_HEADER, FENCE_PATH
 from ttrl.server.model_folder import ADAPTER_FOLDER, weights_digest
 
@@ -72,6 +73,12 @@ class ServerConnection:
     def has_adapter(self) -> bool:
         """Whether the policy is an adapter next to the model that it was started with."""
         return self.serves_adapters and self.policy_folder is not None and Path(self.policy_folder, ADAPTER_FOLDER).is_dir()
+
+    def endpoint(self, version: str | None = None) -> Endpoint:
+        """Return where `get_task_results` asks this server. Requests are for the weights of `version`, by default those of the
+        last `open_to`: the server refuses them when it has others."""
+        version = self.version if version is None else version
+        return Endpoint(self.base_url, self.api_key, {} if version is None else {FENCE_HEADER: version})
 
     def client(self, **options: Any) -> "AsyncOpenAI":
         """Make an OpenAI client for this server; `options` go to AsyncOpenAI (by default an hour's timeout and no proxy).

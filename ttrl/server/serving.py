@@ -4,7 +4,7 @@ started."""
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import openai
 
 from ttrl.errors import ServerError, UserError
+from ttrl.records import Endpoint
 from ttrl.server.cpu import is_cpu_build
 from ttrl.server.vllm import VLLMServer
 
@@ -24,8 +25,7 @@ _OWN_NAME = "policy"
 class ServedModel:
     """A model, and how to ask it."""
 
-    connect: Callable[[], openai.AsyncOpenAI]
-    """Makes a client; clients belong to the event loop in which they are made."""
+    endpoint: Endpoint
     model: str
     """The name under which it is served."""
     is_ours: bool
@@ -82,7 +82,7 @@ def serving(
             raise UserError(problem)
         key = os.environ.get(key_variable) or "none"  # local servers need no key, but the client insists on one
         served = _served_name(model, key, name, key_variable)
-        yield ServedModel(lambda: openai.AsyncOpenAI(base_url=model, api_key=key), served, False)
+        yield ServedModel(Endpoint(model, key, uses_proxy=True), served, False)
         return
     with contextlib.ExitStack() as stack:
         if log_path is None:
@@ -97,7 +97,7 @@ def serving(
             start_timeout=start_timeout,
         )
         stack.enter_context(server)
-        yield ServedModel(server.client, _OWN_NAME, True)
+        yield ServedModel(server.endpoint(), _OWN_NAME, True)
 
 
 def _served_name(address: str, key: str, name: str | None, key_variable: str) -> str:

@@ -9,7 +9,8 @@ import pytest
 
 from ttrl.errors import RequestError, ServerError, TokenizationError, UserError
 from ttrl.rollouts.client import chat_completions
-from ttrl.rollouts.client.chat_completions import ChatRequest, request_answers, request_kwargs
+from ttrl.rollouts.client.attempts import ChatAttempt
+from ttrl.rollouts.client.chat_completions import ChatRequest, request_kwargs
 from ttrl.rollouts.client.transport import transport_for
 from ttrl.rollouts.scheduling import servers
 from ttrl.rollouts.single import get_chat_completion
@@ -118,22 +119,22 @@ class Schema(openai.BaseModel):
 )
 def test_wrong_parameters(params, words):
     with pytest.raises(UserError, match=words):
-        ChatRequest.of("http://h/v1", "m", params=params, token_ids=False, max_retries=0)
+        ChatRequest.of("m", params=params, token_ids=False, max_retries=0)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model": ""}, {"n": 0}, {"n": True}, {"max_retries": -1}, {"stall_timeout": 0}, {"stall_timeout": "1"}, {"client": 1}],
+    [{"model": ""}, {"n": 0}, {"n": True}, {"max_retries": -1}, {"stall_timeout": 0}, {"stall_timeout": "1"}],
 )
 def test_wrong_arguments(changes):
-    given = {"client": "http://h/v1", "model": "m", "params": None, "token_ids": True, "max_retries": 0, **changes}
+    given = {"model": "m", "params": None, "token_ids": True, "max_retries": 0, **changes}
     with pytest.raises(UserError):
-        ChatRequest.of(given.pop("client"), given.pop("model"), **given)
+        ChatRequest.of(given.pop("model"), **given)
 
 
 def test_what_is_sent():
     params = {"seed": 10, "top_k": 3, "extra_body": {"mine": {"a": (1, 2)}}, "response_format": Schema(a=1), "max_tokens": 5}
-    request = ChatRequest.of(["http://h/v1", "http://i/v1"], "m", params=params, token_ids=True, max_retries=0)
+    request = ChatRequest.of("m", params=params, token_ids=True, max_retries=0)
     known = {"model": "m", "messages": MESSAGES, "seed": 10, "top_k": 3, "mine": {"a": [1, 2]}, "max_tokens": 5}
     known |= {"response_format": {"a": 1}, "logprobs": True, "return_token_ids": True}
     assert request.cache_body(MESSAGES) == known
@@ -142,9 +143,7 @@ def test_what_is_sent():
     assert request.body(MESSAGES, 1, seed_offset=3, stream=True) == streamed
     assert request.body(MESSAGES, 1, seed_offset=3, stream=True, interval=8) == {**streamed, "stream_interval": 8}
     assert (request.seed, request.max_tokens, request.wants_logprobs, request.token_ids) == (10, 5, True, True)
-    own = ChatRequest.of(
-        "http://h/v1", "m", params={"extra_body": {"stream_interval": 2}, "logprobs": False}, token_ids=False, max_retries=0
-    )
+    own = ChatRequest.of("m", params={"extra_body": {"stream_interval": 2}, "logprobs": False}, token_ids=False, max_retries=0)
     assert own.cache_body(MESSAGES) == {"model": "m", "messages": MESSAGES, "logprobs": False}
     assert own.body(MESSAGES, 1, stream=True, interval=8)["stream_interval"] == 2
     assert (own.seed, own.max_tokens, own.wants_logprobs) == (None, None, False)
@@ -155,9 +154,9 @@ def test_streamed_only_where_somebody_listens(kit):
         async with kit.serving(lambda body, attempt: kit.echo(body)) as server:
             transport = transport_for(f"http://127.0.0.1:{server.port}/v1")
             for token_ids in (True, False):
-                request = ChatRequest.of(transport.base_url, "m", params=None, token_ids=token_ids, max_retries=0)
+                request = ChatRequest.of("m", params=None, token_ids=token_ids, max_retries=0)
                 for listening in ({}, {"cut": asyncio.Event()}, {"on_chunk": lambda chunk, completion: None}):
-                    answers = await request_answers(transport, request, MESSAGES, 2, **listening)
+                    answers = await ChatAttempt(request=request, messages=MESSAGES, n=2, **listening)(transport)
                     assert [json.loads(a.choice)["message"]["content"] for a in answers] == ["x#0", "x#1"]
             await transport.close()
             return [(body["stream"], body.get("stream_interval")) for body in server.requests]
@@ -242,7 +241,7 @@ def test_one_completion_that_fails(kit, tmp_path):
     assert isinstance(error, RequestError) and str(error).endswith("/v1: HTTP 400: no") and len(server.requests) == 1
     assert "HTTP 400: no" in json.loads((tmp_path / "requests.jsonl").read_text())["error"]
     [error], _ = one(kit, lambda body, attempt: kit.completion([]))
-    assert "returned no choices" in str(error)
+    assert "returned 0 choices" in str(error)
     [error], _ = one(kit, kit.echo, cache="memory://")
     assert isinstance(error, UserError) and "weights_digest" in str(error)
     broken = lambda body, attempt: kit.completion([kit.choice(0, "x", token_ids=[1])])  # noqa: E731

@@ -1,46 +1,21 @@
-"""One request for chat completions: checked before anything is sent, then made once, streamed or not.
-
-All n samples of a task come from one request that is not streamed wherever nobody listens: the client's cost is then a few
-microseconds per token, where streams or n requests of one sample cost several times as much. Retries are in `servers`.
-"""
+"""What chat completions are asked for with: sampling parameters, checked before anything is sent, and the body of a request."""
 
 import difflib
 import functools
 import inspect
 import math
 import numbers
-from asyncio import Event
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openai import AsyncOpenAI, NotGiven
+from openai import NotGiven
 from openai.resources.chat.completions import AsyncCompletions
 
-from ttrl.errors import RequestError, UserError
-from ttrl.rollouts.client.stream import OnChunk, stream_answers
-from ttrl.rollouts.client.transport import Transport, check_client
-from ttrl.rollouts.client.wire import Answer, loads, read_answers
-
-# Words in which servers refuse a request that is too long: those of OpenAI, vLLM and llama.cpp.
-_TOO_LONG = (
-    "context length",
-    "context_length",
-    "context window",
-    "max_model_len",
-    "maximum model length",
-    "maximum input length",
-    "context size",
-)
-# What of a request its prompt depends on.
-_OF_THE_PROMPT = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-
+from ttrl.errors import UserError
 
 STALL_TIMEOUT = 120.0
 """Seconds without a byte after which a stream counts as broken."""
-STREAM_INTERVAL = 8
-"""Tokens per chunk where streams are only counted: each chunk costs the client."""
-
 # Sampling parameters of vLLM's chat completions that the OpenAI API does not have; they travel in the request's body.
 # fmt: off
 VLLM_PARAMS = frozenset([
@@ -83,7 +58,6 @@ class ChatRequest:
     @classmethod
     def of(
         cls,
-        client: AsyncOpenAI | str | Sequence[AsyncOpenAI | str],
         model: str,
         *,
         n: int = 1,
@@ -93,8 +67,6 @@ class ChatRequest:
         stall_timeout: float = STALL_TIMEOUT,
     ) -> "ChatRequest":
         """Raises UserError for whatever can be known to be wrong before a request is made."""
-        for one in client if isinstance(client, list | tuple) else [client]:
-            check_client(one)
         if not isinstance(model, str) or not model:
             raise UserError(f"model is {model!r}; give the name under which the server serves it")
         _check_int("n", n, at_least=1)
@@ -197,10 +169,14 @@ def _check_int(name: str, value: object, *, at_least: int) -> None:
         raise UserError(f"{name} is {value!r}; give a whole number of at least {at_least}")
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if value is None:
         return
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not (low <= value <= high and math.isfinite(value)):
+    if (
+        not isinstance(value, numbers.Real)
+        or isinstance(value, bool)
+        or not (low <= float(value) <= high and math.isfinite(value))
+    ):
         above = f"and at most {high:g}" if math.isfinite(high) else "and finite"
         raise UserError(f"{name} is {value!r}; give a number of at least {low:g} {above}")
 
@@ -233,51 +209,3 @@ def plain(value: Any, where: str) -> Any:
             f"'schema': {value.__name__}.model_json_schema()}}}}"
         )
     raise UserError(f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, lists and dicts")
-
-
-async def request_answers(
-    transport: Transport,
-    request: ChatRequest,
-    messages: Sequence[Mapping[str, Any]],
-    n: int,
-    *,
-    seed_offset: int = 0,
-    on_chunk: OnChunk | None = None,
-    on_tokens: Callable[[int], None] | None = None,
-    cut: Event | None = None,
-) -> list[Answer | None]:
-    """One attempt at n samples of one prompt: n entries in their order, None for a choice that the server did not return.
-
-    seed_offset: added to the seed of a seeded request: the number of its first sample, as vLLM seeds choice i with seed + i.
-    on_chunk, on_tokens, cut: see `stream_answers`; with on_chunk or cut the answer is streamed.
-
-    Raises RequestError; whatever `on_chunk` raises comes through, and ends the request.
-    """
-    if on_chunk is None and cut is None:
-        body = request.body(messages, n, seed_offset=seed_offset)
-        return read_answers(await transport.post("/chat/completions", body), n, transport.base_url)
-    # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
-    interval = STREAM_INTERVAL if on_chunk is None and request.token_ids else 1
-    body = request.body(messages, n, seed_offset=seed_offset, stream=True, interval=interval)
-    return await stream_answers(
-        transport, body, n, stall_timeout=request.stall_timeout, on_chunk=on_chunk, on_tokens=on_tokens, cut=cut
-    )
-
-
-async def room_left(
-    error: RequestError, transport: Transport, request: ChatRequest, messages: Sequence[Mapping[str, Any]]
-) -> int | None:
-    """Tokens that the model could still generate; None where the error says something else. 0 where the server does not tell.
-
-    A request is refused as a whole where prompt and `max_tokens` together are more than the context, so there may be room for a
-    shorter answer. vLLM's /tokenize tells.
-    """
-    if error.status not in (400, 413, 422) or not any(words in str(error) for words in _TOO_LONG):
-        return None
-    body = {name: request.parameters[name] for name in _OF_THE_PROMPT if name in request.parameters}
-    try:
-        answer = loads(await transport.post("/tokenize", {**body, "model": request.model, "messages": messages}, root=True))
-    except RequestError:
-        return 0
-    count, most = (answer.get(name) if isinstance(answer, dict) else None for name in ("count", "max_model_len"))
-    return max(0, most - count) if type(count) is int and type(most) is int else 0

@@ -14,7 +14,7 @@ from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogp
 
 from ttrl.errors import ServerError, TokenizationError
 from ttrl.records import Sample
-from ttrl.rollouts.client.wire import Answer, is_ids
+from ttrl.rollouts.client.wire import Answer, is_ids, is_number
 
 UNKNOWN_LOGPROB = -9999.0
 """What vLLM sends for a logprob that it does not know: JSON has no NaN."""
@@ -29,7 +29,7 @@ def writable(text: str) -> str:
 
 
 class _Entry(msgspec.Struct):
-    logprob: float | None = None
+    logprob: float = UNKNOWN_LOGPROB
 
 
 class _Entries(msgspec.Struct):
@@ -83,8 +83,8 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
     sample.text = writable(read.message.content or "")
     sample.finish_reason = read.finish_reason
     values = None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
-    if values and (None in values or min(values) <= UNKNOWN_LOGPROB):
-        values = [math.nan if value is None or value <= UNKNOWN_LOGPROB else value for value in values]
+    if values and min(values) <= UNKNOWN_LOGPROB:
+        values = [math.nan if value <= UNKNOWN_LOGPROB else value for value in values]
     if read.finish_reason in ("abort", "error"):
         raise ServerError(f"{place}: the server ended the completion with finish_reason {read.finish_reason!r}")
     if (strings or not token_ids) and values is not None:
@@ -143,9 +143,9 @@ def _read(answer: Answer, place: str) -> _Read:
     )
 
 
-def _known(entry: Any) -> float | None:
+def _known(entry: Any) -> float:
     value = entry.get("logprob") if isinstance(entry, dict) else None
-    return float(value) if type(value) in (int, float) and UNKNOWN_LOGPROB < value < math.inf else None
+    return float(value) if value is not None and is_number(value) and value > UNKNOWN_LOGPROB else UNKNOWN_LOGPROB
 
 
 def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
@@ -217,11 +217,11 @@ class _LazyLogprobs(ChoiceLogprobs):
         self._build()
         return self.__reduce_ex__(protocol)
 
-    def __copy__(self) -> ChoiceLogprobs:
+    def __copy__(self) -> Any:
         self._build()
         return copy.copy(self)
 
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ChoiceLogprobs:
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Any:
         self._build()
         return copy.deepcopy(self, memo)
 
@@ -243,7 +243,8 @@ def unbuilt_logprobs(choice: Choice) -> bytes | None:
 
 def _logprobs_json(source: "msgspec.Raw | Sequence[float]") -> dict[str, Any]:
     if isinstance(source, msgspec.Raw):
-        return _loads(bytes(source))
+        logprobs: dict[str, Any] = _loads(bytes(source))
+        return logprobs
     content = [{"token": "", "logprob": UNKNOWN_LOGPROB if value != value else value} for value in source]
     return {"content": [{**entry, "bytes": None, "top_logprobs": []} for entry in content], "refusal": None}
 
@@ -325,7 +326,8 @@ def choice_of_sample(sample: Sample) -> Choice:
     if sample.turns:
         turn = sample.turns[-1]
         message, finish_reason = {**turn.reply, "content": turn.reply.get("content") or ""}, turn.finish_reason
-        logprobs, ids = (None if values is None else values[len(values) - turn.num_tokens :] for values in (logprobs, ids))
+        logprobs = None if logprobs is None else logprobs[len(logprobs) - turn.num_tokens :]
+        ids = None if ids is None else ids[len(ids) - turn.num_tokens :]
     fields = {
         "index": sample.sample,
         "message": _model(ChatCompletionMessage, message),
@@ -343,7 +345,7 @@ def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
     assert answers, "a completion has at least one choice"
     first = answers[0]
     sampled = [answer.completion_tokens for answer in answers]
-    usage = None
+    usage: dict[str, Any] | None = None
     if first.prompt_tokens is not None and None not in sampled:
         count = sum(tokens or 0 for tokens in sampled)
         usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": count, "total_tokens": first.prompt_tokens + count}
@@ -356,7 +358,8 @@ def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
         model=first.model,
         object="chat.completion",
         usage=usage,
-        **({} if first.prompt_token_ids is None else {"prompt_token_ids": list(first.prompt_token_ids)}),
     )
+    if first.prompt_token_ids is not None:
+        completion.prompt_token_ids = list(first.prompt_token_ids)  # type: ignore[attr-defined]  # vLLM's
     completion.choices = [openai_choice(answer, index) for index, answer in enumerate(answers)]
     return completion

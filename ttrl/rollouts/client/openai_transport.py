@@ -1,14 +1,12 @@
-"""The caller's OpenAI client: what aiohttp needs to know to stand in for it, and requests through it where it cannot."""
+"""Requests through the caller's own OpenAI client, with its settings, hooks, proxies and credentials."""
 
 import contextlib
 import sys
-import types
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import openai
 from openai import AsyncOpenAI
-from openai._base_client import AsyncHttpxClientWrapper
 
 from ttrl.errors import RequestError
 from ttrl.rollouts.client.http_errors import connection_error, root_of, status_error, timeout_error
@@ -16,7 +14,6 @@ from ttrl.rollouts.client.wire import short
 
 _RAW = "X-Stainless-Raw-Response"
 """The header with which the openai client marks requests whose answers it is not to parse."""
-_DEFAULT_HEADERS = frozenset({"accept", "accept-encoding", "connection", "user-agent"})
 
 
 def address_of(client: AsyncOpenAI) -> tuple[str, dict[str, str]]:
@@ -29,69 +26,13 @@ def address_of(client: AsyncOpenAI) -> tuple[str, dict[str, str]]:
     return base_url, identity
 
 
-def plain_settings(client: AsyncOpenAI) -> dict[str, Any] | None:
-    """What HTTPTransport must know to send exactly what this client would; None where that cannot be told.
-
-    Everything must be known to be the default: types exactly, no hooks, no credentials but a fixed key, no proxy for this server.
-    Whatever a later version of openai or httpx names differently ends here, too, and costs nothing but speed.
-    """
-    try:
-        return _plain_settings(client)
-    except Exception:  # noqa: BLE001 - internals of another version: the client itself knows them
-        return None
-
-
-def _plain_settings(client: AsyncOpenAI) -> dict[str, Any] | None:
-    http = client._client
-    if type(client) is not AsyncOpenAI or client.custom_auth is not None:
-        return None
-    if any(getattr(client, name, None) is not None for name in ("_provider", "_provider_runtime", "workload_identity")):
-        return None
-    if getattr(client, "_api_key_provider", None) is not None or not client.api_key:
-        return None
-    transport = http._transport_for_url(client.base_url)
-    library = sys.modules[type(transport).__module__.split(".")[0]]
-    known = (AsyncHttpxClientWrapper, openai.DefaultAsyncHttpxClient, library.AsyncClient)
-    if library.__name__ not in ("httpx", "httpx2") or type(http) not in known:
-        return None
-    if any(http.event_hooks.values()) or http.auth is not None or len(http.cookies.jar) or http.params:
-        return None
-    if not set(http.headers) <= _DEFAULT_HEADERS or not http.follow_redirects:
-        return None
-    base_url, identity = address_of(client)
-    if transport is not http._transport or type(transport) is not library.AsyncHTTPTransport:  # a proxy, a mount, a mock
-        return None
-    handle = type(transport).handle_async_request
-    if not isinstance(handle, types.FunctionType) or handle.__module__.split(".")[0] != library.__name__:  # patched by a mock
-        return None
-    pool = transport._pool
-    if type(pool).__name__ != "AsyncConnectionPool" or pool._uds or pool._local_address or pool._socket_options:
-        return None
-    if pool._retries or pool._http2:
-        return None
-    headers = {name: value for name, value in client.default_headers.items() if isinstance(value, str)}
-    has_own_key = any(name.lower() == "authorization" for name in client._custom_headers)
-    if not has_own_key:
-        headers |= client.auth_headers
-    timeout = client.timeout
-    return {
-        "base_url": base_url,
-        "headers": {name: value for name, value in headers.items() if not name.lower().startswith("x-stainless-")},
-        "identity": identity,
-        "query": client.qs.stringify(client.default_query) if client.default_query else "",
-        "connect_timeout": getattr(timeout, "connect", timeout),
-        "read_timeout": getattr(timeout, "read", timeout),
-        "ssl_context": pool._ssl_context if base_url.startswith("https:") else None,
-    }
-
-
 class ClientTransport:
     """Requests through an openai client as it is; only the parsing of answers, and the retries, are ours."""
 
     read_timeout: float | None = None  # the client's own timeouts hold
 
     def __init__(self, client: AsyncOpenAI) -> None:
-        self._client = client
+        self._client: Any = client
         self.base_url, self.identity = address_of(client)
 
     def __repr__(self) -> str:
@@ -104,13 +45,13 @@ class ClientTransport:
         with self._explaining():
             url = root_of(self.base_url) + path if root else path
             response: Any = await self._client.post(url, cast_to=object, body=dict(body), options=self._options("true"))
-            return response.content
+            return bytes(response.content)
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
         with self._explaining(timeout):
             url = root_of(self.base_url) + path if root else path
             response: Any = await self._client.get(url, cast_to=object, options=self._options("true", timeout=timeout))
-            return response.content
+            return bytes(response.content)
 
     @contextlib.asynccontextmanager
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -141,7 +82,7 @@ class ClientTransport:
         except openai.APITimeoutError as error:
             raise timeout_error(place, timeout if timeout is not None else self._seconds()) from error
         except openai.APIConnectionError as error:
-            raise connection_error(place, error.__cause__ or error.message) from error
+            raise connection_error(place, _root_cause(error)) from error
         except openai.OpenAIError as error:  # no key, no credentials: the client gave up before it sent anything
             raise RequestError(f"{place}: the client could not send the request: {error}", "status") from error
         except _http_errors() as error:
@@ -156,6 +97,12 @@ class ClientTransport:
         timeout = self._client.timeout
         seconds = getattr(timeout, "read", timeout)
         return seconds if isinstance(seconds, int | float) else None
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return error
 
 
 def _http_errors() -> tuple[type[Exception], ...]:

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import AsyncIterable, Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from openai import BaseModel
 from openai.types.chat import ChatCompletion
@@ -70,19 +70,20 @@ class _Watch:
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Task[bool] | None = None
 
-    def __enter__(self) -> "_Watch":
+    async def __aenter__(self) -> "_Watch":
         self._arm()
         if self._cut is not None:
             self._waiter = self._loop.create_task(self._cut.wait())
             self._waiter.add_done_callback(self._end)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._waiter is not None:
             self._waiter.remove_done_callback(self._end)
             self._waiter.cancel()
+            await asyncio.gather(self._waiter, return_exceptions=True)
 
     def heard(self) -> None:
         """Bytes have come. As cheap as can be: it is called for every one of them."""
@@ -138,58 +139,80 @@ async def stream_answers(
 
     Raises RequestError.
     """
-    place = transport.base_url
-    live, events = LiveCompletion(n), Events()
+    live = LiveCompletion(n)
     if cut is not None and cut.is_set():
         return live.answers()
-    first = getattr(transport, "read_timeout", None)
-    done = stopped = False
+    place = transport.base_url
 
-    def take(part: bytes) -> bool:
-        nonlocal done, stopped
-        watch.heard()
-        for data in events.feed(part):
-            if done or data == b"[DONE]":
-                done = True
-            elif _take(decoded_chunk(data, place), live, on_chunk, on_tokens):
-                stopped = True
-                return True
-        if done:
-            watch.limit(LAST_BYTES)
-        stopped = cut is not None and cut.is_set()
-        return stopped
+    def take(data: bytes) -> bool:
+        return _take(decoded_chunk(data, place), live, on_chunk, on_tokens)
 
+    events = await read_events(transport, "/chat/completions", body, take, live, stall_timeout=stall_timeout, cut=cut)
+    return live.answers() if events is None else _ended(live, events, n, place, on_chunk, on_tokens)
+
+
+class Assembly(Protocol):
+    """What is put together from a stream."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Everything that has begun has ended."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing more can come."""
+        ...
+
+
+async def read_events(
+    transport: Transport,
+    path: str,
+    body: Mapping[str, Any],
+    take: Callable[[bytes], bool],
+    whole: Assembly,
+    *,
+    stall_timeout: float,
+    cut: asyncio.Event | None,
+) -> Events | None:
+    """POST `body` and hand the data of each event to `take`, which returns True where no more is wanted.
+
+    whole: what `take` makes of them; a connection that breaks or falls silent behind its end is no failure.
+
+    Returns what the stream left behind at its end; None where it was ended, or broke, when everything was there. Raises
+    RequestError, and what `take` raises.
+    """
+    place, first, events, done = transport.base_url, transport.read_timeout, Events(), False
     try:
-        with _Watch(first, stall_timeout, cut) as watch:
-            async with watch.scope:
-                await _feed(transport, body, take)
+        async with _Watch(first, stall_timeout, cut) as watch, watch.scope, transport.stream(path, body) as parts:
+            async for part in parts:
+                watch.heard()
+                for data in events.feed(part):
+                    if done or data == b"[DONE]":
+                        done = True
+                    elif take(data):
+                        return None
+                if done:
+                    watch.limit(LAST_BYTES)
+                if cut is not None and cut.is_set():
+                    return None
+        return events
     except TimeoutError:
         if not watch.scope.expired():
             raise
-        if not (done or live.is_complete or (cut is not None and cut.is_set())):
+        if cut is not None and cut.is_set():
+            return None
+        if not (done or whole.is_complete):
             if not watch.has_begun:
                 raise timeout_error(place, first) from None
             raise RequestError(f"{place}: the stream stalled for {stall_timeout:g} s", "stall") from None
-        if not live.is_finished and not (cut is not None and cut.is_set()):  # [DONE] alone ends no completion
-            raise _broken(place, live) from None
-        return live.answers()
+        if not whole.is_finished:  # [DONE] alone ends no completion
+            raise broken_stream(place, has_begun=True) from None
+        return None
     except RequestError as error:
-        if error.kind == "connection" and live.is_finished and (done or live.is_complete):
-            return live.answers()
+        if error.kind == "connection" and whole.is_finished and (done or whole.is_complete):
+            return None
         raise
-    return live.answers() if stopped else _ended(live, events, n, place, on_chunk, on_tokens)
-
-
-async def _feed(transport: Transport, body: Mapping[str, Any], take: Callable[[bytes], bool]) -> None:
-    """Hands on what the server streams, the shortest way that this transport knows."""
-    feed = getattr(transport, "feed", None)
-    if feed is not None:
-        await feed("/chat/completions", body, take)
-        return
-    async with transport.stream("/chat/completions", body) as parts:
-        async for part in parts:
-            if take(part):
-                return
 
 
 def _ended(
@@ -205,12 +228,13 @@ def _ended(
     if data != b"[DONE]" and loads(data) is not None:  # otherwise it is half an event: what is missing shows below
         _take(decoded_chunk(data, place), live, on_chunk, on_tokens)
     if not live.is_finished:
-        raise _broken(place, live)
+        raise broken_stream(place, bool(live.choices))
     return live.answers()
 
 
-def _broken(place: str, live: LiveCompletion) -> RequestError:
-    what = "in the middle of a completion" if live.choices else "before anything came"
+def broken_stream(place: str, has_begun: bool) -> RequestError:
+    """Return the error of a stream whose end came too early."""
+    what = "in the middle of a completion" if has_begun else "before anything came"
     return RequestError(f"{place}: the stream ended {what}", "connection")
 
 
@@ -265,7 +289,7 @@ async def consume_chat_completion_stream(
             if inspect.isawaitable(closing):
                 await closing
     if not live.is_finished:
-        raise _broken("stream", live)
+        raise broken_stream("stream", bool(live.choices))
     return chat_completion([answer for answer in live.answers(len(live.choices)) if answer is not None])
 
 

@@ -1,20 +1,17 @@
 """One request for a text completion of token ids (POST /completions), whole or as a stream that can be ended."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from ttrl.errors import RequestError
+from ttrl.rollouts.client.attempts import STREAM_INTERVAL
 from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB
-from ttrl.rollouts.client.http_errors import timeout_error
+from ttrl.rollouts.client.stream import broken_stream, read_events
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import failure, loads
-
-STREAM_INTERVAL = 8
-"""Tokens per chunk of a stream: each chunk costs the client, and only their number is looked at."""
+from ttrl.rollouts.client.wire import Usage, failure, loads
 
 
 class Piece(msgspec.Struct):
@@ -32,6 +29,13 @@ class Piece(msgspec.Struct):
     model: str = ""
     cached_tokens: int | None = None
 
+    @property
+    def is_finished(self) -> bool:
+        """The completion has ended."""
+        return self.finish_reason is not None
+
+    is_complete = is_finished
+
 
 class _Logprobs(msgspec.Struct):
     tokens: list[str] = msgspec.field(default_factory=list)
@@ -46,20 +50,12 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-
-
 class _Answer(msgspec.Struct):
     id: str = ""
     created: int = 0
     model: str = ""
     choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -70,11 +66,11 @@ async def ask(
     transport: Transport,
     body: Mapping[str, Any],
     *,
-    on_tokens: Callable[[int], None] | None,
+    on_tokens: Callable[[int], None],
     cut: asyncio.Event | None,
     stall_timeout: float,
 ) -> Piece:
-    """One attempt; streamed only where it may be cut. `body` asks for token ids, one choice.
+    """Make one attempt; streamed only where it may be cut. `body` asks for token ids, one choice.
 
     stall_timeout: seconds without anything new in a stream that has begun. Raises RequestError.
     """
@@ -85,22 +81,18 @@ async def ask(
             raise RequestError(f"{transport.base_url}: a completion without finish_reason", "malformed")
         return piece
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}, "stream_interval": STREAM_INTERVAL}
-    async with transport.stream("/completions", streamed) as chunks, _until(chunks, cut, stall_timeout, transport) as parts:
-        rest = b""
-        async for part in parts:
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-                if data == b"[DONE]":
-                    break
-                if data:
-                    _add(piece, data, transport, on_tokens)
-    if piece.finish_reason is None and not cut.is_set():
-        raise RequestError(f"{transport.base_url}: the stream ended in its middle", "connection")
+
+    def take(data: bytes) -> bool:
+        _add(piece, data, transport, on_tokens)
+        return False
+
+    events = await read_events(transport, "/completions", streamed, take, piece, stall_timeout=stall_timeout, cut=cut)
+    if events is not None and not piece.is_finished:
+        raise broken_stream(transport.base_url, bool(piece.token_ids))
     return piece
 
 
-def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[int], None] | None) -> None:
+def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[int], None]) -> None:
     try:
         answer = _decoder.decode(data)
     except ValueError:
@@ -112,8 +104,8 @@ def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[i
         raise failure(answer.error, transport.base_url)
     piece.completion_id, piece.created = answer.id or piece.completion_id, answer.created or piece.created
     piece.model = answer.model or piece.model
-    if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
-        piece.cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
+    if answer.usage is not None and answer.usage.cached_tokens is not None:
+        piece.cached_tokens = answer.usage.cached_tokens
     for choice in answer.choices:
         if choice.token_ids is None:
             raise RequestError(f"{transport.base_url}: the server returned no token_ids; partial rollouts need vLLM", "malformed")
@@ -123,41 +115,5 @@ def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[i
             piece.tokens += choice.logprobs.tokens
             piece.logprobs += [UNKNOWN_LOGPROB if value is None else value for value in choice.logprobs.token_logprobs]
         piece.finish_reason, piece.stop_reason = choice.finish_reason, choice.stop_reason
-        if on_tokens is not None and choice.token_ids:
+        if choice.token_ids:
             on_tokens(len(choice.token_ids))
-
-
-@contextlib.asynccontextmanager
-async def _until(
-    chunks: AsyncIterator[bytes], cut: asyncio.Event, stall_timeout: float, transport: Transport
-) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The chunks as they come, until `cut` is set. Nothing is left running behind it."""
-    stopped = asyncio.ensure_future(cut.wait())
-    pending: set[asyncio.Future[Any]] = {stopped}
-
-    async def read() -> AsyncIterator[bytes]:
-        begun = False
-        while not cut.is_set():
-            coming = asyncio.ensure_future(anext(chunks, None))
-            pending.add(coming)
-            patience = stall_timeout if begun else transport.read_timeout
-            await asyncio.wait({coming, stopped}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                if cut.is_set():
-                    return
-                if not begun:
-                    raise timeout_error(transport.base_url, patience)
-                raise RequestError(f"{transport.base_url}: the stream stalled for {stall_timeout:g} s", "stall")
-            pending.discard(coming)
-            part = coming.result()
-            if part is None:
-                return
-            begun = True
-            yield part
-
-    try:
-        yield read()
-    finally:
-        for future in pending:
-            future.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)

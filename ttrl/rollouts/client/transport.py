@@ -1,8 +1,4 @@
-"""How requests reach a server: over aiohttp, which costs the client least, or through the caller's own OpenAI client.
-
-`transport_for` takes aiohttp wherever that changes nothing: for base URLs, and for clients whose HTTP client is the default one.
-Clients with an HTTP client, hooks, proxies or credentials of their own are asked themselves, with one parser for both.
-"""
+"""How requests reach a server: an address over aiohttp, which costs the client least; an OpenAI client as it is."""
 
 import os
 import urllib.request
@@ -14,8 +10,9 @@ from urllib.parse import urlsplit
 from openai import AsyncOpenAI, OpenAI
 
 from ttrl.errors import UserError
+from ttrl.records import Endpoint
 from ttrl.rollouts.client.http_transport import HTTPTransport
-from ttrl.rollouts.client.openai_transport import ClientTransport, plain_settings
+from ttrl.rollouts.client.openai_transport import ClientTransport
 from ttrl.version import __version__
 
 
@@ -46,34 +43,35 @@ class Transport(Protocol):
         ...
 
 
-def transport_for(client: AsyncOpenAI | str) -> Transport:
-    """Raises UserError for anything else than an AsyncOpenAI client or an http(s) base URL."""
-    check_client(client)
-    if isinstance(client, str):
-        base_url = client.strip().rstrip("/")
-        key = os.environ.get("OPENAI_API_KEY") or "EMPTY"
-        headers = {"Authorization": f"Bearer {key}", "User-Agent": f"ttrl/{__version__}"}
-        return HTTPTransport(base_url, headers, {"base_url": base_url}, proxy=None if is_local(base_url) else _proxy(base_url))
-    settings = plain_settings(client)
-    return ClientTransport(client) if settings is None else HTTPTransport(**settings)
-
-
-def check_client(client: object) -> None:
-    """Raises UserError for what is neither an AsyncOpenAI client nor an http(s) base URL."""
-    if isinstance(client, OpenAI):
+def transport_for(client: AsyncOpenAI | str | Endpoint) -> Transport:
+    """Return the way to a server. Raises UserError for what is neither an AsyncOpenAI client, an http(s) URL, nor an Endpoint."""
+    if isinstance(client, Endpoint):
+        base_url, uses_proxy = client.base_url.rstrip("/"), client.uses_proxy
+        headers = {"Authorization": f"Bearer {client.api_key}", **client.headers}
+    elif isinstance(client, str):
+        base_url, uses_proxy = _checked_url(client), True
+        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'EMPTY'}"}
+    elif isinstance(client, AsyncOpenAI):
+        return ClientTransport(client)
+    elif isinstance(client, OpenAI):
         raise UserError(f"client is a {type(client).__name__}; sampling is concurrent: give an AsyncOpenAI client")
-    if isinstance(client, str):
-        parts = urlsplit(client.strip())
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"client is {client!r}; give an AsyncOpenAI client, or a base URL such as 'http://127.0.0.1:8000/v1'")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
-            raise UserError(
-                f"client is the URL {shown} with credentials, a query or a fragment; give an AsyncOpenAI client with api_key=…, "
-                "default_query=… instead"
-            )
-    elif not isinstance(client, AsyncOpenAI):
+    else:
         raise UserError(f"client is a {type(client).__name__}; give an AsyncOpenAI client, or a base URL")
+    proxy = _proxy(base_url) if uses_proxy and not is_local(base_url) else None
+    return HTTPTransport(base_url, {"User-Agent": f"ttrl/{__version__}", **headers}, {"base_url": base_url}, proxy)
+
+
+def _checked_url(client: str) -> str:
+    parts = urlsplit(client.strip())
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"client is {client!r}; give an AsyncOpenAI client, or a base URL such as 'http://127.0.0.1:8000/v1'")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
+        raise UserError(
+            f"client is the URL {shown} with credentials, a query or a fragment; give an AsyncOpenAI client with api_key=…, "
+            "default_query=… instead"
+        )
+    return client.strip().rstrip("/")
 
 
 def is_local(base_url: str) -> bool:

@@ -340,8 +340,9 @@ class Room:
 def _buckets(ages: Array, alive: Array) -> tuple[Array, Array, Array]:
     """Requests of about the same age together: (mean age, samples, requests) of each bucket that is not empty."""
     number = (ages * ((_BUCKETS - 1) / ages.max(initial=1.0))).astype(int)
-    requests = np.bincount(number, minlength=_BUCKETS).astype(np.float64)
+    requests = np.bincount(number, minlength=_BUCKETS)
     weight = np.bincount(number, alive, _BUCKETS)
     some = requests > 0
-    age = np.bincount(number, alive * ages, _BUCKETS)[some] / weight[some]
-    return age, weight[some], requests[some]
+    age: Array = np.bincount(number, alive * ages, _BUCKETS)[some] / weight[some]
+    counts: Array = requests[some].astype(np.float64)
+    return age, weight[some], counts

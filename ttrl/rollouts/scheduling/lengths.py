@@ -51,7 +51,8 @@ class Survival:
 
     def log(self, tokens: Array) -> Array:
         """Logarithm of the share that is longer than `tokens`, elementwise."""
-        return np.interp(tokens, self._at, self._log) - self._rate * np.maximum(tokens - self._at[-1], 0.0)
+        log: Array = np.interp(tokens, self._at, self._log) - self._rate * np.maximum(tokens - self._at[-1], 0.0)
+        return log
 
 
 class Lengths:
@@ -75,7 +76,7 @@ class Lengths:
         while len(self._finished) > window:
             self._finished.popleft()
 
-    def prompt(self, chars: int) -> float:
+    def prompt(self, chars: float) -> float:
         """Tokens of a prompt of so many characters."""
         return chars * (self._prompt_tokens / self._prompt_chars if self._prompt_tokens else 1.0 / CHARS_PER_TOKEN)
 

@@ -16,9 +16,9 @@ import logging
 import math
 import random
 import re
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ttrl.errors import RequestError, UserError
 from ttrl.rollouts.client.wire import Answer
@@ -60,6 +60,11 @@ class Size(NamedTuple):
     """Samples."""
     max_tokens: int | None
     """Of each sample; None where the server decides."""
+
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, Any]], n: int, max_tokens: int | None) -> "Size":
+        """Return the size of a chat request."""
+        return cls(sum(len(str(message.get("content") or "")) for message in messages), n, max_tokens)
 
 
 class _Waiter:
@@ -358,4 +363,4 @@ def _delay(error: RequestError, attempts: int, *, elsewhere: bool) -> float:
     asked = _bounded(error.retry_after)
     if asked is not None and not elsewhere:
         return asked
-    return min(FIRST_DELAY * 2 ** min(attempts - 1, 16), LONGEST_DELAY) * (1.0 - 0.25 * random.random())
+    return min(FIRST_DELAY * 2.0 ** min(attempts - 1, 16), LONGEST_DELAY) * (1.0 - 0.25 * random.random())

@@ -1,0 +1,142 @@
+"""A request that is made of one server after another until one answers: what is counted and noted of it, and how it is made.
+
+All n samples of a task come from one request that is not streamed wherever nobody listens: the client's cost is then a few
+microseconds per token, where streams or n requests of one sample cost several times as much. Retries are in `Servers.send`.
+"""
+
+import contextlib
+from asyncio import Event
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrl.errors import RequestError
+from ttrl.rollouts.client.chat_completions import ChatRequest
+from ttrl.rollouts.client.stream import OnChunk, stream_answers
+from ttrl.rollouts.client.transport import Transport
+from ttrl.rollouts.client.wire import Answer, loads, read_answers
+
+STREAM_INTERVAL = 8
+"""Tokens per chunk where streams are only counted: each chunk costs the client."""
+# Words in which servers refuse a request that is too long: those of OpenAI, vLLM and llama.cpp.
+_TOO_LONG = (
+    "context length",
+    "context_length",
+    "context window",
+    "max_model_len",
+    "maximum model length",
+    "maximum input length",
+    "context size",
+)
+# What of a request its prompt depends on.
+_OF_THE_PROMPT = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One request and what came of it. `attempt(transport)` makes it once; it raises RequestError."""
+
+    n: int = 1
+    """Samples that are asked for."""
+    had: int = 0
+    """Of the answers' tokens, those that were there before."""
+    count: Callable[[int], None] | None = None
+    """Told of k more tokens as they come; of -k where they were lost with their stream."""
+    cut: Event | None = None
+    """When set, the server is stopped, and what came is kept."""
+    base_url: str = field(default="", init=False)
+    """Of the server that was tried last."""
+    answers: list[Answer | None] | None = field(default=None, init=False)
+    """n entries, None for a choice that the server did not return; None before any server has answered."""
+    _counted: int = field(default=0, init=False)
+
+    async def __call__(self, transport: Transport) -> list[Answer | None]:
+        raise NotImplementedError
+
+    @property
+    def got(self) -> list[Answer]:
+        """The answers that came."""
+        return [answer for answer in self.answers or () if answer is not None]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing more is to be sampled."""
+        return self.cut is not None and self.cut.is_set()
+
+    def add(self, tokens: int) -> None:
+        """Count tokens that have come."""
+        self._counted += tokens
+        if self.count is not None:
+            self.count(tokens)
+
+    @contextlib.contextmanager
+    def asking(self, transport: Transport) -> Iterator[None]:
+        """Set `answers` within: at the end exactly their tokens are counted, and none where it fails. Raises RequestError where
+        the server returned nothing."""
+        self.base_url, self.answers, self._counted = transport.base_url, None, 0
+        try:
+            yield
+        except BaseException:
+            self.add(-self._counted)
+            raise
+        total = sum(answer.completion_tokens or 0 for answer in self.got) - self.had
+        if total != self._counted:  # not streamed, or a server that gives no ids
+            self.add(total - self._counted)
+        if not self.got and not self.is_cut:
+            asked = "1 was" if self.n == 1 else f"{self.n} were"
+            raise RequestError(f"{self.base_url}: the server returned 0 choices, {asked} asked for", "malformed")
+
+
+@dataclass(kw_only=True)
+class ChatAttempt(Attempt):
+    """A request for n samples of one prompt; streamed with `on_chunk` or `cut`."""
+
+    request: ChatRequest
+    messages: Sequence[Mapping[str, Any]]
+    seed_offset: int = 0
+    """Added to the seed of a seeded request: the number of its first sample, as vLLM seeds choice i with seed + i."""
+    on_chunk: OnChunk | None = None
+    """See `stream_answers`; whatever it raises comes through, and ends the request."""
+
+    async def __call__(self, transport: Transport) -> list[Answer | None]:
+        if self.is_cut:
+            self.answers = [None] * self.n
+            return self.answers
+        request, streamed = self.request, self.on_chunk is not None or self.cut is not None
+        # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
+        interval = STREAM_INTERVAL if self.on_chunk is None and request.token_ids else 1
+        body = request.body(self.messages, self.n, seed_offset=self.seed_offset, stream=streamed, interval=interval)
+        with self.asking(transport):
+            if streamed:
+                self.answers = await stream_answers(
+                    transport,
+                    body,
+                    self.n,
+                    stall_timeout=request.stall_timeout,
+                    on_chunk=self.on_chunk,
+                    on_tokens=self.add,
+                    cut=self.cut,
+                )
+            else:
+                self.answers = read_answers(await transport.post("/chat/completions", body), self.n, transport.base_url)
+        return self.answers
+
+
+async def room_left(
+    error: RequestError, transport: Transport, request: ChatRequest, messages: Sequence[Mapping[str, Any]]
+) -> int | None:
+    """Return how many tokens the model could still generate; None where the error says something else, 0 where the server does
+    not tell.
+
+    A request is refused as a whole where prompt and `max_tokens` together are more than the context, so there may be room for a
+    shorter answer. vLLM's /tokenize tells.
+    """
+    if error.status not in (400, 413, 422) or not any(words in str(error) for words in _TOO_LONG):
+        return None
+    body = {name: request.parameters[name] for name in _OF_THE_PROMPT if name in request.parameters}
+    try:
+        answer = loads(await transport.post("/tokenize", {**body, "model": request.model, "messages": messages}, root=True))
+    except RequestError:
+        return 0
+    count, most = (answer.get(name) if isinstance(answer, dict) else None for name in ("count", "max_model_len"))
+    return max(0, most - count) if type(count) is int and type(most) is int else 0
