@@ -69,6 +69,12 @@ def short(value: object, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def one_line(value: object, most: int = 400) -> str:
+    """Put a text (or any value, as Python writes it) on one line of at most `most` characters."""
+    text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
     """Return nested mappings as one: {"train": {"loss": 1}} as {"train.loss": 1}. Empty ones are left out."""
     found: dict[str, Any] = {}

@@ -18,7 +18,8 @@ from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.partial import ContinueAttempt, TokenBudget, check_continuable, extend, first_part, unfinished
+from ttrl.rollouts.partial import ContinueAttempt, TokenBudget, check_continuable, extend, first_part
+from ttrl.rollouts.results import TaskResults
 
 EOS, START, NOTHING = 256, 257, 258
 SPECIAL = {EOS: "<|end|>", START: "<|start|>"}
@@ -486,6 +487,6 @@ def test_unfinished_groups():
         )
 
     groups = [group("stop", "length"), group("stop", "unfinished"), group("unfinished")]
-    assert unfinished(groups) == groups[1:]
+    assert TaskResults(groups).unfinished == groups[1:]
     groups[1].samples[1].error = "ServerError: gone"
-    assert unfinished(groups) == groups[2:]
+    assert TaskResults(groups).unfinished == groups[2:]

@@ -40,7 +40,7 @@ def test_the_line_and_its_summary(clock):
     assert bar.line(200) == "d 0/8 |                  | 0:00<?  0 tok/s  $0.00  0 tokens"
     bar.add_tokens(1500, prompt=1000)
     bar.add_tokens(700)
-    bar.take_back_tokens(200)
+    bar.add_tokens(-200)  # lost with their stream
     bar.add_sample(sample(1.0, metrics={"exact": 1.0, "a very long name of a metric": 5000.0}, token_ids=[1] * 10))
     bar.add_sample(sample(0.5, metrics={"exact": 0.0}, logprobs=[-1.0] * 20), cached=True)
     bar.add_sample(sample(None))

@@ -20,22 +20,22 @@ UNFINISHED_FILE = "unfinished.jsonl"
 
 
 def task_key(task_id: str, messages: list[dict[str, Any]]) -> str:
-    """Tells tasks apart: the same id may have other messages."""
+    """Return what tells tasks apart: the same id may have other messages."""
     return json.dumps([task_id, messages], sort_keys=True)
 
 
 def is_open(group: TaskResult) -> bool:
-    """Whether a sample of the group is not finished."""
+    """Return whether a sample of the group is not finished."""
     return any(map(is_unfinished, group.samples))
 
 
 def num_tokens(group: TaskResult) -> int:
-    """Completion tokens of all samples."""
+    """Return the completion tokens of all samples."""
     return sum(len(sample.token_ids or ()) for sample in group.samples)
 
 
 def carried_groups(previous: IterationFolder) -> list[TaskResult]:
-    """What an iteration left unfinished, in its order. Raises RunFolderError where the file was changed or is gone."""
+    """Return what an iteration left unfinished, in its order. Raises RunFolderError where the file was changed or is gone."""
     marker = previous.marker("rollouts")
     if marker is None or "unfinished" not in marker:
         return []
@@ -44,13 +44,13 @@ def carried_groups(previous: IterationFolder) -> list[TaskResult]:
 
 
 def oldest_version(group: TaskResult, version: int) -> int:
-    """Of all tokens of the group, the oldest weights version; `version` where it has none yet."""
+    """Return the oldest weights version of all tokens of the group; `version` where it has none yet."""
     tokens = [sample for sample in group.samples if sample.token_ids]
     return min((min(sample.token_versions or [sample.weights_version]) for sample in tokens), default=version)
 
 
 def ready_to_continue(group: TaskResult, version: int) -> TaskResult:
-    """The group for sampling by `version`: samples without a token yet will be that version's alone."""
+    """Return the group for sampling by `version`: samples without a token yet will be that version's alone."""
     for sample in group.samples:
         if is_unfinished(sample) and not sample.token_ids:
             sample.weights_version, sample.token_versions = version, None
@@ -58,7 +58,7 @@ def ready_to_continue(group: TaskResult, version: int) -> TaskResult:
 
 
 def staleness(groups: Iterable[TaskResult], version: int) -> dict[str, float]:
-    """How many iterations older than `version` the policies are that sampled the tokens: mean and max over all of them."""
+    """Return how many iterations older than `version` the policies are that sampled the tokens: mean and max."""
     total = weighted = oldest = 0
     for sample in (sample for group in groups for sample in group.samples):
         count = len(sample.token_ids or ())
@@ -72,7 +72,7 @@ def staleness(groups: Iterable[TaskResult], version: int) -> dict[str, float]:
 def kept_groups(
     partial: Path, tasks: Sequence[Task], n: int, version: int, carried: Sequence[TaskResult]
 ) -> dict[int, TaskResult]:
-    """The groups that an earlier process finished, by their place in `tasks`; without those of other tasks or another policy.
+    """Return the groups that an earlier process finished, by place in `tasks`; not those of other tasks or another policy.
 
     The first `len(carried)` tasks are those of groups that were continued.
     """
@@ -94,13 +94,13 @@ def kept_groups(
 
 
 def continues(group: TaskResult, carried: TaskResult) -> bool:
-    """Whether every sample begins with the tokens of the carried group's."""
+    """Return whether every sample begins with the tokens of the carried group's."""
     pairs = zip(group.samples, carried.samples, strict=False)
     return all((after.token_ids or [])[: len(before.token_ids or ())] == (before.token_ids or []) for after, before in pairs)
 
 
 def place_of(result: TaskResult, positions: Mapping[str, list[int]], carried: Sequence[TaskResult]) -> int:
-    """Takes the place of a result out of `positions` (task key to places that wait for a result).
+    """Take the place of a result out of `positions` (task key to places that wait for a result).
 
     The same task may be there several times: any of its new places will do, but a continued group has its own.
     """
@@ -113,7 +113,7 @@ def place_of(result: TaskResult, positions: Mapping[str, list[int]], carried: Se
 
 
 def budget_facts(groups: Sequence[TaskResult], carried: Sequence[TaskResult], version: int) -> dict[str, Any]:
-    """What a marker says of an iteration with a token budget: what was new, how old the tokens are, what is left."""
+    """Return what a marker says of an iteration with a token budget: what was new, how old the tokens are, what is left."""
     left = [group for group in groups if is_open(group)]
     return {
         "new_completion_tokens": sum(map(num_tokens, groups)) - sum(map(num_tokens, carried)),
@@ -127,7 +127,7 @@ def budget_facts(groups: Sequence[TaskResult], carried: Sequence[TaskResult], ve
 
 
 def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) -> list[TaskUsage]:
-    """Tokens of groups, given by their places; what the first `len(carried)` had before is not new."""
+    """Return the tokens of groups, given by their places; what the first `len(carried)` had before is not new."""
     usage = []
     for place, group in groups.items():
         had = num_tokens(carried[place]) if place < len(carried) else 0

@@ -9,7 +9,7 @@ from ttrl.records import Sample, TaskResult
 
 
 def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
-    """Counts and shares over the groups of one iteration; shares are None where there is nothing to share.
+    """Return counts and shares over the groups of one iteration; shares are None where there is nothing to share.
 
     truncated           share of the completed samples that the length limit ended
     empty               share of the completed samples without any text or token
@@ -63,7 +63,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _within_groups(groups: Sequence[Sequence[Sample]]) -> float | None:
-    """Pearson's correlation of reward and length after each group's means were taken away."""
+    """Return Pearson's correlation of reward and length after each group's means were taken away."""
     rewards, lengths = [], []
     for group in groups:
         values = [sample.reward or 0.0 for sample in group]

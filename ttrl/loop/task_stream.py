@@ -43,7 +43,7 @@ class TaskStream:
         self._config, self._folder, self._tasks = config, folder, tasks
 
     def tasks_from(self, first: int, count: int) -> list[Task]:
-        """Some of the stream."""
+        """Return some of the stream."""
         total = len(self._tasks)
         orders: dict[int, list[int]] = {}
         chosen = []
@@ -56,18 +56,18 @@ class TaskStream:
         return chosen
 
     def taken_before(self, number: int) -> int:
-        """How many tasks of the stream earlier iterations took, by the marker of the last of them: `tasks_per_iteration` may have
+        """Return how many tasks earlier iterations took, by the marker of the last of them: `tasks_per_iteration` may have
         been another one then. Equal parts, where it does not tell."""
         marker = self._folder.iteration(number - 1).marker("rollouts") or {}
         taken: int = marker.get("tasks_taken", (number - 1) * self._config.tasks_per_iteration)
         return taken
 
     def tasks_of(self, number: int) -> list[Task]:
-        """The tasks with which an iteration without a token budget begins."""
+        """Return the tasks with which an iteration without a token budget begins."""
         return self.tasks_from(self.taken_before(number), self._config.tasks_per_iteration)
 
     def continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
-        """With a token budget: the groups to continue, all tasks of the iteration (theirs first), and facts for the marker.
+        """Return, for a token budget, the groups to continue, all tasks of the iteration (theirs first), facts for the marker.
 
         New tasks follow in the stream on those that were taken so far; the markers say how many that are.
         """

@@ -55,7 +55,7 @@ class InferenceEarlyStop:
         return self.cache_key
 
     def __call__(self, chunk: Any, completion: Any) -> None:
-        """Reads one chunk of `completion`. Raises StopIteration after marking the choices that are to end."""
+        """Read one chunk of `completion`. Raises StopIteration after marking the choices that are to end."""
         if isinstance(chunk, dict):  # of a stream of plain JSON
             chunk = ChatCompletionChunk.construct(**chunk)
         stopped = False
@@ -75,7 +75,7 @@ class InferenceEarlyStop:
             raise StopIteration
 
     def mean(self, completion: Any, index: int = 0) -> float:
-        """The moving mean of a choice so far, 0 before its first token."""
+        """Return the moving mean of a choice so far, 0 before its first token."""
         return self._means(completion).get(index, 0.0)
 
     def _mean_after(self, mean: float, entries: Any) -> float:
@@ -112,13 +112,13 @@ class InferenceEarlyStop:
 
 
 def _forget(streams: dict[int, Any], key: int, reference: "weakref.ref[Any]") -> None:
-    """Removes a stream's means, unless its id belongs to another completion by now."""
+    """Remove a stream's means, unless its id belongs to another completion by now."""
     if key in streams and streams[key][0] is reference:
         del streams[key]
 
 
 def _has_text(part: Any) -> bool:
-    """False for chunks without tokens: the first with the role, the last with the finish_reason."""
+    """Return False for chunks without tokens: the first with the role, the last with the finish_reason."""
     delta = part.delta
     return delta is not None and bool(
         delta.content

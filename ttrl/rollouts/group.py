@@ -194,7 +194,7 @@ class Group:
         self.ledger.done(sample)
 
     def _is_cut_off(self, sample: Sample, new: int) -> bool:
-        """True where not the model or max_tokens ended it, but the budget."""
+        """Return whether the budget ended it, not the model or max_tokens."""
         budget, most = self.s.budget, self.s.request.max_tokens
         if budget is None:
             return False

@@ -19,12 +19,12 @@ would have done. How the text is made exact is told in detokenize.py.
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError, UserError
-from ttrl.records import Sample, TaskResult
+from ttrl.records import Sample
 from ttrl.rollouts.client.attempts import Attempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB, read_choice
@@ -32,7 +32,7 @@ from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
 from ttrl.rollouts.client.text_stream import Piece, ask
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, encoded
-from ttrl.rollouts.results import is_unfinished, where
+from ttrl.rollouts.results import where
 
 BRIDGE = 16
 """Tokens that are asked for at first where the kept part ends within a character: behind it, stop strings and text are exact."""
@@ -101,7 +101,7 @@ class TokenBudget:
 
     @classmethod
     def of(cls, budget: "int | TokenBudget | None") -> "TokenBudget | None":
-        """A number is a `total`. Raises UserError for anything else."""
+        """Read a budget: a number is a `total`. Raises UserError for anything else."""
         if budget is None or isinstance(budget, TokenBudget):
             return budget
         if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
@@ -109,13 +109,8 @@ class TokenBudget:
         return cls(total=budget)
 
 
-def unfinished(results: Iterable[TaskResult]) -> list[TaskResult]:
-    """The groups with samples that a budget cut off, for the `unfinished` of a later call."""
-    return [result for result in results if any(map(is_unfinished, result.samples))]
-
-
 def check_continuable(request: ChatRequest) -> None:
-    """Raises UserError for parameters that a continuation could not keep exactly."""
+    """Raise UserError for parameters that a continuation could not keep exactly."""
     parameters = request.cache_body([])
     for name, value in parameters.items():
         if value is None or name in _SAME or name in _DONE or value in _NEUTRAL.get(name, ()):
@@ -127,7 +122,7 @@ def check_continuable(request: ChatRequest) -> None:
 
 
 def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
-    """What a completion without any token yet is asked for with: a budget may leave it less than `max_tokens`."""
+    """Return what a completion without any token is asked for with: a budget may leave it less than `max_tokens`."""
     most = None if budget is None else budget.per_sample
     if most is None or (request.max_tokens is not None and request.max_tokens <= most):
         return request
@@ -215,7 +210,7 @@ class _Continued:
         self.entries = [_entry("", value) for value in logprobs or ()]
 
     async def run(self, limit: int, stop_at: int) -> None:
-        """Asks until the completion has ended or has `stop_at` tokens; `limit` is where it would have ended anyway."""
+        """Ask until the completion has ended or has `stop_at` tokens; `limit` is where it would have ended anyway."""
         if len(self.ids) >= limit:
             self.finish_reason = "length"
         while self.finish_reason is None and len(self.ids) < stop_at and not (self.cut is not None and self.cut.is_set()):
@@ -227,7 +222,7 @@ class _Continued:
                 self.finish_reason = None  # the budget's end, not the completion's
 
     async def _go_on(self, max_tokens: int, exact: bool) -> None:
-        """One request. Without `exact`, the text that comes back is of no use, nor are stop strings found in it."""
+        """Make one request. Without `exact`, the text that comes back is of no use, nor are stop strings found in it."""
         piece = await ask(
             self.transport,
             self._body(max_tokens, with_stop=exact),
@@ -270,7 +265,7 @@ class _Continued:
     # Text
 
     async def _put_text_right(self) -> bool:
-        """Brings the text up to the ids; False where they end within a character."""
+        """Bring the text up to the ids; False where they end within a character."""
         text = await self.tokenizer.text(self.prompt, self.ids, self.text, skip_special=self.skip_special, place=self.place)
         if not text.endswith(INCOMPLETE):
             self.text = text
@@ -282,12 +277,12 @@ class _Continued:
         return await self.tokenizer.shown(self.prompt, ids, begins, skip_special=self.skip_special, place=self.place)
 
     def _ids_of_text(self) -> list[int]:
-        """Without the token that ended it, which is no part of the text."""
+        """Return the ids without the token that ended it, which is no part of the text."""
         by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
         return self.ids[:-1] if by_token and not self.parameters.get("include_stop_str_in_output") else self.ids
 
     async def _stop_over_the_border(self, had: int, before: str) -> None:
-        """Ends the completion where a stop string is complete that the server could not see, as a part of it was prompt.
+        """End the completion where a stop string is complete that the server could not see, as a part of it was prompt.
 
         had, before: tokens and text before the last request.
         """
@@ -309,7 +304,7 @@ class _Continued:
         self.finish_reason, self.stop_reason = "stop", string
 
     def answer(self) -> Answer:
-        """The completion as it stands."""
+        """Return the completion as it stands."""
         choice: dict[str, Any] = {
             "index": 0,
             "message": {"role": "assistant", "content": self.text},
@@ -332,7 +327,7 @@ class _Continued:
 
 
 def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
-    """Fills a continued answer into its sample: tokens that it had keep their version, the new ones get `weights_version`.
+    """Fill a continued answer into its sample: tokens that it had keep their version, the new ones get `weights_version`.
 
     `sample.weights_version` becomes that of the last token. Raises as read_choice does; the sample is untouched then.
     """
@@ -358,7 +353,7 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
 
 
 def _first_stop(text: str, stops: list[str], searched: int) -> tuple[int, int, str] | None:
-    """(begin, end, string) of the stop string that is complete first, behind the part of the text that was searched before."""
+    """Return (begin, end, string) of the stop string that is complete first, behind the text that was searched before."""
     found = []
     for number, string in enumerate(stops):
         begin = text.find(string, max(0, searched - len(string) + 1))

@@ -90,7 +90,7 @@ class Play:
         self._is_over = False
 
     async def run(self) -> None:
-        """From the first request to the grade. Raises nothing but CancelledError."""
+        """Run the rollout from its first request to the grade. Raises nothing but CancelledError."""
         sample = self.sample
         try:
             output = await self._played()
@@ -118,7 +118,7 @@ class Play:
     # The coroutine
 
     async def _played(self) -> Any:
-        """What the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
+        """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
         chat = Chat(self, self.ledger.messages, self.sample.task_id, self.sample.sample)
         seconds = self.task.limits.seconds
         assert self.task.rollout is not None
@@ -153,7 +153,7 @@ class Play:
         return output
 
     def _raised(self, error: BaseException) -> Exception:
-        """Our own errors as they are, out of exception groups too; others as a RolloutError with their traceback."""
+        """Return our own errors as they are, out of exception groups too; others as a RolloutError with their traceback."""
         first = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
@@ -190,7 +190,7 @@ class Play:
         max_tokens: int | None,
         stop: str | Sequence[str] | None,
     ) -> tuple[Choice, dict[str, Any]]:
-        """See `ttrl.tasks.task.Asked`."""
+        """Ask the model, as `ttrl.tasks.task.Asked` says."""
         try:
             self._check_limits()
         except RolloutError:
@@ -230,7 +230,7 @@ class Play:
             raise RolloutLimitError(f"{self.place}: the rollout has had its {limits.tokens} tokens", "tokens")
 
     def _request(self, own: Mapping[str, Any], max_tokens: int | None) -> ChatRequest:
-        """What this reply is asked for with."""
+        """Return what this reply is asked for with."""
         parameters = {**self.s.request.parameters, **{name: value for name, value in own.items() if value is not None}}
         most = [limit for limit in (max_tokens, self.s.request.max_tokens) if limit is not None][:1]
         if self.task.limits.tokens is not None:
@@ -240,7 +240,7 @@ class Play:
         return dataclasses.replace(self.s.request, parameters=parameters)
 
     def _count_time(self, counts: bool) -> None:
-        """The rollout's own time begins anew with each reply, and stands still while the model is asked."""
+        """Start the rollout's own time anew with each reply, and stop it while the model is asked."""
         if self._clock is not None and not self._is_over and not self._clock.expired():
             now = asyncio.get_running_loop().time()
             self._clock.reschedule(now + self.task.limits.seconds if counts else None)
@@ -288,7 +288,7 @@ class Play:
         digest: str | None,
         cached: bool,
     ) -> _Reply:
-        """Checks ids and log-probabilities, counts, and keeps the answer in the cache."""
+        """Check ids and log-probabilities, count, and keep the answer in the cache."""
         usage, tokens = self.ledger.usage, answer.completion_tokens or 0
         self._generated += tokens
         usage.completion += tokens
@@ -304,7 +304,7 @@ class Play:
     # The sample
 
     def _fill(self) -> None:
-        """The replies that came, as the sample's turns."""
+        """Fill the replies that came into the sample, as its turns."""
         sample, replies = self.sample, [reply for reply in self._replies if reply is not None]
         sample.turns = [_turn(replies, number, self.ledger.messages) for number in range(len(replies))]
         if not replies:
@@ -353,12 +353,12 @@ def _turn(replies: Sequence[_Reply], number: int, given: list[dict[str, Any]]) -
 
 
 def _begins(whole: list[Any], part: list[Any]) -> bool:
-    """The ends are compared first: that is where conversations that part usually do."""
+    """Return whether `whole` begins with `part`. The ends are compared first, where conversations usually part."""
     return len(part) <= len(whole) and (not part or whole[len(part) - 1] == part[-1]) and whole[: len(part)] == part
 
 
 def _sent_back(choice: Choice) -> dict[str, Any]:
-    """The model's message as servers read it in a later request."""
+    """Return the model's message as servers read it in a later request."""
     message = choice.message
     sent: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.tool_calls:
@@ -370,7 +370,7 @@ def _sent_back(choice: Choice) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Without halves of surrogate pairs, which neither a request nor a file can hold."""
+    """Replace halves of surrogate pairs, which neither a request nor a file can hold."""
     if isinstance(value, str):
         return value if value.isascii() else writable(value)
     if isinstance(value, dict):

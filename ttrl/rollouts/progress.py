@@ -19,7 +19,7 @@ from tqdm.utils import disp_len, disp_trim
 
 from ttrl.errors import UserError
 from ttrl.records import Sample
-from ttrl.text import si
+from ttrl.text import one_line, si
 
 REDRAW_SECONDS = 0.1
 RATE_WINDOW = 15.0  # seconds: long enough for answers that come whole, a group at a time
@@ -36,7 +36,7 @@ class Prices(NamedTuple):
 
     @classmethod
     def of(cls, value: object) -> "Prices":
-        """Reads Prices or a pair of numbers (input, output). Raises UserError for anything else."""
+        """Read Prices or a pair of numbers (input, output). Raises UserError for anything else."""
         pair = tuple(value) if isinstance(value, tuple | list) else ()
         if len(pair) != 2 or not all(_is_price(price) for price in pair):
             raise UserError(
@@ -46,7 +46,7 @@ class Prices(NamedTuple):
         return cls(float(pair[0]), float(pair[1]))
 
     def spend(self, prompt: int, completion: int) -> float:
-        """Dollars for so many new tokens."""
+        """Return the dollars for so many new tokens."""
         return (prompt * self.input + completion * self.output) / 1e6
 
 
@@ -84,24 +84,20 @@ class Progress:
         self.close(stopped=kind is not None)
 
     def close(self, *, stopped: bool = False) -> None:
-        """Takes the line away and leaves the summary in its place. Harmless when repeated."""
+        """Replace the line with the summary. Harmless when repeated."""
         if self._screen is not None:
             self._screen.finish(("stopped: " if stopped else "") + self.summary())
             self._screen = None
 
     def add_tokens(self, completion: int, prompt: int = 0) -> None:
-        """New tokens of a server, as they come: what is paid for. Tokens from a cache are none of them."""
+        """Count new tokens of a server as they come (fewer, where they were lost with their stream); not those from a cache."""
         self._tokens += completion
         self._prompt_tokens += prompt
         if self._screen is not None and (now := time.monotonic()) >= self._next_draw:
             self._draw(now)
 
-    def take_back_tokens(self, completion: int, prompt: int = 0) -> None:
-        """Tokens that were counted as they came, and lost with their stream."""
-        self.add_tokens(-completion, -prompt)
-
     def add_sample(self, sample: Sample, cached: bool = False) -> None:
-        """One sample is finished: graded, failed, or cut off by a token budget."""
+        """Count a sample that is finished: graded, failed, or cut off by a token budget."""
         self._done += 1
         self._cached += cached or sample.cached
         if sample.reward is not None:
@@ -122,7 +118,7 @@ class Progress:
             self._draw(now)
 
     def line(self, width: int, now: float | None = None) -> str:
-        """The moving line in at most `width` columns: what matters most comes first, what has no room is left out."""
+        """Return the moving line in at most `width` columns: what matters most comes first, what has no room is left out."""
         now = time.monotonic() if now is None else now
         elapsed = now - self._start
         counted = f"{self._done}/{self._total}" if self._total is not None else f"{self._done}"
@@ -149,7 +145,7 @@ class Progress:
         return disp_trim(f"{head}{bar} {'  '.join([clock, *shown])}", width)
 
     def summary(self) -> str:
-        """One line for the end: everything, whatever its width."""
+        """Return one line for the end: everything, whatever its width."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         count = f"{self._done} of {self._total}" if self._total not in (None, self._done) else f"{self._done}"
         parts = [f"{count} samples in {_clock(seconds) if seconds >= 60 else f'{seconds:.1f} s'}"]
@@ -177,10 +173,10 @@ class Progress:
         return [f"{self._lengths / self._measured:.0f} tok/sample"] if self._measured else []
 
     def _metric_means(self) -> list[str]:
-        return [f"{_short(name)} {_mean(total, count)}" for name, (total, count) in self._metrics.items()]
+        return [f"{one_line(name, _LONGEST_NAME)} {_mean(total, count)}" for name, (total, count) in self._metrics.items()]
 
     def _rate(self, now: float) -> float:
-        """Tokens per second of the last RATE_WINDOW seconds."""
+        """Return tokens per second over the last RATE_WINDOW seconds."""
         then, tokens = self._marks[0]
         return max(0.0, (self._tokens - tokens) / max(now - then, 1e-9))
 
@@ -202,7 +198,7 @@ class _Terminal:
         self._bar: Any = tqdm(bar_format="{desc}", file=sys.stderr, dynamic_ncols=True, leave=False, mininterval=math.inf)
 
     def width(self) -> int:
-        """Columns; one is left free, because a full line makes some terminals go to the next."""
+        """Return the columns; one is left free, because a full line makes some terminals go to the next."""
         try:
             columns = os.get_terminal_size(sys.stderr.fileno()).columns
         except (OSError, ValueError):
@@ -239,7 +235,7 @@ class _Notebook:
 
 
 def _screen() -> _Terminal | _Notebook | None:
-    """Where somebody watches, or None: a moving line in a log file would be thousands of lines."""
+    """Return where somebody watches, or None: a moving line in a log file would be thousands of lines."""
     ipython = sys.modules.get("IPython")  # a notebook has loaded it; nobody else is made to
     shell = ipython.get_ipython() if ipython is not None else None
     if getattr(shell, "kernel", None) is not None:
@@ -258,8 +254,3 @@ def _clock(seconds: float) -> str:
 def _mean(total: float, count: float) -> str:
     mean = total / count
     return f"{mean:.3f}" if abs(mean) < 1000 else si(mean) if mean > 0 else f"{mean:.0f}"
-
-
-def _short(name: str) -> str:
-    name = " ".join(name.split())
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"

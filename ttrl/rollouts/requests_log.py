@@ -8,17 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ttrl.rollouts.client.choices import writable
 from ttrl.system.files import append_jsonl
 from ttrl.system.object_store import redact
 
 log = logging.getLogger(__name__)
 
 MAX_ERROR_LENGTH = 2000
-
-
-def _writable(text: str) -> str:
-    """Replaces lone surrogates, which no UTF-8 file can hold."""
-    return text.encode("utf-8", "replace").decode()
 
 
 class RequestsLog:
@@ -50,7 +46,7 @@ class RequestsLog:
         seconds: float = 0.0,
         error: BaseException | str | None = None,
     ) -> None:
-        """Appends a line.
+        """Append a line.
 
         base_url: the server's; credentials in it are taken out. digest: the request's (`request_digest`), as in the cache.
         samples: the numbers of the samples that were asked for. hit: whether the cache served them, and no request was made.
@@ -60,8 +56,8 @@ class RequestsLog:
             error = f"{type(error).__name__}: {error}"
         row = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "base_url": _writable(redact(base_url)),
-            "model": _writable(model),
+            "base_url": writable(redact(base_url)),
+            "model": writable(model),
             "digest": digest,
             "samples": list(samples),
             "hit": hit,
@@ -69,7 +65,7 @@ class RequestsLog:
             "cached_prompt_tokens": cached_prompt_tokens,
             "completion_tokens": completion_tokens,
             "seconds": round(seconds, 4),
-            "error": None if error is None else _writable(redact(error))[:MAX_ERROR_LENGTH],
+            "error": None if error is None else writable(redact(error))[:MAX_ERROR_LENGTH],
         }
         line = (json.dumps(row, allow_nan=False) + "\n").encode("ascii")
         try:

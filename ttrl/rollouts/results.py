@@ -68,11 +68,11 @@ class RolloutStats:
     """new_completion_tokens / seconds."""
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary that `json` can write as it is."""
+        """Return a dictionary that `json` can write as it is."""
         return dataclasses.asdict(self)
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         parts = [f"{self.num_samples} samples of {self.num_tasks} tasks"]
         if self.seconds is not None:
             parts.append(f"{self.seconds:.1f} s")
@@ -95,7 +95,7 @@ class RolloutStats:
         return ", ".join(parts)
 
     def failures(self, most: int = 3) -> str:
-        """The commonest reasons for failures with their counts, one line."""
+        """Return the commonest reasons for failures with their counts, one line."""
         shown = [f"{count} × {reason}" for reason, count in list(self.exceptions.items())[:most]]
         if len(self.exceptions) > most:
             shown.append(f"{len(self.exceptions) - most} other reasons")
@@ -142,7 +142,7 @@ class TaskResults(Sequence[TaskResult]):
 
     @classmethod
     def from_samples(cls, samples: Iterable[Sample]) -> "TaskResults":
-        """Rebuilds results from the samples of a rollouts.jsonl, in its order.
+        """Rebuild results from the samples of a rollouts.jsonl, in its order.
 
         A group ends where the task id changes or the numbers of its samples start again (the same task twice in a row).
         """
@@ -160,7 +160,7 @@ class TaskResults(Sequence[TaskResult]):
         return [sample for result in self._results for sample in result.samples]
 
     def to_jsonl_rows(self) -> list[dict[str, Any]]:
-        """One JSON object per sample, as rollouts.jsonl holds them."""
+        """Return one JSON object per sample, as rollouts.jsonl holds them."""
         return [sample.to_json() for sample in self.samples]
 
     @property
@@ -202,7 +202,7 @@ class TaskResults(Sequence[TaskResult]):
             new_prompt_tokens=new_prompt,
             new_completion_tokens=new_completion,
             prefix_cached_tokens=sum(u.prefix_cached for u in usage),
-            spend=_dollars(self._prices, new_prompt, new_completion),
+            spend=None if self._prices is None else self._prices.spend(new_prompt, new_completion),
             finish_reasons=dict(Counter(s.finish_reason for s in samples if s.finish_reason is not None).most_common()),
             exceptions=dict(reasons.most_common()),
             seconds=self._seconds,
@@ -215,7 +215,7 @@ class TaskResults(Sequence[TaskResult]):
         return [result for result in self._results if any(map(is_unfinished, result.samples))]
 
     def raise_if_all_failed(self) -> None:
-        """Does nothing while a single sample has a reward.
+        """Raise where no sample has a reward.
 
         Raises GraderError when all samples failed in their graders, RolloutError when all did there or in their rollouts,
         ServerError otherwise; with the commonest reason in full.
@@ -233,12 +233,12 @@ class TaskResults(Sequence[TaskResult]):
 
 
 def where(task_id: str, sample: int) -> str:
-    """How errors name a sample."""
+    """Return how errors name a sample."""
     return f"task {task_id!r}, sample {sample}"
 
 
 def reason(sample: Sample) -> str:
-    """The first line of a failed sample's error without the place where it happened, so that equal failures count as one."""
+    """Return the first line of a failed sample's error without its place, so that equal failures count as one."""
     line = (
         (sample.error or "no reward and no reason").split("\n", 1)[0].replace(f"{where(sample.task_id, sample.sample)}: ", "", 1)
     )
@@ -250,12 +250,12 @@ def _mean(values: list[float]) -> float | None:
 
 
 def is_unfinished(sample: Sample) -> bool:
-    """True for a sample that a token budget cut off: it has neither reward nor error, and can be continued."""
+    """Return True for a sample that a token budget cut off: it has neither reward nor error, and can be continued."""
     return sample.finish_reason == "unfinished" and sample.error is None
 
 
 def _usage(result: TaskResult) -> TaskUsage:
-    """From what is known of the samples: all of it new where the samples do not come from the cache."""
+    """Return what the samples tell: everything is new unless it comes from the cache."""
     prompt = max((len(sample.prompt_token_ids or ()) for sample in result.samples), default=0)
     counts = [(len(sample.token_ids or sample.logprobs or ()), sample.cached) for sample in result.samples if not sample.turns]
     sent = prompt if any(count for count, cached in counts if not cached) else 0
@@ -268,7 +268,3 @@ def _usage(result: TaskResult) -> TaskUsage:
             sent += 0 if turn.cached else asked
     new = sum(count for count, cached in counts if not cached)
     return TaskUsage(prompt=prompt, completion=sum(count for count, _ in counts), new_prompt=sent, new_completion=new)
-
-
-def _dollars(prices: Prices | None, prompt: int, completion: int) -> float | None:
-    return None if prices is None else (prompt * prices.input + completion * prices.output) / 1e6

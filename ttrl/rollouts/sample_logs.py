@@ -32,7 +32,7 @@ class SampleLogs:
         self.num_failed = 0
 
     def write(self, sample: Sample, *, number: int | None = None) -> Path:
-        """Writes one sample; returns where it stands (or would stand, had it been possible to write it).
+        """Write one sample and return its file (which does not exist where writing failed).
 
         number: in the file's name; by default the sample's own. Equal tasks of one call number their samples one after another.
         """
@@ -50,7 +50,7 @@ class SampleLogs:
         return path
 
     def _write(self, path: Path, text: str) -> None:
-        """Not `files.write_text`, whose fsync would hold up the event loop for every sample; the rename makes it whole."""
+        """Write without `files.write_text`, whose fsync would hold up the event loop; the rename makes the file whole."""
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f"{files.TEMPORARY_PREFIX}{os.getpid()}-{path.name}"
         try:
@@ -63,7 +63,8 @@ class SampleLogs:
 
 
 def file_name(task_id: str) -> str:
-    """A name that any file system takes. Ids that had to be changed carry a digest, so that no two of them get the same name."""
+    """Return a name that any file system takes. Ids that had to be changed carry a digest, so that no two of them get the same
+    name."""
     clean = re.sub(r"[^A-Za-z0-9.-]+", "_", task_id).strip("._-")[:_LONGEST_NAME]
     # Lower case, because some file systems do not tell a from A; the digest does.
     if clean and clean == task_id and clean == clean.lower():
@@ -73,7 +74,7 @@ def file_name(task_id: str) -> str:
 
 
 def sample_text(sample: Sample) -> str:
-    """The whole file."""
+    """Return the whole file."""
     parts = [_head(sample)]
     if sample.error:
         parts.append(f"{_title('error')}\n{sample.error}")
@@ -86,7 +87,7 @@ def sample_text(sample: Sample) -> str:
 
 
 def _turns(sample: Sample) -> list[str]:
-    """A conversation of several turns, each one's new messages and its reply."""
+    """Return a conversation of several turns, each one's new messages and its reply."""
     parts = []
     begun = not sample.turns or sample.turns[0].follows is not None
     messages = list(sample.messages) if begun else []
@@ -134,7 +135,7 @@ def _head(sample: Sample) -> str:
 
 
 def _versions(sample: Sample) -> str:
-    """3, or 2 (120 tokens), 3 (45 tokens) where it was continued."""
+    """Return "3", or "2 (120 tokens), 3 (45 tokens)" where it was continued."""
     if not sample.token_versions:
         return str(sample.weights_version)
     counts: dict[int, int] = {}
@@ -160,7 +161,7 @@ def _message(message: Mapping[str, Any]) -> str:
 
 
 def _part(part: Any) -> str:
-    """One part of a message that is a list: text as it is, everything else by its kind and where it is."""
+    """Return one part of a message that is a list: text as it is, everything else by its kind and address."""
     if not isinstance(part, Mapping):
         return str(part)
     if isinstance(text := part.get("text"), str):
@@ -182,6 +183,6 @@ def _tool_call(call: Any) -> str:
 
 
 def _writable(text: str) -> str:
-    """Lone surrogates cannot be written as UTF-8; control characters would act on a terminal that shows the file."""
+    """Replace what UTF-8 cannot hold, and control characters, which would act on a terminal that shows the file."""
     text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
     return text.encode("utf-8", "replace").decode("utf-8")

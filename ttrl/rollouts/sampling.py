@@ -117,7 +117,7 @@ class Sampling:
     # Jobs
 
     def check(self, task: Task) -> Task:
-        """Raises TaskError for a task that this call cannot sample."""
+        """Return the task. Raises TaskError for one that this call cannot sample."""
         if task.rollout is not None and (self.budget is not None or self.kept):
             raise TaskError(
                 f"task {task.id!r} has a rollout, which cannot be cut off by a token budget and continued later; leave "
@@ -188,7 +188,7 @@ _lengths: dict[Any, Lengths] = {}
 
 
 def _known_lengths(model: str, base_urls: Sequence[str]) -> Lengths:
-    """What earlier calls of this process saw of the same model: iterations of a run are alike, so the first wave is no guess."""
+    """Return what earlier calls of this process saw of the same model: iterations are alike, so the first wave is no guess."""
     key = (model, *base_urls)
     known = _lengths.pop(key, None) or Lengths()
     _lengths[key] = known  # the newest stands last

@@ -67,7 +67,7 @@ async def get_task_results(
     log_dir: str | os.PathLike[str] | None = None,
     requests_log: str | os.PathLike[str] | None = None,
 ) -> TaskResults:
-    """Samples `n` completions of every task and grades them; results come back in the order of the tasks.
+    """Sample `n` completions of every task and grade them; results come back in the order of the tasks.
 
     A task with a `rollout` has its coroutine run `n` times instead; each of its requests is made as it is told here for one.
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.client.wire import Chunk, decoded_chunk, read_answers, short
+from ttrl.rollouts.client.wire import Chunk, decoded_chunk, read_answers
+from ttrl.text import one_line
 
 
 def response(kit, *texts, **changes):
@@ -129,6 +130,6 @@ def test_an_error_within_a_stream():
     assert decoded_chunk(b'{"choices":[],"error":null}', "here").choices == []
 
 
-def test_short():
-    assert short("a  b\n c") == "a b c"
-    assert len(short("x" * 1000)) == 400
+def test_one_line():
+    assert one_line("a  b\n c") == "a b c"
+    assert len(one_line("x" * 1000)) == 400

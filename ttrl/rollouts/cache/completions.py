@@ -63,7 +63,7 @@ class Cache:
 
     @classmethod
     def of(cls, cache: "Cache | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None") -> "Cache | None":
-        """A cache from an address, or from several that are read in order and back-filled. None stays None, a Cache itself.
+        """Return a cache over an address, or over several, read in order and back-filled. None stays None, a Cache itself.
 
         A folder (path, Path or file:///folder) is made by the first write. "memory://NAME" is one store per name for the whole
         process: two caches of "memory://" share their entries, and they end with the process. s3://, gs:// and az:// take their
@@ -85,14 +85,14 @@ class Cache:
         return cls(tuple(Store(address) for address in cache))
 
     def describe(self) -> str:
-        """The stores' addresses in order, without credentials."""
+        """Return the stores' addresses in order, without credentials."""
         return ", ".join(store.shown for store in self.stores)
 
     def __repr__(self) -> str:
         return f"Cache({self.describe()!r})"
 
     async def get(self, key: str) -> Answer | None:
-        """The answer under `key`, or None. A hit in a later store is written into the earlier ones first."""
+        """Return the answer under `key`, or None. A hit in a later store is written into the earlier ones first."""
         for number, store in enumerate(self.stores):
             data = await self._read(store, key)
             if data is None:
@@ -111,7 +111,7 @@ class Cache:
         return None
 
     async def put(self, key: str, answer: Answer, request: Mapping[str, Any]) -> None:
-        """Writes an answer into every store. The first writer wins, unless what lies there is damaged.
+        """Write an answer into every store. The first writer wins, unless what lies there is damaged.
 
         request: what was asked, as in `request_digest`; it is stored for people to read.
         """
@@ -120,7 +120,7 @@ class Cache:
         self.stats.writes += sum(written)
 
     def _slot(self) -> asyncio.Semaphore:
-        """Semaphores belong to a loop, a cache does not."""
+        """Return the running loop's semaphore: a cache may serve several loops."""
         loop = asyncio.get_running_loop()
         if (slot := self._slots.get(loop)) is None:
             slot = self._slots[loop] = asyncio.Semaphore(CONCURRENCY)
@@ -176,7 +176,7 @@ class Cache:
             )
 
     def _first(self, store: str, kind: str) -> bool:
-        """True once per store and kind."""
+        """Return True once per store and kind."""
         known = len(self._reported)
         self._reported.add((store, kind))
         return len(self._reported) > known

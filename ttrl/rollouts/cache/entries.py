@@ -81,7 +81,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def _canonical(value: Any, where: str) -> Any:
-    """Values that are the same JSON become the same Python: 1.0 is 1, -0.0 is 0, tuples are lists, 7 as a name is "7"."""
+    """Turn values that are the same JSON into the same Python: 1.0 is 1, -0.0 is 0, tuples are lists, 7 as a name is "7"."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -102,7 +102,7 @@ def _canonical(value: Any, where: str) -> Any:
 
 
 def request_digest(identity: Mapping[str, Any] | Sequence[Any] | str, body: Mapping[str, Any]) -> str:
-    """SHA-256 in hexadecimal (64 digits) of who is asked and what is asked; the same in every process.
+    """Return the SHA-256 in hexadecimal (64 digits) of who is asked and what is asked; the same in every process.
 
     identity: who answers: {"weights": digest} for weights that are known, else base URL, organisation and project. Never a key.
     body: what is sent, without n and what only changes how it is streamed. A seed belongs to it.
@@ -117,19 +117,19 @@ def request_digest(identity: Mapping[str, Any] | Sequence[Any] | str, body: Mapp
 
 
 def sample_key(digest: str, sample: int) -> str:
-    """Where sample number `sample` (from 0) of a request lies, relative to the store's address."""
+    """Return where sample number `sample` (from 0) of a request lies, relative to the store's address."""
     assert len(digest) == 64 and sample >= 0, (digest, sample)
     return f"v1/{digest[:2]}/{digest}/{sample:05d}.entry"
 
 
 def split_key(key: str) -> tuple[str, int] | None:
-    """(digest, sample) of a key; None for the name of anything that is not ours."""
+    """Return (digest, sample) of a key; None for the name of anything that is not ours."""
     match = _KEY.fullmatch(key)
     return (match[2], int(match[3])) if match else None
 
 
 def _json_bytes(value: Any) -> bytes:
-    """JSON in one line. Lone surrogates, which UTF-8 does not have, are written as escapes."""
+    """Write JSON in one line. Lone surrogates, which UTF-8 does not have, are written as escapes."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
@@ -137,7 +137,7 @@ def _json_bytes(value: Any) -> bytes:
 
 
 def encode_entry(key: str, answer: Answer, request: Mapping[str, Any], written: datetime) -> bytes:
-    """The entry to lay under `key`. `written`: aware, UTC."""
+    """Return the entry to store under `key`. `written`: aware, UTC."""
     about = EntryAbout(key, written, __version__, **{field: getattr(answer, field) for field in _ANSWER_FIELDS})
     try:
         first = _encoder.encode(about)
@@ -149,7 +149,7 @@ def encode_entry(key: str, answer: Answer, request: Mapping[str, Any], written: 
 
 
 def decode_entry(key: str, data: bytes) -> Entry:
-    """Reads what lies under `key`. Raises DamagedEntry for everything that is not a whole entry of this very key."""
+    """Read what lies under `key`. Raises DamagedEntry for everything that is not a whole entry of this very key."""
     if not data.startswith(_MAGIC):
         if _MAGIC.startswith(data):
             raise DamagedEntry("damaged", f"only {len(data)} bytes are left of it")

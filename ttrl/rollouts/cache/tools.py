@@ -45,7 +45,7 @@ class Totals:
     """Objects beside the entries, below v1/, that are none of the cache's."""
 
     def as_table(self) -> str:
-        """Aligned lines for a terminal."""
+        """Return aligned lines for a terminal."""
         rows = [
             ("address", self.address),
             ("entries", f"{self.entries:,}"),
@@ -83,7 +83,7 @@ def _minutes(moment: datetime | None) -> str:
 
 
 def stats(address: str | os.PathLike[str]) -> Totals:
-    """Reads every entry. Raises UserError for a store that is not there, cannot be read, or holds no entry."""
+    """Read every entry. Raises UserError for a store that does not exist, cannot be read, or holds no entry."""
     store, opened = _open(address)
     totals = Totals(store.shown)
     digests: set[bytes] = set()
@@ -110,7 +110,7 @@ def stats(address: str | os.PathLike[str]) -> Totals:
 
 
 def export(address: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Writes one JSON line per entry: request, text, token ids, logprobs and the rest; atomically. Returns the number of lines.
+    """Write one JSON line per entry: request, text, token ids, logprobs and the rest; atomically. Returns the number of lines.
 
     Entries that cannot be read are left out; `stats` counts them. Raises UserError as `stats` does.
     """
@@ -132,7 +132,7 @@ def export(address: str | os.PathLike[str], path: str | os.PathLike[str]) -> int
 def prune(
     address: str | os.PathLike[str], *, older_than: timedelta | None = None, damaged_only: bool = False, dry_run: bool = False
 ) -> Pruned:
-    """Removes entries: those that the store got longer than `older_than` ago, the damaged ones, or with neither all of them.
+    """Remove entries: those that the store got longer than `older_than` ago, the damaged ones, or with neither all of them.
 
     Only objects with the name of an entry are touched. Entries of a later ttrl are not damaged. Raises UserError as `stats` does.
     """
@@ -181,7 +181,7 @@ def _nothing(store: Store, others: int) -> UserError:
 def _entries(
     store: Store, opened: ObjectStore, *, read: bool = True
 ) -> Iterator[tuple[str, int, datetime, Entry | DamagedEntry | None]]:
-    """(name, bytes, time of writing, what lies there) of all objects below v1/; the last: None if not ours or not read."""
+    """Yield (name, bytes, time of writing, content) of all objects below v1/; content is None if not ours or not read."""
 
     def look(name: str) -> Entry | DamagedEntry | None:
         if not read or split_key(name) is None:

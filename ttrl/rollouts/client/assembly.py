@@ -69,7 +69,7 @@ class LiveLogprobs:
         self._decoded = Logprobs([], [])
 
     def add(self, raw: bytes) -> None:
-        """`raw`: JSON of a chunk's logprobs, an object."""
+        """Take in the JSON of a chunk's logprobs, an object."""
         self._raws.append(raw)
 
     def _decode(self) -> Logprobs:
@@ -93,7 +93,7 @@ class LiveLogprobs:
         return sum(count_entries(raw) or 0 for raw in self._raws)
 
     def json(self) -> bytes:
-        """All of it, entries as the server wrote them."""
+        """Return all of it, entries as the server wrote them."""
         try:
             parts = _raw_decoder.decode(b"[%b]" % b",".join(self._raws))
         except ValueError:  # NaN and the like
@@ -111,7 +111,7 @@ def _grown(known: list[TokenLogprob] | None, new: list[TokenLogprob]) -> list[To
 
 
 def _joined(lists: list[msgspec.Raw]) -> bytes:
-    """JSON lists to the inside of one."""
+    """Join JSON lists to the inside of one."""
     insides = (bytes(raw)[1:-1].strip() for raw in lists if bytes(raw)[:1] == b"[")
     return b",".join(inside for inside in insides if inside)
 
@@ -146,7 +146,7 @@ class LiveMessage:
             _extend(self.function_call, delta.function_call)
 
     def _add_tool_call(self, part: ToolCallDelta) -> None:
-        """Parts of one call share its index; where a server gives none, a part with an id begins a new call."""
+        """Add a part to its call: parts share its index; where a server gives none, a part with an id begins a new one."""
         calls = self.tool_calls = self.tool_calls or []
         if part.index is not None:
             known = next((call for call in calls if call.index == part.index), None)
@@ -174,7 +174,7 @@ class LiveMessage:
         raise AttributeError(name)
 
     def json(self) -> dict[str, Any]:
-        """As a server that does not stream would have sent it."""
+        """Return it as a server that does not stream would have sent it."""
         message: dict[str, Any] = {"role": self.role}
         message |= {name: text.text for name, text in self._texts.items()}
         if self.tool_calls:
@@ -209,7 +209,7 @@ class LiveChoice:
         """That have come, where chunks can be counted; otherwise chunks with text."""
 
     def add(self, part: ChunkChoice) -> int:
-        """Returns how many tokens have come."""
+        """Add a chunk's part and return how many tokens have come."""
         delta = part.delta
         if delta is not None:
             self.message.add(delta)
@@ -234,7 +234,7 @@ class LiveChoice:
         return new
 
     def json(self) -> bytes:
-        """The choice as a server that does not stream would have sent it."""
+        """Return the choice as a server that does not stream would have sent it."""
         fields = {"index": self.index, "message": self.message.json(), "finish_reason": self.finish_reason}
         fields["stop_reason"] = self.stop_reason
         if self.token_ids is not None:
@@ -264,7 +264,7 @@ class LiveCompletion:
         self._any_stopped = False
 
     def add(self, chunk: Chunk) -> int:
-        """Takes in a chunk; returns how many tokens it brought. Parts of choices that were ended here are taken out of it."""
+        """Add a chunk and return how many tokens it brought. Parts of choices that were ended here are taken out of it."""
         if not self.id and chunk.id:
             self.id, self.created, self.model = chunk.id, chunk.created or 0, chunk.model or ""
         if chunk.prompt_token_ids is not None:
@@ -293,7 +293,7 @@ class LiveCompletion:
         return choice
 
     def stop(self, indexes: list[int]) -> None:
-        """Ends the choices that `on_chunk` has marked since; where it has marked none, those of these indexes."""
+        """End the choices that `on_chunk` has marked since; where it has marked none, those of these indexes."""
         marked = [choice for choice in self.choices if choice.stopped_early and not choice.has_ended_here]
         for choice in marked or [self._by_index[index] for index in indexes if index in self._by_index]:
             choice.stopped_early = choice.has_ended_here = self._any_stopped = True
@@ -310,7 +310,7 @@ class LiveCompletion:
         return len(self.choices) >= self._n and self.is_finished
 
     def answers(self, n: int | None = None) -> list[Answer | None]:
-        """n entries (as many as were asked for); None for choices of which no token has come."""
+        """Return n entries (as many as were asked for); None for choices of which no token has come."""
         usage = self.usage or Usage()
         prompt = self.prompt_token_ids
         answers, indexes = [], []

@@ -66,7 +66,7 @@ class ChatRequest:
         max_retries: int,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> "ChatRequest":
-        """Raises UserError for whatever can be known to be wrong before a request is made."""
+        """Check everything. Raises UserError for whatever can be known to be wrong before a request is made."""
         if not isinstance(model, str) or not model:
             raise UserError(f"model is {model!r}; give the name under which the server serves it")
         _check_int("n", n, at_least=1)
@@ -100,13 +100,13 @@ class ChatRequest:
         return newer if newer is not None else self.parameters.get("max_tokens")
 
     def limited(self, most: int) -> dict[str, int]:
-        """The parameter that limits each completion to `most` tokens, by the name that this request has for it."""
+        """Return the parameter that limits each completion to `most` tokens, by the name that this request has for it."""
         return {"max_completion_tokens" if "max_completion_tokens" in self.parameters else "max_tokens": most}
 
     def body(
         self, messages: Sequence[Mapping[str, Any]], n: int, *, seed_offset: int = 0, stream: bool = False, interval: int = 1
     ) -> dict[str, Any]:
-        """What is sent. interval: tokens per chunk, for servers that know vLLM's stream_interval."""
+        """Return what is sent. interval: tokens per chunk, for servers that know vLLM's stream_interval."""
         body = {"model": self.model, "messages": messages, "n": n, "stream": stream, **self.parameters}
         if self.seed is not None:
             body["seed"] = self.seed + seed_offset
@@ -117,14 +117,14 @@ class ChatRequest:
         return body
 
     def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What an answer depends on: the body without n and without how it is streamed. The seed stays in it."""
+        """Return what an answer depends on: the body without n and without how it is streamed. The seed stays in it."""
         body = {"model": self.model, "messages": messages, **self.parameters}
         body.pop("stream_interval", None)
         return body
 
 
 def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Turns sampling parameters into arguments of the OpenAI client: vLLM's own (top_k, min_p, …) go into `extra_body`.
+    """Turn sampling parameters into arguments of the OpenAI client: vLLM's own (top_k, min_p, …) go into `extra_body`.
 
     Parameters that are None are left to the server. Raises UserError for names that neither knows (vLLM would ignore a misspelt
     one without a word) and for values that cannot be meant.
@@ -182,12 +182,12 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
 
 
 def _is_left_out(value: object) -> bool:
-    """The openai client's marks for arguments that were not given (NOT_GIVEN, omit)."""
+    """Return whether this is the openai client's mark for an argument that was not given (NOT_GIVEN, omit)."""
     return isinstance(value, NotGiven) or type(value).__name__ == "Omit"
 
 
 def plain(value: Any, where: str) -> Any:
-    """Plain JSON values: openai's own objects become what they stand for. Raises UserError for what has no JSON."""
+    """Return plain JSON values: openai's own objects become what they stand for. Raises UserError for what has no JSON."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, numbers.Integral):

@@ -14,14 +14,15 @@ from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogp
 
 from ttrl.errors import ServerError, TokenizationError
 from ttrl.records import Sample
-from ttrl.rollouts.client.wire import Answer, is_ids, is_number
+from ttrl.rollouts.client.wire import Answer, is_ids
+from ttrl.text import is_number
 
 UNKNOWN_LOGPROB = -9999.0
 """What vLLM sends for a logprob that it does not know: JSON has no NaN."""
 
 
 def writable(text: str) -> str:
-    """Replaces lone surrogates, which JSON can carry but no UTF-8 file can hold: one of them would cost the whole file."""
+    """Replace lone surrogates, which JSON can carry but no UTF-8 file can hold: one of them would cost the whole file."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -69,7 +70,7 @@ _tokens_decoder = msgspec.json.Decoder(_ReadTokens)
 
 
 def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, logprobs: bool, strings: bool = False) -> None:
-    """Copies text, finish reason, ids and logprobs into the sample; without ids, and where `strings` says so, also the logprobs'
+    """Copy text, finish reason, ids and logprobs into the sample; without ids, and where `strings` says so, also the logprobs'
     own tokens, by which they can be checked against ids.
 
     vLLM: `prompt_token_ids` lies in the response, `token_ids` in the choice; ids and logprobs both include the sampled
@@ -110,7 +111,7 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
 
 
 def _token_bytes(answer: Answer, count: int) -> list[str] | None:
-    """The bytes of each log-probability's token as Latin-1 text; None where the server does not say them all."""
+    """Return the bytes of each log-probability's token as Latin-1 text; None where the server does not give them all."""
     try:
         read = _tokens_decoder.decode(answer.choice)
         entries = (read.logprobs.content if read.logprobs is not None else None) or []
@@ -233,7 +234,7 @@ def _lazy(source: "msgspec.Raw | Sequence[float]") -> ChoiceLogprobs:
 
 
 def unbuilt_logprobs(choice: Choice) -> bytes | None:
-    """The JSON of a choice's logprobs where nobody has looked into them yet, to be passed on unread; None otherwise."""
+    """Return the JSON of a choice's logprobs where nobody has looked into them yet, to be passed on unread; else None."""
     logprobs = choice.__dict__.get("logprobs")
     if type(logprobs) is not _LazyLogprobs:
         return None
@@ -260,7 +261,7 @@ _parts_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def openai_choice(answer: Answer, index: int | None = None) -> Choice:
-    """The choice as the openai client would build it, with every field that the server sent; its logprobs on first access.
+    """Build the choice as the openai client would, with every field that the server sent; its logprobs on first access.
 
     Content that is null, where no tool is called, is "", so that a grader may say choice.message.content.strip().
     index: replaces the one in the answer.
@@ -290,7 +291,7 @@ _ModelT = TypeVar("_ModelT", ChatCompletionMessage, Choice)
 
 
 def _model(kind: type[_ModelT], values: dict[str, Any]) -> _ModelT:
-    """`kind.construct(**values)`, in a tenth of the time where no field has a structure of its own."""
+    """Return `kind.construct(**values)`, in a tenth of the time where no field has a structure of its own."""
     defaults = _defaults(kind)
     for name, value in values.items():
         if type(value) not in _SIMPLE and name in defaults and value != []:
@@ -313,14 +314,14 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def with_messages(choice: Choice, messages: list[dict[str, Any]]) -> Choice:
-    """The choice with the whole conversation, its reply included, as `choice.messages`: what graders of rollouts are given."""
+    """Set `choice.messages` to the whole conversation with its reply, which graders of rollouts are given."""
     choice.messages = copy.deepcopy(messages)  # type: ignore[attr-defined]
     return choice
 
 
 def choice_of_sample(sample: Sample) -> Choice:
-    """The choice that a sample was made of, as far as the sample knows it: token strings are empty, and tool calls are lost but
-    for those of rollouts, of which it is the last choice."""
+    """Rebuild the choice that a sample was made of, as far as the sample knows it: token strings are empty, and tool calls are
+    lost but for those of rollouts, of which it is the last choice."""
     message, logprobs, ids = {"role": "assistant", "content": sample.text}, sample.logprobs, sample.token_ids
     finish_reason = sample.finish_reason
     if sample.turns:
@@ -341,7 +342,7 @@ def choice_of_sample(sample: Sample) -> Choice:
 
 
 def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
-    """One or several answers to the same request as a completion of openai's; its choices are numbered in this order."""
+    """Build a completion of openai's from one or several answers to the same request; its choices are numbered in this order."""
     assert answers, "a completion has at least one choice"
     first = answers[0]
     sampled = [answer.completion_tokens for answer in answers]

@@ -2,7 +2,7 @@
 
 Two things that vLLM says are no exact text by themselves:
 
-- POST /detokenize decodes whole lists and writes special tokens out, which a completion's text leaves away. Which ids are special
+- POST /detokenize decodes whole lists and writes special tokens out, which a completion's text leaves out. Which ids are special
   no endpoint tells, but a completion that can be nothing else than one such token (`allowed_token_ids`) has an empty text.
 - A completion's text is made token by token: bytes of a character that is not complete yet are held back, and so is the end of
   a stream that might become a stop string. A completion that *begins* in the middle of a character begins, in vLLM 0.32, with
@@ -15,7 +15,8 @@ from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import loads, short
+from ttrl.rollouts.client.wire import loads
+from ttrl.text import one_line
 
 INCOMPLETE = "\ufffd"
 """What bytes decode to that are no complete character: vLLM holds a text back as long as it ends with this."""
@@ -38,7 +39,7 @@ class ServerTokenizer:
 
     @classmethod
     def of(cls, transport: Transport, model: str) -> "ServerTokenizer":
-        """The tokenizer of the server behind a transport."""
+        """Return the tokenizer of the server behind a transport."""
         known = _tokenizers.get(transport)
         if known is None or known._model != model:
             known = _tokenizers[transport] = cls(transport, model)
@@ -50,7 +51,8 @@ class ServerTokenizer:
         return transport
 
     async def context(self) -> int | None:
-        """The longest sequence, prompt and completion, in tokens; None where the server does not say. Raises RequestError."""
+        """Return the longest sequence, prompt and completion, in tokens; None where the server does not say. Raises
+        RequestError."""
         if not self._asked_context:
             answer = _decoded(await self._server().get("/models"))
             for model in answer.get("data") or ():
@@ -60,7 +62,7 @@ class ServerTokenizer:
         return self._context
 
     async def raw(self, ids: Sequence[int]) -> str:
-        """All ids decoded together, special tokens written out. Raises RequestError."""
+        """Decode all ids together, special tokens written out. Raises RequestError."""
         if not ids:
             return ""
         server, body = self._server(), {"model": self._model, "tokens": list(ids)}
@@ -70,7 +72,7 @@ class ServerTokenizer:
         return text
 
     async def is_special(self, token: int) -> bool:
-        """Whether a completion's text leaves this token away. Raises RequestError."""
+        """Return whether a completion's text leaves this token out. Raises RequestError."""
         if token not in self._special:
             body = {"model": self._model, "prompt": [token], "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
             # A stop token is part of the text only where that is asked for.
@@ -83,7 +85,7 @@ class ServerTokenizer:
         return self._special[token]
 
     async def _prompt_text(self, prompt: Sequence[int]) -> str:
-        """`raw`, remembered: all samples of a group have the same prompt."""
+        """Return `raw`, remembered: all samples of a group have the same prompt."""
         key = tuple(prompt)
         if key not in self._prompts:
             text = await self.raw(prompt)
@@ -98,7 +100,8 @@ class ServerTokenizer:
         return self._strings[token]
 
     async def text(self, prompt: Sequence[int], ids: Sequence[int], begins: str, *, skip_special: bool, place: str) -> str:
-        """What `ids` add to the text after `prompt`, an unfinished character at the end included (it ends with INCOMPLETE then).
+        """Return what `ids` add to the text after `prompt`, an unfinished character at the end included (it ends with
+        INCOMPLETE then).
 
         begins: what is known of the text, exactly; the ids must agree with it. skip_special: the request's skip_special_tokens.
         Raises TokenizationError where they do not agree, RequestError where the server cannot be asked.
@@ -127,7 +130,7 @@ class ServerTokenizer:
         return text
 
     async def shown(self, prompt: Sequence[int], ids: Sequence[int], begins: str, *, skip_special: bool, place: str) -> str:
-        """The text that the server would show for `ids`: `text`, without the unfinished character at its end."""
+        """Return the text that the server would show for `ids`: `text`, without the unfinished character at its end."""
         count = len(ids)
         while True:
             text = await self.text(prompt, ids[:count], begins, skip_special=skip_special, place=place)
@@ -140,7 +143,7 @@ _tokenizers: "weakref.WeakKeyDictionary[Transport, ServerTokenizer]" = weakref.W
 
 
 def _tail(candidates: list[int], ids: Sequence[int], text: str, begins: str) -> list[int]:
-    """Those of the candidates that can have made the text behind what is known: a character has at most 4 bytes."""
+    """Return the candidates that can have made the text behind what is known: a character has at most 4 bytes."""
     behind = len(text) - len(begins)
     if not behind:
         return []
@@ -149,7 +152,7 @@ def _tail(candidates: list[int], ids: Sequence[int], text: str, begins: str) -> 
 
 
 def _shows(string: str, text: str, begins: str) -> bool:
-    """Whether `string` stands in `text` over the place where it leaves what is known, or behind that."""
+    """Return whether `string` stands in `text` over the place where it leaves what is known, or behind that."""
     parts = next((k for k, (a, b) in enumerate(zip(text, begins, strict=False)) if a != b), min(len(text), len(begins)))
     until = len(text) if text.startswith(begins) else parts + len(string)
     return string in text[max(0, parts - len(string) + 1) : until]
@@ -158,5 +161,5 @@ def _shows(string: str, text: str, begins: str) -> bool:
 def _decoded(body: bytes) -> dict[str, Any]:
     answer = loads(body)
     if not isinstance(answer, dict):
-        raise RequestError(f"the server's answer cannot be read: {short(body.decode(errors='replace'))}", "malformed")
+        raise RequestError(f"the server's answer cannot be read: {one_line(body.decode(errors='replace'))}", "malformed")
     return answer

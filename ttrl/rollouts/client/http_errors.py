@@ -6,16 +6,17 @@ import math
 from collections.abc import Mapping
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.client.wire import loads, short
+from ttrl.rollouts.client.wire import loads
+from ttrl.text import one_line
 
 
 def root_of(base_url: str) -> str:
-    """The address above /v1."""
+    """Return the address above /v1."""
     return base_url.removesuffix("/v1")
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to wait, which it may write as a number or as a date."""
+    """Return the seconds that a server asks to wait, which it may write as a number or as a date."""
     for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
         value = headers.get(name)
         if value is None:
@@ -35,11 +36,11 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def status_error(place: str, status: int, body: bytes, headers: Mapping[str, str], secret: str = "") -> RequestError:
-    """A refusal, in the server's own words."""
+    """Return a refusal, in the server's own words."""
     parsed = loads(body)
     error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
     words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    text = short(words or error or body.decode(errors="replace") or "no words")
+    text = one_line(words or error or body.decode(errors="replace") or "no words")
     if len(secret) >= 8:
         text = text.replace(secret, "…")  # some servers repeat the key that they refuse
     return RequestError(f"{place}: HTTP {status}: {text}", "status", status=status, retry_after=retry_after(headers))
@@ -52,4 +53,4 @@ def timeout_error(place: str, seconds: float | None) -> RequestError:
 
 def connection_error(place: str, error: BaseException | str) -> RequestError:
     why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return RequestError(f"{place}: no connection: {short(why)}; is the server running?", "connection")
+    return RequestError(f"{place}: no connection: {one_line(why)}; is the server running?", "connection")

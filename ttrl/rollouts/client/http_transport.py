@@ -16,7 +16,8 @@ import aiohttp
 
 from ttrl.errors import RequestError
 from ttrl.rollouts.client.http_errors import connection_error, root_of, status_error, timeout_error
-from ttrl.rollouts.client.wire import encoded, short
+from ttrl.rollouts.client.wire import encoded
+from ttrl.text import one_line
 
 READ_TIMEOUT = 3600.0
 """Seconds without a byte, for servers given as a base URL: a long answer that is not streamed takes as long as it takes."""
@@ -106,11 +107,11 @@ class HTTPTransport:
             inner = error.os_error if error.os_error is not None else error
             return connection_error(self.base_url, inner)
         if isinstance(error, aiohttp.ClientResponseError):
-            return RequestError(f"{self.base_url}: the server's answer is no HTTP: {short(str(error))}", "malformed")
+            return RequestError(f"{self.base_url}: the server's answer is no HTTP: {one_line(str(error))}", "malformed")
         if isinstance(error, aiohttp.ClientPayloadError) and isinstance(error.__cause__, aiohttp.ContentTypeError | ValueError):
-            return RequestError(f"{self.base_url}: the server's answer cannot be read: {short(str(error))}", "malformed")
+            return RequestError(f"{self.base_url}: the server's answer cannot be read: {one_line(str(error))}", "malformed")
         why = f"{type(error).__name__}: {error}"
-        return RequestError(f"{self.base_url}: the connection broke: {short(why)}", "connection")
+        return RequestError(f"{self.base_url}: the connection broke: {one_line(why)}", "connection")
 
 
 class _Parts:
@@ -143,7 +144,8 @@ _KEEP_ALIVE_OPTIONS += [
 
 
 def _keep_alive_socket(address: Any) -> socket.socket:
-    """A machine that is gone closes no connection: the kernel finds it out, and the request fails after two minutes."""
+    """Make a socket whose kernel notices a machine that is gone, which closes no connection: the request fails after two
+    minutes."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     with contextlib.suppress(OSError):  # a convenience only

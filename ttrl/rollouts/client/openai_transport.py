@@ -10,14 +10,14 @@ from openai import AsyncOpenAI
 
 from ttrl.errors import RequestError
 from ttrl.rollouts.client.http_errors import connection_error, root_of, status_error, timeout_error
-from ttrl.rollouts.client.wire import short
+from ttrl.text import one_line
 
 _RAW = "X-Stainless-Raw-Response"
 """The header with which the openai client marks requests whose answers it is not to parse."""
 
 
 def address_of(client: AsyncOpenAI) -> tuple[str, dict[str, str]]:
-    """(base URL without a slash at its end, identity)."""
+    """Return (base URL without a slash at its end, identity)."""
     base_url = str(client.base_url).rstrip("/")
     identity = {"base_url": base_url}
     for name in ("organization", "project"):
@@ -69,7 +69,7 @@ class ClientTransport:
                 yield part
 
     async def close(self) -> None:
-        """Nothing: the client belongs to the caller."""
+        """Do nothing: the client belongs to the caller."""
 
     @contextlib.contextmanager
     def _explaining(self, timeout: float | None = None) -> Any:
@@ -91,7 +91,7 @@ class ClientTransport:
             if "Decoding" in type(error).__name__:
                 raise RequestError(f"{place}: the server's answer cannot be read: {error}", "malformed") from error
             why = f"{type(error).__name__}: {error}"
-            raise RequestError(f"{place}: the connection broke: {short(why)}", "connection") from error
+            raise RequestError(f"{place}: the connection broke: {one_line(why)}", "connection") from error
 
     def _seconds(self) -> float | None:
         timeout = self._client.timeout
@@ -106,6 +106,6 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _http_errors() -> tuple[type[Exception], ...]:
-    """Of whichever HTTP library the openai client has loaded."""
+    """Return the errors of whichever HTTP library the openai client has loaded."""
     modules = (sys.modules.get("httpx"), sys.modules.get("httpx2"))
     return tuple(module.RequestError for module in modules if module is not None)

@@ -31,7 +31,7 @@ class Events:
         self._is_first = True
 
     def feed(self, part: bytes) -> list[bytes]:
-        """Data of the events that are complete now."""
+        """Return the data of the events that are complete now."""
         buffer = self._rest + part if self._rest else part
         if self._is_first and len(buffer) >= 3:
             buffer, self._is_first = buffer.removeprefix(b"\xef\xbb\xbf"), False
@@ -45,12 +45,12 @@ class Events:
         return [data for block in blocks if (data := _data(block))]
 
     def end(self) -> tuple[bytes, bytes]:
-        """(data of an event that lacks its empty line, everything that is left)."""
+        """Return (data of an event that lacks its empty line, everything that is left)."""
         return _data(self._rest.replace(b"\r", b"\n")), self._rest
 
 
 def _data(block: bytes) -> bytes:
-    """What the `data` lines of one event say."""
+    """Return what the `data` lines of one event say."""
     if block.startswith(b"data: ") and b"\n" not in block:
         return block[6:]
     lines = [line[5:] for line in block.split(b"\n") if line.startswith(b"data:") or line == b"data"]
@@ -86,14 +86,14 @@ class _Watch:
             await asyncio.gather(self._waiter, return_exceptions=True)
 
     def heard(self) -> None:
-        """Bytes have come. As cheap as can be: it is called for every one of them."""
+        """Notice that bytes have come. As cheap as can be: it is called for every part."""
         self._last = self._loop.time()
         if not self.has_begun:
             self.has_begun = True
             self.limit(self._later)
 
     def limit(self, seconds: float) -> None:
-        """From now on, a silence of so many seconds is the end."""
+        """Set the seconds of silence that are the end from now on."""
         self._limit = seconds
         self._arm()
 
@@ -127,7 +127,7 @@ async def stream_answers(
     on_tokens: Callable[[int], None] | None = None,
     cut: asyncio.Event | None = None,
 ) -> list[Answer | None]:
-    """One streamed request: n entries in their order, None for choices of which nothing has come.
+    """Make one streamed request and return n entries in their order, None for choices of which nothing has come.
 
     on_chunk(chunk, completion): sees every chunk; the names are those of openai's ChatCompletionChunk and ChatCompletion. If it
         raises StopIteration, the choices that it has marked as `stopped_early`, or else those of the chunk, end with the
@@ -218,7 +218,7 @@ async def read_events(
 def _ended(
     live: LiveCompletion, events: Events, n: int, place: str, on_chunk: OnChunk | None, on_tokens: Callable[[int], None] | None
 ) -> list[Answer | None]:
-    """The stream has come to its end: has the completion, too?"""
+    """Return the answers of a stream that has come to its end. Raises RequestError where its completion has not."""
     data, rest = events.end()
     if not live.choices and not data and rest.strip():  # no stream at all: the server does not know how, or this is a web page
         answers = read_answers(rest, n, place)
@@ -245,7 +245,7 @@ def _take(
     on_tokens: Callable[[int], None] | None,
     shown: Any = None,
 ) -> bool:
-    """True where everything has ended, and something of it here. shown: what `on_chunk` sees instead of the chunk."""
+    """Add a chunk; True where everything has ended, and something of it here. shown: what `on_chunk` sees instead."""
     had_choices = bool(chunk.choices)
     tokens = live.add(chunk)
     if tokens and on_tokens is not None:
@@ -263,7 +263,7 @@ def _take(
 async def consume_chat_completion_stream(
     stream: AsyncIterable[Any], on_chunk: OnChunk | None = None, *, n: int = 1
 ) -> ChatCompletion:
-    """Puts a stream of chat completion chunks together, with token ids and log-probabilities.
+    """Put a stream of chat completion chunks together, with token ids and log-probabilities.
 
         stream = await client.chat.completions.create(…, stream=True, logprobs=True)
         completion = await consume_chat_completion_stream(stream)

@@ -27,19 +27,19 @@ class Transport(Protocol):
     """Seconds to wait for the first byte of a stream; None where the transport sees to it, or for ever."""
 
     async def post(self, path: str, body: Mapping[str, Any], *, root: bool = False) -> bytes:
-        """The whole body of a successful answer. root: the path lies above /v1."""
+        """Return the whole body of a successful answer. root: the path lies above /v1."""
         ...
 
     def stream(self, path: str, body: Mapping[str, Any]) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Bytes of a successful answer as they come. Leaving it early closes the connection."""
+        """Yield the bytes of a successful answer as they come. Leaving it early closes the connection."""
         ...
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
-        """The whole body of a successful answer."""
+        """Return the whole body of a successful answer."""
         ...
 
     async def close(self) -> None:
-        """Closes its connections, in the loop in which they were opened."""
+        """Close its connections, in the loop in which they were opened."""
         ...
 
 
@@ -75,13 +75,13 @@ def _checked_url(client: str) -> str:
 
 
 def is_local(base_url: str) -> bool:
-    """Whether a URL names this very machine."""
+    """Return whether a URL names this very machine."""
     host = (urlsplit(base_url).hostname or "").lower()
     return host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.") or host.endswith(".localhost")
 
 
 def answer_identity(transports: Sequence[Transport], weights_digest: str | None, *, has_cache: bool) -> Any:
-    """What the keys of a cache say about who answers: the weights, where they are known, else the servers.
+    """Return what the keys of a cache say about who answers: the weights, where they are known, else the servers.
 
     Raises UserError where a cache could not tell the weights of today from those of tomorrow.
     """
@@ -99,7 +99,7 @@ def answer_identity(transports: Sequence[Transport], weights_digest: str | None,
 
 
 def _proxy(base_url: str) -> str | None:
-    """The proxy that the environment names for this server."""
+    """Return the proxy that the environment names for this server."""
     parts = urlsplit(base_url)
     if urllib.request.proxy_bypass(parts.hostname or ""):
         return None

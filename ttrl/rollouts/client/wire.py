@@ -5,13 +5,13 @@ says; servers also write NaN, Infinity and halves of surrogate pairs, which Pyth
 """
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ttrl.errors import RequestError
+from ttrl.text import is_number, one_line
 
 _NO_RAW = msgspec.Raw()
 _NOTHING = (b"", b"null")
@@ -127,7 +127,7 @@ _chunk_decoder = msgspec.json.Decoder(Chunk)
 
 
 def decoded_logprobs(raw: bytes) -> Logprobs:
-    """Raises RequestError where they cannot be read."""
+    """Decode log-probabilities. Raises RequestError where they cannot be read."""
     try:
         return _logprobs_decoder.decode(raw)
     except ValueError:
@@ -139,7 +139,7 @@ def decoded_logprobs(raw: bytes) -> Logprobs:
 
 
 def decoded_chunk(data: bytes, place: str) -> Chunk:
-    """One event of a stream. Raises RequestError where it is unreadable, or says that the server failed."""
+    """Decode one event of a stream. Raises RequestError where it is unreadable, or says that the server failed."""
     try:
         if not data.isascii():
             data.decode()  # what is kept raw is not looked at by the decoder
@@ -165,7 +165,7 @@ def _leniently(data: bytes, place: str) -> Chunk:
         chunk.error = msgspec.Raw(json.dumps(error).encode())
         return chunk
     except (ValueError, TypeError, AttributeError, RecursionError) as problem:
-        shown = short(data.decode(errors="replace"))
+        shown = one_line(data.decode(errors="replace"))
         raise RequestError(f"{place}: a chunk of the stream cannot be read: {problem}: {shown}", "malformed") from problem
 
 
@@ -200,12 +200,12 @@ _entries_decoder = msgspec.json.Decoder(_RawEntries)
 
 
 def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
-    """The choices of a whole response, by their numbers; None for those that it lacks. Raises RequestError."""
+    """Return the choices of a whole response, by their numbers; None for those that it lacks. Raises RequestError."""
     response = _response(data, place)
     if response.error is not None and not response.choices:
         raise failure(response.error, place)
     if response.choices is None:
-        raise RequestError(f"{place}: the server's answer has no choices: {short(data.decode(errors='replace'))}", "malformed")
+        raise RequestError(f"{place}: the server's answer has no choices: {one_line(data.decode(errors='replace'))}", "malformed")
     usage = read_usage(response.usage)
     prompt = response.prompt_token_ids if is_ids(response.prompt_token_ids) else None
     raws = [raw for raw in map(bytes, response.choices) if raw != b"null"]
@@ -228,7 +228,7 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
 
 
 def _fill_in(counted: list[tuple[Any, int | None]], total: int | None) -> list[tuple[Any, int | None]]:
-    """Choices that do not tell their tokens share what the usage leaves for them, so that the sum is right."""
+    """Share what the usage leaves among the choices that do not tell their tokens, so that the sum is right."""
     unknown = sum(tokens is None for _, tokens in counted)
     if unknown == 0 or total is None:
         return counted
@@ -250,18 +250,18 @@ def _response(data: bytes, place: str) -> _Response:
         shown = data.decode(errors="replace").strip()
         if not shown.startswith(("{", "[")):
             raise RequestError(
-                f"{place}: the server answered {short(shown) or 'nothing'}, which is no chat completion", "malformed"
+                f"{place}: the server answered {one_line(shown) or 'nothing'}, which is no chat completion", "malformed"
             ) from error
-        raise RequestError(f"{place}: the server's answer cannot be read: {error}: {short(shown)}", "malformed") from error
+        raise RequestError(f"{place}: the server's answer cannot be read: {error}: {one_line(shown)}", "malformed") from error
     if not isinstance(obj, dict):
-        raise RequestError(f"{place}: the server answered {short(obj)}, which is no chat completion", "malformed")
+        raise RequestError(f"{place}: the server answered {one_line(obj)}, which is no chat completion", "malformed")
     choices = obj.get("choices")
     obj["choices"] = [msgspec.Raw(json.dumps(choice).encode()) for choice in choices] if isinstance(choices, list) else None
     return _Response(**{name: obj.get(name) for name in _Response.__struct_fields__})
 
 
 def _count(raw: bytes) -> tuple[Any, int | None]:
-    """(index, tokens) of a choice."""
+    """Return (index, tokens) of a choice."""
     try:
         counted = _counted_decoder.decode(raw)
         if counted.token_ids is not None:
@@ -279,7 +279,7 @@ def _count(raw: bytes) -> tuple[Any, int | None]:
 
 
 def count_entries(raw_logprobs: bytes) -> int | None:
-    """How many tokens have log-probabilities; None where there are none at all."""
+    """Return how many tokens have log-probabilities; None where there are none at all."""
     if raw_logprobs in _NOTHING:
         return None
     try:
@@ -291,7 +291,7 @@ def count_entries(raw_logprobs: bytes) -> int | None:
 
 
 def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[Answer | None]:
-    """By their index, in whatever order they came; by position where a server numbers them wrongly. n entries."""
+    """Return n entries by their index, in whatever order they came; by position where a server numbers them wrongly."""
     numbered = dict(zip(indexes, answers, strict=True)) if all(type(index) is int for index in indexes) else {}
     if len(numbered) == len(answers) and all(0 <= index < n for index in numbered):
         return [numbered.get(k) for k in range(n)]
@@ -299,7 +299,7 @@ def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[
 
 
 def read_usage(usage: Any) -> Usage:
-    """What of it makes sense."""
+    """Return what of a usage makes sense."""
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
@@ -312,17 +312,17 @@ def _count_or_none(value: Any) -> int | None:
 
 
 def failure(error: Any, place: str) -> RequestError:
-    """An error that a server reports within an answer of status 200."""
+    """Return the error that a server reports within an answer of status 200."""
     message = error.get("message") if isinstance(error, dict) else error
     code = error.get("code") if isinstance(error, dict) else None
-    text = f"{place}: the server failed: {short(message or error)}"
+    text = f"{place}: the server failed: {one_line(message or error)}"
     if type(code) is int and 400 <= code < 600:
         return RequestError(f"{text} (code {code})", "status", status=code)
     return RequestError(text, "malformed")
 
 
 def encoded(value: Any) -> bytes:
-    """JSON in UTF-8; escapes for halves of surrogate pairs, which UTF-8 does not have."""
+    """Encode JSON in UTF-8; halves of surrogate pairs, which UTF-8 does not have, become escapes."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -330,12 +330,12 @@ def encoded(value: Any) -> bytes:
 
 
 def dumped(value: Any) -> bytes:
-    """JSON as Python writes it, NaN and all."""
+    """Encode JSON as Python writes it, NaN and all."""
     return json.dumps(value).encode()
 
 
 def loads(data: bytes) -> Any:
-    """Any JSON as Python reads it; None where it is none."""
+    """Decode any JSON as Python reads it; None where it is none."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -344,14 +344,3 @@ def loads(data: bytes) -> Any:
 
 def is_ids(ids: object) -> bool:
     return isinstance(ids, list) and all(type(i) is int for i in ids)
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def short(value: object, length: int = 400) -> str:
-    """A value within one line of a message."""
-    text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text.split())
-    return text if len(text) <= length else text[: length - 1] + "…"

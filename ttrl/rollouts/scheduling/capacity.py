@@ -40,7 +40,7 @@ class Metrics:
 
 
 def read_metrics(text: str) -> Metrics | None:
-    """Reads Prometheus text as vLLM 0.32 writes it; None where the size of a KV cache is not in it."""
+    """Read Prometheus text as vLLM 0.32 writes it; None where the size of a KV cache is not in it."""
     sums: dict[str, float] = {}
     capacity = block_size = blocks = 0.0
     usages: list[float] = []
@@ -146,13 +146,13 @@ class Room:
         return self.lengths.prompt(self._chars) + self.samples * self.lengths.completion(self._max_tokens) if self.loads else 0.0
 
     def share(self) -> float:
-        """How full it is, for comparison with other servers."""
+        """Return how full it is, for comparison with other servers."""
         if self.metrics is None:
             return len(self.loads) / self.limit
         return self.expected / self.metrics.capacity
 
     def admits(self, load: Load, now: float) -> bool:
-        """Whether `load` may be sent. One is always in flight, however large."""
+        """Return whether `load` may be sent. One is always in flight, however large."""
         if not self.loads:
             return True
         if len(self.loads) >= self.limit:
@@ -168,7 +168,7 @@ class Room:
         return False
 
     def add(self, load: Load, now: float) -> None:
-        """`load` is sent."""
+        """Count `load`, which is sent."""
         load.began = self._clock(now)
         self.loads.add(load)
         self.samples += load.n
@@ -178,7 +178,7 @@ class Room:
         self._waiting += load.n
 
     def remove(self, load: Load) -> None:
-        """`load` is over, however it ended."""
+        """Forget `load`, which is over, however it ended."""
         self.loads.discard(load)
         self._over *= 1.0 - load.n / self.samples
         self.samples -= load.n
@@ -190,7 +190,7 @@ class Room:
     # What the server shows
 
     def succeeded(self) -> None:
-        """A request was answered: after as many as may be in flight, one more may; sooner below what was good before."""
+        """Notice an answer: after as many as may be in flight, one more may; sooner below what was good before."""
         if self.limit < self._known_good:
             self.limit += 1
             return
@@ -201,7 +201,7 @@ class Room:
                 self.limit, self._held_back = min(self.limit + 1, _MOST_LIMIT), False
 
     def refused(self, now: float) -> None:
-        """A 429 or a timeout: half as many requests, at most once in a second."""
+        """Halve the requests in flight after a 429 or a timeout, at most once in a second."""
         if now - self._last_refusal >= 1.0:
             self._last_refusal, self._successes = now, 0
             in_flight = len(self.loads) + 1
@@ -209,7 +209,7 @@ class Room:
             self.limit = float(max(1, min(self.limit, in_flight) // 2))
 
     def update(self, metrics: Metrics, now: float) -> None:
-        """Takes in what the server says of itself."""
+        """Take in what the server says of itself."""
         before, self.metrics = self.metrics, metrics
         seconds, moment = now - self._polled_at, self._clock(now)
         self._tokens, self._polled_at = moment, now
@@ -233,7 +233,7 @@ class Room:
         self._free, self._forecast_at = -math.inf, -math.inf
 
     def _adapt(self, metrics: Metrics, preemptions: float) -> None:
-        """Corrects how much of the cache the forecast may fill: once per round, the time in which a completion is made.
+        """Correct how much of the cache the forecast may fill: once per round, the time in which a completion is made.
 
         Within a round nothing can be learned of it: what was admitted grows until its end. Some preemptions are a good price for
         a cache that is full; they also spread completions of equal length, which otherwise begin and end together.
@@ -267,7 +267,7 @@ class Room:
         return self._tokens + self._rate * max(0.0, now - self._polled_at)
 
     def _forecast(self, now: float, load: Load) -> None:
-        """Sets `_free`: how many more samples such as those of `load` keep the highest point of the forecast within the cache."""
+        """Set `_free`: how many more samples such as those of `load` keep the highest point of the forecast within the cache."""
         assert self.metrics is not None
         self._forecast_at = now
         count = len(self.loads)
@@ -298,7 +298,7 @@ class Room:
         self._free = float(np.min(room / (new * (moments + own) + shared / load.n)))
 
     def _prompt_blocks(self, chars: float) -> tuple[float, float]:
-        """(tokens that the samples of a request share, tokens that each has besides its completion).
+        """Return (tokens that the samples of a request share, tokens that each has besides its completion).
 
         Only full blocks are shared; and of each sample's last block half is empty, on the average.
         """
@@ -308,7 +308,7 @@ class Room:
         return shared, tokens - shared + block / 2
 
     def _in_flight(self, ages: Array, n: Array) -> tuple[Array, Array, Array]:
-        """What requests in flight say of lengths, for `Lengths.survival`.
+        """Return what requests in flight say of lengths, for `Lengths.survival`.
 
         Of a request with n > 1 one sample at least goes on. How many of all the others are over is known as well: as many as do
         not run at the server. When they ended is not: anywhere up to now.
@@ -330,7 +330,7 @@ class Room:
         )
 
     def _correct(self, tokens_now: float) -> None:
-        """Compares the forecast for this moment with what the server says; only right after it said it."""
+        """Compare the forecast for this moment with what the server says; only right after it said it."""
         assert self.metrics is not None
         metrics = self.metrics
         if self._forecast_at - self._polled_at < 0.1 and metrics.waiting <= 0.1 * metrics.running:
@@ -338,7 +338,7 @@ class Room:
 
 
 def _buckets(ages: Array, alive: Array) -> tuple[Array, Array, Array]:
-    """Requests of about the same age together: (mean age, samples, requests) of each bucket that is not empty."""
+    """Return (mean age, samples, requests) of requests of about the same age, for each bucket that is not empty."""
     number = (ages * ((_BUCKETS - 1) / ages.max(initial=1.0))).astype(int)
     requests = np.bincount(number, minlength=_BUCKETS)
     weight = np.bincount(number, alive, _BUCKETS)

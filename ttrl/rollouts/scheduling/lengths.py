@@ -50,7 +50,7 @@ class Survival:
         return float(self._at[-1])
 
     def log(self, tokens: Array) -> Array:
-        """Logarithm of the share that is longer than `tokens`, elementwise."""
+        """Return the logarithm of the share that is longer than `tokens`, elementwise."""
         log: Array = np.interp(tokens, self._at, self._log) - self._rate * np.maximum(tokens - self._at[-1], 0.0)
         return log
 
@@ -64,7 +64,8 @@ class Lengths:
         self._prompt_chars = self._prompt_tokens = 0.0
 
     def observe(self, prompt_chars: int, prompt_tokens: int | None, completions: Sequence[int], *, window: int = 1024) -> None:
-        """One finished request. Only the newest `window` completions are kept, so that lengths may change while running."""
+        """Take in one finished request. Only the newest `window` completions are kept, so that lengths may change while
+        running."""
         if prompt_tokens and prompt_chars:
             fade = 0.5 if self._prompt_chars > _PROMPT_WINDOW else 1.0
             self._prompt_chars = self._prompt_chars * fade + prompt_chars
@@ -77,20 +78,21 @@ class Lengths:
             self._finished.popleft()
 
     def prompt(self, chars: float) -> float:
-        """Tokens of a prompt of so many characters."""
+        """Return the tokens of a prompt of so many characters."""
         return chars * (self._prompt_tokens / self._prompt_chars if self._prompt_tokens else 1.0 / CHARS_PER_TOKEN)
 
     def completion(self, max_tokens: int | None) -> float:
-        """Tokens of a completion: the exponentially weighted mean of those that finished, the last 256 or so."""
+        """Return the tokens of a completion: the exponentially weighted mean of those that finished, the last 256 or so."""
         return min(self._mean, max_tokens or self._mean) if self._count else self.prior(max_tokens)
 
     @staticmethod
     def prior(max_tokens: int | None) -> float:
-        """Tokens of a completion before any has finished."""
+        """Return the tokens of a completion before any has finished."""
         return max(1.0, max_tokens / 2) if max_tokens else DEFAULT_LENGTH
 
     def survival(self, tokens: Array, ended: Array, going_on: Array, max_tokens: int | None) -> Survival:
-        """The curve as known now, from all that finished, and from what is known of requests in flight (see `Survival`)."""
+        """Return the curve as known now, from all that finished, and from what is known of requests in flight (see
+        `Survival`)."""
         finished = np.fromiter(self._finished, np.float64, len(self._finished))
         ones, zeros = np.ones(len(finished)), np.zeros(len(finished))
         return Survival(

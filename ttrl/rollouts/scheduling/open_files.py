@@ -22,7 +22,8 @@ class OpenFiles:
         self._is_final = False
 
     def allows(self, connections: int) -> bool:
-        """Whether so many may be open. Raises the process's soft limit if need be; warns once where the hard one is too low."""
+        """Return whether so many may be open. Lifts the process's soft limit if need be; warns once where the hard one is too
+        low."""
         if connections <= self._most:
             return True
         if self._is_final:
@@ -41,7 +42,7 @@ class OpenFiles:
 
 
 def open_file_limit(wanted: int) -> float:
-    """How many files this process may have open, after raising the soft limit if `wanted` is more; infinite if any."""
+    """Return how many files this process may have open, after raising the soft limit if `wanted` is more."""
     if resource is None:
         return math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

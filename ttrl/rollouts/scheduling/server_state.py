@@ -75,7 +75,7 @@ class Server:
         return self.transport.base_url
 
     def is_open(self, now: float) -> bool:
-        """Whether requests may be sent to it at all."""
+        """Return whether requests may be sent to it at all."""
         return self.up and now >= self.held_until and self._examination is None
 
     def snapshot(self) -> ServerSnapshot:
@@ -90,12 +90,12 @@ class Server:
         )
 
     async def start(self) -> None:
-        """Looks at /metrics once, and from then on while requests are in flight."""
+        """Look at /metrics once, and from then on while requests are in flight."""
         if await self._poll():
             self._spawn(self._keep_polling())
 
     async def stop(self) -> None:
-        """Ends everything that runs in the background."""
+        """End everything that runs in the background."""
         if self._hold is not None:
             self._hold.cancel()
         tasks: list[asyncio.Task[None] | asyncio.Task[bool]] = [*self._background]
@@ -108,13 +108,13 @@ class Server:
     # What requests report
 
     def succeeded(self) -> None:
-        """A request was answered."""
+        """Notice that a request was answered."""
         self.was_heard = True
         self._faults = self._rests = 0
         self.room.succeeded()
 
     async def failed(self, error: RequestError, *, has_others: bool) -> bool:
-        """Takes in a failure that is worth a retry; True where the server is out because of it, or already was.
+        """Take in a failure that is worth a retry; True where the server is out because of it, or already was.
 
         has_others: another server would take the requests, so that this one may rest although it still answers probes.
         """
@@ -141,7 +141,7 @@ class Server:
         return not await asyncio.shield(self._examination)
 
     def hold(self, seconds: float) -> None:
-        """Nothing new is sent for so long."""
+        """Send nothing new for so long."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         if until > self.held_until:
@@ -153,7 +153,7 @@ class Server:
     # Health
 
     async def _examine(self, rest: bool) -> bool:
-        """Whether it is still in after a doubt."""
+        """Return whether it is still in use after a doubt."""
         try:
             alive = await self._answers()
         finally:
@@ -171,7 +171,7 @@ class Server:
         return False
 
     async def _bring_back(self, number: int) -> None:
-        """Probes with growing pauses, from the one of this number on, until it answers."""
+        """Probe with growing pauses, from the one of this number on, until it answers."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
@@ -188,7 +188,7 @@ class Server:
         self._changed()
 
     async def _answers(self) -> bool:
-        """Any answer below 500 to GET /models is a sign of life."""
+        """Return whether it answers GET /models; anything below 500 is a sign of life."""
         try:
             async with asyncio.timeout(2 * PROBE_TIMEOUT):  # should a transport not keep to its own
                 await self.transport.get("/models", timeout=PROBE_TIMEOUT)
@@ -206,7 +206,7 @@ class Server:
     # Load
 
     async def _poll(self) -> bool:
-        """Looks at /metrics; False where there are none."""
+        """Look at /metrics; False where there are none."""
         try:
             text = await self.transport.get("/metrics", root=True, timeout=PROBE_TIMEOUT)
         except RequestError as error:

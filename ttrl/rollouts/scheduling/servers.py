@@ -143,7 +143,7 @@ class Servers:
         await asyncio.gather(*starts, *(server.stop() for server in self._servers), return_exceptions=True)
 
     def snapshot(self) -> list[ServerSnapshot]:
-        """Each server as it is now."""
+        """Return each server as it is now."""
         return [server.snapshot() for server in self._servers]
 
     @property
@@ -152,13 +152,13 @@ class Servers:
         return len(self._queue)
 
     def ticket(self) -> int:
-        """A place in the queue, for requests of one sample that come one after another: see `send`."""
+        """Take a place in the queue, for requests of one sample that come one after another: see `send`."""
         return next(self._tickets)
 
     async def send(
         self, attempt: Attempt, *, size: Size, max_retries: int, affinity: Hashable = None, ticket: int | None = None
     ) -> list[Answer | None]:
-        """Runs `attempt` with the transport of a server that has room, again after failures that another try may mend.
+        """Run `attempt` with the transport of a server that has room, again after failures that another try may mend.
 
         max_retries: further attempts after connection errors, timeouts, stalls, unreadable answers, 408, 429 and 5xx, with pauses
             of 0.5, 1, 2 … 8 seconds or as long as the server asks for. Moving away from a server that is out is not counted.
@@ -257,7 +257,7 @@ class Servers:
             self._pump()
 
     def _pump(self) -> None:
-        """Sends as many of those that wait as there is room for, in their order; wakes nobody else."""
+        """Send as many of those that wait as there is room for, in their order; wakes nobody else."""
         while self._queue:
             waiter = self._queue[0][1]
             if waiter.lease.done():
@@ -270,7 +270,7 @@ class Servers:
             waiter.lease.set_result(self._lease(server, waiter.load, waiter.affinity))
 
     def _choose(self, load: Load, affinity: Hashable) -> Server | None:
-        """The emptiest server that has room, or the one that last served this affinity."""
+        """Return the emptiest server that has room, or the one that last served this affinity."""
         if self._most is not None and self._in_flight >= self._most:
             return None
         if self._in_flight and not self._files.allows(self._in_flight + 1):
@@ -296,7 +296,7 @@ class Servers:
     # When no server is left
 
     def _changed(self) -> None:
-        """A server went out, came back, or has more room."""
+        """Notice that a server went out, came back, or has more room."""
         loop = asyncio.get_running_loop()
         if any(server.up for server in self._servers):
             self._nobody_since = None
@@ -314,7 +314,7 @@ class Servers:
         return min(FIRST_PATIENCE, self.max_downtime)
 
     def _check_patience(self) -> None:
-        """Raises where nobody has answered for too long."""
+        """Raise where nobody has answered for too long."""
         if self._nobody_since is not None and self._give_up is None:
             raise self._nobody()
 
@@ -334,7 +334,7 @@ class Servers:
 
 
 def _without_aborted(answers: list[Answer | None], base_url: str) -> list[Answer | None]:
-    """None for the completions that the server broke off: they are asked for again, as those that it left out are. Raises
+    """Put None for completions that the server broke off: they are asked for again, as those that it left out are. Raises
     RequestError where there are no others."""
     kept = [None if answer is not None and _ABORTED.search(answer.choice) else answer for answer in answers]
     if any(answers) and not any(kept):
@@ -344,7 +344,7 @@ def _without_aborted(answers: list[Answer | None], base_url: str) -> list[Answer
 
 
 def _shortened(error: RequestError) -> RequestError:
-    """Without its traceback: it is kept for a message, and would keep alive whatever the frames hold."""
+    """Return the error without its traceback: it is kept for a message, and would keep alive whatever the frames hold."""
     return RequestError(str(error), error.kind, status=error.status, retry_after=_bounded(error.retry_after))
 
 
@@ -359,7 +359,7 @@ def _with_attempts(error: RequestError, attempts: int) -> RequestError:
 
 
 def _delay(error: RequestError, attempts: int, *, elsewhere: bool) -> float:
-    """elsewhere: another server may take it, so what this one asked for does not matter."""
+    """Return the seconds to wait. elsewhere: another server may take it, so what this one asked for does not matter."""
     asked = _bounded(error.retry_after)
     if asked is not None and not elsewhere:
         return asked
