@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 from ttrl.errors import GraderError, RolloutError, TaskError
 from ttrl.records import Sample
@@ -34,6 +34,7 @@ class Grade:
 
         Raises GraderError, naming `where`, for anything else, and for NaN and infinities.
         """
+        reward: object
         metrics: object = {}
         if isinstance(output, Grade):
             reward, metrics = output.reward, output.metrics
@@ -50,10 +51,10 @@ class Grade:
         for name, value in metrics.items():
             if not isinstance(name, str) or not _is_finite_number(value):
                 raise GraderError(f"{where}: the {who}'s metric {name!r} is {short(value, 80)}; it must be a finite number")
-        return cls(float(reward), {name: float(value) for name, value in metrics.items()})  # type: ignore[arg-type]
+        return cls(float(reward), {name: float(value) for name, value in metrics.items()})
 
 
-def _is_finite_number(value: object) -> bool:
+def _is_finite_number(value: object) -> TypeGuard[float]:
     """Return whether it is a finite number: bool, int, float or NumPy scalar, and not a whole number beyond any float."""
     try:
         return isinstance(value, numbers.Real) and math.isfinite(value)

@@ -305,7 +305,7 @@ def test_many_graders_each_sent_once_while_it_is_known(make_bench, monkeypatch):
     made = make_bench(size=2)
     rewards = made.grade_all([closure(k) for k in range(20)] * 3)
     assert rewards == [k + 5.0 for k in range(20)] * 3
-    assert len(made.graders._processes._pickles) == 4
+    assert len(made.graders._runner._pickles) == 4
 
 
 def test_a_grader_is_loaded_once_per_process(make_bench, tmp_path):

@@ -1,10 +1,9 @@
-"""Runs graders: in threads and on the loop, or in processes (`isolated`); each within its limits, and what goes wrong stays with
-its sample.
+"""Run graders within their limits, in threads and on the loop or in processes (`isolated`); an error costs its sample alone.
 
 Threads are daemons and our own, not an executor's: an executor's thread that hangs keeps its slot for ever, and both asyncio.run
 and the interpreter wait for it at the end. Here a call that takes too long is abandoned with its thread, and a fresh thread takes
-its slot. (What cannot be helped from inside one process: a grader that never lets go of the interpreter lock, such as a regular
-expression that backtracks without end, stops everything. `isolated=True` helps.)
+its slot. (A grader that never releases the interpreter lock, such as a regular expression that backtracks without end, stops
+everything all the same; only `isolated=True` helps.)
 """
 
 import asyncio
@@ -25,13 +24,11 @@ from ttrl.tasks.task import Grade, Grader, Task
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
-Outcome: TypeAlias = "tuple[Any, BaseException | None]"
+CallOutcome: TypeAlias = "tuple[Any, BaseException | None]"
 """(value, None) or (None, exception); not raised, because futures and coroutines refuse some exceptions (StopIteration)."""
 
 MAX_ERROR_LENGTH = 8000
 """Characters of a traceback that are kept with its sample; the middle is cut out."""
-
-
 GRADER_THREADS = 16
 MOST_PROCESSES = 16
 
@@ -40,7 +37,7 @@ class TookTooLong(Exception):  # noqa: N818 - never leaves this package
     """A call ran past its time limit. Not TimeoutError, which a grader may raise itself."""
 
 
-class _Worker:
+class _Thread:
     """One daemon thread that runs one call at a time and hands its outcome to the event loop."""
 
     def __init__(self) -> None:
@@ -52,20 +49,20 @@ class _Worker:
             call()
 
     def stop(self) -> None:
-        """Ends the thread after the call that it may still be in."""
+        """End the thread after the call that it may still be in."""
         self._calls.put(None)
 
-    def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> "asyncio.Future[Outcome]":
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> "asyncio.Future[CallOutcome]":
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Outcome] = loop.create_future()
+        future: asyncio.Future[CallOutcome] = loop.create_future()
         context = contextvars.copy_context()
 
-        def deliver(outcome: Outcome) -> None:
-            if not future.done():  # otherwise nobody waits any more: time limit or cancellation
+        def deliver(outcome: CallOutcome) -> None:
+            if not future.done():  # otherwise nobody is waiting: time limit or cancellation
                 future.set_result(outcome)
 
         def call() -> None:
-            outcome: Outcome
+            outcome: CallOutcome
             try:
                 outcome = (context.run(function, *args), None)
             except BaseException as error:  # noqa: BLE001 - also sys.exit() in a grader costs no more than its sample
@@ -84,7 +81,7 @@ class Threads:
 
     def __init__(self, size: int) -> None:
         self._slots = asyncio.Semaphore(size)
-        self._idle: list[_Worker] = []
+        self._idle: list[_Thread] = []
 
     def __enter__(self) -> "Threads":
         return self
@@ -93,10 +90,10 @@ class Threads:
         while self._idle:
             self._idle.pop().stop()
 
-    async def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Outcome:
-        """Raises TookTooLong after `timeout` seconds of running; waiting for a slot does not count."""
+    async def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> CallOutcome:
+        """Call a function. Raises TookTooLong after `timeout` seconds of running; waiting for a slot does not count."""
         async with self._slots:
-            worker = self._idle.pop() if self._idle else _Worker()
+            worker = self._idle.pop() if self._idle else _Thread()
             future = worker.start(function, args)
             try:
                 # Not asyncio.timeout: where a busy loop looks at the clock late, that throws away an outcome that is there.
@@ -113,12 +110,12 @@ class Threads:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True for `async def` functions and for objects whose `__call__` is one; a sync function may still return an awaitable."""
+    """Return whether it is an `async def` function, or an object whose `__call__` is; others may still return an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-async def call(function: Callable[..., Any], argument: Any, *, threads: Threads, timeout: float | None) -> Outcome:
-    """Calls a sync function in a thread, an async one on the loop. Raises TookTooLong, and nothing that the function raises."""
+async def call(function: Callable[..., Any], argument: Any, *, threads: Threads, timeout: float | None) -> CallOutcome:
+    """Call a sync function in a thread, an async one on the loop. Raises TookTooLong, and nothing that the function raises."""
     try:
         if is_async(function):
             value = function(argument)
@@ -150,11 +147,7 @@ async def call(function: Callable[..., Any], argument: Any, *, threads: Threads,
 
 
 async def grade(grader: Grader, choice: "Choice", *, where: str, threads: Threads, timeout: float) -> Grade:
-    """The grade of one choice; `timeout` is in seconds.
-
-    Raises GraderError, naming `where`, when the grader raises (the traceback follows the first line), takes too long, or returns
-    something that is no finite number.
-    """
+    """Grade one choice in a thread or on the loop, as `Graders.grade` does; `timeout` is in seconds."""
     try:
         output, error = await call(grader, choice, threads=threads, timeout=timeout)
     except TookTooLong:
@@ -168,12 +161,12 @@ class Graders:
     """Grades choices, each within its time limit. A context manager; leaving it waits for nothing that a grader does.
 
     isolated: False runs sync graders in daemon threads and async ones on the event loop. True runs both in processes that can be
-        ended: for graders that may hang, crash, or eat all memory. What differs is said in `ttrl.rollouts.graders.isolated`. It
-        is no sandbox: files and the network are open.
+        ended: for graders that may hang, crash, or use up all memory. `ttrl.rollouts.graders.isolated` says what differs. It is
+        not a sandbox: files and the network are open.
     timeout: seconds for one grade, waiting for a thread or process not counted.
     memory: with isolated=True, bytes that one grade may take beyond what its process and its modules take; None for 2 GiB.
-    size: sync grades at once, with isolated=True of any kind; None for 16 threads, or as many processes as there are usable
-        cores, 16 at the most.
+    size: sync grades at once, with isolated=True of any kind; None for 16 threads, or as many processes as usable cores, at most
+        16.
 
     Raises UserError for values out of range.
     """
@@ -187,47 +180,43 @@ class Graders:
             raise UserError(f"grader_memory is {memory!r}; give a number of bytes of at least 1 MiB (1048576), or None for 2 GiB")
         if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1):
             raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
-        self.isolated, self.timeout = isolated, float(timeout)
-        self._threads = self._processes = None
+        self.isolated = isolated
+        self.timeout: float = float(timeout)
+        self._runner: IsolatedGraders | Threads
         if isolated:
             count = min(usable_cores(), MOST_PROCESSES) if size is None else int(size)
-            self._processes = IsolatedGraders(timeout=self.timeout, memory=int(memory or DEFAULT_MEMORY), size=count)
+            self._runner = IsolatedGraders(timeout=self.timeout, memory=int(memory or DEFAULT_MEMORY), size=count)
         else:
-            self._threads = Threads(GRADER_THREADS if size is None else int(size))
+            self._runner = Threads(GRADER_THREADS if size is None else int(size))
 
     def __enter__(self) -> "Graders":
-        if self._processes is not None:
-            self._processes.start()
+        self._runner.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._processes is not None:
-            self._processes.close()
-        if self._threads is not None:
-            self._threads.__exit__()
+        self._runner.__exit__()
 
     async def grade(self, task: Task, choice: "Choice", where: str) -> Grade:
-        """Grades one choice, exactly once: a grader that failed is not asked again.
+        """Grade one choice, exactly once: a grader that failed is not asked again.
 
         Raises GraderError, naming `where`, when the grader raises (the traceback follows the first line), breaks a limit, or
-        returns something that is no finite number.
+        returns something other than a finite number.
         """
         assert task.grader is not None
-        if self._processes is not None:
-            return await self._processes.grade(task.grader, choice, where)
-        assert self._threads is not None
-        return await grade(task.grader, choice, where=where, threads=self._threads, timeout=self.timeout)
+        if isinstance(self._runner, IsolatedGraders):
+            return await self._runner.grade(task.grader, choice, where)
+        return await grade(task.grader, choice, where=where, threads=self._runner, timeout=self.timeout)
 
 
 def type_and_message(error: BaseException) -> str:
-    """Our own errors as they are written (a grader's traceback included), others by their type and first line."""
+    """Describe our own errors as they are written (a grader's traceback included), others by their type and first line."""
     if isinstance(error, GraderError | RolloutError | ServerError | TokenizationError):
         return f"{type(error).__name__}: {error}"
     return describe(error)
 
 
 def own_traceback(error: BaseException, caller: str = __file__) -> str:
-    """The traceback without the frames of this file (or of another `caller`) that called the user's code."""
+    """Return the traceback without the frames of this file (or of another `caller`) that called the user's code."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caller:
         frames = frames.tb_next

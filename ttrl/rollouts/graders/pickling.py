@@ -1,5 +1,6 @@
-"""Pickles graders for another process: by name where their modules can be imported there, whole where they cannot."""
+"""Pickle graders for another process: by name where their modules can be imported there, whole where they cannot."""
 
+import functools
 import importlib.machinery
 import io
 import sys
@@ -11,12 +12,12 @@ import cloudpickle
 from ttrl.errors import GraderError
 from ttrl.tasks.task import Grader
 
-_importable: dict[str, bool] = {}
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """A pickler that sends modules whole that cannot be imported elsewhere: tests, those made by hand, those on no path.
 
-class _Pickler(cloudpickle.Pickler):
-    """cloudpickle takes functions of any module that is loaded here for importable there; test modules, modules made by hand, and
-    those of a folder that is on no path are not, so they travel whole."""
+    cloudpickle takes functions of any module that is loaded here for importable there.
+    """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -33,7 +34,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def pickled(grader: Grader, where: str) -> bytes:
-    """Raises GraderError, naming the grader, when it cannot be pickled."""
+    """Pickle a grader. Raises GraderError, naming it, where that cannot be done."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -50,14 +51,9 @@ def pickled(grader: Grader, where: str) -> bytes:
     return file.getvalue()
 
 
+@functools.cache
 def is_importable(name: str) -> bool:
-    """Whether `import name` in another process with our sys.path finds the module that is loaded here. Looked up once."""
-    if name not in _importable:
-        _importable[name] = _look(name)
-    return _importable[name]
-
-
-def _look(name: str) -> bool:
+    """Return whether `import name` in another process with our sys.path finds the module that is loaded here."""
     module = sys.modules.get(name)
     if module is None or name == "__main__":
         return True  # cloudpickle knows what to do
@@ -76,11 +72,11 @@ def _look(name: str) -> bool:
 
 
 def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
-    """As the import system does, but without loading packages, and without looking at what is loaded here."""
+    """Find a module as the import system does, but without loading packages or looking at what is loaded here."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         try:
-            spec = find(name, path) if find is not None else None
+            spec: importlib.machinery.ModuleSpec | None = find(name, path) if find is not None else None
         except Exception:  # noqa: BLE001 - a finder of somebody else's
             spec = None
         if spec is not None:

@@ -19,13 +19,13 @@ _HEAD = struct.Struct(">I")
 
 
 def pack(header: dict[str, Any], *parts: bytes) -> bytes:
-    """One message: the length of the header, the header as JSON, the parts."""
+    """Make one message: the length of the header, the header as JSON, the parts."""
     head = json.dumps({**header, "parts": [len(part) for part in parts]}).encode()
     return b"".join((_HEAD.pack(len(head)), head, *parts))
 
 
 def unpack(buffer: bytearray, limit: int | None = None) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Takes one message off the front of `buffer`; None while it is not complete. Raises ValueError for what is none."""
+    """Take one message off the front of `buffer`; None while it is incomplete. Raises ValueError for anything else."""
     if len(buffer) < _HEAD.size:
         return None
     (length,) = _HEAD.unpack_from(buffer)
@@ -52,7 +52,7 @@ def unpack(buffer: bytearray, limit: int | None = None) -> tuple[dict[str, Any],
 
 
 def choice_to_json(choice: Choice) -> bytes:
-    """Everything that a grader can see of a choice, fields that OpenAI does not know included."""
+    """Write all that a grader can see of a choice, fields that OpenAI does not know included."""
     logprobs = unbuilt_logprobs(choice)
     options: Any = {"exclude_unset": True, "by_alias": True, "warnings": False}
     if logprobs is not None:
@@ -65,5 +65,5 @@ def choice_to_json(choice: Choice) -> bytes:
 
 
 def choice_from_json(data: bytes) -> Choice:
-    """The same choice again, its logprobs on first access."""
+    """Read such a choice; its logprobs are built on first access."""
     return openai_choice(Answer(choice=data))

@@ -1,9 +1,9 @@
-"""What runs graders away from ttrl: one keeper process, and the workers that it forks. Started by `grader_processes`.
+"""The processes that run graders: one keeper, and the workers that it forks. Started by `ttrl.rollouts.graders.processes`.
 
     ttrl ── keeper (never runs a grader) ── worker (one grade at a time) ── whatever graders start
 
 The keeper imports what graders need (most of a second, for openai's types) once, while the first answers are being sampled; after
-that a worker is a fork of 3 ms, so that one that a bad grader has spoilt is replaced at no cost. It has a single thread, which
+that a worker is a fork of 3 ms, so replacing one that a bad grader has spoilt costs nothing. It has a single thread, which
 makes forking safe. It ends every worker with all of its descendants when it is told to, and itself when ttrl is gone: it sees the
 end of its socket, or another parent. It is the subreaper of what it started, so that orphans stay below it and are found; and a
 worker whose keeper was killed is killed by the kernel. This is the guard of `ttrl.system.processes` for many children at once:
@@ -11,7 +11,7 @@ one process more for all workers, where a ChildProcess each would be one more pe
 
 ttrl → keeper    JSON lines: {"start": ID, "memory": BYTES, "cpu": SECONDS} with one end of a socket pair, {"end": ID}
 keeper → ttrl    {"ended": ID, "status": exit code, negative for a signal}
-ttrl → worker    `grader_wire.pack`: {"order": NAME, "grader": KEY, "where": TEXT, "forget": [KEY]}, then the pickled grader if it
+ttrl → worker    `wire.pack`: {"order": NAME, "grader": KEY, "where": TEXT, "forget": [KEY]}, then the pickled grader if it
                  is new, and the choice's JSON
 worker → ttrl    the same without parts: {"order": NAME, …} with "loaded" after a new grader; then with "reward" and "metrics", or
                  "error", or "refused" (the whole message of a GraderError)
@@ -32,7 +32,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from ttrl.errors import GraderError, describe
-from ttrl.rollouts.graders.grading import Outcome, own_traceback
+from ttrl.rollouts.graders.grading import CallOutcome, own_traceback
 from ttrl.rollouts.graders.wire import MAX_ANSWER, choice_from_json, pack, unpack
 from ttrl.system import process_guard
 from ttrl.tasks.task import Grade
@@ -42,11 +42,11 @@ _FDS = 64
 
 
 def main(control: int) -> None:
-    """The keeper. `control`: the descriptor of its socket."""
+    """Run the keeper. `control`: the descriptor of its socket."""
     with socket.socket(fileno=control) as connection:
-        choice_from_json(b'{"message": {}}').to_json()  # pydantic makes its tools at the first use: here, not in every worker
+        choice_from_json(b'{"message": {}}').to_json()  # pydantic builds validators at the first use: here, not in each worker
         _Keeper(connection).run()
-    os._exit(0)  # ttrl waits for our end, and taking down the interpreter with all that is loaded takes longer than all the rest
+    os._exit(0)  # ttrl waits for our end, and a clean exit of the interpreter takes longer than all the rest
 
 
 class _Keeper:
@@ -67,12 +67,12 @@ class _Keeper:
         gc.freeze()  # what is imported is shared with the workers; their collectors need not touch it
         try:
             while True:
-                readable, _, _ = select.select([self.control, wake_read], [], [], _LOOK_INTERVAL)
+                readable, _, _ = select.select([self.control.fileno(), wake_read], [], [], _LOOK_INTERVAL)
                 if wake_read in readable:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_read, 4096)
                 self.look_for_ended()
-                if self.control in readable and not self.obey():
+                if self.control.fileno() in readable and not self.obey():
                     break
                 if os.getppid() != self.parent:  # a fork of ttrl may hold the socket open although ttrl is dead
                     break
@@ -80,7 +80,7 @@ class _Keeper:
             process_guard.end_processes(lambda: process_guard.descendants(os.getpid()), grace=0.0, reap=_reap_all)
 
     def obey(self) -> bool:
-        """Reads what there is to read; False at the end of the socket."""
+        """Read and carry out orders; return False at the end of the socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.control, 65536, _FDS)
         except ConnectionError:
@@ -92,7 +92,7 @@ class _Keeper:
             if "start" in order:
                 self.start(order["start"], self.sockets.pop(0), order["memory"], order["cpu"])
             else:
-                self.end([order["end"]])
+                self.end(order["end"])
         return bool(data)
 
     def start(self, number: int, descriptor: int, memory: int, cpu: float) -> None:
@@ -118,15 +118,14 @@ class _Keeper:
         os.close(descriptor)
         self.workers[number] = pid
 
-    def end(self, numbers: list[int]) -> None:
-        """Kills workers with everything below them; says how they ended, which may have been before."""
-        for number in numbers:
-            if (pid := self.workers.get(number)) is not None:
-                self.clean_up(pid)
-                self.report(number, _wait(pid))
+    def end(self, number: int) -> None:
+        """Kill a worker with everything below it; say how it ended, which may have been before."""
+        if (pid := self.workers.get(number)) is not None:
+            self.clean_up(pid)
+            self.report(number, _wait(pid))
 
     def look_for_ended(self) -> None:
-        """Workers that ended by themselves; and orphans, which only need to be collected."""
+        """Report workers that ended by themselves; collect orphans."""
         by_pid = {pid: number for number, pid in self.workers.items()}
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -161,7 +160,7 @@ class _Keeper:
 
 
 class _Worker:
-    """Grades what it is sent, until the socket ends.
+    """Our end of a socket on which choices come to be graded.
 
     memory: bytes of one grade, beyond what the process and its graders' modules take; cpu: seconds of one grade.
     """
@@ -232,7 +231,7 @@ class _Worker:
         return {"error": f"the grader {text}\n{own_traceback(error, __file__)}", "spoilt": out_of_memory}
 
     def load(self, key: int, pickled: bytes) -> str | None:
-        """Unpickles a grader, which imports its modules; their memory does not count. Returns what went wrong."""
+        """Unpickle a grader, which imports its modules; their memory does not count. Return what went wrong."""
         before = _address_space()
         try:
             self.graders[key] = pickle.loads(pickled)  # from ttrl, our parent, alone
@@ -244,7 +243,7 @@ class _Worker:
         self.base += max(0, _address_space() - before)
         return None
 
-    def call(self, grader: Any, choice: bytes) -> Outcome:
+    def call(self, grader: Any, choice: bytes) -> CallOutcome:
         try:
             value = grader(choice_from_json(choice))
             if inspect.isawaitable(value):
@@ -254,7 +253,7 @@ class _Worker:
         return value, None
 
     def limit(self, kind: int, value: int) -> None:
-        """Sets a soft limit, as far as the hard one and the system let us."""
+        """Set a soft limit, as far as the hard one and the system let us."""
         with contextlib.suppress(ValueError, OSError):
             hard = resource.getrlimit(kind)[1]
             if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
@@ -262,8 +261,8 @@ class _Worker:
             resource.setrlimit(kind, (value, hard))
 
 
-async def _outcome(awaitable: Awaitable[Any]) -> Outcome:
-    """Caught in here: a loop lets SystemExit through at once, and turns StopIteration into something else."""
+async def _outcome(awaitable: Awaitable[Any]) -> CallOutcome:
+    """Await it and catch in here: a loop lets SystemExit through at once, and turns StopIteration into something else."""
     try:
         return await awaitable, None
     except BaseException as error:  # noqa: BLE001 - as above
@@ -271,7 +270,7 @@ async def _outcome(awaitable: Awaitable[Any]) -> Outcome:
 
 
 def _address_space() -> int:
-    """Bytes of our virtual memory; 0 where there is no /proc, and limits on it do not work either."""
+    """Return the bytes of our virtual memory; 0 where there is no /proc, and limits on it do not work either."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

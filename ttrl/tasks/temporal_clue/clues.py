@@ -83,7 +83,7 @@ def _placed(rng: random.Random, scene: Scene) -> Clue:
 def _some_holder(rules: Rules, switch: int, subject: Subject) -> list[tuple[int, int]]:
     """Return (condition, mover) pairs, one of which must have its condition true if the switch is."""
     if subject.kind == "mover":
-        return [(switch, subject.index)]
+        return [(switch, subject.number)]
     pairs = []
     for holder, mover in rules.holders(subject):
         condition = rules.clauses.new_variable()
@@ -162,7 +162,7 @@ def _holders_apart(rules: Rules, switch: int, one: Subject, other: Subject) -> l
     pairs = _some_holder(rules, switch, one)
     for condition, mover in pairs:
         if other.kind == "mover":
-            if other.index == mover:
+            if other.number == mover:
                 rules.clauses.add([-condition])
         else:
             for holder, another in rules.holders(other):

@@ -15,30 +15,30 @@ class Subject(NamedTuple):
     """Who or what a clue speaks of."""
 
     kind: Literal["mover", "murderer", "murder weapon", "motive"]
-    index: int = 0
+    number: int = 0
     """Of the mover or the motive."""
 
     def text(self, scene: Scene) -> str:
         """Return what a clue calls it in the middle of a sentence: "the Pistol", "a suspect motivated by Envy"."""
         if self.kind == "motive":
-            article = "the" if scene.motive_count(self.index) == 1 else "a"
-            return f"{article} suspect motivated by {scene.motives[self.index]}"
+            article = "the" if scene.motive_count(self.number) == 1 else "a"
+            return f"{article} suspect motivated by {scene.motives[self.number]}"
         if self.kind != "mover":
             return f"the {self.kind}"
-        if self.index == scene.victim:
+        if self.number == scene.victim:
             return VICTIM
         people = len(scene.suspects)
-        return scene.suspects[self.index] if self.index < people else f"the {scene.weapons[self.index - people - 1]}"
+        return scene.suspects[self.number] if self.number < people else f"the {scene.weapons[self.number - people - 1]}"
 
     def movers(self, scene: Scene) -> list[int]:
         """Return who it is in truth; several only for "a suspect motivated by"."""
         if self.kind == "mover":
-            return [self.index]
+            return [self.number]
         if self.kind == "murderer":
             return [scene.murderer]
         if self.kind == "murder weapon":
             return [scene.weapon(scene.murder_weapon)]
-        return [s for s, m in enumerate(scene.motive_of) if m == self.index]
+        return [s for s, m in enumerate(scene.motive_of) if m == self.number]
 
 
 class Rules:
@@ -121,7 +121,7 @@ class Rules:
     def rooms_of(self, subject: Subject, t: int) -> list[int]:
         """Return variables by room: the subject, which must be one mover, was there. Those of a role follow its holder."""
         if subject.kind == "mover":
-            return self.at[subject.index][t]
+            return self.at[subject.number][t]
         if (subject, t) not in self._role_at:
             here = [self.clauses.new_variable() for _ in self.scene.rooms]
             for holder, mover in self.holders(subject):
@@ -138,11 +138,11 @@ class Rules:
         if subject.kind == "murder weapon":
             return [(variable, self.scene.weapon(w)) for w, variable in enumerate(self.weapon)]
         assert subject.kind == "motive", "a mover is nobody's role"
-        return [(own[subject.index], s) for s, own in enumerate(self.motive)]
+        return [(own[subject.number], s) for s, own in enumerate(self.motive)]
 
     def is_one(self, subject: Subject) -> bool:
         """Return False for "a suspect motivated by" where several are."""
-        return subject.kind != "motive" or self.scene.motive_count(subject.index) == 1
+        return subject.kind != "motive" or self.scene.motive_count(subject.number) == 1
 
     def was_at(self, subject: Subject, t: int, r: int) -> int:
         """Return a variable that is true exactly if the subject, or one of those that it may be, was in this room."""

@@ -8,8 +8,9 @@ from typing import Literal
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import Row, RowError, check_name, from_json, is_file, load_rows, puzzle_seeds, select, text_field
 from ttrl.tasks.task import Task
-from ttrl.tasks.temporal_clue.generator import SIZES, PuzzleSize, Scope, make_puzzle
+from ttrl.tasks.temporal_clue.generator import SIZES, Scope, make_puzzle
 from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
+from ttrl.tasks.temporal_clue.scene import PuzzleSize
 
 Split = Literal["train", "validation"]
 
