@@ -203,7 +203,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         "gsm8k has no option 'stlye'; it has style",
         "/nope: no such file",
         "no tasks named 'foo'",
-        "letter_counting has 'train' and 'validation'",
+        "letter_counting has 'train', 'validation'",
         "nyt_connections needs data",
         "countdown is generated, not loaded",
         "sort_letters is asked for twice",
@@ -265,7 +265,7 @@ def test_the_cache_knows_what_changes_answers() -> None:
 def test_servers_that_do_not_answer_or_serve_another_model(address: str) -> None:
     with pytest.raises(ServerError, match="serves no model 'other'; it serves careful, careless"):
         evaluate(address, "countdown", n=1, name="other", pbar=False)
-    with pytest.raises(ServerError, match="ends in /v1"):
+    with pytest.raises(ServerError, match="end in /v1"):
         evaluate("http://127.0.0.1:1/v1", "countdown", n=1, pbar=False)
     with pytest.raises(ServerError, match="no such word"):
         evaluate(address, {"x": [asked("quiz")]}, pbar=False)

@@ -17,8 +17,8 @@ from ttrl.errors import RunFolderError, StorageError
 from ttrl.records import Sample, TaskResult, TokenizedResult
 from ttrl.report import charts
 from ttrl.report import samples as report_samples
-from ttrl.report.conversations import Messages
-from ttrl.report.page import leave_report, template, write_report
+from ttrl.report.conversations import Messages, template
+from ttrl.report.page import leave_report, write_report
 from ttrl.run_folder import reader
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "!doctype"}
@@ -305,7 +305,8 @@ def test_tokens_are_coloured_by_advantage_and_difference(tmp_path: Path, tiny_mo
     apart[tuple(place)] += 0.05
     save_file({"logprobs": apart}, there / "trainer_logprobs.safetensors")
     html = write_report(folder).read_text(encoding="utf-8")
-    spans = re.findall(r'<span class="([^"]*)" title="([^"]*)">([^<]*)</span>', html)
+    answers = "".join(re.findall(r'<div class="answer tokens".*?</div>', html))
+    spans = re.findall(r'<span class="([^"]*)" title="([^"]*)">([^<]*)</span>', answers)
     assert [text for _, _, text in spans][:4] == ["a", "b", "c", "&lt;|end|&gt;"] and len(spans) == 8
     assert [css for css, _, _ in spans] == ["n2"] * 4 + ["u4"] * 3 + ["u4 d2"]
     assert "advantage 2, sampler -0.5000, trainer -0.4500, difference +5.0e-02" in spans[-1][1]

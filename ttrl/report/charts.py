@@ -14,7 +14,6 @@ from html import escape
 from markupsafe import Markup
 
 from ttrl.text import compact, is_number
-from ttrl.text import percent as write_percent
 
 WIDTH, HEIGHT = 540, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
@@ -84,7 +83,7 @@ class _Axes:
         return HEIGHT - BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - TOP - BOTTOM)
 
     def label(self, value: float) -> str:
-        return write_percent(value) if self.percent else compact(value)
+        return f"{compact(value * 100)}%" if self.percent else compact(value)
 
     def draw(self, together: int = 1) -> str:
         """Draw grid lines with labels, iteration numbers below. together: iterations that each point is the mean of."""
@@ -228,7 +227,7 @@ def stacked_bars(
             if mean <= 0:
                 continue
             y, bottom = axes.y(base + mean), axes.y(base)
-            amount = write_percent(mean) if percent else f"{compact(mean)}{unit}"
+            amount = f"{compact(mean * 100)}%" if percent else f"{compact(mean)}{unit}"
             parts.append(
                 f'<rect class="f{one.color}" x="{axes.x(first) - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
                 f'height="{max(bottom - y, 0.3):.1f}"><title>{escape(f"{which}, {one.name}: {amount}")}</title></rect>'

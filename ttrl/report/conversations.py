@@ -4,11 +4,15 @@ coloured by advantage and by the difference between sampler and trainer.
 What is built here are the values that parts.html shows: pages of messages and answers.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from ttrl.records import Sample
 from ttrl.report.samples import TRAINER_FILE, TokenSpans, TokenTable, before_and_after, some_samples, stamp_of
@@ -20,6 +24,18 @@ HELD_OUT, TRAINING = 6, 8
 MOST_TEXT = 60_000
 """Characters of the messages of one sample; a conversation of a hundred turns with tools would be megabytes on each page."""
 _ENDINGS = {"length": "cut off at the length limit", "stop": "ended by itself"}
+
+
+@functools.cache
+def template(name: str) -> Template:
+    """Return a template of this folder; it escapes everything that is filled in but Markup."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template(name)
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,12 @@ class Page:
 
     title: str
     prompt: Messages
-    answers: list[ShownAnswer] = field(default_factory=list)
+    answers: list[ShownAnswer]
+
+    @functools.cached_property
+    def html(self) -> Markup:
+        """Return the page, rendered once: pages of earlier iterations are shown again and again."""
+        return Markup(template("parts.html").module.conversation(self))  # type: ignore[attr-defined]  # a macro
 
 
 def held_out_pages(run: RunData) -> list[Page]:

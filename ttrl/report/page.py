@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ttrl.configs.base import without_secrets
 from ttrl.errors import StorageError, TtrlError, describe
 from ttrl.report import figures, words
-from ttrl.report.conversations import held_out_pages, training_pages
+from ttrl.report.conversations import held_out_pages, template, training_pages
 from ttrl.report.findings import newest_drift, shown_findings
 from ttrl.report.plan import NEAR, plan_table
 from ttrl.report.samples import spread, token_text_of
@@ -40,14 +39,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 @functools.cache
-def template(name: str = "report.html") -> Template:
-    """Return a template of this folder; it escapes everything that is filled in but Markup."""
-    return Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).get_template(name)
-
-
-@functools.cache
 def _css() -> Markup:
     return Markup((_HERE / "report.css").read_text(encoding="utf-8"))
 
@@ -60,7 +51,7 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
     Raises RunFolderError for a folder that is not a run or whose metrics are damaged, StorageError when it cannot be written.
     """
     run = read_run(Path(run_folder), rows)
-    html = template().render(
+    html = template("report.html").render(
         css=_css(),
         name=run.folder.absolute().name,
         model=model_name(run),
