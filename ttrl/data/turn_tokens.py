@@ -34,7 +34,7 @@ class TurnTokens:
 
 
 @dataclass
-class Sequence:
+class TokenSequence:
     """Tokens as the model saw them. Lists of one entry per token, `versions` of one per token from `prompt_length` on."""
 
     prompt_length: int
@@ -45,23 +45,23 @@ class Sequence:
     finish_reason: str | None = None
 
     @classmethod
-    def begun(cls, prompt: list[int]) -> "Sequence":
+    def begun(cls, prompt: list[int]) -> "TokenSequence":
         """Begin a sequence with a prompt, nothing of which is trained."""
         return cls(len(prompt), list(prompt), [False] * len(prompt), [math.nan] * len(prompt))
 
 
-def join(turns: list[TurnTokens]) -> list[Sequence]:
+def join(turns: list[TurnTokens]) -> list[TokenSequence]:
     """Join turns to sequences in which every turn's tokens are trained once.
 
     A turn continues the sequence of the turn that it continues, if nothing else does yet; else it begins one, whose prompt holds
     the same tokens, untrained.
     """
-    sequences: list[Sequence] = []
+    sequences: list[TokenSequence] = []
     ends: list[tuple[int, int]] = []  # of each turn: its sequence, and the length up to its end
     for turn in turns:
         number = len(sequences)
         if turn.continues is None:
-            sequences.append(Sequence.begun(turn.prompt))
+            sequences.append(TokenSequence.begun(turn.prompt))
         else:
             number, end = ends[turn.continues]
             one = sequences[number]
@@ -72,7 +72,7 @@ def join(turns: list[TurnTokens]) -> list[Sequence]:
                 one.versions += turn.versions[:1] * len(turn.prompt) or [-1] * len(turn.prompt)
             else:
                 number = len(sequences)
-                sequences.append(Sequence.begun(one.token_ids[:end] + turn.prompt))
+                sequences.append(TokenSequence.begun(one.token_ids[:end] + turn.prompt))
         one = sequences[number]
         one.token_ids += turn.token_ids
         one.assistant_mask += [True] * len(turn.token_ids)

@@ -23,7 +23,7 @@ from ttrl.plans.machine import gpu_named, this_machine
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
 from ttrl.plans.memory import memory_of
 from ttrl.plans.plan import Plan
-from ttrl.plans.seconds import seconds_of
+from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import cache_warning, warnings_of
 from ttrl.plans.work import Work, flops_of, pack, work_of
 from ttrl.run_folder.folder import RunFolder
@@ -88,7 +88,8 @@ def make_plan(
     memory = memory_of(model, config, recipe, work, machine, with_server=not recipe_only)
     each = iteration_bytes(model, recipe)
     disk = _disk(config, each, work, here=gpu is None and not recipe_only)
-    seconds = seconds_of(config, recipe, machine, work, flops, memory, sum(each.values()), measured)
+    rough = rough_seconds(config, recipe, machine, work, flops, memory, sum(each.values()))
+    seconds = seconds_of(config, rough, measured)
     notes = [
         *(() if probed is None else probed.warnings),
         *cache_warning(config, work, memory),

@@ -143,7 +143,7 @@ def _memory(plan: Plan) -> list[str]:
     measured = plan.measured_memory
     seen = f", measured {gib(measured['trainer'])}" if "trainer" in measured else ""
     each = " for each process" if plan.processes > 1 else ""
-    lines = _row("trainer", f"{gib(memory.trainer)}{each}{seen} (when at most, at {memory.trainer_moment}: {parts})")
+    lines = _row("trainer", f"{gib(memory.trainer)}{each}{seen} (at its peak, {memory.trainer_moment}: {parts})")
     if plan.with_server:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.server_parts.items() if size > 0.02 * memory.server)
         seen = f", measured {gib(measured['server'])}" if "server" in measured else ""
@@ -156,7 +156,7 @@ def _memory(plan: Plan) -> list[str]:
     disk = plan.disk
     each = f"checkpoint {gib(disk['checkpoint'])}, state {gib(disk['state'])} an iteration"
     if plan.with_server:
-        free = f" of {gib(disk['free'])} that are free" if "free" in disk else ""
+        free = f" of {gib(disk['free'])} free" if "free" in disk else ""
         each = f"up to {gib(disk['most'])}{free}; {each}"
     return lines + _row("disk", each)
 

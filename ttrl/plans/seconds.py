@@ -43,19 +43,8 @@ class PlannedSeconds:
     """Start, the validation of the starting model, and all iterations."""
 
 
-def seconds_of(
-    config: TrainConfig,
-    recipe: GRPOConfig,
-    machine: Machine,
-    work: Work,
-    flops: PlannedFlops,
-    memory: PlannedMemory,
-    disk_bytes: float,
-    measured: Mapping[str, Seconds],
-) -> PlannedSeconds:
-    """Plan the seconds of a run. disk_bytes: of an iteration's checkpoint and state. measured: by phase, and "server start",
-    "trainer start"."""
-    rough = _rough(config, recipe, machine, work, flops, memory, disk_bytes)
+def seconds_of(config: TrainConfig, rough: Mapping[str, float], measured: Mapping[str, Seconds]) -> PlannedSeconds:
+    """Plan the seconds of a run. rough: of `rough_seconds`. measured: by phase, and "server start", "trainer start"."""
     phases = {name: measured.get(name, Seconds(value, "rough")) for name, value in rough.items()}
     others = {name: value for name, value in measured.items() if not name.endswith(" start") and name != "iteration"}
     phases |= {name: value for name, value in others.items() if name not in phases}
@@ -71,7 +60,7 @@ def seconds_of(
     return PlannedSeconds(start, phases, iteration, total)
 
 
-def _rough(
+def rough_seconds(
     config: TrainConfig,
     recipe: GRPOConfig,
     machine: Machine,
@@ -80,6 +69,7 @@ def _rough(
     memory: PlannedMemory,
     disk_bytes: float,
 ) -> dict[str, float]:
+    """Estimate the seconds of each phase. disk_bytes: of an iteration's checkpoint and state."""
     speed = machine.matmul * config.processes * _TRAINING_SHARE[machine.cuda]
     again = 4 / 3 if recipe.activation_checkpointing and recipe.checkpoint_every == 1 else 1.0
     saved = disk_bytes / _DISK

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ttrl.data.chat.generation_tags import checked_tags
 from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.data.chat.tokenizer import tokens_at
-from ttrl.data.chat.turns import Answer, TurnFinder
+from ttrl.data.chat.turns import ChatAnswer, TurnFinder
 from ttrl.errors import TokenizationError
 from ttrl.records import TokenizedResult
 
@@ -47,7 +47,7 @@ class ChatTokens:
     text: str
     tagged_template: str | None
     """The chat template with `{% generation %}` tags, checked on this conversation; None where `text` is nothing that the
-    template writes (`Answer.written`), so that no tags can be around it."""
+    template writes (`ChatAnswer.written`), so that no tags can be around it."""
     splits: int
     """Borders at which prompt and answer were tokenized apart, because a token would have spanned them."""
 
@@ -189,7 +189,7 @@ class _Chat:
             raise TokenizationError("no message of the conversation is the assistant's: there is nothing to train")
         self._messages = self._template.prepared(messages)
         self._wholes = {len(messages): self._template.render(self._messages, answer_next=False)}
-        self.answers: list[Answer] = TurnFinder(self._template, self._messages, messages, stop_tokens).answers()
+        self.answers: list[ChatAnswer] = TurnFinder(self._template, self._messages, messages, stop_tokens).answers()
 
     def rendered(self, upto: int) -> str:
         """Return the first `upto` messages as text; where the last is an answer that the template would write differently, as it
@@ -232,7 +232,7 @@ class _Chat:
             splits=found.splits,
         )
 
-    def _tagged(self, upto: int, whole: str, told: list[Answer]) -> str | None:
+    def _tagged(self, upto: int, whole: str, told: list[ChatAnswer]) -> str | None:
         """Return the tagged template, checked on the first `upto` messages, whose answers `told` occur in `whole`."""
         if not all(answer.written for answer in told):
             return None

@@ -32,7 +32,7 @@ _EMPTY_BLOCKS = re.compile(r"(?:<\W{0,2}(\w+)\W{0,2}>\s*\w*\s*<\W{0,2}\1\W{0,2}>
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """An assistant message in its own context: what a server would have been sent, and what the model would have written."""
 
     message: int
@@ -83,7 +83,7 @@ class TurnFinder:
         self._special = _any_of(special_strings(template.tokenizer))
         self._ends = self._special if stop_tokens is None else _any_of(stop_tokens)
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ChatAnswer]:
         """Return one answer for each assistant message, in order."""
         return [self._answer(i) for i, message in enumerate(self.messages) if message.get("role") == "assistant"]
 
@@ -97,15 +97,15 @@ class TurnFinder:
         end = None if behind is None else self._ending(place, probe, probed[behind:], 0, is_open)
         return None if end is None else end[1]
 
-    def _answer(self, place: int) -> Answer:
+    def _answer(self, place: int) -> ChatAnswer:
         try:
             return self._found(place)
         except TemplateRefusalError as error:
-            return Answer(place, reason=str(error))
+            return ChatAnswer(place, reason=str(error))
 
-    def _found(self, place: int) -> Answer:
-        def no(reason: str) -> Answer:
-            return Answer(place, reason=reason)
+    def _found(self, place: int) -> ChatAnswer:
+        def no(reason: str) -> ChatAnswer:
+            return ChatAnswer(place, reason=reason)
 
         template, before, message = self.template, self.messages[:place], self.messages[place]
         if not before:
@@ -154,7 +154,7 @@ class TurnFinder:
         inside = text[len(prompt) : len(text) - len(token)]
         if (early := next((stop for stop in self._stops or [token] if stop in inside), None)) is not None:
             return no(f"the end-of-turn token {early!r} stands within it too, where a server would have stopped")
-        return Answer(place, start=len(prompt), text=text, end_of_turn=token, written=answered.startswith(text))
+        return ChatAnswer(place, start=len(prompt), text=text, end_of_turn=token, written=answered.startswith(text))
 
     def _plain(self) -> Probe:
         return make_probe(self.template.message("assistant", "text"), self._unused)

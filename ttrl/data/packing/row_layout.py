@@ -22,7 +22,7 @@ _OF_LABELS = ("labels", "assistant_mask", "logprobs", "advantages", "weights", "
 
 
 @dataclass
-class Segments:
+class RowSegments:
     """K segments that cover all rows without a gap, padding included; int64 [K]."""
 
     row: np.ndarray
@@ -41,7 +41,7 @@ class Segments:
 
 def lay_out(
     rows: Sequence[Sequence[int]], tree: PrefixTree, start: Sequence[int], end: Sequence[int], seq_len: int
-) -> tuple[Segments, list[tuple[int, list[int]]]]:
+) -> tuple[RowSegments, list[tuple[int, list[int]]]]:
     """Return the segments of all rows, and for each sample its row and its path of groups, from the root to its own.
 
     start: the first token of each sample, counted in FlatSamples. end: one past its last trained token, counted from there.
@@ -63,7 +63,7 @@ def lay_out(
         if used < seq_len:
             values += (row, seq_len - used, 0, 0, -1, -1, -1)
     columns = np.array(values, dtype=np.int64).reshape(-1, 7).T
-    return Segments(*columns), places
+    return RowSegments(*columns), places
 
 
 def _depth_first(members: Sequence[int], tree: PrefixTree, end: Sequence[int]) -> Iterator[tuple[bool, int, int, int, int]]:
@@ -97,7 +97,7 @@ def _depth_first(members: Sequence[int], tree: PrefixTree, end: Sequence[int]) -
 
 
 def fill(
-    flat: FlatSamples, segments: Segments, kept: np.ndarray, weights: np.ndarray, shape: tuple[int, int], pad_id: int
+    flat: FlatSamples, segments: RowSegments, kept: np.ndarray, weights: np.ndarray, shape: tuple[int, int], pad_id: int
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of all rows, [B, T] as `shape` says. kept: the number in `flat` of each line of the sample table;
     weights: of one token of it.
