@@ -19,7 +19,7 @@ from ttrl.launch.nodes import PROGRESS_FILE, arrived, is_loopback, network_envir
 from ttrl.launch.tune import TrainerProcess, checkpoint_of, tune, tune_command, write_recipe_config
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
-from ttrl.system.request_folder import FolderWatch, RequestFolder
+from ttrl.system.request_folder import RequestFolder
 
 # What a process is made of when it starts; any other setting may differ from request to request.
 PROCESS_SETTINGS = ("device", "num_threads", "tensor_parallel", "cpu_offload")
@@ -41,7 +41,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, folder: RunFolder, console: Console, torchrun_args: Sequence[str] = ()) -> None:
         self._config, self._folder, self._console, self._torchrun = config, folder, console, list(torchrun_args)
         self._log = folder.path / "logs" / "trainer.log"
-        self._resident: tuple[TrainerProcess, RequestFolder, FolderWatch] | None = None
+        self._resident: tuple[TrainerProcess, RequestFolder] | None = None
         self._asked = 0
         self._made_of: dict[str, Any] = {}
 
@@ -51,7 +51,7 @@ class Trainer:
         if self._config.trainer == "resident" and self._resident is None:
             self._resident = self._start(recipe_config)
 
-    def _start(self, recipe_config: Mapping[str, Any]) -> tuple[TrainerProcess, RequestFolder, FolderWatch]:
+    def _start(self, recipe_config: Mapping[str, Any]) -> tuple[TrainerProcess, RequestFolder]:
         sessions = self._folder.path / "trainer"
         shutil.rmtree(sessions, ignore_errors=True)  # of runs before: whoever still follows one of them ends
         path = sessions / secrets.token_hex(4)
@@ -75,7 +75,7 @@ class Trainer:
                 self._console.line(f"note: {endpoint} is this machine's loopback; name an address that the others can reach")
         command = tune_command(path / "start.yaml", nproc_per_node=self._config.nproc_per_node, torchrun_args=torchrun)
         process = TrainerProcess(command, self._log, path / PROGRESS_FILE, variables).start()
-        return process, RequestFolder(path), FolderWatch(path)
+        return process, RequestFolder(path)
 
     def check(self) -> None:
         """Raise TrainerError, ending with the last lines of its log, where the resident process died while nobody asked it for
@@ -106,7 +106,7 @@ class Trainer:
             self.stop()
         self.start(recipe_config)
         assert self._resident is not None
-        process, requests, watch = self._resident
+        process, requests = self._resident
         log = output / "train.log"
         process.log_task_to(log)
         process.progress.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class Trainer:
                 self._check_runs("in the middle of an iteration", log, unless=answer)
             return answer.exists()
 
-        process.show(answered, pbar=pbar, pbar_desc=pbar_desc, sleep=watch.wait)
+        process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         process.log_task_to(None)
         return checkpoint_of(output)
 
@@ -128,29 +128,24 @@ class Trainer:
         """End the process, whatever it is doing. Harmless when there is none."""
         if self._resident is None:
             return
-        process, requests, _ = self._resident
-        self._forget()
+        process, requests = self._resident
+        self._resident = None
         if requests.path.is_dir():
             with contextlib.suppress(OSError):  # on a full disk they end when the folder is gone
                 requests.put(requests.stop, "")  # for processes on other hosts, which no signal reaches
         process.stop()
         shutil.rmtree(requests.path.parent, ignore_errors=True)
 
-    def _forget(self) -> None:
-        if self._resident is not None:
-            self._resident[2].close()
-        self._resident = None
-
     def _check_runs(self, when: str, log: Path, unless: Path | None = None) -> None:
         """Raise TrainerError, and forget the resident process, where it has ended: well, and the file `unless` is not there, or
         in any other way."""
         assert self._resident is not None
-        process, requests, _ = self._resident
+        process, requests = self._resident
         try:
             if process.ended() and not (unless is not None and unless.exists()):
                 raise TrainerError(f"the resident trainer ended by itself {when}; see {log}")
         except TtrlError as error:  # after Ctrl-C it is not gone, and `stop` has to find it
-            self._forget()
+            self._resident = None
             if isinstance(error, TrainerDiedError) and self._config.nnodes > 1 and "RendezvousTimeoutError" in str(error):
                 # Another start would not mend that.
                 raise TrainerError(

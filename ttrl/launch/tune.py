@@ -170,13 +170,13 @@ class TrainerProcess:
             f"the trainer failed ({ending}): {' '.join(self._child.command)}{before}\nThe end of its log, {path}:\n{last_lines}"
         )
 
-    def show(self, done: Callable[[], bool], *, pbar: bool, pbar_desc: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Wait until `done`, with a bar that follows the microbatches. `sleep` waits for at most the seconds it is given."""
+    def show(self, done: Callable[[], bool], *, pbar: bool, pbar_desc: str) -> None:
+        """Wait until `done`, with a bar that follows the microbatches."""
         shown = pbar and sys.stderr.isatty()
         with tqdm(desc=pbar_desc, bar_format="{desc}: {elapsed}", leave=False, disable=not shown) as bar:
             while not done():
                 _follow(self.progress, bar)
-                sleep(_POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
 
 def _follow(progress: Path, bar: "tqdm[Any]") -> None:
