@@ -98,7 +98,7 @@ def test_files_without_tasks(tmp_path: Path, content: str, reference: str, messa
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="is not a file"):
         load_tasks(str(tmp_path / "none.py"), 3)
     with pytest.raises(UserError, match="--n is 0"):
         load_tasks("anything.py", 0)

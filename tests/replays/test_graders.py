@@ -46,7 +46,7 @@ def test_rollouts_without_a_task(run):
     [
         ("graders", "give module:name or path/to/file.py:name"),
         ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
-        ("nowhere.py:f", "nowhere.py is no file"),
+        ("nowhere.py:f", "nowhere.py is not a file"),
         ("broken:f", r"importing broken failed: ModuleNotFoundError: No module named 'nowhere_at_all' \(broken.py, line 1\)"),
         ("broken.py:f", r"importing broken.py failed: ModuleNotFoundError: .* \(broken.py, line 1\)"),
         ("exits.py:f", r"importing exits.py failed: SystemExit: 3"),

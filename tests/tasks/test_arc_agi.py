@@ -181,9 +181,9 @@ def test_splits(folder, reply):
         ({"test": []}, "no field 'train'"),
         ({"train": [{"input": [[1]], "output": [[1]]}], "test": [{"input": [[1]]}]}, r"test\[0\] lacks input or output"),
         ({"train": [{"input": [[1], [1, 2]], "output": [[1]]}], "test": []}, r"train\[0\]\.input has 2 rows of \[1, 2\] cells"),
-        ({"train": [{"input": [[10]], "output": [[1]]}], "test": []}, r"train\[0\]\.input has cells that are no whole numbers"),
-        ({"train": [{"input": [[True]], "output": [[1]]}], "test": []}, "no whole numbers"),
-        ({"train": [{"input": [1], "output": [[1]]}], "test": []}, "is no list of rows"),
+        ({"train": [{"input": [[10]], "output": [[1]]}], "test": []}, r"train\[0\]\.input has cells that are not whole numbers"),
+        ({"train": [{"input": [[True]], "output": [[1]]}], "test": []}, "not whole numbers"),
+        ({"train": [{"input": [1], "output": [[1]]}], "test": []}, "is not a list of rows"),
         ({"train": [{"input": [[0] * 31], "output": [[1]]}], "test": []}, "up to 30"),
     ],
 )

@@ -1,7 +1,7 @@
 """Reading the answer out of a reply: where it stands, and which number it is. For graders; every function takes linear time.
 
 Replies come from a model that is paid for whatever a grader takes for right, so one rule holds for all of them: the last answer
-counts, what a model thinks aloud does not, and what cannot be read for certain is no answer.
+counts, what a model thinks aloud does not, and what cannot be read for certain is not an answer.
 """
 
 import re

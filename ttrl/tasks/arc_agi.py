@@ -247,12 +247,12 @@ def _pair(pair: Any, where: str) -> Pair:
 
 def _grid(value: Any, where: str) -> Grid:
     if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
-        raise RowError(f"{where} is no list of rows")
+        raise RowError(f"{where} is not a list of rows")
     widths = {len(row) for row in value}
     if not 1 <= len(value) <= LARGEST or len(widths) != 1 or not 1 <= min(widths) <= LARGEST:
         raise RowError(
             f"{where} has {len(value)} rows of {sorted(widths)} cells; 1 to {LARGEST} rows of one length up to {LARGEST}"
         )
     if not all(type(cell) is int and 0 <= cell <= 9 for row in value for cell in row):
-        raise RowError(f"{where} has cells that are no whole numbers from 0 to 9")
+        raise RowError(f"{where} has cells that are not whole numbers from 0 to 9")
     return tuple(map(tuple, value))

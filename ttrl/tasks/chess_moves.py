@@ -35,7 +35,7 @@ _LONGEST = 200
 
 
 class Judge(Protocol):
-    """Who says how good a move is: from 0 (loses everything) to 1 (as good as the best). For legal moves alone."""
+    """A judge of legal moves: returns from 0 (loses everything) to 1 (as good as the best)."""
 
     def __call__(self, fen: str, move: str) -> float: ...
 
@@ -55,8 +55,8 @@ class ChessGrader:
     r"""1 for a best move or a mate; else the move's points where they are known, or the judge's; at least legal_reward if it is
     legal. 0 for anything else.
 
-    style "plain": the move stands in the last `<answer>` tags or `\boxed{}`, or behind the last "best move:"; else it is the last
-    line. style "P": it stands behind the last `B:`. Coordinates (e2e4, e2-e4) and algebraic notation (Nf3, O-O) are read.
+    style "plain": the move stands in the last `<answer>` tags or `\boxed{}`, or after the last "best move:"; else it is the last
+    line. style "P": it stands after the last `B:`. Coordinates (e2e4, e2-e4) and algebraic notation (Nf3, O-O) are read.
     """
 
     fen: str

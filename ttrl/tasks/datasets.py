@@ -31,7 +31,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)
 
 
 class RowError(ValueError):
-    """What is wrong with one row. Becomes a TaskError that says which row of which file."""
+    """An error in one row, which becomes a TaskError that names file and row."""
 
 
 def load_rows(
@@ -203,7 +203,7 @@ def _loads(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{place}: no JSON: {error}") from None
+        raise TaskError(f"{place}: not JSON: {error}") from None
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """HumanEval: complete a Python function; its tests decide (Chen et al. 2021, arXiv 2107.03374). 164 problems, for evaluation.
 
-What a model wrote runs in `ttrl.tasks.sandbox`, and nowhere else: where that is not possible, there are no tasks.
+Programs that a model wrote run in `ttrl.tasks.sandbox` and nowhere else: where it does not work, there are no tasks.
 """
 
 import re

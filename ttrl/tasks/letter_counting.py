@@ -29,7 +29,7 @@ MOST = 3
 @dataclass(frozen=True)
 class LetterCountingGrader:
     """1.0 if the last number of the reply, after any thinking, is the count, else `partial_credit` / (1 + distance), and 0
-    without a number that can be read for certain: "2 or 3", "1.2.3" and "3½" are none."""
+    without a number that can be read for certain: "2 or 3", "1.2.3" and "3½" cannot."""
 
     expected: int
     partial_credit: float = 0.0

@@ -33,13 +33,13 @@ _FULL_WIDTH = (
     {0xFF21 + i: 65 + i for i in range(26)} | {0xFF41 + i: 97 + i for i in range(26)} | str.maketrans("（）：．。", "():..")
 )
 _OPENING = " \t\r\n*_`~\"'“‘([{<$:=-–—>#\\"
-# Another option behind the letter: "B or C", "B, or maybe C", "B (or C)", "B, C", "B/C", "B C"; with nothing behind it also
+# Another option after the letter: "B or C", "B, or maybe C", "B (or C)", "B, C", "B/C", "B C"; with nothing after it also
 # "B-C", "(B)(C)", "B: C", which could begin an option's text. Of "(A) text" only the letter counts.
 _ANOTHER = re.compile(
     r"[\s)(\].*`\"']{0,4}(?:[,;]?\s{0,3}(?i:or|and|oder|und|ou|et)\b(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
     r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|[\s()\[\].:~=\\–—-]{1,4}([A-J])(?:[\s()\[\].:~=\\–—-]{1,4}[A-J])*[\s).\]]{0,4}$"
 )
-# The same behind an option's text: "B. London or C. Rome"; what follows must be the other option's text.
+# The same after an option's text: "B. London or C. Rome"; what follows must be the other option's text.
 _ANOTHER_LATER = re.compile(r"(?:\b(?i:or|and|oder|und|ou|et)|[,;/&|])\s{0,3}[(\[*]{0,2}([A-J])[.):\]]")
 
 
@@ -59,8 +59,8 @@ class MultipleChoiceGrader:
 
     The answer is the last that is marked, after any thinking: in `<answer>` tags, in `\boxed{}`, after "answer is" or
     "Answer:"; where nothing is marked, the first line if it begins with a letter that stands as one ("B", "(B)", "B. Paris"),
-    else the last line if it does, where options that are
-    only repeated, line by line, do not count. An option's whole text counts as its letter. Two letters are none.
+    else the last line if it does; options that are only repeated, line by line, do not count. An option's whole text counts as
+    its letter. Two letters are no answer.
     """
 
     answer: int
@@ -150,7 +150,7 @@ def _option(text: str, choices: Sequence[str]) -> int | None:
 
 
 def _is_another(match: "re.Match[str]", rest: str, choices: Sequence[str], place: int) -> bool:
-    """Return whether a letter behind an answer is another option with its text."""
+    """Return whether a letter after an answer is another option with its text."""
     other = LETTERS.index(match[1])
     if other == place or other >= len(choices):
         return False

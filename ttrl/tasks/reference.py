@@ -55,7 +55,7 @@ def _import(name: str, reference: str, option: str) -> ModuleType:
 def _import_file(path: Path, reference: str, option: str) -> ModuleType:
     path = path.absolute()
     if not path.is_file():
-        raise UserError(f"{option} {reference}: {path} is no file")
+        raise UserError(f"{option} {reference}: {path} is not a file")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as for a script, so that it can import its neighbours
     taken = path.stem in sys.stdlib_module_names or not path.stem.isidentifier() or _is_other(path)

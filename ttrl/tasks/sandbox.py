@@ -1,4 +1,4 @@
-"""Runs Python programs that nobody trusts: what a model wrote, and what might do anything.
+"""Run untrusted Python programs, such as those that a model wrote.
 
 On Linux, with namespaces of the program's own (user, mount, network, process, ipc), as no user, without any capability:
 
@@ -37,16 +37,16 @@ _ENDS = {96: "ended by a signal: a crash", 97: "out of CPU time", 98: "out of ti
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Raises TaskError for limits that are none."""
+    """The limits of a program. Raises TaskError for impossible ones."""
 
     seconds: float = 10.0
-    """Of wall time."""
+    """Wall time, seconds."""
     cpu_seconds: int = 5
-    """Of each process."""
+    """CPU time of each process, seconds."""
     memory: int = 512 * 2**20
     """Bytes of address space of each process, Python's own 30 MB included."""
     processes: int = 4
-    """At the same time, threads counted, the program included."""
+    """Concurrent processes and threads, the program included."""
     disk: int = 4 * 2**20
     """Bytes of its folder, which is memory, and of any one file."""
 
@@ -60,7 +60,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxOutcome:
-    """passed: the program came to its end without an exception. reason: why not; "" when it passed."""
+    """passed: the program ran to its end without an exception. reason: why it did not; "" when it passed."""
 
     passed: bool
     reason: str = ""

@@ -27,8 +27,8 @@ class SpellingGrader:
     """1.0 if the reply's answer is the word's letters, one by one, else partial_credit · share of letters in their places.
 
     The answer stands in the last `<answer>` tags, or else in the last line that is not empty, after any thinking: single letters
-    with spaces, hyphens, commas or points between, in either case. The word in one piece is no answer. The share is of the longer
-    of answer and word, and partial credit is at most half of what is right.
+    with spaces, hyphens, commas or points between, in either case. The word in one piece is not an answer. The share is of the
+    longer of answer and word, and partial credit is at most half of what is right.
     """
 
     word: str

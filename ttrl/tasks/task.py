@@ -64,14 +64,14 @@ def _is_finite_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """How far one rollout may go. Raises TaskError for numbers that are none."""
+    """The limits of one rollout. Raises TaskError for impossible ones."""
 
     turns: int = 64
     """Replies of the model."""
     tokens: int | None = None
     """Tokens that the model generates in all turns together; None: as many as its context has room for."""
     seconds: float = 60.0
-    """Of the rollout's own work between two requests (a tool that runs, a game that thinks); the model's time does not count."""
+    """Seconds of the rollout's own work between two requests (a tool, a game); the model's time does not count."""
 
     def __post_init__(self) -> None:
         for name, value in (("turns", self.turns), ("tokens", self.tokens)):
@@ -106,7 +106,7 @@ class Task:
     """`async def rollout(chat)`: talks to the model, `await chat("…")`, uses tools or makes moves between, and returns the
     reward, (reward, metrics), or None: then the grader is asked, with the last choice, whose `messages` are the conversation."""
     limits: RolloutLimits = field(default_factory=RolloutLimits)
-    """Of the rollout."""
+    """Limits of the rollout."""
 
     def __post_init__(self) -> None:
         name = f"task {self.id!r}" if self.id else "task"
@@ -132,7 +132,7 @@ class Task:
 
 
 class Asked(Protocol):
-    """What answers a chat: a `Play`."""
+    """The side of a chat that answers: a `Play`."""
 
     async def ask(
         self,

@@ -77,7 +77,7 @@ class _Thread:
 
 
 class Threads:
-    """At most `size` sync calls at once. A context manager; leaving it waits for nothing."""
+    """Up to `size` concurrent sync calls. A context manager; leaving it waits for nothing."""
 
     def __init__(self, size: int) -> None:
         self._slots = asyncio.Semaphore(size)

@@ -48,7 +48,7 @@ def usable_cores() -> int:
 
 
 class IsolatedGraders:
-    """At most `size` grades at once, each in a process. timeout: seconds; memory: bytes. Belongs to one event loop at a time."""
+    """Up to `size` concurrent grades, each in a process. timeout: seconds; memory: bytes. Belongs to one event loop at a time."""
 
     def __init__(self, *, timeout: float, memory: int, size: int) -> None:
         self.timeout, self.memory, self.size = timeout, memory, size

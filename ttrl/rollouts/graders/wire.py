@@ -1,4 +1,4 @@
-"""What ttrl and the processes of graders send to each other: messages of JSON and bytes, and choices.
+"""The messages between ttrl and the processes of graders: frames of JSON and bytes, and choices.
 
 Answers of graders' processes are read as JSON alone: nothing that a grader made is ever unpickled here.
 """

@@ -19,7 +19,7 @@ class Clue(NamedTuple):
     text: str
     add: Callable[[Rules, int], None]
     reach: int = 1
-    """How much has to be put together with it: 0 a fact that stands by itself, 1 a relation."""
+    """0 for a fact that stands by itself, 1 for a relation that must be combined with others."""
 
 
 Maker = Callable[[random.Random, Scene], Clue | None]

@@ -29,12 +29,10 @@ _BATCH = 40  # clues that are drawn before it is asked whether they settle the a
 _MOST_CLUES = 1200
 _REPEATED = 80  # clues drawn again in one batch, after which a small scene has no more to say
 _FACTS_FIRST = 0.1
-_CONFLICTS = 800
-"""Of all searches for other answers together. Where they are used up, another puzzle is tried: few of any size need that."""
 
 
 class Question(NamedTuple):
-    """What is asked, what kind of thing answers it, the right answer, and the variable that says that it is the right one."""
+    """A question, what kind of thing answers it, the right answer, and the variable that says so."""
 
     text: str
     kind: str
@@ -50,7 +48,7 @@ class Draft:
     clues: tuple[Clue, ...]
     questions: tuple[Question, ...]
     foundational: int
-    """How many of the questions are about the murder; the others are bonus questions."""
+    """The number of questions about the murder; the others are bonus questions."""
 
 
 def make_puzzle(

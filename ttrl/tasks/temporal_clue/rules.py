@@ -1,4 +1,4 @@
-"""What every solution of a puzzle obeys, as clauses: one true room for each mover and time, and the facts of the murder.
+"""The rules that every solution obeys, as clauses: one true room for each mover and time, and the facts of the murder.
 
 Indices as in scene.py. A variable is a number; lists of variables are indexed by room, suspect, weapon, time or motive.
 """
@@ -12,11 +12,11 @@ from ttrl.tasks.temporal_clue.scene import VICTIM, Scene
 
 
 class Subject(NamedTuple):
-    """Who or what a clue speaks of."""
+    """The person or thing that a clue is about."""
 
     kind: Literal["mover", "murderer", "murder weapon", "motive"]
     number: int = 0
-    """Of the mover or the motive."""
+    """The mover's or the motive's number."""
 
     def text(self, scene: Scene) -> str:
         """Return what a clue calls it in the middle of a sentence: "the Pistol", "a suspect motivated by Envy"."""

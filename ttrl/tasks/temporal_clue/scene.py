@@ -69,7 +69,7 @@ Motives = Literal["none", "own", "shared"]
 
 @dataclass(frozen=True)
 class PuzzleSize:
-    """How large a puzzle is. Raises TaskError for sizes that no puzzle can have."""
+    """The size of a puzzle. Raises TaskError for one that no puzzle can have."""
 
     suspects: int
     weapons: int
@@ -93,7 +93,7 @@ class PuzzleSize:
 
 @dataclass(frozen=True)
 class Scene:
-    """All that is true. `where[mover][t]` is a room."""
+    """Everything that is true. `where[mover][t]` is a room."""
 
     suspects: tuple[str, ...]
     weapons: tuple[str, ...]
@@ -101,7 +101,7 @@ class Scene:
     times: tuple[str, ...]
     motives: tuple[str, ...]
     width: int
-    """Rooms beside each other in a row of the board."""
+    """Rooms in a row of the board."""
     motive_of: tuple[int, ...]
     """By suspect; empty without motives."""
     where: tuple[tuple[int, ...], ...]

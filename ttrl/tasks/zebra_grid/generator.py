@@ -24,9 +24,9 @@ class Attribute(NamedTuple):
     name: str
     """The column's heading."""
     sentence: str
-    """How the prompt introduces the values."""
+    """The words with which the prompt introduces the values."""
     person: str
-    """Who has a value: "the person who keeps {}"; a clue's subject."""
+    """A clue's name for who has a value: "the person who keeps {}"."""
     values: tuple[str, ...]
 
 
@@ -81,7 +81,7 @@ class ZebraClue(NamedTuple):
     other: Value | None
     """None for a clue about one value."""
     allowed: Collection[int]
-    """How many houses further right `other` is than `one`; for a clue about one value, its houses."""
+    """Distances from `one` to `other`, in houses to the right; for a clue about one value, its houses."""
 
     def allows(self, one: int, other: int) -> bool:
         """Return whether the clue is true with its values in these houses."""

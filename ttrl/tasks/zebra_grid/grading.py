@@ -59,7 +59,7 @@ def _tables_of(block: list[list[str]]) -> list[Table]:
 
 @dataclass(frozen=True)
 class ZebraGridGrader:
-    """reward = right cells / cells; the column of house numbers is no answer and does not count."""
+    """reward = right cells / cells; the column of house numbers does not count."""
 
     header: Sequence[str]
     """["House", "Name", ...]: the first column holds the house numbers."""
