@@ -128,7 +128,7 @@ class Sample:
     @property
     def conversation(self) -> list[dict[str, Any]]:
         """Return what was said, in order: the messages and the answer; with turns, each one's new messages and its
-        reply (where a turn begins anew, all of its messages)."""
+        reply (where a turn starts over, all of its messages)."""
         if self.turns is None:
             return [*self.messages, {"role": "assistant", "content": self.text}]
         begun = [] if self.turns and self.turns[0].follows is None else list(self.messages)

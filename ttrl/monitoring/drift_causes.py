@@ -290,7 +290,7 @@ def _tokens(e: Evidence) -> Cause:
     if unaligned := e.tokenization.get("unaligned"):
         way = "a server that returns token ids (return_token_ids) needs no template here"
         return Cause(
-            name, "found", f"the server gave no ids: texts were tokenized anew, {unaligned} tokens could not be aligned", way
+            name, "found", f"the server gave no ids: texts were tokenized again, {unaligned} tokens could not be aligned", way
         )
     if e.tokens and all(token.as_sent for token in e.tokens):
         return Cause(name, "ruled out", "up to the worst tokens, the pack holds the ids that the server sampled from")

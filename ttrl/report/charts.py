@@ -1,6 +1,6 @@
 """Small charts as SVG text, for pages that must work offline, in light and dark, and on a phone.
 
-Nothing but string building: no plotting library draws text that follows the page's colours, and a report must not cost seconds.
+Built as strings: no plotting library draws text that follows the page's colours, and a report must not take seconds.
 All charts have one size, so that a page can lay them out as a grid. Colours are classes that the page defines: f1 to f6 fill,
 s1 to s6 stroke. Values may be None or not finite: such points are left out, never drawn as zero.
 """

@@ -1,8 +1,8 @@
 """Samples of rollout and validation files for the report, without reading what is not shown.
 
 A line of rollouts.jsonl may be 50 kB of token ids and log-probabilities: parsing all of them took longer than the whole report.
-Lines are found by their ends; which of them show a finding is told from the bytes; only those that are shown are parsed. What was
-read is kept as long as the file stays what it is, so that a report that is written after each iteration reads new files alone.
+So the file is split into lines, the bytes tell which of them show a finding, and only those that are shown are parsed. What was
+read is kept until the file changes, so that a report that is written after each iteration reads only new files.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def token_text_of(run: RunData, number: int) -> Callable[[int], str] | None:
     if run.folder not in _texts:
         try:
             text = run_token_text(run, number)
-        except (TtrlError, OSError):  # OSError: a model's name that is no file name
+        except (TtrlError, OSError):  # OSError: a model's name that is not a file name
             return None
         if text is None:
             return None
