@@ -343,6 +343,7 @@ def _buckets(ages: Array, alive: Array) -> tuple[Array, Array, Array]:
     requests = np.bincount(number, minlength=_BUCKETS)
     weight = np.bincount(number, alive, _BUCKETS)
     some = requests > 0
-    age: Array = np.bincount(number, alive * ages, _BUCKETS)[some] / weight[some]
+    samples: Array = weight[some].astype(np.float64)
+    age: Array = np.bincount(number, alive * ages, _BUCKETS)[some] / samples
     counts: Array = requests[some].astype(np.float64)
-    return age, weight[some], counts
+    return age, samples, counts

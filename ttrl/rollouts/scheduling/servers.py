@@ -175,10 +175,16 @@ class Servers:
             async with self._semaphore or contextlib.nullcontext():
                 lease = await self._admitted(ticket, size, affinity)
                 try:
-                    answers, error = await self._run(attempt, lease)
-                    if error is None:
-                        self._learn(lease, size, answers)
-                        return answers
+                    async with lease.scope:
+                        answers = _without_aborted(await attempt(lease.server.transport), lease.server.base_url)
+                    self._learn(lease, size, answers)
+                    return answers
+                except RequestError as failure:
+                    error = failure
+                except TimeoutError:
+                    if not lease.scope.expired():
+                        raise
+                    error = RequestError(f"{lease.server.base_url}: the server was gone while it had this request", "connection")
                 finally:
                     self._release(lease)
             if not error.worth_retry:
@@ -195,17 +201,6 @@ class Servers:
             delay = _delay(error, attempts, elsewhere=others)
             logger.debug("%s; trying again in %.1f s", error, delay)
             await asyncio.sleep(delay)
-
-    async def _run(self, attempt: Attempt, lease: Lease) -> tuple[list[Answer | None], RequestError | None]:
-        try:
-            async with lease.scope:
-                return _without_aborted(await attempt(lease.server.transport), lease.server.base_url), None
-        except RequestError as error:
-            return [], error
-        except TimeoutError:
-            if not lease.scope.expired():
-                raise
-            return [], RequestError(f"{lease.server.base_url}: the server was gone while it had this request", "connection")
 
     def _learn(self, lease: Lease, size: Size, answers: Sequence[Answer | None]) -> None:
         lease.server.succeeded()
