@@ -20,10 +20,10 @@ import torch
 from torch import distributed
 
 from ttrl.configs import TrainingConfig
-from ttrl.errors import ModelFolderError, TtrlError
+from ttrl.errors import ModelFolderError
 from ttrl.system.files import write_json
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.parallel.distributed import ranks
+from ttrl.training.parallel.distributed import Ranks, run_on_ranks
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 
@@ -113,7 +113,6 @@ def known_continuation(folder: Path, vocab_size: int) -> list[int]:
 
 def main() -> int:
     """Compute the canary of a model folder, on one device."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", required=True)
@@ -130,13 +129,11 @@ def main() -> int:
         num_threads=arguments.num_threads,
         context=arguments.context,
     ).check("canary")
-    try:
-        with ranks(config) as here:
-            write_json(arguments.output, compute_canary(load_policy(config, here), here.device))
-    except TtrlError as error:
-        logger.error("%s: %s", type(error).__name__, error)
-        return 1
-    return 0
+
+    def write(config: TrainingConfig, here: Ranks) -> None:
+        write_json(arguments.output, compute_canary(load_policy(config, here), here.device))
+
+    return run_on_ranks(lambda: config, write, logger)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,13 @@ from torch import Tensor, distributed
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
-from ttrl.errors import TtrlError
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.drift import compare_tokens
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.objective.covariance import token_keys
 from ttrl.training.objective.objective import Objective
 from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
-from ttrl.training.parallel.distributed import Ranks, ranks
+from ttrl.training.parallel.distributed import Ranks, run_on_ranks
 from ttrl.training.policy.adapters import as_policy_of, as_reference
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
@@ -243,7 +242,6 @@ def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTens
 
 def main() -> int:
     """Store a reference model's log-probabilities with a pack, so that training needs no second model."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--reference", required=True, help="model folder")
     parser.add_argument("--packed", required=True)
@@ -253,25 +251,23 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rows-per-microbatch", type=int, default=4)
     arguments = parser.parse_args()
-    try:
-        config = GRPOConfig(
-            model=arguments.reference,
-            packed=arguments.packed,
-            output_dir="",
-            dtype=arguments.dtype,
-            rows_per_microbatch=arguments.rows_per_microbatch,
-            temperature=arguments.temperature,
-            context=arguments.context,
-        ).check("arguments")
-        with ranks(config) as here:
-            packed = store_reference_logprobs(config, here, PackedTensors.load(arguments.packed))
-            if here.is_first:
-                packed.save(arguments.output)
-            here.barrier()
-    except TtrlError as error:
-        logger.error("%s: %s", type(error).__name__, error)
-        return 1
-    return 0
+    config = GRPOConfig(
+        model=arguments.reference,
+        packed=arguments.packed,
+        output_dir="",
+        dtype=arguments.dtype,
+        rows_per_microbatch=arguments.rows_per_microbatch,
+        temperature=arguments.temperature,
+        context=arguments.context,
+    )
+
+    def store(config: GRPOConfig, here: Ranks) -> None:
+        packed = store_reference_logprobs(config, here, PackedTensors.load(arguments.packed))
+        if here.is_first:
+            packed.save(arguments.output)
+        here.barrier()
+
+    return run_on_ranks(lambda: config.check("arguments"), store, logger)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ half a step by then.
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import logging
 import os
@@ -19,9 +20,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ttrl.configs import GRPOConfig
-from ttrl.errors import TtrlError
 from ttrl.system.request_folder import RequestFolder
-from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, ranks
+from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, run_on_ranks
 from ttrl.training.residence import Residence
 
 logger = logging.getLogger("ttrl.training")
@@ -30,20 +30,12 @@ logger = logging.getLogger("ttrl.training")
 def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: Any) -> int:
     """Join the other ranks and train every config that appears in the folder `raw.follow`, until told to stop or the folder is
     gone. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    try:
-        config = parse_config(GRPOConfig, raw)
-        assert config.follow is not None
-        with ranks(config) as here:
-            _serve(RequestFolder(config.follow), config, train, here)
-    except TtrlError as error:
-        logger.error("%s: %s", type(error).__name__, error)
-        return 1
-    return 0
+    return run_on_ranks(lambda: parse_config(GRPOConfig, raw), functools.partial(_serve, train), logger)
 
 
-def _serve(folder: RequestFolder, start: GRPOConfig, train: Callable[[GRPOConfig, Ranks, Residence], None], here: Ranks) -> None:
-    residence = Residence(here)
+def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOConfig, here: Ranks) -> None:
+    assert start.follow is not None
+    folder, residence = RequestFolder(start.follow), Residence(here)
     residence.prepare(start)
     logger.info("waiting for configs in %s", folder.path)
     for number in itertools.count(1):

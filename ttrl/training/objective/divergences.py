@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_LARGEST_LOG_RATIO = 20.0  # beyond it the exponential is of no use, and soon infinite: constant there, without gradient
+from ttrl.training.objective.losses import LARGEST_LOG_RATIO
 
 
 def k1_divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def k2_divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
 def k3_divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
     """Return π_ref/π - 1 - log(π_ref/π) [N]: unbiased and never negative; the form of GRPO (arXiv 2402.03300). Its gradient is
     one of KL(π_ref ‖ π)."""
-    difference_N = (-_difference(logprobs_N, reference_logprobs_N)).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    difference_N = (-_difference(logprobs_N, reference_logprobs_N)).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return torch.expm1(difference_N) - difference_N  # exp(d) - 1 loses all digits of a small d in fp32
 
 

@@ -18,9 +18,8 @@ would keep the NaN, and its gradient. N: trained positions; 0 is as good as any 
 import torch
 from torch import Tensor
 
-_LARGEST_LOG_RATIO = (
-    20.0  # beyond it the exponential is of no use, and soon infinite: such a token has a constant loss, no gradient
-)
+LARGEST_LOG_RATIO = 20.0
+"""Beyond it the exponential is useless, and soon infinite: such a token has a constant loss and no gradient."""
 
 
 def known_or_current(old_logprobs_N: Tensor, logprobs_N: Tensor) -> Tensor:
@@ -31,7 +30,7 @@ def known_or_current(old_logprobs_N: Tensor, logprobs_N: Tensor) -> Tensor:
 
 def probability_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
     """Return ρ = π/π_old [N], between e^-20 and e^20: constant beyond, without gradient."""
-    return torch.exp((logprobs_N - old_logprobs_N).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
+    return torch.exp((logprobs_N - old_logprobs_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
 
 def reinforce_loss(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ def gspo_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) ->
     """Return sg(s)·π/sg(π) [N], s = exp(mean over the sample of log π - log π_old): equal to s, and each token has its own
     gradient (GSPO-token, arXiv 2507.18071, equation 14)."""
     log_ratio_N = sequence_log_ratio(logprobs_N, old_logprobs_N, samples_N)
-    return torch.exp(log_ratio_N.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)) * torch.exp(logprobs_N - logprobs_N.detach())
+    return torch.exp(log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)) * torch.exp(logprobs_N - logprobs_N.detach())
 
 
 def gspo_loss(
@@ -128,7 +127,7 @@ def kl_cov_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor
     """Return -ρA, and on the chosen tokens (bool) -ρA + coefficient·|log π - log π_old| (KL-Cov, arXiv 2505.22617, equation 14;
     the absolute difference is how its code estimates KL(π_old ‖ π)). No clipping. At ρ = 1 the penalty has no gradient: it takes
     effect from the second step of an iteration on."""
-    difference_N = (logprobs_N - old_logprobs_N).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    difference_N = (logprobs_N - old_logprobs_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     loss_N = -torch.exp(difference_N) * advantages_N
     return torch.where(chosen_N, loss_N + coefficient * difference_N.abs(), loss_N)
 

@@ -91,18 +91,23 @@ def parse_config(config_class: type[C], raw: Any) -> C:
     return config_class.parse(values, "recipe config")
 
 
-def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: Any) -> int:
-    """Parse a recipe's config (an OmegaConf mapping), joins the other ranks and trains. Returns the exit code: what ttrl
-    raises on purpose is logged as one message without a traceback."""
+def run_on_ranks(make_config: Callable[[], C], work: Callable[[C, "Ranks"], None], logger: logging.Logger) -> int:
+    """Join the other ranks that the config is for, and do the work. Returns the exit code of a process that does nothing else:
+    what ttrl raises on purpose is logged as one message without a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
-        config = parse_config(config_class, raw)
+        config = make_config()
         with ranks(config) as here:
-            train(config, here)
+            work(config, here)
     except TtrlError as error:
-        logging.getLogger(train.__module__).error("%s: %s", type(error).__name__, error)
+        logger.error("%s: %s", type(error).__name__, error)
         return 1
     return 0
+
+
+def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: Any) -> int:
+    """Parse a recipe's config (an OmegaConf mapping), join the other ranks and train. Returns the exit code."""
+    return run_on_ranks(lambda: parse_config(config_class, raw), train, logging.getLogger(train.__module__))
 
 
 def model_shape(folder: str) -> dict[str, Any]:
