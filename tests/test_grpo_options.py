@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 
 import pytest
 import torch
@@ -254,15 +253,14 @@ def test_a_trace_is_written(trials):
 # The reference model
 
 
-def test_stored_reference_logprobs_do_as_well_as_the_model(trials, monkeypatch):
+def test_stored_reference_logprobs_do_as_well_as_the_model(trials):
     packed = trials.pack()
     swapped = trials.train(packed, kl_coefficient=0.5)
     assert apart(swapped, trials.train(packed), trials.model) > 0.01
     path, stored = trials.folder / "plain.safetensors", trials.folder / "stored.safetensors"
     packed.save(path)
     arguments = ["--reference", str(trials.reference), "--packed", str(path), "--output", str(stored)]
-    monkeypatch.setattr(sys, "argv", ["prepass", *arguments])
-    assert prepass.main() == 0
+    assert prepass.main(arguments) == 0
     with_logprobs = PackedTensors.load(stored)
     assert torch.equal(with_logprobs.reference_logprobs.isnan(), packed.labels == -100)
     # The model itself is not needed, and where it is given it must be the same, in whatever folder it lies.
@@ -271,8 +269,7 @@ def test_stored_reference_logprobs_do_as_well_as_the_model(trials, monkeypatch):
     from_pack = trials.train(with_logprobs, kl_coefficient=0.5, reference_model=None)
     assert apart(swapped, from_pack, trials.model) < 1e-4
     assert lines(from_pack)[0]["kl"] == pytest.approx(lines(swapped)[0]["kl"], rel=1e-6)
-    monkeypatch.setattr(sys, "argv", ["prepass", *arguments[:3], str(trials.folder / "missing"), *arguments[4:]])
-    assert prepass.main() == 1
+    assert prepass.main(["--reference", str(trials.folder / "missing"), *arguments[2:]]) == 1
 
 
 def test_stored_reference_logprobs_must_be_those_that_are_wanted(trials):

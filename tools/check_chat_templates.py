@@ -185,13 +185,13 @@ def check(
     return cells, reasons, faults
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--special", action="append", default=[], help="one more special token of the tokenizers")
     parser.add_argument("--stop", action="append", help="a token at which the models stop; default: found by rendering")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     results = {name: check(name, text, tuple(options.special), options.stop) for name, text in templates_in(options.folder)}
     if not results:
         print(f"{options.folder}: no *.jinja file and no tokenizer_config.json with a template", file=sys.stderr)

@@ -280,14 +280,14 @@ def install(folder: Path, extras: list[str]) -> None:
     )
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the virtual environment to make or bring up to date")
     parser.add_argument(
         "--extras", default="auto,dev,tasks", help="extras of pyproject.toml; auto: gpu where nvidia-smi works, else cpu"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         install(arguments.folder.absolute(), [extra.strip() for extra in arguments.extras.split(",") if extra.strip()])
     except InstallError as error:

@@ -48,7 +48,7 @@ def test_the_template_runs_at_once_and_grades(template: Path) -> None:
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """From nothing to grades, as a person does it; the file needs no other argument."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["tasks", "new", "sums_of_two.py"]) == 0
     assert capsys.readouterr().out.startswith("sums_of_two.py\nNext: ttrl tasks try sums_of_two.py")
     assert cli.main(["tasks", "try", "sums_of_two.py", "--n", "2", "--reply", "x"]) == 0

@@ -26,6 +26,8 @@ class FakeServer:
     """As much of a server as is asked of it, and a record of what happened."""
 
     is_ours = False
+    without_weights: str | None = None
+    """The address of the one that knows nothing of weights."""
 
     def __init__(self, base_url, *, serves_adapters=False, **arguments):
         self.base_url, self.arguments, self.serves_adapters = base_url, arguments, serves_adapters
@@ -41,6 +43,8 @@ class FakeServer:
         self.version = version
 
     def open_version(self):
+        if self.base_url == self.without_weights:
+            raise ServerError("GET /ttrl/weights: the server answered 404")
         return self.version
 
     def weights_digest(self):
@@ -90,7 +94,7 @@ class FakeVLLM(FakeServer):
 class Syncs:
     events: list[tuple[str, str]] = field(default_factory=list)
     fail: dict[str, BaseException] = field(default_factory=dict)
-    """What the next sync of a server raises."""
+    """What the next sync of a server raises; "sleep": the next sleep of any."""
 
     def step(self, what, server, folder):
         self.events.append((what, str(folder)))
@@ -108,6 +112,11 @@ class Syncs:
         self.step(f"sync by {mode}" + (" from sleep" if asleep else ""), server, remote_folder or folder)
         return SyncReport(mode, 0.5, 1e-6, 1e-7, None, WeightComparison(7, 1))
 
+    def sleep(self, server):
+        if (error := self.fail.pop("sleep", None)) is not None:
+            raise error
+        server.events.append("sleep")
+
     def verify(self, server, folder, *, compare=True):
         self.step("verify", server, folder)
         return Canary(), WeightComparison(7, 1)
@@ -116,13 +125,13 @@ class Syncs:
 @pytest.fixture
 def syncs(monkeypatch):
     record = Syncs()
-    monkeypatch.setattr(FakeVLLM, "made", [])
+    FakeVLLM.made, FakeVLLM.start_error, FakeVLLM.slow, FakeServer.without_weights = [], None, False, None
     for module in (policy_server, server_member):
         monkeypatch.setattr(module, "VLLMServer", FakeVLLM)
     monkeypatch.setattr(policy_server, "JoinedServer", FakeServer)
     monkeypatch.setattr(server_member, "sync_weights", record.sync)
     monkeypatch.setattr(server_member, "verify_weights", record.verify)
-    monkeypatch.setattr(server_member, "sleep", lambda server: server.events.append("sleep"))
+    monkeypatch.setattr(server_member, "sleep", record.sleep)
     monkeypatch.setattr(policy_server, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(policy_server, "_LOOK_AT_OTHERS_SECONDS", 0.0)
     return record
@@ -280,19 +289,19 @@ def test_one_that_dies_in_the_middle_of_the_rollouts_comes_back_with_its_weights
     assert made.events.count("start B") == 1
 
 
-def test_a_start_that_fails_is_raised_where_it_is_waited_for_and_can_be_tried_again(make, monkeypatch):
+def test_a_start_that_fails_is_raised_where_it_is_waited_for_and_can_be_tried_again(make):
     server = make()
-    monkeypatch.setattr(FakeVLLM, "start_error", ServerStartError("port in use; last log lines: …"))
+    FakeVLLM.start_error = ServerStartError("port in use; last log lines: …")
     server.start(A)
     with pytest.raises(ServerStartError, match="port in use"):
         server.serve(A)
     assert FakeVLLM.made[0].events == ["start A"]
     with pytest.raises(ServerError):
         _ = server.running
-    monkeypatch.setattr(FakeVLLM, "start_error", ModelFolderError("no tokenizer"))
+    FakeVLLM.start_error = ModelFolderError("no tokenizer")
     with pytest.raises(ModelFolderError, match="no tokenizer"):  # the user's mistake stays that
         server.serve(A)
-    monkeypatch.setattr(FakeVLLM, "start_error", None)
+    FakeVLLM.start_error = None
     assert server.serve(A)["mode"] == "start"
 
 
@@ -313,8 +322,8 @@ def no_thread_is_left():
     return all(thread.name not in ("server start", "server watch") for thread in threading.enumerate())
 
 
-def test_stop_while_it_is_starting(make, monkeypatch):
-    monkeypatch.setattr(FakeVLLM, "slow", True)
+def test_stop_while_it_is_starting(make):
+    FakeVLLM.slow = True
     server = make()
     server.start(A)
     server.stop()
@@ -322,7 +331,7 @@ def test_stop_while_it_is_starting(make, monkeypatch):
 
 
 def test_interrupted_while_waiting_for_the_start(make, monkeypatch):
-    monkeypatch.setattr(FakeVLLM, "slow", True)
+    FakeVLLM.slow = True
     monkeypatch.setattr(Console, "waiting", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     server = make()
     with pytest.raises(KeyboardInterrupt):
@@ -349,11 +358,8 @@ def test_rest(make, syncs, weight_sync, events, how):
     assert FakeVLLM.made[0].events == events and syncs.events == [("verify", "A"), *how]
 
 
-def test_one_that_does_not_sleep_is_stopped(make, syncs, monkeypatch):
-    def fail(server):
-        raise ServerError("sleep mode is not enabled")
-
-    monkeypatch.setattr(server_member, "sleep", fail)
+def test_one_that_does_not_sleep_is_stopped(make, syncs):
+    syncs.fail["sleep"] = ServerError("sleep mode is not enabled")
     server = make(weight_sync="sleep")
     server.serve(A)
     server.rest()
@@ -425,15 +431,10 @@ def test_one_that_was_only_out_of_reach_is_not_synced_again(make, syncs, key, mo
     assert syncs.events == before  # requests that it was answering go on
 
 
-def test_one_that_knows_nothing_of_weights_is_never_asked(make, syncs, key, monkeypatch):
+def test_one_that_knows_nothing_of_weights_is_never_asked(make, syncs, key):
     """A plain vLLM server with the key would answer with whatever it has, whatever the request is for."""
 
-    def open_version(server):
-        if server.base_url == "http://one:1":
-            raise ServerError("GET /ttrl/weights: the server answered 404")
-        return server.version
-
-    monkeypatch.setattr(FakeServer, "open_version", open_version)
+    FakeServer.without_weights = "http://one:1"
     server = make(**JOINED)
     assert server.serve(A)["left_out"] == {"http://one:1": "GET /ttrl/weights: the server answered 404"}
     assert [client.base_url for client, _ in asked(server)] == ["http://server-0/v1", "http://two:2/v1"]

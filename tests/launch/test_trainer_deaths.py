@@ -34,11 +34,8 @@ def dying(world, when: dict[int, list[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["asked", "at work"])
-def test_a_killed_trainer_is_started_again(world, monkeypatch, how):
-    from ttrl.loop import phases
-
+def test_a_killed_trainer_is_started_again(world, how):
     happened = dying(world, {2: [how, how]})
-    monkeypatch.setattr(phases, "Trainer", world.trainer_class)
     result = world.train(iterations=3)
     assert [row["iteration"] for row in result.metrics] == [0, 1, 2, 3]
     assert happened == ["1 well", f"2 {how}", f"2 {how}", "2 well", "3 well"]
@@ -46,20 +43,15 @@ def test_a_killed_trainer_is_started_again(world, monkeypatch, how):
 
 
 @pytest.mark.parametrize(("deaths", "error"), [(["asked"] * 3, TrainerDiedError), (["fails"], TrainerError)])
-def test_but_not_for_ever(world, monkeypatch, deaths, error):
-    from ttrl.loop import phases
-
+def test_but_not_for_ever(world, deaths, error):
     happened = dying(world, {2: list(deaths)})
-    monkeypatch.setattr(phases, "Trainer", world.trainer_class)
     with pytest.raises(error):
         world.train(iterations=3)
     assert happened == ["1 well", *(f"2 {how}" for how in deaths)]
     assert world.train(iterations=3).metrics[-1]["iteration"] == 3  # the same call goes on
 
 
-def test_one_that_dies_while_it_waits_ends_nothing(world, monkeypatch):
-    from ttrl.loop import phases
-
+def test_one_that_dies_while_it_waits_ends_nothing(world):
     deaths = []
 
     class Idle(world.trainer()):
@@ -75,7 +67,7 @@ def test_one_that_dies_while_it_waits_ends_nothing(world, monkeypatch):
                 deaths.append(1)
                 raise TrainerDiedError("the trainer failed (killed by signal 9)")
 
-    monkeypatch.setattr(phases, "Trainer", Idle)
+    world.trainer_class = Idle
     assert world.train(iterations=2, trainer_restarts=1).metrics[-1]["iteration"] == 2
     assert len(deaths) == 3  # once in each iteration is not too often
 

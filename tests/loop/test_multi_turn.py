@@ -48,7 +48,7 @@ def talking(world, monkeypatch):
         content = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
         return phases_response(content | {"prompt_token_ids": prompt})
 
-    monkeypatch.setattr(server, "handle", handle)
+    server.handle = handle  # this world's own class
     world.asked = asked
     return world
 
@@ -78,7 +78,7 @@ def test_a_run_of_conversations(talking):
         assert labels.tolist() == sample.token_ids and one.share == 1.0
         assert one.completion_length > one.num_trained == len(sample.token_ids)
     view = open_pack(world.run, 1, tokenizer=world.model)
-    assert "yes" in view.text(colour=False, width=120)
+    assert "yes" in view.text(width=120)
     report = (world.run / "report.html").read_text()
     assert "really?" in report and "2 turns" in report
 

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from ttrl.launch import trainer
-from ttrl.loop import phases
 from ttrl.system.files import digest, read_jsonl
 
 # A recipe that only pretends, without torch. It pauses as its environment says.
@@ -43,7 +42,7 @@ def run(world, monkeypatch, tmp_path):
     """`run(seed)`: what a run with these pauses came to; without any for None."""
     script = tmp_path / "recipe.py"
     script.write_text(RECIPE)
-    monkeypatch.setattr(phases, "Trainer", trainer.Trainer)
+    world.trainer_class = trainer.Trainer
     monkeypatch.setattr(trainer, "tune_command", lambda config_path, **_: [sys.executable, str(script), str(config_path)])
     serve, iterations = vars(type(world))["note"], int(os.environ.get("TTRL_STRESS_ITERATIONS", "6"))
 
@@ -59,8 +58,7 @@ def run(world, monkeypatch, tmp_path):
             serve(world, event)
 
         monkeypatch.setenv("TTRL_TEST_SEED", str(seed))
-        monkeypatch.setattr(world, "hold", hold)
-        monkeypatch.setattr(world, "note", note)
+        world.hold, world.note = hold, note
         world.run = tmp_path / f"run{seed}"
         world.train(iterations=iterations, off_policy_steps=1)
         files = sorted((world.run / "iterations").rglob("*.safetensors")) + sorted((world.run / "iterations").rglob("*.txt"))

@@ -8,7 +8,6 @@ from ttrl import Task
 from ttrl.errors import (
     RunFolderError,
 )
-from ttrl.loop import phases
 from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
 from ttrl.loop.task_stream import TaskStream
@@ -124,11 +123,11 @@ def counting(name, original, done):
     return run
 
 
-def test_interrupted_while_preparing(world, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(phases, "wait_for_process", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            world.train()
+def test_interrupted_while_preparing(world):
+    computes, world.fake_canary = world.fake_canary, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        world.train()
+    world.fake_canary = computes
     assert world.events == ["start", "stop"]
     assert not list(world.run.rglob(".partial-*"))
     world.train(iterations=1)
@@ -240,11 +239,11 @@ def test_rollouts_that_were_changed_after_they_were_graded_are_not_trained_on(wo
     assert len(world.rows()) == 4
 
 
-def test_a_packed_file_that_is_gone(world, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(world, "fake_tune", lambda *_, **__: (_ for _ in ()).throw(BoomError))
-        with pytest.raises(BoomError):
-            world.train()
+def test_a_packed_file_that_is_gone(world):
+    trains, world.fake_tune = world.fake_tune, lambda *_, **__: (_ for _ in ()).throw(BoomError)
+    with pytest.raises(BoomError):
+        world.train()
+    world.fake_tune = trains
     (world.run / "iterations/0001/packed.safetensors").unlink()
     with pytest.raises(RunFolderError, match=r"packed\.safetensors is gone"):
         world.train()

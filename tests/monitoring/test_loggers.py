@@ -3,14 +3,13 @@
 import importlib.util
 import json
 import logging
-from typing import ClassVar
 
 import pytest
+from support.recorders import Recorder
 
 from ttrl import TrainConfig
 from ttrl.configs.loggers import logger_problems, normalised
 from ttrl.errors import ConfigError
-from ttrl.monitoring import loggers as loggers_module
 from ttrl.monitoring.loggers import Loggers, flattened, make_loggers
 from ttrl.run_folder.metrics import forget_rows
 from ttrl.system.console import Console
@@ -28,38 +27,13 @@ ROWS = [
 ]
 
 
-class Recorder:
-    """A logger that keeps what it is given; `seen` is shared by all of them."""
-
-    seen: ClassVar[list[tuple[int, dict[str, float]]]] = []
-    failing: ClassVar[set[int]] = set()
-    closed = 0
-
-    def __init__(self, tag: str = "") -> None:
-        self.tag = tag
-
-    def log_dict(self, payload, step):
-        if step in self.failing:
-            raise OSError("the network is gone")
-        self.seen.append((step, dict(payload)))
-
-    def close(self):
-        type(self).closed += 1
-
-
-class NoLogger:
-    pass
-
-
 @pytest.fixture
-def recorder(monkeypatch):
-    kind = type("Recorder", (Recorder,), {"seen": [], "failing": set(), "closed": 0})
-    monkeypatch.setattr(loggers_module, "Recorder", kind, raising=False)
-    monkeypatch.setattr(loggers_module, "NoLogger", NoLogger, raising=False)
-    return kind
+def recorder():
+    Recorder.seen, Recorder.failing, Recorder.closed = [], set(), 0
+    return Recorder
 
 
-HOME = "ttrl.monitoring.loggers"
+HOME = "support.recorders"
 NAME = f"{HOME}.Recorder"
 
 

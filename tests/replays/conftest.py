@@ -16,7 +16,7 @@ def run(world):
 def place(tmp_path, monkeypatch):
     """The current folder, with modules of the test's own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(tmp_path)
 
     def write(name, text):
         sys.modules.pop(name, None)

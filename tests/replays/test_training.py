@@ -93,7 +93,7 @@ def test_checkpoints_that_are_gone(run, world):
     assert len(world.recipes) == 2
 
 
-def test_a_replay_that_was_interrupted_continues(run, world, place, monkeypatch):
+def test_a_replay_that_was_interrupted_continues(run, world, place):
     place("mine", "calls = []\ndef grade(choice):\n    calls.append(1)\n    return len(choice.message.content)")
 
     def dies(config, *args, **kwargs):
@@ -102,10 +102,10 @@ def test_a_replay_that_was_interrupted_continues(run, world, place, monkeypatch)
         return trains(config, *args, **kwargs)
 
     trains = world.fake_tune
-    monkeypatch.setattr(world, "fake_tune", dies)
+    world.fake_tune = dies
     with pytest.raises(TrainerError):
         run.replay("mine:grade", train=True)
-    monkeypatch.setattr(world, "fake_tune", trains)
+    world.fake_tune = trains
     result = run.replay("mine:grade", train=True)
     assert world.events == ["train 1", "train 2", "train 3"] and len(sys.modules["mine"].calls) == 24
     assert run.replay("mine:grade", train=True).checkpoint == result.checkpoint

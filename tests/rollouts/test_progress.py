@@ -1,6 +1,5 @@
 """The line: shown where somebody watches, silent elsewhere, with true figures."""
 
-import io
 import math
 import os
 import pty
@@ -149,18 +148,17 @@ def test_prices_that_are_none(value):
         Prices.of(value)
 
 
-def test_nothing_is_written_to_a_file(kit, monkeypatch):
+def test_nothing_is_written_to_a_file(kit, capsys):
     from ttrl.tasks import Task
 
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
     with Progress(2, "d", enabled=True) as bar:
         bar.add_sample(sample(1.0))
-    assert sys.stderr.getvalue() == ""
+    assert capsys.readouterr().err == ""
     kit.run(kit.echo, [Task(messages=[{"role": "user", "content": "x"}], grader=lambda choice: 1.0)])
-    assert sys.stderr.getvalue() == ""
+    assert capsys.readouterr().err == ""
 
 
-def test_a_notebook_has_one_output_that_changes(monkeypatch):
+def test_a_notebook_has_one_output_that_changes(monkeypatch, capsys, clock):
     """As IPython's kernel does it: display() with a display_id returns a handle."""
     outputs = []
 
@@ -180,17 +178,15 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch):
     shell = types.SimpleNamespace(kernel=object())
     ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
     with Progress(2, "d", enabled=True) as bar:
-        monkeypatch.setattr(progress, "REDRAW_SECONDS", 0.0)
-        bar._next_draw = 0.0
-        bar.add_sample(sample(0.5))
-        bar.add_sample(sample(0.5))
+        for _ in range(2):
+            clock.time += 1.0
+            bar.add_sample(sample(0.5))
     ((first, *_, last),) = outputs
     assert first["text/plain"].startswith("d 0/2")
     assert last["text/plain"].startswith("d: 2 samples in")
     assert len(outputs[0]) >= 3
-    assert sys.stderr.getvalue() == ""
+    assert capsys.readouterr().err == ""
     shell.kernel = None  # IPython in a terminal is a terminal
     assert progress._screen() is None
 

@@ -27,6 +27,24 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
+def before(monkeypatch):
+    """`before["write"](key, content)` is called before each write to a store, and may raise; so with "fetch" and "keys"."""
+    hooks = {}
+
+    def hooked(name, original):
+        def method(self, *arguments):
+            if name in hooks:
+                hooks[name](*arguments)
+            return original(self, *arguments)
+
+        return method
+
+    for name in ("write", "fetch", "keys"):
+        monkeypatch.setattr(MirrorStore, name, hooked(name, getattr(MirrorStore, name)))
+    return hooks
+
+
+@pytest.fixture
 def address():
     return f"memory://{uuid4().hex}"
 
@@ -168,22 +186,21 @@ def test_a_fresh_machine_takes_what_it_needs_and_goes_on(tmp_path, any_address):
         assert len(first.folder.metrics()) == 8
 
 
-def test_killed_while_taking(tmp_path, address, monkeypatch):
+def test_killed_while_taking(tmp_path, address, before):
     """Whatever has a marker is there, at every moment; the next try takes the rest."""
     Machine(tmp_path / "first", address).run(0, 3)
-    original, left = MirrorStore.fetch, [0]
+    left = [0]
 
     class Killed(BaseException):
         pass
 
-    def fetch(self, *arguments):
+    def fetch(*_):
         if left[0] == 0:
             raise Killed
         left[0] -= 1
-        original(self, *arguments)
 
     second, tries = Machine(tmp_path / "second", address), 0
-    monkeypatch.setattr(MirrorStore, "fetch", fetch)
+    before["fetch"] = fetch
     while True:
         left[0], tries = 2 + tries, tries + 1
         try:
@@ -197,18 +214,17 @@ def test_killed_while_taking(tmp_path, address, monkeypatch):
     second.folder.iteration(3).verify("train")
 
 
-def test_an_old_checkpoint_is_brought_as_a_whole_or_not_at_all(tmp_path, address, monkeypatch, caplog):
+def test_an_old_checkpoint_is_brought_as_a_whole_or_not_at_all(tmp_path, address, before, caplog):
     Machine(tmp_path / "first", address).run(0, 6)
-    second, original, fails = Machine(tmp_path / "second", address), MirrorStore.fetch, [True]
+    second, fails = Machine(tmp_path / "second", address), [True]
 
-    def fetch(self, key, *arguments):
+    def fetch(key, *_):
         if fails[0] and key.endswith("2/checkpoint/weights"):
             raise OSError("no route to host")
-        original(self, key, *arguments)
 
     checkpoint = tmp_path / "second/iterations/0002/checkpoint"
-    with second as mirror, monkeypatch.context() as patch:
-        patch.setattr(MirrorStore, "fetch", fetch)
+    with second as mirror:
+        before["fetch"] = fetch
         mirror.bring_checkpoint(2)
         assert "no route to host" in caplog.text and not checkpoint.exists()
         fails[0] = False
@@ -350,18 +366,16 @@ def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, addres
         slept._marked()
 
 
-def test_a_store_that_fails_never_stops_the_run(tmp_path, address, monkeypatch, caplog):
+def test_a_store_that_fails_never_stops_the_run(tmp_path, address, before, caplog):
     """It is said, and made up for as soon as it works again."""
     machine, failing, tried = Machine(tmp_path / "here", address), [True], threading.Event()
-    original = MirrorStore.write
 
-    def write(self, key, content):
+    def write(key, content):
         if failing[0] and key != "owner.json":
             tried.set()
             raise OSError("503 Slow Down")
-        original(self, key, content)
 
-    monkeypatch.setattr(MirrorStore, "write", write)
+    before["write"] = write
     with machine as mirror:
         machine.iteration(0)
         assert tried.wait(60)
@@ -373,25 +387,23 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, monkeypatch, 
     assert "the mirror is behind: 503 Slow Down" in caplog.text and "up to date again" in caplog.text
 
 
-def test_a_store_that_stays_broken_is_said_at_the_end(tmp_path, address, monkeypatch, caplog):
+def test_a_store_that_stays_broken_is_said_at_the_end(tmp_path, address, before, monkeypatch, caplog):
     monkeypatch.setattr(mirror_module, "LAST_WAIT_SECONDS", 0.05)
-    machine, original = Machine(tmp_path / "here", address), MirrorStore.write
 
-    def write(self, key, content):
+    def write(key, content):
         if key.startswith("iterations"):
             raise OSError("no route to host")
-        original(self, key, content)
 
-    monkeypatch.setattr(MirrorStore, "write", write)
-    machine.run(0, 1)
+    before["write"] = write
+    Machine(tmp_path / "here", address).run(0, 1)
     assert "6 finished phases are not there yet (no route to host); the run folder" in caplog.text
 
 
-def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, monkeypatch):
-    def keys(self):
+def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, before):
+    def keys():
         raise OSError("access denied")
 
-    monkeypatch.setattr(MirrorStore, "keys", keys)
+    before["keys"] = keys
     with pytest.raises(StorageError, match=r"access denied; put it right .*leave `mirror` out"), Machine(tmp_path / "a", address):
         pass
 

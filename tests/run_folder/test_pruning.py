@@ -56,10 +56,9 @@ def test_the_best_are_policies_not_iterations(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_rules_take_what_is_needed(tmp_path, monkeypatch, seed):
+def test_no_rules_take_what_is_needed(tmp_path, seed):
     """Pruned after each iteration: the newest two iterations can be trained again, the best so far are there, and there is never
     more than was estimated."""
-    monkeypatch.setattr("os.fsync", lambda _: None)
     chance = random.Random(seed)
     settings = config(tmp_path, keep_checkpoints=3, keep_best=chance.randint(1, 3), keep_every=chance.choice([None, 1, 2, 5]))
     folder, scores = folder_of(tmp_path, [True]), [chance.random()]

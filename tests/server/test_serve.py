@@ -25,7 +25,7 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path):
     path.chmod(0o600)
     for text in ("", "short", "two words of which"):
         path.write_text(text)
-        with pytest.raises(UserError, match="holds no key"):
+        with pytest.raises(UserError, match="does not hold a key"):
             read_or_make_key(path)
 
 
@@ -46,10 +46,8 @@ def test_the_command_names_what_it_does(monkeypatch, tmp_path):
     assert cli.main(["serve", "m", "--vllm", "x"]) == 2
 
 
-def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoints, tmp_path, monkeypatch):
+def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoints, tmp_path):
     """It keeps address and key, and is open to no weights."""
-    monkeypatch.setattr(serve_module, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(serve_module, "_MOST_RESTARTS", 1)
     made = []
 
     def make(model, **settings):
@@ -57,7 +55,6 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
         made.append(fake_server("fine", **settings))
         return made[0]
 
-    monkeypatch.setattr(serve_module, "VLLMServer", make)
     said, errors, served_again = [], [], threading.Event()
 
     def say(text):
@@ -66,7 +63,14 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
             (served_again if "again" in text else first).set()
 
     first = threading.Event()
-    settings = {"key_file": tmp_path / "key", "log_path": tmp_path / "serve.log", "say": say}
+    settings = {
+        "key_file": tmp_path / "key",
+        "log_path": tmp_path / "serve.log",
+        "say": say,
+        "make_server": make,
+        "look_seconds": 0.05,
+        "most_restarts": 1,
+    }
 
     def run():
         try:

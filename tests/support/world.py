@@ -133,12 +133,14 @@ class World:
         self.refused: set[str] = set()
         """Prompts that the server answers with 400."""
         self.server_is_dead = False
+        self.trainer_class = self.trainer()
+        """What takes the place of the run's trainer; for tests to replace."""
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The run's server, trainer and canary are those of this world."""
+        """The run's server, trainer and canary are those that this world has at the time."""
         monkeypatch.setattr(train_module, "PolicyServer", type("Server", (FakeServer,), {"world": self}))
-        monkeypatch.setattr(phases, "Trainer", self.trainer())
-        monkeypatch.setattr(phases, "wait_for_process", self.fake_canary)
+        monkeypatch.setattr(phases, "Trainer", lambda *arguments: self.trainer_class(*arguments))
+        monkeypatch.setattr(phases, "wait_for_process", lambda *args, **kwargs: self.fake_canary(*args, **kwargs))
 
     def note(self, event: str) -> None:
         self.events.append(event)
@@ -215,7 +217,7 @@ class World:
             return answered >= kept and not prompt.startswith("held-out")
 
         monkeypatch.setattr(finished_groups, "append_jsonl", append_and_interrupt)
-        monkeypatch.setattr(self, "hold", hold)
+        self.hold = hold
         self.ask_one_at_a_time(monkeypatch)
 
     def fake_tune(self, config: dict[str, Any], config_path: Path, **_: Any) -> Path:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import sys
 import types
@@ -116,9 +117,9 @@ def hub(monkeypatch):
 
     fake = types.SimpleNamespace(load_dataset=load_dataset, get_dataset_split_names=lambda name, config: ["train", "test"])
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+    proxies = [name for name in os.environ if name.lower().endswith("_proxy")]
+    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", *proxies):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("urllib.request.getproxies", dict)
     asked = []
     monkeypatch.setattr("socket.getaddrinfo", lambda *address: asked.append(address))
     return asked
@@ -139,7 +140,7 @@ def test_no_way_to_the_hub(hub, monkeypatch):
     with monkeypatch.context() as offline:
         offline.setenv("HF_HUB_OFFLINE", "1")
         assert load_rows("a/b", parse, splits=("train",), config="main") == PARSED
-    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy:3128"})
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
     assert load_rows("a/b", parse, splits=("train",), config="main") == PARSED
 
 

@@ -6,6 +6,8 @@ from support.tiny_models import load_policy_in, random_samples
 from support.training_steps import packed_rows
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
+from ttrl.training import residence
+
 
 @pytest.fixture(autouse=True, scope="session")
 def always_one_thread(one_thread):
@@ -38,7 +40,27 @@ def load_policy():
     return load_policy_in
 
 
+@pytest.fixture
+def short_canaries(monkeypatch):
+    """Most of the time of a tiny checkpoint would be theirs."""
+    monkeypatch.setattr("ttrl.training.canary.CANARY_LENGTH", 3)
+    monkeypatch.setattr("ttrl.training.canary.GREEDY_LENGTH", 1)
+
+
 @pytest.fixture(scope="session")
 def packed():
     """Several rows of several lengths."""
     return packed_rows()
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The models that were loaded from files."""
+    found, original = [], residence.load_policy
+
+    def load(config, ranks):
+        found.append(config.model)
+        return original(config, ranks)
+
+    monkeypatch.setattr(residence, "load_policy", load)
+    return found

@@ -7,28 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.tiny_models import random_samples
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import PackError, RunFolderError
 from ttrl.system.files import read_jsonl
-from ttrl.training import canary
-from ttrl.training import residence as residence_module
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.residence import Residence
 
-from .conftest import random_samples
-
+pytestmark = pytest.mark.usefixtures("short_canaries")
 HERE = Ranks(0, 1, torch.device("cpu"))
 ITERATIONS = 3
 
 
 @pytest.fixture
-def chain(model_folder, tmp_path, monkeypatch):
+def chain(model_folder, tmp_path):
     """Trains iterations, each from the one before: `chain("NAME", residence, **settings)` returns their folders."""
-    monkeypatch.setattr(canary, "CANARY_LENGTH", 8)
-    monkeypatch.setattr(canary, "GREEDY_LENGTH", 2)
     for number in range(ITERATIONS):
         samples = random_samples(number, prompts=(1, 7), completions=3)
         samples = [dataclasses.replace(sample, reward=float(place % 2)) for place, sample in enumerate(samples)]
@@ -87,19 +83,6 @@ def check_same(ones, others):
         mine, theirs = content(one), content(other)
         assert mine.keys() == theirs.keys()
         assert [name for name in mine if mine[name] != theirs[name]] == []
-
-
-@pytest.fixture
-def loads(monkeypatch):
-    """The models that were loaded from files."""
-    found, original = [], residence_module.load_policy
-
-    def load(config, ranks):
-        found.append(config.model)
-        return original(config, ranks)
-
-    monkeypatch.setattr(residence_module, "load_policy", load)
-    return found
 
 
 LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}

@@ -5,30 +5,27 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.tiny_models import random_samples
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError
 from ttrl.system.files import read_jsonl
-from ttrl.training import canary, prepass
-from ttrl.training import residence as residence_module
+from ttrl.training import prepass
 from ttrl.training.drift import LOGPROBS_FILE
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.residence import Residence
 
-from .conftest import random_samples
-
+pytestmark = pytest.mark.usefixtures("short_canaries")
 HERE = Ranks(0, 1, torch.device("cpu"))
 LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
 OLD, OTHER = 5, 4  # weights versions in the pack
 
 
 @pytest.fixture
-def trials(model_folder, tmp_path, monkeypatch):
+def trials(model_folder, tmp_path):
     """`train(number, sampled_by, **settings)` trains an iteration from the newest checkpoint, on tokens of another one."""
-    monkeypatch.setattr(canary, "CANARY_LENGTH", 8)
-    monkeypatch.setattr(canary, "GREEDY_LENGTH", 2)
 
     def pack(sampled_by):
         samples = random_samples(3, prompts=(1, 7), completions=3)
@@ -64,10 +61,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("kind", [{}, LORA, {**LORA, "lora_kind": "dora"}], ids=["whole", "lora", "dora"])
-def test_under_its_own_weights_an_older_policy_does_not_differ(kind, trials, model_folder, tmp_path, monkeypatch):
-    loaded = []
-    original = residence_module.load_policy
-    monkeypatch.setattr(residence_module, "load_policy", lambda config, here: loaded.append(1) or original(config, here))
+def test_under_its_own_weights_an_older_policy_does_not_differ(kind, trials, model_folder, loads):
     residence = Residence(HERE)
     first = trials("one", model_folder(), residence, **kind)
     assert "own_weights" not in compared(first)  # the policy that is trained is the one that sampled
@@ -76,7 +70,7 @@ def test_under_its_own_weights_an_older_policy_does_not_differ(kind, trials, mod
     before = {"model": str(second / "checkpoint"), "state": str(second / "state")}
     asked = {"sampler_model": str(chain[1]), "sampler_version": OLD}
     third = trials("three", chain[1], residence, **kind, **before, **asked)
-    assert len(loaded) == 1  # the trainer stays warm
+    assert len(loads) == 1  # the trainer stays warm
     for folder in (second, third):
         lag, own = compared(folder), compared(folder)["own_weights"]
         assert lag["mean"] > 1e-3 and own["mean"] < 2e-6 and own["ess"] == pytest.approx(1, abs=1e-4)

@@ -26,10 +26,8 @@ from ttrl.server.vllm import HOST, VLLMServer
 logger = logging.getLogger(__name__)
 
 SERVED_MODEL_NAME = "policy"
-_LOOK_SECONDS = 2.0
-_MOST_RESTARTS = 5
-"""Within `_RESTARTS_WITHIN` seconds; a server that dies more often than this will not be mended by another start."""
 _RESTARTS_WITHIN = 3600.0
+"""Seconds; a server that dies more than `most_restarts` times within them will not be mended by another start."""
 
 
 def read_or_make_key(path: Path) -> str:
@@ -85,12 +83,15 @@ def serve(
     max_model_len: int | None = None,
     arguments: Mapping[str, Any] | None = None,
     say: Callable[[str], None],
+    make_server: Callable[..., VLLMServer] = VLLMServer,
+    look_seconds: float = 2.0,
+    most_restarts: int = 5,
 ) -> None:
     """Serve until interrupted; a server that dies is restarted at the same address, and again answers for no weights.
 
     Raises UserError, ServerStartError, and ServerDiedError for one that keeps dying.
     """
-    server = VLLMServer(
+    server = make_server(
         model,
         served_model_name=SERVED_MODEL_NAME,
         log_path=log_path,
@@ -110,13 +111,13 @@ def serve(
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         say(f'a run joins it with joined_servers=["{address}"] and a copy of that file as joined_key_file')
         while True:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(look_seconds)
             try:
                 server.check()
             except ServerDiedError as error:
                 now = time.monotonic()
                 deaths = [*(then for then in deaths if now - then < _RESTARTS_WITHIN), now]
-                if len(deaths) > _MOST_RESTARTS:
+                if len(deaths) > most_restarts:
                     raise
                 logger.warning("%s", error)
                 say(f"the server died (see {log_path}); starting it again")

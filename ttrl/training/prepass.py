@@ -240,7 +240,7 @@ def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTens
     return dataclasses.replace(packed, reference_logprobs=_whole([mine], packed, here), metadata=metadata)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Store a reference model's log-probabilities with a pack, so that training needs no second model."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--reference", required=True, help="model folder")
@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, help="the server's max_model_len, where it is not the model's own")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rows-per-microbatch", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     config = GRPOConfig(
         model=arguments.reference,
         packed=arguments.packed,

@@ -64,15 +64,14 @@ def test_a_template_that_no_tags_can_be_put_into(tokenizer_of, templates):
         tokenize_chat(tokenizer, MESSAGES)
 
 
-def test_the_table(table, tmp_path, templates, capsys, monkeypatch):
+def test_the_table(table, tmp_path, templates, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "plain.jinja").write_text(templates["plain"])
     (tmp_path / "open ends.jinja").write_text(templates["open ends"])
     (tmp_path / "tokenizer_config.json").write_text(
         '{"chat_template": [{"name": "rag", "template": "{{ raise_exception(1) }}"}]}'
     )
-    monkeypatch.setattr("sys.argv", ["check", str(tmp_path)])
-    assert table.main() == 0
+    assert table.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "| a/plain.jinja | handled | 1/1 | 1/1 | 3/3 |" in said
     assert "| open ends.jinja | refused | ! |" in said and "there is no special token of the tokenizer" in said

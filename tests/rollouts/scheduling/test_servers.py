@@ -26,9 +26,8 @@ RESET = RequestError("connection reset", "connection")
 
 
 @pytest.fixture(autouse=True)
-def real_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that jumps they cost nothing."""
-    monkeypatch.setattr(servers, "FIRST_DELAY", 0.5)
+def short_pauses() -> None:
+    """Those of the code: on a clock that jumps they cost nothing."""
 
 
 def virtual(main: Coroutine[Any, Any, Any]) -> Any:
@@ -792,7 +791,7 @@ async def listening(count: int = 1) -> AsyncIterator[Sequence[Listener]]:
 
 
 @pytest.fixture
-def quick(real_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(short_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "FIRST_DELAY", 0.01)
     monkeypatch.setattr(server_state, "PROBE_PAUSES", (0.02, 0.05))
 

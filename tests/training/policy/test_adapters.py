@@ -26,12 +26,7 @@ from ttrl.training.policy.adapters import base_folder
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted, plain
 
-
-@pytest.fixture(autouse=True)
-def short_canaries(monkeypatch):
-    """Most of the time of a tiny checkpoint would be theirs."""
-    monkeypatch.setattr("ttrl.training.canary.CANARY_LENGTH", 3)
-    monkeypatch.setattr("ttrl.training.canary.GREEDY_LENGTH", 1)
+pytestmark = pytest.mark.usefixtures("short_canaries")
 
 
 def saved(folder, out, policy=None, **settings):
