@@ -42,9 +42,9 @@ def test_examples_that_do_not_fit_are_left_out_and_counted(model, tmp_path, capl
 @pytest.mark.parametrize(
     ("line", "error", "match"),
     [
-        ('{"text": "hello"}', ConfigError, r"line 2.*no conversation"),
-        ('{"messages": "hello"}', ConfigError, r"line 2.*no conversation"),
-        ("[1]", ConfigError, r"line 2.*no conversation"),
+        ('{"text": "hello"}', ConfigError, r"line 2.*not a conversation"),
+        ('{"messages": "hello"}', ConfigError, r"line 2.*not a conversation"),
+        ("[1]", ConfigError, r"line 2.*not a conversation"),
         ('{"messages": [', ConfigError, r"line 2: not JSON"),
         ('{"messages": [{"role": "user", "content": "hi"}]}', TokenizationError, r"line 2: the last message"),
     ],
