@@ -91,7 +91,7 @@ def call(plan="", *, tasks=6, stream=False, settings=None, timeout=100.0, **argu
     async def main():
         async with bad_server.serving(plan, refused_for=0.1, retry_after=0.2, **(settings or {})) as server:
             client = openai.AsyncOpenAI(base_url=server.url, api_key="k", timeout=timeout)
-            async with client, nothing_left(server):
+            async with nothing_left(server), client:  # a client's connections are its caller's to close
                 return await get_task_results(make_tasks(tasks, grades), client, "m", **arguments), server.stats()
 
     results, stats = asyncio.run(main())
@@ -316,24 +316,23 @@ def test_cancelled_in_the_middle(tmp_path, stream):
                 "pbar": False,
                 "on_chunk": ignore if stream else None,
             }
-            async with openai.AsyncOpenAI(base_url=server.url, api_key="k") as client:
-                async with nothing_left(server):
-                    sampling = asyncio.create_task(
-                        get_task_results(make_tasks(30), client, "m", on_task_done=done.append, **arguments)
-                    )
-                    while len(done) < 5 or not server.in_flight:
-                        await asyncio.sleep(0.001)
-                    sampling.cancel()
-                    with pytest.raises(asyncio.CancelledError) as caught:
-                        await sampling
-                    assert server.aborted  # requests that were under way were ended, not waited for
-                    del sampling
-                results = caught.value.results
-                finished = {result.task_id for result in results}
-                assert finished >= {result.task_id for result in done[:5]}
-                assert len(finished) == len(done) < 30
-                assert all(s.reward == reward_of(s.text) for s in results.samples)
-                again = await get_task_results(make_tasks(30), client, "m", **arguments)
+            async with nothing_left(server):
+                sampling = asyncio.create_task(
+                    get_task_results(make_tasks(30), server.url, "m", on_task_done=done.append, **arguments)
+                )
+                while len(done) < 5 or not server.in_flight:
+                    await asyncio.sleep(0.001)
+                sampling.cancel()
+                with pytest.raises(asyncio.CancelledError) as caught:
+                    await sampling
+                assert server.aborted  # requests that were under way were ended, not waited for
+                del sampling
+            results = caught.value.results
+            finished = {result.task_id for result in results}
+            assert finished >= {result.task_id for result in done[:5]}
+            assert len(finished) == len(done) < 30
+            assert all(s.reward == reward_of(s.text) for s in results.samples)
+            again = await get_task_results(make_tasks(30), server.url, "m", **arguments)
         assert {s.task_id for s in again.samples if s.cached} >= finished
         assert again.stats.num_graded == 60
 
