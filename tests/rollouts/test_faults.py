@@ -6,15 +6,18 @@ compared with those without, sample by sample.
 
 import asyncio
 import contextlib
+import functools
 import gc
 import warnings
 import zlib
 from collections import Counter
+from unittest import mock
 
 import openai
 import pytest
 from support import bad_server
 
+from ttrl.rollouts.client import http_transport
 from ttrl.rollouts.task_results import get_task_results, iter_task_results
 from ttrl.tasks import Task
 
@@ -90,9 +93,10 @@ def call(plan="", *, tasks=6, stream=False, settings=None, timeout=100.0, **argu
 
     async def main():
         async with bad_server.serving(plan, refused_for=0.1, retry_after=0.2, **(settings or {})) as server:
-            client = openai.AsyncOpenAI(base_url=server.url, api_key="k", timeout=timeout)
-            async with nothing_left(server), client:  # a client's connections are its caller's to close
-                return await get_task_results(make_tasks(tasks, grades), client, "m", **arguments), server.stats()
+            reading = functools.partial(http_transport.HTTPTransport, read_timeout=timeout)
+            with mock.patch("ttrl.rollouts.client.transport.HTTPTransport", reading):
+                async with nothing_left(server):
+                    return await get_task_results(make_tasks(tasks, grades), server.url, "m", **arguments), server.stats()
 
     results, stats = asyncio.run(main())
     assert grades == Counter((s.task_id, s.text) for s in results.samples if s.reward is not None)
