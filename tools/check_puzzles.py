@@ -2,9 +2,9 @@
 
 Each puzzle is read again from its prompt, as a person would: nothing but the text and the solution is taken from the generator.
 What the sentences say is modelled anew (check_puzzles_sat.py: clauses for CaDiCaL; or, `--solver cp-sat`, integers for CP-SAT of
-OR-Tools, a hundred times slower). The generator uses another solver of the same package, python-sat, and clauses of its own. OR-Tools
-asks for another protobuf than vLLM was tested with, so it goes into a folder of its own: `pip install --no-deps --target DIR ortools
-absl-py immutabledict`, then `PYTHONPATH=DIR python tools/check_puzzles.py --solver cp-sat`.
+OR-Tools, a hundred times slower). The generator uses another solver of the same package, python-sat, and clauses of its own.
+OR-Tools asks for another protobuf than vLLM was tested with, so it goes into a folder of its own: `pip install --no-deps --target
+DIR ortools absl-py immutabledict`, then `PYTHONPATH=DIR python tools/check_puzzles.py --solver cp-sat`.
 
 `--file FILE` checks the temporal-clue puzzles of a file instead, also the published ones.
 """
