@@ -148,7 +148,12 @@ class Server:
             self.held_until = until
             if self._hold is not None:
                 self._hold.cancel()
-            self._hold = loop.call_at(until, self._changed)
+            self._hold = loop.call_at(until, self._go_on)
+
+    def _go_on(self) -> None:
+        """End the pause, even where the loop's clock is still a hair before its end: timers fire early by its resolution."""
+        self._hold, self.held_until = None, 0.0
+        self._changed()
 
     # Health
 
