@@ -24,7 +24,7 @@ from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.references import model_digest
 from ttrl.training.step import GradientStep
-from ttrl.training.taking import Stepper
+from ttrl.training.stepper import Stepper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = Ranks(0, 1, torch.device("cpu"))

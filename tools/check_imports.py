@@ -63,6 +63,7 @@ HOUSE = {
     "tasks": _room("records", "chess datasets pyarrow openai"),
     "tasks.temporal_clue": _room("tasks records"),
     "tasks.zebra_grid": _room("tasks records"),
+    "tasks.humaneval": _room("tasks records"),
     # Loaded by vLLM into its own processes, and by nothing else.
     "vllm_worker": _room("", "torch vllm numpy"),
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).

@@ -37,7 +37,7 @@ from ttrl.training.parallel.sharding import full_tensor
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.prepass import Prepass
 from ttrl.training.step import GradientStep
-from ttrl.training.taking import Stepper
+from ttrl.training.stepper import Stepper
 from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 

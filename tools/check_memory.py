@@ -165,7 +165,7 @@ def child(settings: dict[str, Any], result: Path) -> None:
     from ttrl import grpo_recipe
     from ttrl.configs import GRPOConfig
     from ttrl.training.parallel.distributed import ranks
-    from ttrl.training.taking import Stepper
+    from ttrl.training.stepper import Stepper
 
     moments = Moments()
     moments.wrap(grpo_recipe, "load_trained", "loading")

@@ -30,7 +30,7 @@ from ttrl.errors import TaskError
 from ttrl.tasks.arc_agi import get_arc_agi_tasks
 from ttrl.tasks.countdown import evaluate, get_countdown_tasks
 from ttrl.tasks.gsm8k import get_gsm8k_tasks
-from ttrl.tasks.humaneval import get_humaneval_tasks
+from ttrl.tasks.humaneval.tasks import get_humaneval_tasks
 from ttrl.tasks.letter_counting import get_letter_counting_tasks
 from ttrl.tasks.multiple_choice import get_arc_tasks, get_mmlu_tasks
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks

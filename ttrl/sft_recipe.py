@@ -42,7 +42,7 @@ from ttrl.training.parallel.distributed import Ranks, derived_generator, run_rec
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.step import TOKENS
-from ttrl.training.taking import Stepper
+from ttrl.training.stepper import Stepper
 from ttrl.training.timing import Profiler, Stopwatch
 from ttrl.training.train_log import TrainLog, TrainProgress
 

@@ -26,7 +26,7 @@ from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.adapters import ADAPTER_FOLDER, base_folder
 from ttrl.training.policy.loading import load_policy, seed_dropout
 from ttrl.training.policy.policy import Policy, fill_parameters
-from ttrl.training.taking import Stepper
+from ttrl.training.stepper import Stepper
 
 logger = logging.getLogger("ttrl.training")
 

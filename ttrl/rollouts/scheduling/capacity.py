@@ -100,10 +100,10 @@ class Load:
         """chars: of its prompt; how many tokens that is may be known later only."""
         self.chars, self.n, self.max_tokens = chars, n, max_tokens
         self.began = 0.0
-        """On the server's clock of tokens, see `Room`."""
+        """On the server's clock of tokens, see `ServerRoom`."""
 
 
-class Room:
+class ServerRoom:
     """What is in flight to one server, and whether more may be. Times are seconds of any clock that goes forward."""
 
     def __init__(self, lengths: Lengths) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.scheduling.capacity import Load, Room, read_metrics
+from ttrl.rollouts.scheduling.capacity import Load, ServerRoom, read_metrics
 from ttrl.rollouts.scheduling.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Server:
 
     def __init__(self, transport: "Transport", lengths: Lengths, changed: Callable[[], None]) -> None:
         """`changed` is called whenever more may be sent to it, or when it is out."""
-        self.transport, self.room = transport, Room(lengths)
+        self.transport, self.room = transport, ServerRoom(lengths)
         self.leases: set[Lease] = set()
         self.up = True
         self.was_heard = False

@@ -1,4 +1,4 @@
-"""The inside of the sandbox: shuts itself in, then runs a program. Started by `ttrl.tasks.sandbox` as a script of its own.
+"""The inside of the sandbox: shuts itself in, then runs a program. Started by `ttrl.tasks.humaneval.sandbox` as a script.
 
     ttrl ── this process (leaves root, makes namespaces, builds a root folder) ── first process of the namespace (waits, has the
     clock) ── the program

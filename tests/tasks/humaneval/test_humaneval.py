@@ -6,8 +6,9 @@ import json
 import pytest
 
 from ttrl.errors import TaskError
-from ttrl.tasks import humaneval, sandbox
-from ttrl.tasks.humaneval import HumanEvalGrader, HumanEvalProblem, get_humaneval_tasks, parse_row, read_code
+from ttrl.tasks.humaneval import sandbox
+from ttrl.tasks.humaneval import tasks as humaneval
+from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem, get_humaneval_tasks, parse_row, read_code
 
 WHY_NOT = sandbox.why_not()
 needs_sandbox = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))

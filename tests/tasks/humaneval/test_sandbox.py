@@ -8,8 +8,8 @@ import time
 import pytest
 
 from ttrl.errors import GraderError, TaskError
-from ttrl.tasks import sandbox
-from ttrl.tasks.sandbox import SandboxLimits, SandboxOutcome, run_sandboxed
+from ttrl.tasks.humaneval import sandbox
+from ttrl.tasks.humaneval.sandbox import SandboxLimits, SandboxOutcome, run_sandboxed
 
 WHY_NOT = sandbox.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))

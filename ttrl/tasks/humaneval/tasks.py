@@ -1,6 +1,6 @@
 """HumanEval: complete a Python function; its tests decide (Chen et al. 2021, arXiv 2107.03374). 164 problems, for evaluation.
 
-Programs that a model wrote run in `ttrl.tasks.sandbox` and nowhere else: where it does not work, there are no tasks.
+Programs that a model wrote run in `ttrl.tasks.humaneval.sandbox` and nowhere else: where it does not work, there are no tasks.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import Row, RowError, check_name, load_rows, select, text_field
-from ttrl.tasks.sandbox import SandboxLimits, run_sandboxed, why_not
+from ttrl.tasks.humaneval.sandbox import SandboxLimits, run_sandboxed, why_not
 from ttrl.tasks.task import Task
 
 if TYPE_CHECKING:
