@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttrl.rollouts.scheduling.capacity import FIRST_LIMIT, Load, Metrics, Room, read_metrics
+from ttrl.rollouts.scheduling.capacity import FIRST_LIMIT, Load, Metrics, ServerRoom, read_metrics
 from ttrl.rollouts.scheduling.lengths import Lengths, Survival
 from ttrl.rollouts.scheduling.servers import Servers, Size
 
@@ -157,10 +157,10 @@ def test_the_curve_never_rises(finished: list[int], running: list[int]) -> None:
     assert log[0] <= 0 and (np.diff(log) <= 1e-12).all()
 
 
-# Room at one server
+# ServerRoom at one server
 
 
-def fill(room: Room, load: Load, now: float) -> int:
+def fill(room: ServerRoom, load: Load, now: float) -> int:
     """Sends such requests until no more are admitted."""
     count = 0
     while room.admits(load, now):
@@ -172,21 +172,21 @@ def fill(room: Room, load: Load, now: float) -> int:
 
 
 def test_a_first_request_is_always_admitted() -> None:
-    room = Room(Lengths())
+    room = ServerRoom(Lengths())
     room.update(metrics(capacity=100), 0.0)
     assert room.admits(Load(10**6, 64, 10**6), 0.0)
     assert fill(room, Load(10**6, 64, 10**6), 0.0) == 1
 
 
 def test_a_server_that_says_nothing_gets_a_fixed_number_at_first() -> None:
-    room = Room(Lengths())
+    room = ServerRoom(Lengths())
     assert fill(room, Load(30, 1, 100), 0.0) == FIRST_LIMIT
 
 
 def test_what_is_admitted_fits_into_the_cache() -> None:
     lengths = Lengths()
     lengths.observe(300, 100, [200] * 1000)
-    room = Room(lengths)
+    room = ServerRoom(lengths)
     room.update(metrics(capacity=60_000), 0.0)
     count = fill(room, Load(300, 1, 400), 0.0)  # 300 tokens each when they end
     assert 0.75 * 60_000 / 300 < count <= 60_000 / 300
@@ -195,7 +195,7 @@ def test_what_is_admitted_fits_into_the_cache() -> None:
 def test_a_prompt_is_counted_once_for_all_its_samples() -> None:
     lengths = Lengths()
     lengths.observe(3000, 1000, [50] * 1000)
-    one, many = Room(lengths), Room(lengths)
+    one, many = ServerRoom(lengths), ServerRoom(lengths)
     for room in (one, many):
         room.update(metrics(capacity=20_000), 0.0)
     alone, together = fill(one, Load(3000, 1, 100), 0.0), 16 * fill(many, Load(3000, 16, 100), 0.0)
@@ -206,7 +206,7 @@ def test_a_prompt_is_counted_once_for_all_its_samples() -> None:
 def test_other_users_of_the_server_are_seen() -> None:
     lengths = Lengths()
     lengths.observe(300, 100, [200] * 1000)
-    room = Room(lengths)
+    room = ServerRoom(lengths)
     for second in range(10):
         room.update(metrics(capacity=100_000, usage=0.6, running=200, generated=100.0 * second), float(second))
         room.admits(Load(300, 1, 400), float(second))
@@ -216,7 +216,7 @@ def test_other_users_of_the_server_are_seen() -> None:
 
 
 def test_requests_that_wait_at_the_server_hold_back_more() -> None:
-    room = Room(Lengths())
+    room = ServerRoom(Lengths())
     room.update(metrics(capacity=10**9), 0.0)
     room.add(Load(30, 1, 100), 0.0)
     room.update(metrics(capacity=10**9, running=64, waiting=100), 1.0)
@@ -226,7 +226,7 @@ def test_requests_that_wait_at_the_server_hold_back_more() -> None:
 
 
 def test_everything_returns_to_zero() -> None:
-    room = Room(Lengths())
+    room = ServerRoom(Lengths())
     room.update(metrics(), 0.0)
     loads = [Load(chars, n, 100) for chars in (0, 7, 1000) for n in (1, 16)]
     for load in loads:
@@ -239,7 +239,7 @@ def test_everything_returns_to_zero() -> None:
 
 
 def test_a_restart_of_the_server_starts_its_counters_again() -> None:
-    room = Room(Lengths())
+    room = ServerRoom(Lengths())
     room.add(Load(30, 1, 100), 0.0)
     room.update(metrics(running=1, generated=10**6, preemptions=500), 0.0)
     room.update(metrics(running=1, generated=10), 1.0)
