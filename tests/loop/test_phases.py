@@ -3,7 +3,9 @@
 import asyncio
 import json
 import shutil
+import signal
 import threading
+import time
 
 import pytest
 
@@ -34,9 +36,34 @@ def test_run_async_with_and_without_a_running_loop():
     async def failing_notebook():
         return run_async(fail())
 
-    assert asyncio.run(notebook()) == (42, "rollouts")
+    assert asyncio.run(notebook()) == (42, "rollouts_0")
     with pytest.raises(KeyError):
         asyncio.run(failing_notebook())
+
+
+def test_run_async_ends_its_coroutine_when_a_notebook_is_interrupted():
+    cancelled = threading.Event()
+
+    async def sampling():
+        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def cell():
+        run_async(sampling())
+
+    # Not asyncio.run, which hears Ctrl-C itself: a notebook's loop runs a cell with Python's own handler.
+    loop, began, before = asyncio.new_event_loop(), time.monotonic(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+    finally:
+        signal.signal(signal.SIGINT, before)
+        loop.close()
+    assert cancelled.is_set() and time.monotonic() - began < 5
 
 
 def make(world, **changes):

@@ -64,5 +64,10 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
+    cancellation = Cancellation()
     with ThreadPoolExecutor(1, "rollouts") as thread:
-        return thread.submit(asyncio.run, coroutine).result()
+        try:
+            return thread.submit(asyncio.run, cancellation.run(coroutine)).result()
+        except BaseException:  # Ctrl-C: the end of the block waits for the thread
+            cancellation.cancel()
+            raise
