@@ -19,6 +19,8 @@ from ttrl.server.vllm import VLLMServer
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _OWN_NAME = "policy"
+_ACCOUNT = {"OpenAI-Organization": "OPENAI_ORG_ID", "OpenAI-Project": "OPENAI_PROJECT_ID"}
+"""Headers and variables that name who pays, as OpenAI's own client sends and reads them."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def serving(
             raise UserError(problem)
         key = os.environ.get(key_variable) or "none"  # local servers need no key, but the client insists on one
         served = _served_name(model, key, name, key_variable)
-        yield ServedModel(Endpoint(model, key, uses_proxy=True), served, False)
+        headers = {name: os.environ[variable] for name, variable in _ACCOUNT.items() if os.environ.get(variable)}
+        yield ServedModel(Endpoint(model, key, headers, uses_proxy=True), served, False)
         return
     with contextlib.ExitStack() as stack:
         if log_path is None:
