@@ -217,7 +217,7 @@ class World:
             return answered >= kept and not prompt.startswith("held-out")
 
         monkeypatch.setattr(finished_groups, "append_jsonl", append_and_interrupt)
-        self.hold = hold
+        monkeypatch.setattr(self, "hold", hold)  # undone when the interruption is over
         self.ask_one_at_a_time(monkeypatch)
 
     def fake_tune(self, config: dict[str, Any], config_path: Path, **_: Any) -> Path:
