@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import hashlib
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import sys
 import textwrap
 import threading
 import types
+import warnings
 
 import pytest
 from openai.types.chat.chat_completion import Choice
@@ -367,3 +369,27 @@ def test_what_is_no_message_is_refused(head):
 def test_no_message_is_longer_than_its_limit():
     with pytest.raises(ValueError, match="a header of 1001 bytes"):
         wire.unpack(bytearray((1001).to_bytes(4, "big")), limit=1000)
+
+
+def test_no_socket_stays_open_when_the_loop_of_its_worker_is_closed():
+    task = Task([{"role": "user", "content": "x"}], lambda choice: 1.0)
+    graders = Graders(isolated=True, timeout=60.0, size=1)
+
+    async def graded():
+        await graders.grade(
+            task,
+            Choice.model_validate({"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "a"}}),
+            "here",
+        )
+        return len(os.listdir("/proc/self/fd"))
+
+    with warnings.catch_warnings(), graders:
+        warnings.simplefilter("ignore", ResourceWarning)  # asyncio's, of a transport whose loop is closed
+        gc.collect()
+        gc.disable()
+        try:
+            first, *later = [asyncio.run(graded()) for _ in range(3)]
+        finally:
+            gc.enable()
+            gc.collect()
+    assert later == [first, first]

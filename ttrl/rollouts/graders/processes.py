@@ -74,8 +74,8 @@ class Keeper:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._control, self._hear)
         number = next(self._numbers)
-        worker = self._workers[number] = Worker(self, number)
         ours, theirs = socket.socketpair()
+        worker = self._workers[number] = Worker(self, number, ours)
         with theirs:
             self._tell({"start": number, "memory": memory, "cpu": cpu}, (theirs.fileno(),))
         await self._loop.create_unix_connection(lambda: worker, sock=ours)
@@ -135,11 +135,11 @@ class Keeper:
 class Worker(asyncio.Protocol):
     """Our side of one worker: the messages that come, and the order that it works on."""
 
-    def __init__(self, keeper: Keeper, number: int) -> None:
+    def __init__(self, keeper: Keeper, number: int, ours: socket.socket) -> None:
         self.usable = True
         self.status: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         """The exit code, negative for a signal; None where nobody knows."""
-        self._keeper, self._number = keeper, number
+        self._keeper, self._number, self._socket = keeper, number, ours
         self._known: OrderedDict[int, None] = OrderedDict()
         self._buffer = bytearray()
         self._order = ""
@@ -231,6 +231,8 @@ class Worker(asyncio.Protocol):
     def end(self) -> None:
         """Have the worker killed with all that it started. Harmless when repeated."""
         self.usable = False
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        try:
             self._transport.abort()
+        except RuntimeError:  # the loop is closed, and closes no socket any more
+            self._socket.close()
         self._keeper.end(self._number)
