@@ -1,10 +1,10 @@
-"""Countdown: make the target from the numbers, each used once. Puzzles are made, each with a solution.
+"""Countdown: make the target from the numbers, each used once. Puzzles are generated, each with a solution.
 
     python recipes/countdown.py [--model Qwen/Qwen2.5-3B-Instruct] [--run runs/countdown]
     python recipes/countdown.py --tiny  # tries everything out, on a laptop
 
-A tenth of the reward is for an expression of the right numbers with another value: without it, small models see no reward for
-long. The settings are for one GPU with 80 GB; they have not been run.
+An expression of the right numbers with another value earns a tenth of the reward: without that, small models see no reward for a
+long time. The settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig

@@ -1,12 +1,12 @@
-"""GSM8K: grade-school problems in words, with an R1-style prompt and think and answer tags.
+"""GSM8K: grade-school word problems, with an R1-style prompt and think and answer tags.
 
     python recipes/gsm8k.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data openai/gsm8k] [--run runs/gsm8k]
     python recipes/gsm8k.py --tiny --data PATH  # tries everything out, on a laptop
 
-The setting of a study of entropy and gradient noise: on-policy, rewards minus the mean of their group, a constant normaliser
-(Dr. GRPO), 256 samples an iteration. A tenth of the reward is for the form. Held out is a part of the train file; the test
-file is for the end: `ttrl eval CHECKPOINT --tasks gsm8k --option gsm8k.style=r1`. The settings are for one GPU with 80 GB;
-they have not been run.
+The settings of a study of entropy and gradient noise: on-policy, rewards minus the mean of their group, a constant normaliser
+(Dr. GRPO), 256 samples per iteration. A tenth of the reward is for the format. Part of the train file is held out; the test file
+is kept for the end: `ttrl eval CHECKPOINT --tasks gsm8k --option gsm8k.style=r1`. The settings are for one GPU with 80 GB; they
+have not been run.
 """
 
 from ttrl import TrainConfig

@@ -1,16 +1,16 @@
-"""Guess a die's number in three tries: an example of a conversation of several turns, on a laptop.
+"""Guess the number on a die in three tries: an example of a multi-turn conversation, on a laptop.
 
     python recipes/guess_number.py [--run runs/guess_number] [--seed 0]
 
-The model names a number from 1 to 6 and is told "higher" or "lower"; who heeds that, and guesses in the middle, wins every
-game. A random model of a million parameters is warmed up by supervised training on games of players of whom every other one
-heeds what it is told. It then wins about half of its games, as many as one who guesses at random. From there on it is told
-nothing but whether it won: every guess is trained with the reward of its game, what the other side says is not.
+The model names a number from 1 to 6 and is told "higher" or "lower"; a player who heeds that, and guesses in the middle, wins
+every game. A random model of a million parameters is warmed up by supervised training on games in which half of the players heed
+what they are told. It then wins about half of its games, as many as by guessing at random. From then on it learns only from
+whether it won: every guess is trained with the reward of its game, and what the other side says is not trained.
 
-The example shows how such a task is written, not how well it can be learnt: the settings are not tuned. In four iterations the
+The example shows how to write such a task, not how well it can be learnt: the settings are not tuned. In four iterations the
 share of 128 held-out games that were won went from 0.54 to 0.63 (either may be off by 0.09). With a learning rate of 1e-3 it
-reached 0.74 after five and fell to 0 after seven, when the model no longer ended its answers.
-Interrupt it whenever you like: the same command continues where it was.
+reached 0.74 after five and fell to 0 after seven, when the model no longer ended its answers. Interrupt it whenever you like: the
+same command continues where it was.
 """
 
 import functools

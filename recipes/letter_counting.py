@@ -2,17 +2,17 @@
 
     python recipes/letter_counting.py [--run runs/letter_counting] [--seed 0]
 
-A random model of a million parameters is warmed up by supervised training on words of up to 8 letters and answers that spell
-the word and number the letter asked for: "str1awber2r3y: 3". Words with a letter twice or three times are rarer there than
-they will be asked for, as in real text, and words of 9 and 10 letters are unknown. From there on it is told no answers any
-more: every count is asked equally often, of words of up to 10 letters, vLLM samples, the grader rewards the last number of the
-reply and nothing else, the GRPO recipe trains. Interrupt it whenever you like: the same command continues where it was.
+A random model of a million parameters is warmed up by supervised training on words of up to 8 letters and answers that spell the
+word and number the letter asked for: "str1awber2r3y: 3". Words that contain a letter two or three times are rarer there than in
+the questions that follow, as in real text, and words of 9 and 10 letters do not occur. From then on it is no longer given any
+answers: every count is asked for equally often, in words of up to 10 letters; vLLM samples, the grader rewards only the last
+number of the reply, and the GRPO recipe trains. Interrupt it whenever you like: the same command continues where it left off.
 
-The warm start is long because copying is what the model learns late: after 200 steps (seed 2) most of what was wrong, and half
-of what was right, was miscopied, and GRPO, which is told nothing of that, came from 0.67 to 0.78; after 300 (seed 1, constant
+The warm start is long because copying is what the model learns late: after 200 steps (seed 2) most of what was wrong, and half of
+what was right, was miscopied, and GRPO, which is told nothing of that, came from 0.67 to 0.78; after 300 (seed 1, constant
 learning rate) from 0.71 to 0.85 and back to 0.78. With these settings, seeds 3, 4 and 5: the reward of the samples rose from
-0.78, 0.77 and 0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five), and of 256 held-out words
-that were looked at for no setting 0.844, 0.859 and 0.863 were right before and 0.879, 0.918 and 0.898 after.
+0.78, 0.77 and 0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five), and of 256 held-out words that
+played no part in choosing the settings, 0.844, 0.859 and 0.863 were right before and 0.879, 0.918 and 0.898 after.
 """
 
 from ttrl import TrainConfig

@@ -2,9 +2,9 @@
 
     python recipes/sort_letters.py [--run runs/sort_letters] [--seed 0]
 
-A random model of a million parameters is warmed up by supervised training on words of 3 to 5 letters; it then sorts about half
-of the held-out words of 8 letters. From there on it is told no answers any more: vLLM samples, the grader rewards, the GRPO
-recipe trains, on words of 3 to 8 letters. Interrupt it whenever you like: the same command continues where it was.
+A random model of a million parameters is warmed up by supervised training on words of 3 to 5 letters; it then sorts about half of
+the held-out words of 8 letters. From then on it is no longer given any answers: vLLM samples, the grader rewards and the GRPO
+recipe trains, on words of 3 to 8 letters. Interrupt it whenever you like: the same command continues where it left off.
 """
 
 from ttrl import TrainConfig

@@ -3,7 +3,7 @@
     python recipes/temporal_clue.py [--model Qwen/Qwen2.5-14B-Instruct] --data PATH [--run runs/temporal_clue]
     python recipes/temporal_clue.py --tiny --data PATH  # tries everything out, on a laptop
 
-The data is a file or folder of puzzles: the published ones, or some of your own:
+The data is a file or folder of puzzles: the published ones, or generated ones:
 
     ttrl tasks generate temporal-clue --n 3000 --out puzzles/train.jsonl --seed 1
 

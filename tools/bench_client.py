@@ -3,12 +3,12 @@
     python tools/bench_client.py [--tokens 64] [--rounds 2] [--uvloop]
 
 The server is a process of its own on the loopback: it answers as vLLM does (token ids, log-probabilities), from memory. Streams
-get their tokens one step at a time, all streams together, as from a real engine. Ways, in alternation:
+get their tokens one step at a time, all streams in step, as from a real engine. Clients, alternating:
 
 openai   the openai client: completions.create, with every choice (or chunk) read
 ttrl     ChatAttempt, read_choice, openai_choice, as in get_task_results; streams with an on_chunk that reads every token
 
-Printed: the median over the rounds of CPU µs per token, and how many times cheaper ttrl is.
+Printed: the median CPU µs per token over the rounds, and how many times cheaper ttrl is.
 """
 
 import argparse
@@ -224,9 +224,9 @@ async def measure(url: str, tokens: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=64, help="of each completion")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--uvloop", action="store_true", help="the client's event loop is uvloop's (install it first)")
+    parser.add_argument("--uvloop", action="store_true", help="run the client on uvloop (install it first)")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

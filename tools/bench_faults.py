@@ -2,9 +2,9 @@
 
     python tools/bench_faults.py [--completions 2000] [--share 0.2] [--seed 0]
 
-Four ways of asking (one sample or eight per request, streamed or not), each once without faults and once with every kind of fault
-in equal parts. Samples are seeded, so sample k of a task is one and the same answer in both runs, however often it was asked for:
-text, token ids, logprobs and reward must be equal wherever the sample finished. Exits with 1 where anything is wrong.
+Four kinds of requests (one sample or eight per request, streamed or not), each once without faults and once with every kind of
+fault in equal parts. Samples are seeded, so sample k of a task is the same answer in both runs, however often it was requested:
+text, token ids, logprobs and reward must be equal wherever the sample finished. Exits with 1 if anything is wrong.
 """
 
 import argparse
@@ -173,7 +173,7 @@ def table(ways: Sequence[Way]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--completions", type=int, default=2000)
-    parser.add_argument("--share", type=float, default=0.2, help="of the requests, how many meet a fault")
+    parser.add_argument("--share", type=float, default=0.2, help="share of the requests that meet a fault")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.getLogger("ttrl").setLevel(logging.ERROR)

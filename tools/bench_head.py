@@ -1,12 +1,13 @@
-"""Output projection and loss: seconds and memory of each way, on one thread.
+"""Output projection and loss: seconds and memory of each implementation, on one thread.
 
     python tools/bench_head.py [--vocabulary 32000 152000] [--ways ...] [--width 512] [--positions 4096] [--trained 0.4]
     python tools/bench_head.py --device cuda         # never run on a GPU yet
 
-Forward and backward of -log p over random hidden states. Each way and vocabulary runs in a process of its own. Seconds: the
-fastest of the rounds; with one thread on a CPU the process's CPU seconds, which other processes disturb less. MB: the peak of the
-process beyond what it held before, without the gradients of weight and hidden states, which every way must hold in the end. The
-floor is the three products that are needed at trained positions, at the speed of the widest one, measured in the same process.
+Forward and backward of -log p over random hidden states. Each implementation and vocabulary runs in a process of its own.
+Seconds: the fastest of the rounds; with one thread on a CPU, the process's CPU seconds, which other processes disturb less. MB:
+the peak of the process beyond what it held before, excluding the gradients of weight and hidden states, which every
+implementation must hold in the end. The floor is the three products that are needed at trained positions, at the speed of the
+widest one, measured in the same process.
 """
 
 import argparse

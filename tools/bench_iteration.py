@@ -1,15 +1,15 @@
 """What a whole iteration costs: seconds of sampling, of training, and of everything else. `python tools/bench_iteration.py`
 
-From the quickstart's warm model, with a real server and the real trainer, the same loop as any run:
+Starts from the quickstart's warm model, with a real server, the real trainer and the same loop as any run:
 
     one update   512 samples, one optimizer step on all of them
-    quickstart   512 samples, four optimizer steps, as recipes/sort_letters.py has it
+    quickstart   512 samples, four optimizer steps, as in recipes/sort_letters.py
     few-shot     a prompt of about 256 tokens in front of each task, shared by the samples of a row
     padded       the same tasks, each sample in a row of its own: what a trainer of padded rows computes
 
-A line for each: means per iteration and half their 95% intervals. The first iterations warm up and are left out. Nothing is
-validated, so that all sampling is for training. Run folders lie in --work; a setting whose run is complete there is not run
-again.
+Prints a line for each: means per iteration, and half the width of their 95% intervals. The first iterations are warm-up and are
+left out. Nothing is validated, so that all sampling is for training. Run folders are in --work; a setting whose run is complete
+there is not run again.
 """
 
 import argparse
@@ -113,8 +113,8 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/bench_iteration"))
-    parser.add_argument("--iterations", type=int, default=10, help="that count")
-    parser.add_argument("--only", nargs="*", help="names of settings")
+    parser.add_argument("--iterations", type=int, default=10, help="iterations that are measured")
+    parser.add_argument("--only", nargs="*", help="names of the settings to run")
     parser.add_argument("--trainer", choices=("resident", "once"), default="resident")
     parser.add_argument("--off-policy-steps", type=int, choices=(0, 1), default=0)
     parser.add_argument("--few-shot-tokens", type=int, default=256)

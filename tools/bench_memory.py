@@ -1,9 +1,10 @@
-"""Does the memory of a process that samples stay flat? 50,000 completions of 64 tokens with logprobs, 16 per request.
+"""Does a sampling process's memory stay flat? 50,000 completions of 64 tokens with logprobs, 16 per request.
 
     python tools/bench_memory.py [--completions 50000] [--n 16] [--tokens 64] [--streamed] [--cache FOLDER]
 
-First through `iter_task_results`, which keeps nothing: the resident memory after every tenth of them. Then a twentieth as many
-through `get_task_results`, which keeps every sample: bytes per sample. The server is that of the tests, in its own process.
+First through `iter_task_results`, which keeps nothing, printing the resident memory after every tenth of them. Then a twentieth
+as many through `get_task_results`, which keeps every sample, printing bytes per sample. The server is the one from the tests, in
+its own process.
 """
 
 import argparse

@@ -4,14 +4,14 @@
 
 The setting is that of recipes/sort_letters.py: the same warm start (one for each seed), tasks, rewards, learning rate and number
 of samples and updates. Training is the recipe's own `train` with its files; samples are drawn in this process by transformers
-with a KV cache, in the place of a server, from the checkpoint that the recipe wrote. 256 held-out words are answered greedily
-before the first and after each iteration.
+with a KV cache, instead of a server, from the checkpoint that the recipe wrote. 256 held-out words are answered greedily before
+the first iteration and after each.
 
-One line a run is added to DIR/results.jsonl, and runs that are there already are not made again: interrupt it whenever you like.
-Several processes may share DIR, each with objectives of its own, once the warm starts are there. A run of 40 iterations takes
-about two minutes on an idle core.
+Each run adds a line to DIR/results.jsonl, and runs that are already there are not repeated: interrupt it whenever you like.
+Several processes may share DIR, each with objectives of its own, once the warm starts exist. A run of 40 iterations takes about
+two minutes on an idle core.
 
-The table: iterations until 90% of the held-out words are sorted (of each seed; - where it did not happen), and after the last
+The table: iterations until 90% of the held-out words are sorted (for each seed; - if that never happened), and after the last
 iteration that share, the mean reward of the held-out words (both with 95% intervals from Student's t over the seeds), and the
 policy's entropy per token in nats.
 """
@@ -85,7 +85,7 @@ def arguments() -> argparse.Namespace:
         "--work", type=Path, default=Path("runs/objectives"), help="results, warm starts and the newest checkpoint"
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--table", action="store_true", help="print the table of what is there and stop")
+    parser.add_argument("--table", action="store_true", help="only print the table of the existing results")
     chosen = parser.parse_args()
     chosen.objectives = list(OBJECTIVES) if chosen.objectives == "all" else chosen.objectives.split(",")
     chosen.seeds = [int(seed) for seed in chosen.seeds.split(",")]

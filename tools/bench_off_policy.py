@@ -1,10 +1,10 @@
 """What sampling one step off policy gains and costs, on the quickstart. `python tools/bench_off_policy.py [--seeds 5]`
 
-Both orders of phases (`off_policy_steps` 0 and 1), the same seeds, warm models, tasks and settings as recipes/sort_letters.py,
-and the same number of iterations for all runs: the held-out share of words sorted exactly after the last one, the best one, the
-first iteration with at least 0.9, and the wall time of the iterations. A line for each run as it ends, then means with 95%
-intervals (Student's t) and the paired differences. Runs that are complete in --work are not run again; one that was interrupted
-is begun anew, so that its time is that of one process.
+Runs both orders of phases (`off_policy_steps` 0 and 1) with the same seeds and number of iterations, and with the warm models,
+tasks and settings of recipes/sort_letters.py. Reported are the share of held-out words sorted exactly after the last iteration,
+the best share, the first iteration with at least 0.9, and the wall time of the iterations: a line for each run as it ends, then
+means with 95% intervals (Student's t) and the paired differences. Runs that are complete in --work are not run again; one that
+was interrupted is restarted from scratch, so that its time is that of one process.
 """
 
 import argparse

@@ -4,15 +4,14 @@
         [--packs 50000] [--means 100 300 1000] [--input lists|arrays]
 
 The table: unique useful tokens / (rows × seq_len) for lognormal completion lengths (`--spread`: standard deviation of the
-logarithm), beside greedy packing in the order given and a proven lower bound on the number of rows
-(placement_bounds.py). Useful are each prompt once and each completion. A completion is clipped to what fits
-beside its prompt; a prompt is clipped to half a row, which concerns prompts of 8,000 in rows of 4,096 only. All 96 settings
-count.
+logarithm), compared with greedy packing in the order given and with a proven lower bound on the number of rows
+(placement_bounds.py). Each prompt counts as useful once, and each completion. A completion is clipped to what fits after its
+prompt; a prompt is clipped to half a row, which affects only prompts of 8,000 in rows of 4,096. All 96 settings count.
 
 The dealing: how long data-parallel ranks would wait for each other (ttrl/data/packing/row_balance.py).
 
-The times: 5,000, 50,000 and 200,000 completions placed, and `--packs` packed with their tensors, on one thread, with the peak of
-memory; a mean of 300 with prompts of 1,000 has a prompt of its own for each completion.
+The times: 5,000, 50,000 and 200,000 completions placed, and `--packs` packed with their tensors, on one thread, with the peak
+memory; in the setting with a mean of 300 and prompts of 1,000, each completion has a prompt of its own.
 """
 
 import argparse

@@ -1,19 +1,19 @@
-"""What does `get_task_results` cost beside the least that any client must do? On one real vLLM server, in alternation.
+"""What does `get_task_results` cost, compared with the least that any client must do? On one real vLLM server, alternating.
 
     python tools/bench_rollouts.py [--tasks 32] [--samples 16] [--tokens 64] [--rounds 5] [--url URL --model NAME]
 
-Ways, each sampling tasks × samples completions of exactly `tokens` tokens with token ids and log-probabilities:
+Clients, each sampling tasks × samples completions of exactly `tokens` tokens with token ids and log-probabilities:
 
-raw           a bare load generator: aiohttp posts the bodies and throws the answers away unread
+raw           a bare load generator: aiohttp posts the bodies and discards the answers unread
 ttrl          get_task_results, n samples per request, not streamed: what training uses
 ttrl stream   the same with on_chunk, which sees every token: one stream per sample
 ttrl stream n the same with one stream for all samples of a task: samples_per_request=n
-raw stream    a bare generator for one stream per sample: aiohttp reads the streams and throws them away
+raw stream    a bare generator for one stream per sample: aiohttp reads the streams and discards them
 openai        the plain openai client, n samples per request, not streamed, its answers read
 openai stream the plain openai client, one stream per sample, its chunks read
 
-Printed: tokens per second of wall clock, as a share of the raw way of the same kind, and the client's CPU time per token. Client
-and server share the machine, so that a cheap client leaves the server more of it. The server's own bounds hold for all.
+Printed: tokens per second of wall clock, as a share of the raw client of the same kind, and the client's CPU time per token.
+Client and server share the machine, so a cheap client leaves more of it to the server. The server's own limits apply to all.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--url", help="a server that runs already; its key is taken from --key")
+    parser.add_argument("--url", help="a server that is already running; its key is taken from --key")
     parser.add_argument("--key", default="EMPTY")
     parser.add_argument("--model", default="m")
     options = parser.parse_args()

@@ -1,14 +1,16 @@
-"""How well requests are scheduled by a server's KV capacity, beside a fixed number in flight: `python tools/bench_scheduling.py`
+"""How good is scheduling by a server's KV-cache capacity, compared with a fixed number of requests in flight?
+
+    python tools/bench_scheduling.py [--only WORD]
 
 A pure simulation (no server, no sockets, no waiting: the clock jumps to the next event), in which the real
 `ttrl.rollouts.scheduling.servers` sends to a simulated vLLM: blocks of KV cache, prompts shared by the samples of a task, first
-come first served, chunked prefill, max_num_seqs, and preemption of the newest request when the cache is full, computed again from
-the start. A step takes a constant time, plus so much per token in it, plus so much per token in the cache that it reads: about a
-7B model on one large GPU.
+come first served, chunked prefill, max_num_seqs, and preemption of the newest request when the cache is full, which is then
+recomputed from the start. A step takes a constant time, plus a time per token in it, plus a time per cached token that it reads:
+roughly a 7B model on one large GPU.
 
-Left out: blocks of finished requests that stay in the prefix cache, CPU time of server and client, the network but for a constant
-5 ms, steps that differ in time for other reasons, other users of the server. Fixed numbers in flight are at their best here for
-the same reason: nothing costs anything in the client.
+Left out: blocks of finished requests that stay in the prefix cache, CPU time of server and client, the network except for a
+constant 5 ms, other variations in step time, other users of the server. Fixed numbers in flight are at their best here because
+the client's work costs nothing.
 """
 
 import argparse
@@ -323,7 +325,7 @@ def simulate(workload: Workload, concurrency: int | None, *, seed: int = 0, most
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", help="workloads whose name contains this")
+    parser.add_argument("--only", help="only workloads whose names contain this")
     only = parser.parse_args().only
     start = time.perf_counter()
     print(f"{'workload':28}{'in flight':>12}{'tokens/s':>10}{'KV used':>9}{'running':>9}{'preempted':>11}{'again':>7}{'most':>7}")

@@ -2,13 +2,13 @@
 
     python tools/bench_sharing.py [FILE] [--tokenizer FOLDER] [--prefix 1000] [--questions 50] [--samples 16] [--seq-len 4096]
 
-FILE is GSM8K's train.jsonl (../shared/data/gsm8k/train.jsonl where it exists); without one, texts of about the same lengths are
-made up. The prefix is worked examples, cut to exactly so many tokens. A sample is the right answer, with its end cut off or words
-appended at random: a question's samples therefore begin alike, which must save nothing, as what was generated belongs to one
-sample. Without `--tokenizer` a token is a word, a digit, a sign or the end of a line.
+FILE is GSM8K's train.jsonl (../shared/data/gsm8k/train.jsonl if it exists); without one, texts of about the same lengths are made
+up. The prefix consists of worked examples, cut to exactly `--prefix` tokens. A sample is the right answer, with its end cut off
+or words appended at random: a question's samples therefore begin alike, which must save nothing, since generated tokens belong to
+one sample only. Without `--tokenizer`, a token is a word, a digit, a punctuation mark or a line end.
 
-Printed for each way of sharing: positions stored in all rows, the same as a share of no sharing, rows, how full they are, the
-attention's query-key pairs, and seconds for the whole pack, its check included.
+Printed for each way of sharing: positions stored in all rows, the same as a share of those without sharing, rows, how full they
+are, the attention's query-key pairs, and seconds for the whole pack, including its check.
 """
 
 import argparse

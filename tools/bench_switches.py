@@ -3,19 +3,18 @@
     python tools/bench_switches.py [--width 384] [--layers 4] [--rows 4] [--seq-len 1024] [--vocab 4096] [--device cpu] [NAME ...]
 
 A random Qwen2-shaped model trains on made-up groups of 8 samples. Each line is a process of its own (two for the parallel ones),
-with one thread; of its two steps the first warms up and compiles, the second is measured.
+with one thread; the first of its two steps warms up and compiles, the second is measured.
 
-    CPU s      of the first process, which other work on the machine disturbs little (--device cuda: seconds of the clock)
-    step MB    the highest memory during the step, less what was held before it (gradients included, they are made in the step)
+    CPU s      of the first process, which other work on the machine disturbs little (--device cuda: wall-clock seconds)
+    step MB    the peak memory during the step, minus what was held before it (including gradients, which are made in the step)
     held MB    parameters and optimizer state of one process
     ‖Δg‖/‖g‖   the difference of the gradient to the plain one's, over all parameters; not to be seen where the optimizer works in
                the backward pass, where the weights after the step are compared instead; those of adapters to LoRA's own
 
-"plain" is AdamW, fused, and a head that takes the gradient of its logits in the forward pass, as for losses of single tokens;
-where the loss asks for more (entropy, KL over the vocabulary, whole samples), the head is recomputed in the backward pass.
+"plain" is AdamW, fused, and a head that takes the gradient of its logits in the forward pass, as for losses of single tokens; if
+the loss needs more (entropy, KL over the vocabulary, whole samples), the head is recomputed in the backward pass.
 
-With --device cuda, those are added that need it: activation offloading, CPU offload, the optimizer on the CPU. Never run on
-a GPU.
+--device cuda adds the switches that need it: activation offloading, CPU offload, the optimizer on the CPU. Never run on a GPU.
 """
 
 import argparse

@@ -5,21 +5,21 @@
     python tools/bench_train.py --device cuda        # the shapes of Qwen2.5 1.5B and 7B, never run on a GPU yet
 
 A workload is prompt × samples × completion in tokens; rows are full, with as many prompts as fit. A step is forward, backward and
-a fused AdamW step over one row of each. The ways:
+a fused AdamW step over one row of each. The variants:
 
     padded      one completion per row, plain causal attention, logits at every position: what a trainer without sharing does
     dense       shared prompts, a dense mask, untrimmed rows, logits at every position with their entropy, all at once
     ours        what the recipe runs: attention by device (split and merge on the CPU, FlexAttention on CUDA), trimmed rows, head
                 at trained positions with the gradient in the forward pass
-    ours bf16   the same under autocast; on CUDA all ways run in bf16
+    ours bf16   the same under autocast; on CUDA all variants run in bf16
 
-Ways and the model's largest matrix products take turns. Of the seconds of all rounds the fastest and the median are printed; with
-one thread on a CPU they are the process's CPU seconds, which other processes disturb less. Ratios are those of the fastest. The
+Variants and the model's largest matrix products alternate. The fastest and the median seconds over all rounds are printed; with
+one thread on a CPU they are the process's CPU seconds, which other processes disturb less. Ratios are between the fastest. The
 floor is the exact FLOPs of the shared prompts (ttrl/costs/flops.py) at the fastest such product in the same dtype: by torch.mm,
 and on the CPU in fp32 also by oneDNN, which the recipe's projections use (ttrl/training/kernels/cpu_products.py) and torch.mm
-does not. Useful tokens are trained ones. The first round of "ours" warms up and does not count; the padded and the dense way,
-which take far longer, run in the last `--slow-rounds` rounds alone. The small model takes about three minutes, the large one
-about ten.
+does not. Useful tokens are the trained ones. The first round of "ours" is warm-up and does not count; the padded and dense
+variants, which take far longer, run only in the last `--slow-rounds` rounds. The small model takes about three minutes, the large
+one about ten.
 """
 
 import argparse
@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--workload", nargs="*", help="prompt × samples × completion, as 256x16x100")
     parser.add_argument("--ways", nargs="*", default=["padded", "dense", "ours", "ours bf16"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slow-rounds", type=int, default=2, help="of the padded and the dense way")
+    parser.add_argument("--slow-rounds", type=int, default=2, help="rounds of the padded and dense variants")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     models, workloads, seq_len = ON_DEVICE[arguments.device]

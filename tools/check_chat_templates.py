@@ -1,12 +1,12 @@
 """Tries the mask of `ttrl.data.chat.templates` on every chat template in a folder. `python tools/check_chat_templates.py FOLDER`
 
-For each *.jinja file (and each template in a tokenizer_config.json), eleven conversations, and three checks beside those that
-ttrl makes by itself: the mask of transformers with the tagged template is the same; each assistant text lies inside its marked
-region and nowhere else; nothing of the other roles lies in one. The tokenizer is made on the spot: byte-level BPE, trained on the
-template, with the special tokens that the template writes.
+For each *.jinja file (and each template in a tokenizer_config.json), eleven conversations, and three checks in addition to ttrl's
+own: transformers computes the same mask from the tagged template; each assistant text lies inside its marked region and nowhere
+else; no text of other roles lies in one. The tokenizer is made on the spot: byte-level BPE, trained on the template, with the
+special tokens that the template writes.
 
-A table is printed: trained turns / assistant turns for each conversation, "-" where the template itself refuses the conversation,
-"!" where ttrl does; and the reasons. Exit status 1 when a mask is wrong.
+A table is printed: trained turns / assistant turns for each conversation, "-" if the template itself refuses the conversation,
+"!" if ttrl does; and the reasons. Exit status 1 if a mask is wrong.
 """
 
 import argparse
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--special", action="append", default=[], help="one more special token of the tokenizers")
+    parser.add_argument("--special", action="append", default=[], help="an additional special token for the tokenizers")
     parser.add_argument("--stop", action="append", help="a token at which the models stop; default: found by rendering")
     options = parser.parse_args(argv)
     results = {name: check(name, text, tuple(options.special), options.stop) for name, text in templates_in(options.folder)}

@@ -1,18 +1,18 @@
-"""Who may import whom: the house's table as data, and a check of every file against it. `python tools/check_imports.py [ROOT]`
+"""Who may import whom: the table as data, and a check of every file against it. `python tools/check_imports.py [ROOT]`
 
 Data flows one way (tasks → rollouts → data → file → recipe → file → server), and a process loads only what it needs: one that
-only samples never loads torch, a recipe never loads openai or vllm. Both follow from which file may name which package: that is
-checked, over the syntax tree of every file in ttrl/. Imports inside functions count like any other. A room is a folder; a folder
-inside it is a room of its own, with a line of its own. Reported as `file:line: what`:
+only samples never loads torch, a recipe never loads openai or vllm. Both follow from which file may name which package, which is
+checked in the syntax tree of every file in ttrl/. Imports inside functions count like any other. A room is a folder; a folder
+inside it is a separate room with its own line. Reported as `file:line: what`:
 
 - a room that imports a room or a third-party package outside its line of the table, or that has no line;
-- circles of files and of rooms, imports inside functions and below `if TYPE_CHECKING:` included;
+- import cycles between files or rooms, including imports inside functions and under `if TYPE_CHECKING:`;
 - third-party packages that pyproject.toml does not declare;
 - files of more than 600 lines, files under 40 that are not named in SMALL_FILES, rooms of more than 20 files;
-- dotted names such as `ttrl.data.masks` in strings and in the docs that lead nowhere;
+- dotted names such as `ttrl.data.masks` in strings and in the docs that do not exist;
 - anything in recipes/ that could be mistaken for a package or a library.
 
-Exit status 1 when there is anything to report. `--rooms` prints files and lines of each room instead.
+Exit status 1 if there is anything to report. `--rooms` prints files and lines of each room instead.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Does an update depend on how it is computed? One of 64 samples, in every way, against float64 on unpacked sequences.
+"""Does an update depend on how it is computed? One of 64 samples, computed in every way, against float64 on plain sequences.
 
     python tools/check_invariance.py [--only WORD] [--skip WORD] [--objective NAME]
 
 Processes × rows in a microbatch (fewer than all accumulate) × orders of packing × {checkpointing, compilation, both}; then other
-switches by themselves, tensor parallelism and bf16 among them. For each ‖g - g₆₄‖/‖g₆₄‖ over all parameters, and the same of the
-change that one SGD step makes. g₆₄ is computed by transformers, in float64, one plain sequence after the other, from the formulas
-of the objective written out here. Beside bf16 stands what transformers comes to under autocast.
-Exit status 1 where an fp32 way differs by 1e-5 or more.
+switches by themselves, including tensor parallelism and bf16. Printed for each: ‖g - g₆₄‖/‖g₆₄‖ over all parameters, and the same
+for the change made by one SGD step. g₆₄ is computed by transformers in float64, one plain sequence at a time, from the formulas
+of the objective written out here. The line for bf16 also shows the error of transformers under autocast. Exit status 1 if an fp32
+variant differs by 1e-5 or more.
 """
 
 import argparse
@@ -280,8 +280,8 @@ def errors_in_processes(chosen: list[Way], inputs: Inputs, processes: int) -> li
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="ways whose name holds this word")
-    parser.add_argument("--skip", help="ways whose name does not hold this word")
+    parser.add_argument("--only", default="", help="only variants whose names contain this word")
+    parser.add_argument("--skip", help="only variants whose names do not contain this word")
     parser.add_argument("--objective", choices=list(OBJECTIVES), help="all unless given")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -3,17 +3,17 @@
     python tools/check_memory.py [--moments] [--default-heap] [NAME ...]
 
 Each line is the real recipe (`ttrl.grpo_recipe.train`) in a fresh process with one thread, on a random model and made-up groups
-of 8 samples; with 2 processes (FSDP2 over gloo), the first of them. Measured is the highest resident memory, less what the
-process held once everything was imported.
+of 8 samples; with 2 processes (FSDP2 over gloo), it is the first of them. The measured figure is the highest resident memory,
+minus what the process held once everything was imported.
 
     MB         of the whole recipe, highest of all moments
     ratio      estimated / measured
-    moment     of the recipe, in which the estimate is highest; pages of mapped files aside, which are in the figures
+    moment     the point at which the estimate is highest, not counting pages of mapped files (which are in the figures)
 
-What the tensors need is measured: glibc maps each block of 1 MB and more by itself (MALLOC_MMAP_THRESHOLD_), as it does with all
-above 32 MB anyway. `--default-heap` leaves that as it is; what is lost between freed blocks is then in the figures.
+Only what the tensors need is measured: glibc is made to map each block of 1 MB or more separately (MALLOC_MMAP_THRESHOLD_), as it
+does above 32 MB anyway. `--default-heap` keeps glibc's default; the figures then include what is lost between freed blocks.
 
-`--moments` adds the lines of single moments: the highest resident memory in each, and the estimate with its parts.
+`--moments` adds a line for each point of the recipe: its highest resident memory, and the estimate with its parts.
 """
 
 import argparse

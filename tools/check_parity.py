@@ -1,10 +1,10 @@
 """Our decoders against transformers, family by family, on tiny random models. `python tools/check_parity.py [NAME ...]`
 
-For each model the same samples go through transformers one by one and through ours twice: one by one, and packed into rows with
-shared beginnings. Windows are shorter than the samples, so that positions, not places in the row, must decide what a token sees.
-Printed, for fp32 (both sides) and float64 (both sides):
+For each model, the same samples go through transformers one by one, and through ours twice: one by one, and packed into rows with
+shared beginnings. Windows are shorter than the samples, so that positions, not places in the row, must decide what a token
+attends to. Printed, for fp32 (both sides) and float64 (both sides):
 
-    logits     largest |difference| of a logit, samples one by one; and the largest |logit|, for comparison
+    logits     largest |difference| of any logit, samples one by one; and the largest |logit|, for comparison
     gradient   largest ‖difference‖/‖gradient‖ of a parameter, of a loss with a random weight for each log-probability;
                one by one, and packed
 """

@@ -1,10 +1,9 @@
-"""`ttrl plan` against what comes out: plans the quickstart with a probe, runs it, and prints both. Takes about three minutes.
+"""`ttrl plan` against measurement: plans the quickstart with a probe, runs it, and prints both. Takes about three minutes.
 
     python tools/check_plan.py [--iterations 8] [--run FOLDER] [--tolerance 0.25] [--only-compare]
 
-Each line is planned / measured; memory is that of all processes of trainer and server, the highest resident size that was seen.
-Ends with 1 where the time of an iteration or the memory of trainer or server is further off than the tolerance. Wants a quiet
-machine.
+Each line is planned / measured; memory is the highest resident size seen, over all processes of trainer or server. Exits with 1
+if the time of an iteration or the memory of trainer or server is further off than the tolerance. Needs an otherwise idle machine.
 """
 
 import argparse
@@ -44,9 +43,9 @@ def compare(run: Path, peaks: dict[str, float]) -> list[PlanOutcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--run", type=Path, help="a run folder; without it, one that is removed again")
+    parser.add_argument("--run", type=Path, help="a run folder; by default a temporary one")
     parser.add_argument("--tolerance", type=float, default=0.25)
-    parser.add_argument("--only-compare", action="store_true", help="with --run: it has been made already")
+    parser.add_argument("--only-compare", action="store_true", help="compare an existing run, given with --run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ttrl-check-plan-") as temporary:
         run = arguments.run or Path(temporary, "run")

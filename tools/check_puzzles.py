@@ -1,12 +1,13 @@
-"""Checks puzzles with another solver: one solution, and not one clue too many. `python tools/check_puzzles.py --n 200`
+"""Checks puzzles with another solver: exactly one solution, and no redundant clue. `python tools/check_puzzles.py --n 200`
 
-Each puzzle is read again from its prompt, as a person would: nothing but the text and the solution is taken from the generator.
-What the sentences say is modelled anew (check_puzzles_sat.py: clauses for CaDiCaL; or, `--solver cp-sat`, integers for CP-SAT of
-OR-Tools, a hundred times slower). The generator uses another solver of the same package, python-sat, and clauses of its own.
-OR-Tools asks for another protobuf than vLLM was tested with, so it goes into a folder of its own: `pip install --no-deps --target
-DIR ortools absl-py immutabledict`, then `PYTHONPATH=DIR python tools/check_puzzles.py --solver cp-sat`.
+Each puzzle is read back from its prompt, as a person would read it: only the text and the solution are taken from the generator.
+What the sentences say is modelled independently (check_puzzles_sat.py: clauses for CaDiCaL; or, `--solver cp-sat`, integers for
+CP-SAT of OR-Tools, a hundred times slower). The generator uses another solver of the same package, python-sat, and clauses of its
+own. OR-Tools requires a different protobuf from the one that vLLM was tested with, so it goes into a separate folder: `pip
+install --no-deps --target DIR ortools absl-py immutabledict`, then `PYTHONPATH=DIR python tools/check_puzzles.py --solver
+cp-sat`.
 
-`--file FILE` checks the temporal-clue puzzles of a file instead, also the published ones.
+`--file FILE` checks the temporal-clue puzzles of a file instead, including the published ones.
 """
 
 import argparse
@@ -114,7 +115,7 @@ def main() -> int:
     parser.add_argument("--seed", default="0")
     parser.add_argument("--solver", choices=tuple(SOLVERS), default="sat")
     parser.add_argument(
-        "--scope", choices=("answers", "night"), default="answers", help="of temporal-clue: what its clues settle"
+        "--scope", choices=("answers", "night"), default="answers", help="what the clues of temporal-clue determine"
     )
     parser.add_argument("--only", choices=("temporal-clue", "zebra-grid"), help="one family")
     parser.add_argument("--file", type=Path, help="a jsonl file of temporal-clue puzzles to check, instead of new ones")

@@ -1,4 +1,4 @@
-"""Puzzles, read from their text, as integers for CP-SAT of OR-Tools: a part of check_puzzles.py."""
+"""Puzzles, read from their text, as integers for OR-Tools' CP-SAT: part of check_puzzles.py."""
 
 import re
 from collections.abc import Callable, Sequence

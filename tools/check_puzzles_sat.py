@@ -1,8 +1,8 @@
-"""Puzzles, read from their text, as clauses for a SAT solver from elsewhere (CaDiCaL of python-sat): a part of check_puzzles.py.
+"""Puzzles, read from their text, as clauses for another SAT solver (python-sat's CaDiCaL): part of check_puzzles.py.
 
-Every clue is one literal, true exactly where the clue is ("reified", by and- and or-gates over who was where), so that one solver
-answers for a puzzle whether it has another solution, and, by leaving out one assumption at a time, whether each clue is needed.
-Nothing of the generator's own clauses (`ttrl/tasks/temporal_clue/rules.py`) or solver is used.
+Every clue is one literal that is true exactly if the clue is ("reified", by AND and OR gates over who was where), so that one
+solver per puzzle tells whether there is another solution and, by leaving out one assumption at a time, whether each clue is
+needed. None of the generator's own clauses (`ttrl/tasks/temporal_clue/rules.py`) or solver is used.
 """
 
 import re

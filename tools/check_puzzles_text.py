@@ -1,4 +1,4 @@
-"""Temporal-clue puzzles, read from their prompts as a person would: a part of check_puzzles.py."""
+"""Temporal-clue puzzles, read from their prompts as a person would read them: part of check_puzzles.py."""
 
 import re
 from typing import Any, NamedTuple

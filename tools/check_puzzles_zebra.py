@@ -1,4 +1,4 @@
-"""Zebra puzzles, read from their text and modelled for CP-SAT: a part of check_puzzles.py."""
+"""Zebra puzzles, read from their text and modelled for CP-SAT: part of check_puzzles.py."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -1,9 +1,10 @@
 """Weight sync in place, family by family: does vLLM compute with the new weights? `python tools/check_sync.py [NAME ...]`
 
-For each family two tiny random models are written as a trainer writes checkpoints. A vLLM engine is started with the first and
-given the second, once by vLLM's own `reload_weights` and once by ours; each time it is held to the canary, and its weights are
-compared with the files. Printed: the canary's largest difference in nats (what is above 1e-3 is wrong), the elements that differ,
-and how many were compared. "no head" is the same checkpoint without the copy of tied embeddings as lm_head.weight.
+For each family, two tiny random models are written the way a trainer writes checkpoints. A vLLM engine is started with the first
+and given the second, once through vLLM's own `reload_weights` and once through ours; each time it is checked against the canary,
+and its weights are compared with the files. Printed: the canary's largest difference in nats (above 1e-3 is wrong), how many
+elements differ, and how many were compared. "no head" is the same checkpoint without the copy of tied embeddings as
+lm_head.weight.
 """
 
 import argparse
@@ -182,7 +183,7 @@ def main() -> int:
     """Measures and prints; exit status 1 where our way is wrong."""
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"families, out of {', '.join(VARIANTS)}; all unless given")
     names = parser.parse_args().names or list(VARIANTS)
     torch.set_num_threads(1)
     import vllm

@@ -2,13 +2,13 @@
 
     python tools/check_tasks.py [DATA] [--seed 0] [--only gsm8k]
 
-DATA holds published data sets in the folders that SETS names (default: ../shared/data); sets that are not there are left out.
-For each set: rows loaded; the share of reference answers that earn 1.0, which must be all; the mean reward when each task is
-given the reference answer of another, by a random permutation; and what chance gives for that, with its 99% interval, computed
-from the answers themselves, without text and without the grader (Hoeffding 1951, "A combinatorial central limit theorem": mean
-and variance of the sum of a permuted matrix; a task may get its own answer).
+DATA holds published data sets in the folders named by SETS (default: ../shared/data); missing sets are left out. For each set:
+rows loaded; the share of reference answers that earn 1.0, which must be all of them; the mean reward when each task is given
+another task's reference answer, by a random permutation; and the value expected by chance, with its 99% interval, computed from
+the answers themselves, without text and without the grader (Hoeffding 1951, "A combinatorial central limit theorem": mean and
+variance of the sum of a permuted matrix; a task may get its own answer).
 
-Exit status 1 when a reference answer earns less than 1.0, or a mean lies outside of the interval for three shuffles in a row.
+Exit status 1 if a reference answer earns less than 1.0, or a mean lies outside the interval for three shuffles in a row.
 """
 
 import argparse

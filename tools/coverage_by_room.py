@@ -1,6 +1,6 @@
 """Print a table of how many lines of each room were run, from the .coverage file that `pytest --cov=ttrl` leaves.
 
-Lines that run in other processes alone (servers, trainers, graders) count as missed: only pytest's own processes are measured.
+Lines that run only in other processes (servers, trainers, graders) count as missed: only pytest's own processes are measured.
 """
 
 from collections import Counter

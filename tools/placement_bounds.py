@@ -1,12 +1,12 @@
-"""How few rows there can be at all: proven lower bounds, to measure `place` against.
+"""The smallest possible number of rows: proven lower bounds, to measure `place` against.
 
 Groups are one level deep here: a prompt of P positions in every row that holds some of the group's members, of c positions each;
 S positions in a row. A dual-feasible function (DFF) f maps sizes to weights such that the weights of what fits into a row add up
 to at most 1; the bound is then the sum of all weights. Four bounds, of which the largest counts:
 
 - area: a group has at least k parts, by DFFs over its members in rows of S − P, so it takes at least k·P + Σc.
-- exclusive rows: with ε = the smallest part of any group, a part above S − ε has its row for itself and weighs 1. A group may
-  have e such rows and other parts of at most S − ε; the cheapest e counts.
+- exclusive rows: with ε = the smallest part of any group, a part above S − ε has a row to itself and weighs 1. A group may have e
+  such rows and other parts of at most S − ε; the cheapest e counts.
 - members: Σ f(c + P·ψ(c)) for DFFs f over S and ψ over S − P. As Σψ ≤ 1 over the members of a part, these sizes fit into any row
   that the part fits into.
 - parts: the cheapest way, measured by f, of cutting a group into parts as if members could be cut anywhere; f may be a mixture
