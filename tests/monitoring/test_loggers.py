@@ -44,6 +44,11 @@ def made(folder, *entries):
 def test_rows_become_numbers_by_flat_names():
     assert flattened(ROWS[1]) == {"trained": 1.0, "reward": 0.25, "train/entropy": 0.1, "sampler_trainer/mean": 1e-6}
     assert flattened(ROWS[0]) == {"validation_reward": 0.5, "seconds/validate": 1.5, "seconds/total": 2.0}
+    assert flattened({"validation": {"level/3": 0.5, "5": 1.0, "x": 2.0}}) == {
+        "validation/level/3": 0.5,
+        "validation/5": 1.0,
+        "validation/x": 2.0,
+    }
 
 
 def test_each_row_is_logged_once_also_by_a_run_that_is_continued(tmp_path, recorder):

@@ -48,13 +48,20 @@ def flattened(row: Mapping[str, Any]) -> dict[str, float]:
     """
     return {
         name: float(value)
-        for name, value in flat(row, "/").items()
-        if isinstance(value, numbers.Real) and math.isfinite(value) and name != "iteration" and not _by_version(name)
+        for name, value in flat(_without_versions(row), "/").items()
+        if isinstance(value, numbers.Real) and math.isfinite(value) and name != "iteration"
     }
 
 
-def _by_version(name: str) -> bool:
-    return any(part.lstrip("-").isdigit() for part in name.split("/"))
+def _without_versions(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out mappings of which all names are numbers; a grader's metric may have one in its name."""
+    shown = {}
+    for name, value in row.items():
+        if not isinstance(value, Mapping):
+            shown[name] = value
+        elif not all(key.lstrip("-").isdigit() for key in value):
+            shown[name] = _without_versions(value)
+    return shown
 
 
 class Loggers:
