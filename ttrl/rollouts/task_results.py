@@ -153,7 +153,7 @@ async def get_task_results(
                 outcomes.append(outcome)
     except asyncio.CancelledError as cancelled:
         # No subclass with a field: asyncio.timeout looks for this very type.
-        cancelled.results = _collected(sampling, outcomes, start)  # type: ignore[attr-defined]
+        cancelled.results = _collected(sampling, outcomes, start)  # type: ignore[attr-defined]  # see above
         raise
     results = _collected(sampling, outcomes, start)
     stats = results.stats

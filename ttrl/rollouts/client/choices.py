@@ -184,7 +184,7 @@ class _LazyLogprobs(ChoiceLogprobs):
             object.__setattr__(self, name, getattr(built, name))
 
     @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # built when first read
         self._build()
         return self.__dict__
 
@@ -204,7 +204,7 @@ class _LazyLogprobs(ChoiceLogprobs):
         self._build()
         return self == other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # as every class with __eq__ alone
 
     def __repr__(self) -> str:
         self._build()
@@ -315,7 +315,7 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
 
 def with_messages(choice: Choice, messages: list[dict[str, Any]]) -> Choice:
     """Set `choice.messages` to the whole conversation with its reply, which graders of rollouts are given."""
-    choice.messages = copy.deepcopy(messages)  # type: ignore[attr-defined]
+    choice.messages = copy.deepcopy(messages)  # type: ignore[attr-defined]  # an extra field of openai's model
     return choice
 
 

@@ -6,7 +6,7 @@ import math
 try:
     import resource
 except ImportError:  # Windows has no such limit
-    resource = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]  # a module, or none
 
 logger = logging.getLogger(__name__)
 
