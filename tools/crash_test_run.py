@@ -105,9 +105,10 @@ class RecordedServer:
     def weights_digest(self) -> str:
         return self._digest
 
-    def client(self) -> openai.AsyncOpenAI:
+    def endpoints(self) -> list[openai.AsyncOpenAI]:
+        """A client stands in for an address, as its transport can be one within this process."""
         transport = http.MockTransport(self._answer)
-        return openai.AsyncOpenAI(base_url="http://recorded/v1", api_key="k", http_client=http.AsyncClient(transport=transport))
+        return [openai.AsyncOpenAI(base_url="http://recorded/v1", api_key="k", http_client=http.AsyncClient(transport=transport))]
 
     def _answer(self, request: Any) -> Any:
         if request.method == "GET":  # /metrics

@@ -66,7 +66,8 @@ def test_two_processes_do_what_one_does(kind, results):
     assert len(sizes) == 1 and sizes[0] > 4 * sum(one["weights"][name].numel() for name in trained)
 
 
-def test_compiled(model_folder, packed):
+def test_compiled(model_folder):
+    packed = packed_rows()
     plain = adapter_gradients(model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"])
     compiled = adapter_gradients(
         model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"], compile=True, row_length_multiple=64
