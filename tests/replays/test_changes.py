@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ttrl import Sample, TaskResult
 from ttrl.data.advantages import group_advantages
-from ttrl.replays.changes import RewardComparison, TaskChanges
+from ttrl.replays.changes import Comparison, RewardComparison
 from ttrl.replays.text import changes_text, one_line
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0, -3.0]))
@@ -60,17 +60,17 @@ def test_counts_are_what_they_say(drawn, method):
 
 
 def test_the_text_fits_the_terminal():
-    comparison, tasks = RewardComparison(12, "std"), TaskChanges()
+    compared, pairs = Comparison("std"), []
     for number in range(7):
         before, after = group(number, [0.0, -123.25, 1.0, None]), group(number, [1.0, 0.5, None, 0.0])
         for sample in before.samples:
             sample.task_id, sample.text = f"a-rather-long-name-of-a-task/{number}" * 3, "an answer of many words " * 20
-        comparison.add(before, after)
-        tasks.add(12, before, after)
+        after.samples[2].error = "why " * 90
+        pairs.append((before, after))
+    compared.add(12, pairs)
+    assert list(compared.failures.values()) == [7]
     for width in (80, 100):
-        text = changes_text(
-            [comparison.changes], comparison.changes, tasks.largest(5), tasks.num_changed, {"why " * 90: 7}, width
-        )
+        text = changes_text(compared, width)
         assert max(map(len, text.splitlines())) <= width
         assert "Tasks whose rewards changed the most, 5 of 7:" in text
 

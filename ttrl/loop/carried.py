@@ -1,4 +1,5 @@
-"""Groups that are under way: finished before a kill (rollouts.partial.jsonl), or left by a token budget (unfinished.jsonl).
+"""Groups that an iteration has on disk: all of them (rollouts.jsonl), those that were finished before a kill
+(rollouts.partial.jsonl), or left by a token budget (unfinished.jsonl).
 
 With `tokens_per_iteration`, an iteration samples at most so many new completion tokens. Groups that are not finished then wait in
 unfinished.jsonl, and the next iteration goes on with them before it takes new tasks. Their first tokens were sampled by an older
@@ -34,13 +35,16 @@ def num_tokens(group: TaskResult) -> int:
     return sum(len(sample.token_ids or ()) for sample in group.samples)
 
 
+def groups_of(iteration: IterationFolder, name: str = "rollouts.jsonl") -> list[TaskResult]:
+    """Return an iteration's groups as its file holds them. Raises RunFolderError where that was changed or is gone."""
+    iteration.verify("rollouts")
+    return list(TaskResults.from_samples(Sample.from_json(row) for row in read_jsonl(iteration.path / name)))
+
+
 def carried_groups(previous: IterationFolder) -> list[TaskResult]:
     """Return what an iteration left unfinished, in its order. Raises RunFolderError where the file was changed or is gone."""
     marker = previous.marker("rollouts")
-    if marker is None or "unfinished" not in marker:
-        return []
-    previous.verify("rollouts")
-    return list(TaskResults.from_samples(Sample.from_json(row) for row in read_jsonl(previous.path / UNFINISHED_FILE)))
+    return [] if marker is None or "unfinished" not in marker else groups_of(previous, UNFINISHED_FILE)
 
 
 def oldest_version(group: TaskResult, version: int) -> int:

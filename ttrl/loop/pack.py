@@ -10,18 +10,9 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.loop.rollout_facts import rollout_facts
-from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.results import TaskResults
+from ttrl.records import TaskResult
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.console import clock
-from ttrl.system.files import read_jsonl
-
-
-def groups_of(iteration: IterationFolder) -> list[TaskResult]:
-    """Return an iteration's groups as its file holds them. Raises RunFolderError where that was changed or is gone."""
-    iteration.verify("rollouts")
-    samples = [Sample.from_json(row) for row in read_jsonl(iteration.path / "rollouts.jsonl")]
-    return list(TaskResults.from_samples(samples))
 
 
 def pack(iteration: IterationFolder, groups: list[TaskResult], config: TrainConfig, model: Path, tokenizer: Any) -> None:

@@ -25,8 +25,8 @@ from ttrl.errors import ServerError, TrainerDiedError
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
 from ttrl.launch.tune import wait_for_process
-from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, is_open
-from ttrl.loop.pack import groups_of, pack
+from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, groups_of, is_open
+from ttrl.loop.pack import pack
 from ttrl.loop.sampling import Sampler, SamplingOrder
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline

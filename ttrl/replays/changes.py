@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ttrl.configs.data import AdvantageKind
 from ttrl.data.advantages import group_advantages, has_signal
@@ -76,54 +77,46 @@ class RewardComparison:
     """Collects groups before and after, and adds them up."""
 
     def __init__(self, iteration: int | None, method: AdvantageKind) -> None:
-        self._changes = Changes(iteration)
+        self._counts = Changes(iteration)
         # The divisor of "batch" is common to all groups of an iteration, so what it divides is compared.
         self._method: AdvantageKind = "mean" if method == "batch" else method
         self._rewards: tuple[list[float], list[float]] = ([], [])
         self._advantages: tuple[list[float], list[float]] = ([], [])
         self._metrics: tuple[dict[str, list[float]], dict[str, list[float]]] = (defaultdict(list), defaultdict(list))
-        self.failures: Counter[str] = Counter()
-        """Why the changed grader failed."""
 
     def leave_out(self, count: int) -> None:
         """Count rollouts that have no task."""
-        self._changes.rollouts += count
-        self._changes.left_out += count
+        self._counts.rollouts += count
+        self._counts.left_out += count
 
     def add(self, before: TaskResult, after: TaskResult) -> None:
         """Add one group: the same samples in the same order, before and after."""
-        c = self._changes
+        c = self._counts
+        old, new = _rewards(before), _rewards(after)
+        had, has = ~np.isnan(old), ~np.isnan(new)
+        both, unfinished = had & has, sum(map(is_unfinished, before.samples))
         c.groups += 1
-        c.rollouts += len(before.samples)
-        both = []
-        for place, (old, new) in enumerate(zip(before.samples, after.samples, strict=True)):
-            if is_unfinished(old):
-                c.unfinished += 1
-            elif old.reward is not None and new.reward is not None:
-                both.append(place)
-            else:
-                c.still_failed += old.reward is None and new.reward is None
-                c.newly_failed += old.reward is not None
-                c.newly_graded += new.reward is not None
-                if new.reward is None and new.error != old.error:
-                    self.failures[reason(new)] += 1
-        for side, result in enumerate((before, after)):
+        c.rollouts += len(old)
+        c.compared += int(both.sum())
+        c.newly_failed += int((had & ~has).sum())
+        c.newly_graded += int((~had & has).sum())
+        c.unfinished += unfinished
+        c.still_failed += int((~had & ~has).sum()) - unfinished
+        c.changed += int((np.abs(new - old)[both] > EQUAL).sum())
+        for side, (result, graded) in enumerate(((before, had), (after, has))):
             self._rewards[side].extend(result.rewards)
-            advantages = iter(group_advantages(result.rewards, self._method))
-            of_place = [None if sample.reward is None else next(advantages) for sample in result.samples]
-            self._advantages[side].extend(of_place[place] or 0.0 for place in both)
+            advantages = np.zeros(len(old))
+            advantages[graded] = group_advantages(result.rewards, self._method)
+            self._advantages[side].extend(advantages[both])
             for sample in result.graded:
                 for name, value in sample.metrics.items():
                     self._metrics[side][name].append(value)
-        had, has = has_signal(before.rewards), has_signal(after.rewards)
-        c.signal_before += had
-        c.signal_after += has
-        c.signal_appeared += has and not had
-        c.signal_disappeared += had and not has
-        old_rewards, new_rewards = (np.array([r.samples[place].reward for place in both], float) for r in (before, after))
-        c.compared += len(both)
-        c.changed += int((np.abs(new_rewards - old_rewards) > EQUAL).sum())
-        first, second = _orders(old_rewards), _orders(new_rewards)
+        taught, teaches = has_signal(before.rewards), has_signal(after.rewards)
+        c.signal_before += taught
+        c.signal_after += teaches
+        c.signal_appeared += teaches and not taught
+        c.signal_disappeared += taught and not teaches
+        first, second = _orders(old[both]), _orders(new[both])
         c.pairs_ordered += int((first != 0).sum())
         c.pairs_kept += int((first * second > 0).sum())
         c.pairs_flipped += int((first * second < 0).sum())
@@ -136,7 +129,7 @@ class RewardComparison:
         metrics = [{name: math.fsum(values) / len(values) for name, values in sorted(one.items())} for one in self._metrics]
         means = [math.fsum(values) / len(values) if values else None for values in self._rewards]
         return dataclasses.replace(
-            self._changes,
+            self._counts,
             mean_before=means[0],
             mean_after=means[1],
             advantage_correlation=_correlation(*self._advantages),
@@ -147,7 +140,8 @@ class RewardComparison:
 
 @dataclass
 class TaskChange:
-    """A task whose rewards changed, over all iterations, and its rollout that changed the most."""
+    """A task whose rewards changed, over all iterations, and its rollout that changed the most. Only rollouts with a reward
+    before and after count."""
 
     task_id: str
     question: str
@@ -166,15 +160,38 @@ class TaskChange:
     after: float = 0.0
 
 
-class TaskChanges:
-    """Collects what changed by task. Only rollouts with a reward before and after count."""
+class Comparison:
+    """Everything that differs between a run and its replay: by iteration, in total, by task."""
 
-    def __init__(self) -> None:
+    def __init__(self, method: AdvantageKind) -> None:
+        """method: how the run makes advantages of rewards."""
+        self._method = method
+        self._total = RewardComparison(None, method)
         self._tasks: dict[str, TaskChange] = {}
+        self.iterations: list[Changes] = []
+        self.failures: Counter[str] = Counter()
+        """Why the changed grader failed, and how often."""
+        self.tool_calls = 0
+        """Rollouts that ended in tool calls, which a run does not keep."""
 
-    def add(self, iteration: int, before: TaskResult, after: TaskResult) -> None:
-        """Add one group: the same samples in the same order, before and after."""
+    def add(self, iteration: int, groups: Iterable[tuple[TaskResult, TaskResult | None]]) -> None:
+        """Add an iteration's groups, before and after; None after: it had no task."""
+        one = RewardComparison(iteration, self._method)
+        for before, after in groups:
+            self.tool_calls += sum(sample.finish_reason == "tool_calls" and not sample.turns for sample in before.samples)
+            for comparison in (one, self._total):
+                if after is None:
+                    comparison.leave_out(len(before.samples))
+                else:
+                    comparison.add(before, after)
+            if after is not None:
+                self._add_samples(iteration, before, after)
+        self.iterations.append(one.changes)
+
+    def _add_samples(self, iteration: int, before: TaskResult, after: TaskResult) -> None:
         for old, new in zip(before.samples, after.samples, strict=True):
+            if new.reward is None and new.error is not None and new.error != old.error:
+                self.failures[reason(new)] += 1
             if old.reward is None or new.reward is None:
                 continue
             task = self._tasks.setdefault(old.task_id, TaskChange(old.task_id, _last_text(old.messages)))
@@ -188,29 +205,35 @@ class TaskChanges:
             task.changed += size > EQUAL
             task.total_change += size
 
-    def largest(self, count: int) -> list[TaskChange]:
-        """Return the tasks with the largest sums of |after - before|, without those that did not change."""
-        changed = [task for task in self._tasks.values() if task.changed]
-        return sorted(changed, key=lambda task: (-round(task.total_change, 9), task.task_id))[:count]
+    @property
+    def total(self) -> Changes:
+        """Return what all iterations add up to."""
+        return self._total.changes
 
     @property
-    def num_changed(self) -> int:
-        """Return how many tasks have a rollout whose reward changed."""
-        return sum(task.changed > 0 for task in self._tasks.values())
+    def tasks(self) -> list[TaskChange]:
+        """Return the tasks whose rewards changed, those with the largest sums of |after - before| first."""
+        changed = [task for task in self._tasks.values() if task.changed]
+        return sorted(changed, key=lambda task: (-round(task.total_change, 9), task.task_id))
 
 
-def _orders(rewards: np.ndarray) -> np.ndarray:
+def _rewards(result: TaskResult) -> NDArray[np.float64]:
+    """Return a reward for each sample, NaN where there is none."""
+    return np.array([np.nan if sample.reward is None else sample.reward for sample in result.samples], dtype=np.float64)
+
+
+def _orders(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return -1, 0 or 1 for each pair of rewards."""
     differences = (rewards[:, None] - rewards[None, :])[np.triu_indices(len(rewards), 1)]
     return np.where(np.abs(differences) > EQUAL, np.sign(differences), 0.0)
 
 
 def _correlation(before: Sequence[float], after: Sequence[float]) -> float | None:
-    if len(before) < 2:
+    if len(before) < 2 or not np.ptp(before) > 0 or not np.ptp(after) > 0:
         return None
     with np.errstate(all="ignore"):
         found = float(np.corrcoef(before, after)[0, 1])
-    return found if math.isfinite(found) and np.ptp(before) > 0 and np.ptp(after) > 0 else None
+    return found if math.isfinite(found) else None
 
 
 def _last_text(messages: Iterable[Any]) -> str:

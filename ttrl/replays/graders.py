@@ -9,11 +9,12 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ttrl.errors import TaskError, UserError, describe
+from ttrl.loop.carried import task_key
 from ttrl.loop.environment import git_commit
 from ttrl.records import Sample
 from ttrl.system.files import digest
@@ -31,29 +32,22 @@ class Regrader:
         """Takes exactly one of the two. Raises UserError for what cannot be found, imported or called."""
         if (grader is None) == (tasks is None):
             raise UserError("a replay needs a grader or tasks with graders, and only one of them")
+        given: Any = grader if tasks is None else tasks
+        self.kind = "grader" if tasks is None else "tasks"
+        self.by_name = isinstance(given, str)
+        self.reference = _shown(given)
         self._grader: ReplayGrader | None = None
         self._tasks: dict[str, Task] = {}
-        given: Any = grader if tasks is None else tasks
-        option = "--grader" if tasks is None else "--tasks"
-        found, module = load_reference(given, option) if isinstance(given, str) else (given, None)
+        found, module = load_reference(given, f"--{self.kind}") if isinstance(given, str) else (given, None)
+        sources: list[Any] = [found]
         if tasks is None:
-            self._grader, self._takes_sample = found, _takes_sample(found, _shown(given))
-            sources: list[Any] = [found]
+            self._grader, self._takes_sample = found, _takes_sample(found, self.reference)
         else:
-            listed = _task_list(found, _shown(given))
-            if without := [task.id for task in listed if task.grader is None]:
-                raise TaskError(
-                    f"--tasks {_shown(given)}: {len(without)} of {len(listed)} have no grader, such as {without[0]!r}, as their "
-                    "rollout returns the reward; to grade their conversations again give a grader: --grader, or Task(grader=…)"
-                )
-            for task in listed:
-                self._tasks.setdefault(_key(task.id, task.messages), task)
-            sources = [found, *(task.grader for task in listed)]
-        self.kind = "grader" if tasks is None else "tasks"
-        self.reference = _shown(given)
-        self.by_name = isinstance(given, str)
+            listed = _task_list(found, self.reference)
+            self._tasks = {task_key(task.id, task.messages): task for task in reversed(listed)}  # of equal ones the first
+            sources += [task.grader for task in listed]
         self.name = given.rpartition(":")[2].split(".")[-1] if isinstance(given, str) else getattr(found, "__name__", "grader")
-        self._paths = _source_files([*([module] if module is not None else []), *sources])
+        self._paths = _source_files(sources if module is None else [module, *sources])
 
     @property
     def described(self) -> dict[str, Any]:
@@ -78,7 +72,7 @@ class Regrader:
     def task(self, sample: Sample) -> Task | None:
         """Return the task that grades `sample`; None where it is not among the tasks."""
         if self._grader is None:
-            return self._tasks.get(_key(sample.task_id, sample.messages))
+            return self._tasks.get(task_key(sample.task_id, sample.messages))
         grader = self._grader
         if self._takes_sample:
             # A copy: the rollouts that are compared with afterwards are not the grader's to change.
@@ -88,10 +82,6 @@ class Regrader:
     def knows_id(self, task_id: str) -> bool:
         """Return whether there is a task of that id, whatever its messages."""
         return any(task.id == task_id for task in self._tasks.values())
-
-
-def _key(task_id: str, messages: Sequence[Any]) -> str:
-    return json.dumps([task_id, messages], sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _shown(given: Any) -> str:
@@ -104,10 +94,7 @@ def _shown(given: Any) -> str:
 
 
 def _relative(path: Path) -> str:
-    try:
-        return path.relative_to(Path.cwd()).as_posix()
-    except ValueError:
-        return str(path)
+    return path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _takes_sample(grader: Any, shown: str) -> bool:
@@ -117,20 +104,25 @@ def _takes_sample(grader: Any, shown: str) -> bool:
     if not callable(grader):
         raise UserError(f"grader {shown} cannot be called (it is of type {type(grader).__name__}); give a function of the choice")
     try:
-        parameters = list(inspect.signature(grader).parameters.values())
+        signature = inspect.signature(grader)
     except (TypeError, ValueError):  # some built-in functions have no signature
         return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
-    takes_any = any(p.kind == p.VAR_POSITIONAL for p in parameters)
-    if len(required) > 2 or keywords or not (positional or takes_any):
-        names = ", ".join(p.name for p in parameters)
-        raise UserError(f"grader {shown} takes ({names}); a grader takes (choice), or (choice, sample)")
-    return len(required) == 2 or (len(positional) > 1 and positional[1].name == "sample")
+
+    def accepts(count: int) -> bool:
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            return False
+        return True
+
+    names = list(signature.parameters)
+    if not accepts(1) and not accepts(2):
+        raise UserError(f"grader {shown} takes ({', '.join(names)}); a grader takes (choice), or (choice, sample)")
+    return accepts(2) and (not accepts(1) or names[1:2] == ["sample"])
 
 
 def _task_list(found: Any, shown: str) -> list[Task]:
+    """Return the tasks of a list, or of a function that makes one. Raises UserError, TaskError."""
     if callable(found):
         try:
             found = found()
@@ -139,10 +131,14 @@ def _task_list(found: Any, shown: str) -> list[Task]:
     if isinstance(found, str | Task) or not isinstance(found, Iterable):
         raise TaskError(f"--tasks {shown} is a {type(found).__name__}; give a list of Task, or a function that returns one")
     listed = list(found)
-    wrong = [type(task).__name__ for task in listed if not isinstance(task, Task)]
-    if wrong or not listed:
+    if not listed:
+        raise TaskError(f"--tasks {shown}: there are no tasks")
+    if wrong := sum(not isinstance(task, Task) for task in listed):
+        raise TaskError(f"--tasks {shown}: {wrong} of {len(listed)} are not Tasks")
+    if without := [task.id for task in listed if task.grader is None]:
         raise TaskError(
-            f"--tasks {shown}: " + (f"{len(wrong)} of {len(listed)} are not Tasks" if listed else "there are no tasks")
+            f"--tasks {shown}: {len(without)} of {len(listed)} have no grader, such as {without[0]!r}, as their rollout returns "
+            "the reward; to grade their conversations again give a grader: --grader, or Task(grader=…)"
         )
     return listed
 

@@ -10,22 +10,35 @@ RUN/replays/NAME/
     packed.safetensors …    with train=True, as in any run (`ttrl.replays.training`)
 """
 
+import dataclasses
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ttrl.errors import RunFolderError, TtrlError, UserError
-from ttrl.replays.changes import Changes, TaskChange
+from ttrl.errors import RunFolderError, TaskError, TtrlError, UserError
+from ttrl.loop.carried import groups_of, task_key
+from ttrl.records import TaskResult
+from ttrl.replays.changes import Changes, Comparison, TaskChange
 from ttrl.replays.graders import Regrader, ReplayGrader
-from ttrl.replays.grading import FILE_NAME, Regrading
+from ttrl.replays.grading import grade
+from ttrl.replays.text import changes_text
 from ttrl.rollouts.graders.grading import Graders
 from ttrl.run_folder.folder import RunFolder, check_run_folder
 from ttrl.run_folder.lock import LOCK_FILES
 from ttrl.system.console import Console
+from ttrl.system.files import digest, write_json
+from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
+from ttrl.version import __version__
+
+FILE_NAME = "replay.json"
+_SCHEMA = 1
+_TASKS_KEPT = 50
 
 
 @dataclass(frozen=True)
@@ -75,9 +88,7 @@ def replay(
     train: pack and train with the run's own settings, each iteration from the one before. See `ttrl.replays.training`.
     from_checkpoints: with `train`, start each iteration from the run's own checkpoint instead.
 
-    Failed requests stay failed and unfinished samples unfinished. Samples whose old grader failed are graded. Tool calls are not
-    in a run's rollouts: a choice has its text, finish reason, token ids and logprobs. Those of tasks with a rollout are: the
-    choice is the last one, tool calls included, and its `messages` are the conversation.
+    What a choice holds, and which samples are graded: docs/replay.md.
 
     Raises UserError, TaskError, RunFolderError and ModelFolderError for what is wrong with the arguments, GraderError where every
     rollout of an iteration fails in the grader, TrainerError and StorageError.
@@ -97,32 +108,53 @@ def replay(
 
         training = ReplayTraining(folder.path, original, numbers, from_checkpoints=from_checkpoints)
     with folder.locked():
-        work = Regrading(original, folder, regrader, numbers, console)
-        work.begin(training, again=again)
+        before = _begin(folder, regrader, again)
+        written = {
+            "schema": _SCHEMA,
+            "ttrl": __version__,
+            "run": os.path.relpath(original.path, folder.path),
+            "identity": regrader.identity,
+            "grader": regrader.described,
+            "training": before.get("training") if training is None else training.merged(before.get("training")),
+        }
         try:
-            work.grade(graders, again=again or not regrader.by_name, skip_missing=skip_missing)
+            todo = [number for number in numbers if again or not regrader.by_name or not _is_graded(folder, original, number)]
+            if done := len(numbers) - len(todo):
+                what = f"{done} of {len(numbers)} iterations" if todo else "all iterations"
+                console.line(f"{folder.path}: {what} graded before; --again grades anew")
+            if todo:
+                count = "1 iteration" if len(todo) == 1 else f"{len(todo)} iterations"
+                console.line(f"Grading {count} of {original.path} again with {regrader.reference}")
+                # First of all, so that no grade is without its grader.
+                write_json(folder.path / FILE_NAME, before | written)
+                grade(todo, original, folder, regrader, graders, skip_missing=skip_missing, console=console)
         except TtrlError:
-            work.remove_if_empty()
+            if {path.name for path in folder.path.iterdir()} <= LOCK_FILES | {FILE_NAME}:
+                shutil.rmtree(folder.path)
             raise
-        compared = work.compare()
-        console.line(compared.text(max(80, min(100, shutil.get_terminal_size((100, 24)).columns))))
-        checkpoint = None
-        if training is not None:
-            console.line(_about_training(numbers, from_checkpoints))
-            checkpoint = training.train(console)
+        compared = _compared(original, folder, numbers)
+        total, kept = compared.total, compared.tasks[:_TASKS_KEPT]
+        if total.left_out == total.rollouts:
+            raise TaskError(f"no rollout of {original.path} has a task among those of {regrader.reference}")
+        written |= {"iterations": [dataclasses.asdict(one) for one in compared.iterations], "total": dataclasses.asdict(total)}
+        failures = dict(compared.failures.most_common())
+        written |= {"failures": failures, "tasks": [dataclasses.asdict(task) for task in kept]}
+        write_json(folder.path / FILE_NAME, written)
+        console.line(changes_text(compared, max(80, min(100, shutil.get_terminal_size((100, 24)).columns))))
+        checkpoint = None if training is None else training.train(console)
     console.line(f"replay: {folder.path}")
     if checkpoint is not None:
         console.line(f"checkpoint: {checkpoint}")
-    return ReplayResult(
-        folder.path, compared.iterations, compared.total, compared.tasks, compared.failures, compared.text(80), checkpoint
-    )
+    return ReplayResult(folder.path, compared.iterations, total, kept, failures, changes_text(compared, 80), checkpoint)
+
+
+# Which iterations, and where to
 
 
 def _chosen(original: RunFolder, iterations: str | Iterable[int] | None) -> list[int]:
     """Return the iterations to replay, ascending. Raises RunFolderError where there are none, UserError for a wrong choice."""
-    there = sorted(
-        int(path.parent.name) for path in (original.path / "iterations").glob("*/rollouts.jsonl") if path.parent.name.isdigit()
-    )
+    names = (path.parent.name for path in (original.path / "iterations").glob("*/rollouts.jsonl"))
+    there = sorted(int(name) for name in names if name.isdigit())
     if not there:
         raise RunFolderError(f"{original.path} has no rollouts yet: no iteration has finished sampling; start the run again")
     if iterations is None:
@@ -147,23 +179,65 @@ def _parsed(text: str) -> list[int]:
     return sorted(numbers)
 
 
+def _name(regrader: Regrader) -> str:
+    clean = re.sub(r"[^A-Za-z0-9_-]+", "-", regrader.name).strip("-") or "grader"
+    return f"{clean[:40]}-{regrader.identity[:8]}"
+
+
 def _check_output(path: Path) -> None:
     there = {entry.name for entry in path.iterdir()} - LOCK_FILES if path.is_dir() else set()
     if path.is_file() or (there and FILE_NAME not in there):
         raise RunFolderError(f"{path} is there already and is not a replay; give another --output")
 
 
-def _name(regrader: Regrader) -> str:
-    clean = re.sub(r"[^A-Za-z0-9_-]+", "-", regrader.name).strip("-") or "grader"
-    return f"{clean[:40]}-{regrader.identity[:8]}"
+def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]:
+    """Clean the folder; return what replay.json said of this replay. Raises RunFolderError where it is of another grader, unless
+    `again`, which then removes all of that."""
+    reap_leftovers(folder.path)
+    folder.clean()
+    path = folder.path / FILE_NAME
+    if not path.exists():
+        return {}
+    try:
+        before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        is_same = before["identity"] == regrader.identity
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}); remove {folder.path}") from error
+    if is_same:
+        return before
+    if not again:
+        raise RunFolderError(
+            f"{folder.path} holds a replay with another grader, or with another version of its file; give another --output, or "
+            "--again to replace it"
+        )
+    for entry in folder.path.iterdir():
+        if entry.name not in LOCK_FILES:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    return {}
 
 
-def _about_training(numbers: Sequence[int], from_checkpoints: bool) -> str:
-    if from_checkpoints:
-        return "Training again, each iteration from the checkpoint of the run that sampled its rollouts."
-    text = "Training again on the new grades, each iteration from the one before."
-    if len(numbers) > 1:
-        text += f"""
-After iteration {numbers[0]} the rollouts are another policy's (off-policy): the run's, not that of this training.
-Ratios are taken to the sampler's log-probabilities; the effective sample size says how far apart they are."""
-    return text
+def _is_graded(folder: RunFolder, original: RunFolder, number: int) -> bool:
+    marker = folder.iteration(number).marker("rollouts")
+    if marker is not None and marker["source"] != digest(original.iteration(number).path / "rollouts.jsonl"):
+        raise RunFolderError(
+            f"{folder.path} was made from other rollouts of iteration {number} than {original.path} holds now; give another "
+            "--output, or --again to replace it"
+        )
+    return marker is not None
+
+
+def _compared(original: RunFolder, folder: RunFolder, numbers: list[int]) -> Comparison:
+    """Compare the files of both folders. Groups that had no task are missing in the new ones, which have the same order."""
+    compared = Comparison(original.config().get("advantages", "std"))
+    for number in numbers:
+        new, pairs = groups_of(folder.iteration(number)), []
+        for before in groups_of(original.iteration(number)):
+            is_next = bool(new) and _key(new[0]) == _key(before) and len(new[0].samples) == len(before.samples)
+            pairs.append((before, new.pop(0) if is_next else None))
+        assert not new
+        compared.add(number, pairs)
+    return compared
+
+
+def _key(group: TaskResult) -> str:
+    return task_key(group.task_id, group.messages)

@@ -1,12 +1,13 @@
 """What a replay says at the terminal: a table of the iterations, and the tasks whose rewards changed the most."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tqdm.utils import disp_len, disp_trim
 
-from ttrl.replays.changes import Changes, TaskChange
+from ttrl.replays.changes import Changes, Comparison, TaskChange
 
+TASKS_SHOWN = 5
 _HEAD = (
     # above, name, least width
     ("", "iteration", 9),
@@ -21,22 +22,16 @@ _HEAD = (
 )
 
 
-def changes_text(
-    iterations: Sequence[Changes],
-    total: Changes,
-    tasks: Sequence[TaskChange],
-    num_changed_tasks: int,
-    failures: Mapping[str, int],
-    width: int,
-) -> str:
+def changes_text(compared: Comparison, width: int) -> str:
     """Return the whole text, in lines of at most `width` columns (80 or more)."""
-    parts = _table([*iterations, total] if len(iterations) != 1 else iterations)
-    for sentence in _sentences(total, failures, width):
+    iterations, tasks = compared.iterations, compared.tasks
+    parts = _table([*iterations, compared.total] if len(iterations) != 1 else iterations)
+    for sentence in _sentences(compared, width):
         parts += textwrap.wrap(sentence, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     if tasks:
-        shown = "" if len(tasks) == num_changed_tasks else f", {len(tasks)} of {num_changed_tasks}"
+        shown = "" if len(tasks) <= TASKS_SHOWN else f", {TASKS_SHOWN} of {len(tasks)}"
         parts.append(f"Tasks whose rewards changed the most{shown}:")
-        parts += [line for task in tasks for line in _task(task, width)]
+        parts += [line for task in tasks[:TASKS_SHOWN] for line in _task(task, width)]
     return "\n".join(parts)
 
 
@@ -75,9 +70,9 @@ def _number(value: float | None) -> str:
     return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
 
 
-def _sentences(total: Changes, failures: Mapping[str, int], width: int) -> list[str]:
+def _sentences(compared: Comparison, width: int) -> list[str]:
     """Return what the table has no room for."""
-    said = []
+    total, said = compared.total, []
     if total.groups:
         said.append(
             f"Groups with signal: {total.signal_before} of {total.groups} before, {total.signal_after} after; "
@@ -98,9 +93,10 @@ def _sentences(total: Changes, failures: Mapping[str, int], width: int) -> list[
         (total.still_failed, "failed before and have no reward now either"),
         (total.unfinished, "are unfinished (token budget) and have no grade"),
         (total.left_out, "have no task and were left out"),
+        (compared.tool_calls, "ended in tool calls, which a run does not keep: graded by their text alone"),
     ]
     said += [f"{count} rollouts {what}." for count, what in counted if count]
-    return said + [f"  {count} × {one_line(reason, width - 16)}" for reason, count in list(failures.items())[:3]]
+    return said + [f"  {count} × {one_line(reason, width - 16)}" for reason, count in compared.failures.most_common(3)]
 
 
 def _task(task: TaskChange, width: int) -> list[str]:

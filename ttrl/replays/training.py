@@ -22,50 +22,26 @@ from ttrl.system.console import Console
 from ttrl.system.files import digest, write_json, write_jsonl
 from ttrl.text import percent
 
-
-class ReplayFolder(RunFolder):
-    """A run folder whose first policies are another run's."""
-
-    def __init__(self, path: Path, original: RunFolder, start: Path, first: int, *, from_checkpoints: bool) -> None:
-        """start: the model that the original run started from. first: the first iteration that is trained."""
-        super().__init__(path)
-        self.original, self.start, self.first, self.from_checkpoints = original, start, first, from_checkpoints
-
-    def _original_policy(self, number: int) -> int | None:
-        """Return the policy of the original run that iteration `number` + 1 starts from; None where it starts from our own."""
-        if self.from_checkpoints:
-            return number
-        return None if self.policy_version(number) else self.first - 1
-
-    def checkpoint(self, number: int) -> Path:
-        """Return what iteration `number` + 1 starts from: our own newest policy, or the original run's."""
-        if (policy := self._original_policy(number)) is None:
-            return super().checkpoint(number)
-        # The folder of iteration 0 is links, which are removed in time like any checkpoint.
-        return self.original.checkpoint(policy) if self.original.policy_version(policy) else self.start
-
-    def state(self, number: int) -> Path | None:
-        """Return the optimizer state that belongs to `checkpoint(number)`."""
-        policy = self._original_policy(number)
-        return super().state(number) if policy is None else self.original.state(policy)
-
-    def sampler(self, sampled_by: int, number: int) -> int | None:
-        """Return None: the rollouts are of the original's policies, and nothing here is judged by them."""
-        return None
+_FROM_CHECKPOINTS = "Training again, each iteration from the checkpoint of the run that sampled its rollouts."
+_CHAIN = "Training again on the new grades, each iteration from the one before."
+_OFF_POLICY = """After iteration {} the rollouts are another policy's (off-policy): the run's, not that of this training.
+Ratios are taken to the sampler's log-probabilities; the effective sample size says how far apart they are."""
+_HOW = {"checkpoints": "each iteration from the run's own checkpoint", "chain": "each iteration from the one before"}
 
 
-class ReplayTraining:
-    """Trains the iterations of a replay, in order; what is done already, by its markers, is not done again."""
+class ReplayTraining(RunFolder):
+    """The replay's folder, as a run folder whose first policies are another run's; trains its iterations in order. What is done
+    already, by its markers, is not done again."""
 
     def __init__(self, path: Path, original: RunFolder, numbers: Sequence[int], *, from_checkpoints: bool) -> None:
         """Raises RunFolderError where the original run no longer has what training starts from, ConfigError, ModelFolderError."""
-        self.numbers, self.original = list(numbers), original
-        self.config = TrainConfig.parse(original.config(), str(original.path / "config.yaml"))
-        start = _starting_model(original, self.config)
-        self.folder = ReplayFolder(path, original, start, self.numbers[0], from_checkpoints=from_checkpoints)
-        needed = [number - 1 for number in self.numbers][: None if from_checkpoints else 1]
-        if missing := [number for number in needed if not self._can_start_from(number)]:
-            there = [number + 1 for number in range(max(needed) + 1) if self._can_start_from(number)]
+        super().__init__(path)
+        self._original, self._numbers, self._from_checkpoints = original, list(numbers), from_checkpoints
+        self._config = TrainConfig.parse(original.config(), str(original.path / "config.yaml"))
+        self._start = _starting_model(original, self._config)
+        needed = [number - 1 for number in numbers][: None if from_checkpoints else 1]
+        if missing := [number for number in needed if not _can_start_from(original, number)]:
+            there = [number + 1 for number in range(max(needed) + 1) if _can_start_from(original, number)]
             raise RunFolderError(
                 f"{original.path} no longer has the checkpoint and optimizer state of iteration "
                 f"{', '.join(map(str, missing[:8]))}{', …' if missing[8:] else ''}, from which the next one is trained (a run "
@@ -73,52 +49,70 @@ class ReplayTraining:
                 "--iterations"
             )
 
-    def _can_start_from(self, number: int) -> bool:
-        """Return whether the original run still has checkpoint and state of its policy after iteration `number`."""
-        state = self.original.state(number)
-        return state is None or (state.is_dir() and (self.original.checkpoint(number) / "config.json").is_file())
+    def _original_policy(self, number: int) -> int | None:
+        """Return the policy of the original run that iteration `number` + 1 starts from; None where it starts from our own."""
+        if self._from_checkpoints:
+            return number
+        return None if self.policy_version(number) else self._numbers[0] - 1
+
+    def checkpoint(self, number: int) -> Path:
+        """Return what iteration `number` + 1 starts from: our own newest policy, or the original run's."""
+        if (policy := self._original_policy(number)) is None:
+            return super().checkpoint(number)
+        # The folder of iteration 0 is links, which are removed in time like any checkpoint.
+        return self._original.checkpoint(policy) if self._original.policy_version(policy) else self._start
+
+    def state(self, number: int) -> Path | None:
+        """Return the optimizer state that belongs to `checkpoint(number)`."""
+        policy = self._original_policy(number)
+        return super().state(number) if policy is None else self._original.state(policy)
+
+    def sampler(self, sampled_by: int, number: int) -> int | None:
+        """Return None: the rollouts are of the original's policies, and nothing here is judged by them."""
+        return None
 
     def merged(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return what replay.json says of this training, with that of `before`, which this one repeats or continues.
 
         Raises RunFolderError where the folder holds a training of another kind, which this one cannot continue.
         """
-        start = "checkpoints" if self.folder.from_checkpoints else "chain"
-        old, new = list(before["iterations"]) if before else [], self.numbers
-        shared = min(len(old), len(new))
-        if before and (before["start"] != start or (start == "chain" and old[:shared] != new[:shared])):
-            how = {"checkpoints": "each iteration from the run's own checkpoint", "chain": "each iteration from the one before"}
+        start = "checkpoints" if self._from_checkpoints else "chain"
+        old = before["iterations"] if before else []
+        differs = start == "chain" and any(one != other for one, other in zip(old, self._numbers, strict=False))
+        if before and (before["start"] != start or differs):
             raise RunFolderError(
-                f"{self.folder.path} holds another training: {how[before['start']]}, iterations {', '.join(map(str, old))}; "
-                "give another --output"
+                f"{self.path} holds another training: {_HOW[before['start']]}, iterations {', '.join(map(str, old))}; give "
+                "another --output"
             )
-        return {"start": start, "iterations": sorted({*old, *new})}
+        return {"start": start, "iterations": sorted({*old, *self._numbers})}
 
     def train(self, console: Console) -> Path | None:
         """Pack and train every iteration; return the newest checkpoint, None where nothing was trained."""
-        folder = self.folder
-        config = dataclasses.replace(self.config, run=str(folder.path))
-        folder.remember_config(config.to_dict(), config.defaults())
-        write_json(folder.path / "environment.json", describe_environment())
-        server = PolicyServer(config, folder.path / "logs", console)  # never started
-        phases = Phases(config, folder, folder.start, server=server, console=console)
+        console.line(_FROM_CHECKPOINTS if self._from_checkpoints else _CHAIN)
+        if self._numbers[1:] and not self._from_checkpoints:
+            console.line(_OFF_POLICY.format(self._numbers[0]))
+        config = dataclasses.replace(self._config, run=str(self.path))
+        self.remember_config(config.to_dict(), config.defaults())
+        write_json(self.path / "environment.json", describe_environment())
+        server = PolicyServer(config, self.path / "logs", console)  # never started
+        phases = Phases(config, self, self._start, server=server, console=console)
         newest, rows = None, []
         try:
-            for number in self.numbers:
+            for number in self._numbers:
                 phases.pack(number)
                 phases.train(number)
                 rows.append(phases.metrics_row(number))
-                write_jsonl(folder.path / "metrics.jsonl", rows)
+                write_jsonl(self.path / "metrics.jsonl", rows)
                 console.line(self._line(rows[-1]))
                 if rows[-1]["trained"]:
-                    newest = folder.iteration(number).path / "checkpoint"
-                if not folder.from_checkpoints:
-                    folder.prune(number, config.keep_checkpoints, None)
+                    newest = self.iteration(number).path / "checkpoint"
+                if not self._from_checkpoints:
+                    self.prune(number, config.keep_checkpoints, None)
         finally:
             phases.trainer.stop()
         if newest is None:
             return None
-        write_report(folder.path)
+        write_report(self.path)
         return newest if newest.exists() else None
 
     def _line(self, row: Mapping[str, Any]) -> str:
@@ -127,13 +121,18 @@ class ReplayTraining:
             return f"iteration {number:3d}  no group had a signal: nothing trained"
         parts = [f"iteration {number:3d}  reward {row['reward']:.3f}  signal {row['groups']['kept']}/{row['groups']['total']}"]
         ess = (row.get("sampler_trainer") or {}).get("ess")
-        if ess is not None:
-            parts.append(f"effective sample size {percent(ess)}")
+        parts += [] if ess is None else [f"effective sample size {percent(ess)}"]
         parts.append(f"{row['seconds']['train']:.1f} s")
-        mine, theirs = (folder.iteration(number).weights("train") for folder in (self.folder, self.original))
+        mine, theirs = (folder.iteration(number).weights("train") for folder in (self, self._original))
         if mine and mine == theirs:
             parts.append("the same checkpoint as the run's, bit for bit")
         return "  ".join(parts)
+
+
+def _can_start_from(original: RunFolder, number: int) -> bool:
+    """Return whether a run still has checkpoint and state of its policy after iteration `number`."""
+    state = original.state(number)
+    return state is None or (state.is_dir() and (original.checkpoint(number) / "config.json").is_file())
 
 
 def _starting_model(original: RunFolder, config: TrainConfig) -> Path:
