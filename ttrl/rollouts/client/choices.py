@@ -162,83 +162,44 @@ def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
 # Into openai's types
 
 
-_fields: Any = next(kind.__dict__["__dict__"] for kind in BaseModel.__mro__ if "__dict__" in kind.__dict__)
-"""Reads the `__dict__` of any model, even of one that hides it."""
-
-
 class _LazyLogprobs(ChoiceLogprobs):
     """Openai's ChoiceLogprobs, built when it is first looked into: it is most of a choice, and few graders look.
 
-    Pydantic and everybody else reach a model's fields through its `__dict__`, or as attributes that are there: both are made at
-    the first touch, and from then on the object is a plain ChoiceLogprobs.
+    Every way of looking reads an attribute; from the first one on the object is a plain ChoiceLogprobs.
     """
 
-    def _build(self) -> None:
-        source = _logprobs_json(_fields.__get__(self)["source"])
-        try:  # as the openai client does with what may be null
-            built = ChoiceLogprobs.model_validate(source)
-        except ValueError:
-            built = ChoiceLogprobs.construct(**source)
+    def __getattribute__(self, name: str) -> Any:
+        fields = _raw_fields(self)
         object.__setattr__(self, "__class__", ChoiceLogprobs)
-        for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__"):
-            object.__setattr__(self, name, getattr(built, name))
-
-    @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # built when first read
-        self._build()
-        return self.__dict__
-
-    def __getattr__(self, name: str) -> Any:
-        self._build()
+        if "source" in fields:  # otherwise a copy of one that was built
+            source = _logprobs_json(fields["source"])
+            try:  # as the openai client does with what may be null
+                built = ChoiceLogprobs.model_validate(source)
+            except ValueError:
+                built = ChoiceLogprobs.construct(**source)
+            for state in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__"):
+                object.__setattr__(self, state, getattr(built, state))
         return getattr(self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._build()
-        setattr(self, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        self._build()
-        delattr(self, name)
-
-    def __eq__(self, other: object) -> bool:
-        self._build()
-        return self == other
-
-    __hash__ = None  # type: ignore[assignment]  # as every class with __eq__ alone
-
-    def __repr__(self) -> str:
-        self._build()
-        return repr(self)
-
-    def __str__(self) -> str:
-        self._build()
-        return str(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._build()
-        return self.__reduce_ex__(protocol)
-
-    def __copy__(self) -> Any:
-        self._build()
-        return copy.copy(self)
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Any:
-        self._build()
-        return copy.deepcopy(self, memo)
+def _raw_fields(model: BaseModel) -> dict[str, Any]:
+    """Return the `__dict__` of any model, even of one that hides it."""
+    fields: dict[str, Any] = object.__getattribute__(model, "__dict__")
+    return fields
 
 
 def _lazy(source: "msgspec.Raw | Sequence[float]") -> ChoiceLogprobs:
     made = _LazyLogprobs.__new__(_LazyLogprobs)
-    _fields.__get__(made)["source"] = source
+    _raw_fields(made)["source"] = source
     return made
 
 
 def unbuilt_logprobs(choice: Choice) -> bytes | None:
     """Return the JSON of a choice's logprobs where nobody has looked into them yet, to be passed on unread; else None."""
     logprobs = choice.__dict__.get("logprobs")
-    if type(logprobs) is not _LazyLogprobs:
+    source = _raw_fields(logprobs).get("source") if type(logprobs) is _LazyLogprobs else None
+    if source is None:
         return None
-    source = _fields.__get__(logprobs)["source"]
     return bytes(source) if isinstance(source, msgspec.Raw) else msgspec.json.encode(_logprobs_json(source))
 
 
