@@ -111,11 +111,8 @@ class Group:
             count=self.s.count_tokens,
             cut=self.s.cut,
         )
-        size, retries = self.size._replace(n=len(samples)), self.s.request.max_retries
         try:
-            with self.ledger.request(attempt, samples):
-                answers = await self.s.servers.send(attempt, size=size, max_retries=retries, affinity=self.job.position)
-                attempt.answers = answers
+            answers = await self.ledger.send(attempt, samples, self.size._replace(n=len(samples)))
         except Exception as error:  # noqa: BLE001 - whatever a request meets fails its own samples alone
             for sample in samples:
                 self._fail(sample, error)
@@ -147,11 +144,8 @@ class Group:
             count=self.s.count_tokens,
             cut=self.s.cut,
         )
-        retries = self.s.request.max_retries
         try:
-            with self.ledger.request(attempt, [sample]):
-                answers = await self.s.servers.send(attempt, size=self.size, max_retries=retries, affinity=self.job.position)
-                attempt.answers = answers
+            answers = await self.ledger.send(attempt, [sample], self.size)
         except Exception as error:  # noqa: BLE001 - as above
             self.usage.completion += had
             self._fail(sample, error)

@@ -1,8 +1,7 @@
 """The books of one task while it is sampled: its tokens, its lines in the logs, its entries in the cache."""
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ttrl.records import Sample
@@ -11,6 +10,7 @@ from ttrl.rollouts.client.attempts import Attempt
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.results import TaskUsage
 from ttrl.rollouts.sampling import Sampling, SamplingJob
+from ttrl.rollouts.scheduling.servers import Size
 
 NOT_TO_KEEP = frozenset({None, "abort", "error", "unfinished"})
 """Finish reasons of answers that the model did not end: they never enter a cache."""
@@ -24,37 +24,29 @@ class Ledger:
         self.messages: list[dict[str, Any]] = [dict(message) for message in job.task.messages]
         self.usage = TaskUsage()
 
-    @contextlib.contextmanager
-    def request(self, attempt: Attempt, samples: Sequence[Sample], digest: str | None = None) -> Iterator[None]:
-        """Count and log the request for these samples that is made within, however it ends."""
-        loop = asyncio.get_running_loop()
+    async def send(
+        self, attempt: Attempt, samples: Sequence[Sample], size: Size, *, digest: str | None = None, ticket: int | None = None
+    ) -> list[Answer | None]:
+        """Make the request for these samples, as `Servers.send` does; count and log it, however it ends."""
+        loop, retries = asyncio.get_running_loop(), self.s.request.max_retries
         began = loop.time()
         try:
-            yield
+            answers = await self.s.servers.send(
+                attempt, size=size, max_retries=retries, affinity=self.job.position, ticket=ticket
+            )
         except Exception as error:
-            self._sent(attempt, samples, digest, loop.time() - began, error)
+            self.log(samples, base_url=attempt.base_url, digest=digest, seconds=loop.time() - began, error=error)
             raise
-        else:
-            self._sent(attempt, samples, digest, loop.time() - began, None)
-
-    def _sent(
-        self, attempt: Attempt, samples: Sequence[Sample], digest: str | None, seconds: float, error: Exception | None
-    ) -> None:
-        got = [] if error is not None else attempt.got
-        if got:
-            self.usage.new_prompt += got[0].prompt_tokens or 0
+        facts: dict[str, int | None] = {}
+        if got := [answer for answer in answers if answer is not None]:
+            prompt, cached = got[0].prompt_tokens, got[0].cached_tokens
+            self.usage.new_prompt += prompt or 0
             self.usage.prefix_cached += max(answer.cached_tokens or 0 for answer in got)
-            self.s.progress.add_tokens(0, got[0].prompt_tokens or 0)
-        self.log(
-            samples,
-            base_url=attempt.base_url,
-            digest=digest,
-            prompt_tokens=got[0].prompt_tokens if got else None,
-            cached_prompt_tokens=got[0].cached_tokens if got else None,
-            completion_tokens=sum(answer.completion_tokens or 0 for answer in got) if got else None,
-            seconds=seconds,
-            error=error,
-        )
+            self.s.progress.add_tokens(0, prompt or 0)
+            completion = sum(answer.completion_tokens or 0 for answer in got)
+            facts = {"prompt_tokens": prompt, "cached_prompt_tokens": cached, "completion_tokens": completion}
+        self.log(samples, base_url=attempt.base_url, digest=digest, seconds=loop.time() - began, **facts)
+        return answers
 
     async def from_cache(self, samples: Sequence[Sample], digest: str | None) -> list[Answer | None]:
         """Look the samples of a request up in the cache; hits are logged."""

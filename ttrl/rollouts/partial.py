@@ -148,15 +148,7 @@ class ContinueAttempt(Attempt):
     number: int | None = None
     """Tells samples of equal tasks apart where there is a seed; None for the sample's own."""
 
-    async def __call__(self, transport: Transport) -> list[Answer | None]:
-        if self.is_cut:
-            self.answers = [None]
-            return self.answers
-        with self.asking(transport):
-            self.answers = [await self._continued(transport)]
-        return self.answers
-
-    async def _continued(self, transport: Transport) -> Answer:
+    async def sample_from(self, transport: Transport) -> list[Answer | None]:
         request, sample = self.request, self.sample
         check_continuable(request)
         place = where(sample.task_id, sample.sample)
@@ -174,7 +166,7 @@ class ContinueAttempt(Attempt):
         had = len(sample.token_ids)
         limit = min(limits) if limits else len(sample.prompt_token_ids) + had + (self.max_tokens or 0) + 1
         await going.run(limit, limit if self.max_tokens is None else min(limit, had + self.max_tokens))
-        return going.answer()
+        return [going.answer()]
 
 
 @dataclass

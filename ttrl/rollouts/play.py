@@ -271,11 +271,7 @@ class Play:
             place=self.place,
         )
         size = Size.of(messages, 1, request.max_tokens)
-        with self.ledger.request(attempt, [self.sample], digest):
-            attempt.answers = await self.s.servers.send(
-                attempt, size=size, max_retries=request.max_retries, affinity=job.position, ticket=self._ticket
-            )
-        answer = attempt.answers[0]
+        answer = (await self.ledger.send(attempt, [self.sample], size, digest=digest, ticket=self._ticket))[0]
         assert answer is not None
         return answer, digest, False
 

@@ -4,9 +4,8 @@ All n samples of a task come from one request that is not streamed wherever nobo
 microseconds per token, where streams or n requests of one sample cost several times as much. Retries are in `Servers.send`.
 """
 
-import contextlib
 from asyncio import Event
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +33,7 @@ _OF_THE_PROMPT = ("tools", "chat_template", "chat_template_kwargs", "add_generat
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One request and what came of it. `attempt(transport)` makes it once; it raises RequestError."""
+    """One request. `attempt(transport)` makes it once."""
 
     n: int = 1
     """Samples that are asked for."""
@@ -46,17 +45,31 @@ class Attempt:
     """When set, the server is stopped, and what came is kept."""
     base_url: str = field(default="", init=False)
     """Of the server that was tried last."""
-    answers: list[Answer | None] | None = field(default=None, init=False)
-    """n entries, None for a choice that the server did not return; None before any server has answered."""
     _counted: int = field(default=0, init=False)
 
     async def __call__(self, transport: Transport) -> list[Answer | None]:
-        raise NotImplementedError
+        """Return n entries, None for a choice that the server did not return. Exactly their tokens are counted then, and none
+        where it fails. Raises RequestError, also where nothing came."""
+        self.base_url, self._counted = transport.base_url, 0
+        if self.is_cut:
+            return [None] * self.n
+        try:
+            answers = await self.sample_from(transport)
+        except BaseException:
+            self.add(-self._counted)
+            raise
+        got = [answer for answer in answers if answer is not None]
+        total = sum(answer.completion_tokens or 0 for answer in got) - self.had
+        if total != self._counted:  # not streamed, or a server that gives no ids
+            self.add(total - self._counted)
+        if not got and not self.is_cut:
+            asked = "1 was" if self.n == 1 else f"{self.n} were"
+            raise RequestError(f"{self.base_url}: the server returned 0 choices, {asked} asked for", "malformed")
+        return answers
 
-    @property
-    def got(self) -> list[Answer]:
-        """The answers that came."""
-        return [answer for answer in self.answers or () if answer is not None]
+    async def sample_from(self, transport: Transport) -> list[Answer | None]:
+        """Return what a server answers; tokens that come in a stream are told to `add`. Raises RequestError."""
+        raise NotImplementedError
 
     @property
     def is_cut(self) -> bool:
@@ -68,23 +81,6 @@ class Attempt:
         self._counted += tokens
         if self.count is not None:
             self.count(tokens)
-
-    @contextlib.contextmanager
-    def asking(self, transport: Transport) -> Iterator[None]:
-        """Set `answers` within: at the end exactly their tokens are counted, and none where it fails. Raises RequestError where
-        the server returned nothing."""
-        self.base_url, self.answers, self._counted = transport.base_url, None, 0
-        try:
-            yield
-        except BaseException:
-            self.add(-self._counted)
-            raise
-        total = sum(answer.completion_tokens or 0 for answer in self.got) - self.had
-        if total != self._counted:  # not streamed, or a server that gives no ids
-            self.add(total - self._counted)
-        if not self.got and not self.is_cut:
-            asked = "1 was" if self.n == 1 else f"{self.n} were"
-            raise RequestError(f"{self.base_url}: the server returned 0 choices, {asked} asked for", "malformed")
 
 
 @dataclass(kw_only=True)
@@ -98,28 +94,22 @@ class ChatAttempt(Attempt):
     on_chunk: OnChunk | None = None
     """See `stream_answers`; whatever it raises comes through, and ends the request."""
 
-    async def __call__(self, transport: Transport) -> list[Answer | None]:
-        if self.is_cut:
-            self.answers = [None] * self.n
-            return self.answers
+    async def sample_from(self, transport: Transport) -> list[Answer | None]:
         request, streamed = self.request, self.on_chunk is not None or self.cut is not None
         # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
         interval = STREAM_INTERVAL if self.on_chunk is None and request.token_ids else 1
         body = request.body(self.messages, self.n, seed_offset=self.seed_offset, stream=streamed, interval=interval)
-        with self.asking(transport):
-            if streamed:
-                self.answers = await stream_answers(
-                    transport,
-                    body,
-                    self.n,
-                    stall_timeout=request.stall_timeout,
-                    on_chunk=self.on_chunk,
-                    on_tokens=self.add,
-                    cut=self.cut,
-                )
-            else:
-                self.answers = read_answers(await transport.post("/chat/completions", body), self.n, transport.base_url)
-        return self.answers
+        if not streamed:
+            return read_answers(await transport.post("/chat/completions", body), self.n, transport.base_url)
+        return await stream_answers(
+            transport,
+            body,
+            self.n,
+            stall_timeout=request.stall_timeout,
+            on_chunk=self.on_chunk,
+            on_tokens=self.add,
+            cut=self.cut,
+        )
 
 
 async def room_left(
