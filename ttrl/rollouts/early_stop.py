@@ -1,20 +1,17 @@
 """Stops completions that the model itself finds unlikely: babble is not worth the tokens."""
 
 import logging
-import math
-import numbers
 import weakref
 from typing import Any
 
 from openai.types.chat import ChatCompletionChunk
 
 from ttrl.errors import UserError
+from ttrl.rollouts.client.assembly import STOPPED_EARLY, has_text
+from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB
+from ttrl.text import is_number
 
 logger = logging.getLogger(__name__)
-
-STOPPED_EARLY = "stopped_early"
-"""The finish_reason of a choice that was ended here."""
-_UNKNOWN = -9999.0  # what vLLM sends for a logprob that it does not know, or that is minus infinity
 
 
 class InferenceEarlyStop:
@@ -34,17 +31,17 @@ class InferenceEarlyStop:
     """
 
     def __init__(self, alpha: float = 0.992, threshold: float = -3.0) -> None:
-        if not _is_number(alpha) or not 0 < alpha < 1:
+        if not is_number(alpha) or not 0 < alpha < 1:
             raise UserError(f"alpha is {alpha!r}; give a number between 0 and 1, such as 0.992: the weight of the mean so far")
-        if not _is_number(threshold) or not -math.inf < threshold < 0:
+        if not is_number(threshold) or threshold >= 0:
             raise UserError(f"threshold is {threshold!r}; give a finite number below 0, such as -3.0: a mean logprob")
         self.alpha, self.threshold = float(alpha), float(threshold)
         self.num_unknown = 0
         """Tokens (chunks, where a server sends no logprobs at all) without a logprob."""
         self.num_stopped = 0
         """Choices that were ended."""
-        # By the id of the completion, since completions have no hash; the reference's callback removes it with its completion.
-        self._streams: dict[int, tuple[weakref.ref[Any], dict[int, float]]] = {}
+        self._streams: dict[int, dict[int, float]] = {}
+        """The means of choices, by the id of their completion, with which they go: openai's completions have no hash."""
 
     @property
     def cache_key(self) -> str:
@@ -62,7 +59,7 @@ class InferenceEarlyStop:
         for part in chunk.choices or ():
             logprobs = part.logprobs.content if part.logprobs is not None else None
             if not logprobs:
-                if _has_text(part):
+                if part.delta is not None and has_text(part.delta):
                     self._count_unknown(1)
                 continue
             means = self._means(completion)
@@ -82,7 +79,7 @@ class InferenceEarlyStop:
         alpha, rest, threshold = self.alpha, 1.0 - self.alpha, self.threshold
         for entry in entries:
             logprob = entry.logprob
-            if logprob is None or _UNKNOWN * 1.01 < logprob <= _UNKNOWN:
+            if logprob is None or UNKNOWN_LOGPROB * 1.01 < logprob <= UNKNOWN_LOGPROB:
                 self._count_unknown(1)
                 continue
             mean = alpha * mean + rest * logprob
@@ -92,11 +89,10 @@ class InferenceEarlyStop:
 
     def _means(self, completion: Any) -> dict[int, float]:
         key = id(completion)
-        known = self._streams.get(key)
-        if known is None or known[0]() is not completion:
-            streams = self._streams
-            known = streams[key] = (weakref.ref(completion, lambda reference: _forget(streams, key, reference)), {})
-        return known[1]
+        if key not in self._streams:
+            self._streams[key] = {}
+            weakref.finalize(completion, self._streams.pop, key).atexit = False
+        return self._streams[key]
 
     def _mark(self, completion: Any, index: int) -> None:
         self.num_stopped += 1
@@ -109,25 +105,3 @@ class InferenceEarlyStop:
         if not self.num_unknown:
             logger.warning("early stop: the server sends tokens without logprobs; they are passed over (num_unknown counts them)")
         self.num_unknown += count
-
-
-def _forget(streams: dict[int, Any], key: int, reference: "weakref.ref[Any]") -> None:
-    """Remove a stream's means, unless its id belongs to another completion by now."""
-    if key in streams and streams[key][0] is reference:
-        del streams[key]
-
-
-def _has_text(part: Any) -> bool:
-    """Return False for chunks without tokens: the first with the role, the last with the finish_reason."""
-    delta = part.delta
-    return delta is not None and bool(
-        delta.content
-        or delta.tool_calls
-        or getattr(delta, "reasoning", None)
-        or getattr(delta, "reasoning_content", None)
-        or getattr(delta, "refusal", None)
-    )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

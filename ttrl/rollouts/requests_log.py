@@ -1,6 +1,5 @@
 """A line per request to a server, as JSON lines: what was asked of whom, what it cost, and how it ended."""
 
-import json
 import logging
 import os
 import threading
@@ -26,7 +25,6 @@ class RequestsLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
-        self._whole = False  # whether the file is known to end with a newline
         self._reported = False
 
     def __repr__(self) -> str:
@@ -67,22 +65,10 @@ class RequestsLog:
             "seconds": round(seconds, 4),
             "error": None if error is None else writable(redact(error))[:MAX_ERROR_LENGTH],
         }
-        line = (json.dumps(row, allow_nan=False) + "\n").encode("ascii")
         try:
             with self._lock:
-                self._write(line)
+                append_jsonl(self.path, row, durable=False)
         except OSError as failure:
             if not self._reported:
                 self._reported = True
                 log.warning("requests log %s cannot be written: %s. The run goes on without it.", self.path, failure)
-
-    def _write(self, line: bytes) -> None:
-        if not self._whole:  # a killed process may have left half a line, which must not end up in the middle of the file
-            append_jsonl(self.path, json.loads(line))
-            self._whole = True
-            return
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            self._whole = os.write(descriptor, line) == len(line)  # a full disk takes a part of it
-        finally:
-            os.close(descriptor)

@@ -225,7 +225,7 @@ class LiveChoice:
             self.token_ids += part.token_ids
             new = len(part.token_ids)
         elif self.token_ids is None:
-            new = count_entries(raw_logprobs) or (delta is not None and _has_text(delta))
+            new = count_entries(raw_logprobs) or (delta is not None and has_text(delta))
         if part.finish_reason:
             self.finish_reason = part.finish_reason
         if part.stop_reason is not None:
@@ -243,8 +243,9 @@ class LiveChoice:
         return encoded(fields)[:-1] + b',"logprobs":' + logprobs + b"}"
 
 
-def _has_text(delta: Delta) -> bool:
-    return bool(delta.content or delta.reasoning or delta.reasoning_content or delta.refusal or delta.tool_calls)
+def has_text(delta: Any) -> bool:
+    """Return False for a chunk without a token: the first with the role, the last with the finish_reason."""
+    return any(getattr(delta, name, None) for name in ("content", "tool_calls", "reasoning", "reasoning_content", "refusal"))
 
 
 class LiveCompletion:
