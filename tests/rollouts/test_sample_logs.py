@@ -152,11 +152,11 @@ def test_a_full_disk(tmp_path, monkeypatch, caplog):
     logs = SampleLogs(tmp_path)
     path = logs.write(make(text="first"))
 
-    def write(self, text, encoding):
-        with open("/dev/full", "w") as file:
-            file.write(text)
+    def write(self, data):
+        with open("/dev/full", "wb") as file:
+            file.write(data)
 
-    monkeypatch.setattr(type(path), "write_text", write)
+    monkeypatch.setattr(type(path), "write_bytes", write)
     logs.write(make(text="second"))
     assert logs.num_failed == 1 and "No space left on device" in caplog.text
     assert "first" in path.read_text()

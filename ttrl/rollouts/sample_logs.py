@@ -1,6 +1,5 @@
 """One readable text file per sample: what was asked, what was answered, what became of it. For people; nothing reads it back."""
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -38,28 +37,16 @@ class SampleLogs:
         """
         path = self.folder / f"{file_name(sample.task_id)}_{sample.sample if number is None else number:03d}.txt"
         try:
-            self._write(path, _writable(sample_text(sample)))
+            files.write_text(path, _writable(sample_text(sample)), durable=False)  # an fsync would hold up the event loop
         except OSError as error:
             if not self.num_failed:
                 logger.warning(
                     "sample logs: could not write %s: %s; sampling goes on without the logs that cannot be written",
                     path,
-                    error.strerror or error,
+                    error.__cause__ or error,
                 )
             self.num_failed += 1
         return path
-
-    def _write(self, path: Path, text: str) -> None:
-        """Write without `files.write_text`, whose fsync would hold up the event loop; the rename makes the file whole."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f"{files.TEMPORARY_PREFIX}{os.getpid()}-{path.name}"
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
 
 
 def file_name(task_id: str) -> str:
