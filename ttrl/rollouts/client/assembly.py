@@ -14,7 +14,6 @@ from ttrl.rollouts.client.wire import (
     ChunkChoice,
     Delta,
     FunctionDelta,
-    Logprobs,
     TokenLogprob,
     ToolCallDelta,
     Usage,
@@ -38,27 +37,6 @@ class _RawLogprobs(msgspec.Struct):
 _raw_decoder = msgspec.json.Decoder(list[_RawLogprobs])
 
 
-class _Text:
-    """A string that grows at its end."""
-
-    __slots__ = ("_text", "parts")
-
-    def __init__(self) -> None:
-        self._text: str | None = None
-        self.parts: list[str] = []
-
-    def add(self, part: str) -> None:
-        self.parts.append(part)
-
-    @property
-    def text(self) -> str | None:
-        """None where nothing has come, not even an empty string."""
-        if self.parts:
-            self._text = "".join((self._text or "", *self.parts))
-            self.parts.clear()
-        return self._text
-
-
 class LiveLogprobs:
     """The log-probabilities of a choice so far; decoded when looked at, each token once."""
 
@@ -66,28 +44,29 @@ class LiveLogprobs:
         self._raws: list[bytes] = []
         """Of each chunk that has any, the JSON of its logprobs."""
         self._num_decoded = 0
-        self._decoded = Logprobs([], [])
+        self._content: list[TokenLogprob] = []
+        self._refusal: list[TokenLogprob] = []
 
     def add(self, raw: bytes) -> None:
         """Take in the JSON of a chunk's logprobs, an object."""
         self._raws.append(raw)
 
-    def _decode(self) -> Logprobs:
-        done = self._decoded
+    def _entries(self) -> tuple[list[TokenLogprob], list[TokenLogprob]]:
+        """Return those of the content and of a refusal."""
         for raw in self._raws[self._num_decoded :]:
             new = decoded_logprobs(raw)
-            done.content = (done.content or []) if not new.content else _grown(done.content, new.content)
-            done.refusal = (done.refusal or []) if not new.refusal else _grown(done.refusal, new.refusal)
+            self._content += new.content or ()
+            self._refusal += new.refusal or ()
         self._num_decoded = len(self._raws)
-        return done
+        return self._content, self._refusal
 
     @property
     def content(self) -> list[TokenLogprob]:
-        return self._decode().content or []
+        return self._entries()[0]
 
     @property
     def refusal(self) -> list[TokenLogprob] | None:
-        return self._decode().refusal or None
+        return self._entries()[1] or None
 
     def __len__(self) -> int:
         return sum(count_entries(raw) or 0 for raw in self._raws)
@@ -104,39 +83,33 @@ class LiveLogprobs:
         return b'{"content":[%b]%b}' % (content, b',"refusal":[%b]' % refusal if refusal else b"")
 
 
-def _grown(known: list[TokenLogprob] | None, new: list[TokenLogprob]) -> list[TokenLogprob]:
-    known = [] if known is None else known
-    known += new
-    return known
-
-
 def _joined(lists: list[msgspec.Raw]) -> bytes:
     """Join JSON lists to the inside of one."""
     insides = (bytes(raw)[1:-1].strip() for raw in lists if bytes(raw)[:1] == b"[")
     return b",".join(inside for inside in insides if inside)
 
 
+_TEXTS = ("content", "refusal", "reasoning", "reasoning_content")
+
+
 class LiveMessage:
-    """What the model has said so far."""
+    """What the model has said so far, under the names of openai's ChatCompletionMessage."""
 
     def __init__(self) -> None:
         self.role = "assistant"
-        self._texts: dict[str, _Text] = {"content": _Text()}
-        self._content_parts = self._texts["content"].parts
+        self._texts: dict[str, list[str]] = {"content": []}
+        """Pieces of the texts that have begun; those of each are joined when somebody looks."""
         self.tool_calls: list[ToolCallDelta] | None = None
         self.function_call: FunctionDelta | None = None
 
     def add(self, delta: Delta) -> None:
         if delta.content is not None:
-            self._content_parts.append(delta.content)
+            self._texts["content"].append(delta.content)
         if delta.role:
             self.role = delta.role
-        if delta.refusal is not None:
-            self._texts.setdefault("refusal", _Text()).add(delta.refusal)
-        if delta.reasoning is not None:
-            self._texts.setdefault("reasoning", _Text()).add(delta.reasoning)
-        if delta.reasoning_content is not None:
-            self._texts.setdefault("reasoning_content", _Text()).add(delta.reasoning_content)
+        for name in _TEXTS[1:]:
+            if (piece := getattr(delta, name)) is not None:
+                self._texts.setdefault(name, []).append(piece)
         if delta.tool_calls:
             for part in delta.tool_calls:
                 self._add_tool_call(part)
@@ -161,24 +134,21 @@ class LiveMessage:
         if part.function is not None and known.function is not None:
             _extend(known.function, part.function)
 
-    @property
-    def content(self) -> str | None:
-        return self._texts["content"].text
-
-    def __getattr__(self, name: str) -> Any:
-        texts = self.__dict__.get("_texts", {})
-        if name in texts:
-            return texts[name].text
-        if name in ("refusal", "reasoning", "reasoning_content"):
+    def __getattr__(self, name: str) -> str | None:
+        """Return one of the texts; None where nothing of it has come, not even an empty string."""
+        if name not in _TEXTS:
+            raise AttributeError(name)
+        pieces = self._texts.get(name)
+        if not pieces:
             return None
-        raise AttributeError(name)
+        if len(pieces) > 1:
+            pieces[:] = ["".join(pieces)]
+        return pieces[0]
 
     def json(self) -> dict[str, Any]:
         """Return it as a server that does not stream would have sent it."""
-        message: dict[str, Any] = {"role": self.role}
-        message |= {name: text.text for name, text in self._texts.items()}
-        if self.tool_calls:
-            calls = sorted(self.tool_calls, key=lambda call: call.index or 0)
+        message: dict[str, Any] = {"role": self.role, **{name: getattr(self, name) for name in self._texts}}
+        if calls := self.tool_calls:
             message["tool_calls"] = [{"id": c.id, "type": c.type, "function": msgspec.to_builtins(c.function)} for c in calls]
         if self.function_call is not None:
             message["function_call"] = msgspec.to_builtins(self.function_call)
@@ -203,8 +173,6 @@ class LiveChoice:
         self.stop_reason: int | str | None = None
         self.token_ids: list[int] | None = None
         self.stopped_early = False
-        self.has_ended_here = False
-        """Its end by `on_chunk` is known; further chunks of it are ignored."""
         self.tokens = 0
         """That have come, where chunks can be counted; otherwise chunks with text."""
 
@@ -262,7 +230,8 @@ class LiveCompletion:
         self.prompt_token_ids: list[int] | None = None
         self._n = n
         self._by_index: dict[int, LiveChoice] = {}
-        self._any_stopped = False
+        self._ended_here: set[int] = set()
+        """Choices whose end by `on_chunk` is known; further chunks of them are ignored."""
 
     def add(self, chunk: Chunk) -> int:
         """Add a chunk and return how many tokens it brought. Parts of choices that were ended here are taken out of it."""
@@ -275,17 +244,13 @@ class LiveCompletion:
         parts = chunk.choices
         if not parts:
             return 0
-        if self._any_stopped:
-            parts = chunk.choices = [part for part in parts if not self._has_ended_here(part.index)]
+        if self._ended_here:
+            parts = chunk.choices = [part for part in parts if part.index not in self._ended_here]
         tokens = 0
         for part in parts:
             choice = self._by_index.get(part.index)
             tokens += (choice or self._begin(part.index)).add(part)
         return tokens
-
-    def _has_ended_here(self, index: int) -> bool:
-        choice = self._by_index.get(index)
-        return choice is not None and choice.has_ended_here
 
     def _begin(self, index: int) -> LiveChoice:
         choice = self._by_index[index] = LiveChoice(index)
@@ -295,10 +260,10 @@ class LiveCompletion:
 
     def stop(self, indexes: list[int]) -> None:
         """End the choices that `on_chunk` has marked since; where it has marked none, those of these indexes."""
-        marked = [choice for choice in self.choices if choice.stopped_early and not choice.has_ended_here]
+        marked = [choice for choice in self.choices if choice.stopped_early and choice.index not in self._ended_here]
         for choice in marked or [self._by_index[index] for index in indexes if index in self._by_index]:
-            choice.stopped_early = choice.has_ended_here = self._any_stopped = True
-            choice.finish_reason = STOPPED_EARLY
+            choice.stopped_early, choice.finish_reason = True, STOPPED_EARLY
+            self._ended_here.add(choice.index)
 
     @property
     def is_finished(self) -> bool:
