@@ -91,29 +91,24 @@ class Play:
 
     async def run(self) -> None:
         """Run the rollout from its first request to the grade. Raises nothing but CancelledError."""
-        sample = self.sample
+        sample, ended_by = self.sample, None
         try:
-            output = await self._played()
-            self._fill()
-            await self._grade(output)
-        except RolloutLimitError as limit:
-            self._fill()
-            if sample.turns and self.task.grader is not None:
-                sample.finish_reason = "max_turns" if limit.limit == "turns" else "length"
-                await self._graded_or_failed()
-            else:
-                self._failed(limit)
-        except (GraderError, RolloutError, ServerError, TokenizationError) as error:
-            self._fill()
-            self._failed(error)
+            try:
+                output = await self._played()
+            except RolloutLimitError as limit:
+                if self.task.grader is None or not any(self._replies):
+                    raise
+                output, ended_by = None, "max_turns" if limit.limit == "turns" else "length"
+            finally:
+                self._fill()
+            sample.finish_reason = ended_by or sample.finish_reason
+            grade = await self._grade(output)
+            sample.reward, sample.metrics = grade.reward, grade.metrics
         except Exception as error:  # noqa: BLE001 - one bad sample never costs another
-            self._failed(error)
+            sample.error = writable(type_and_message(error))
+            if not isinstance(error, GraderError):
+                sample.finish_reason = None
         self.ledger.done(sample)
-
-    def _failed(self, error: Exception) -> None:
-        self.sample.error = writable(type_and_message(error))
-        if not isinstance(error, GraderError):
-            self.sample.finish_reason = None
 
     # The coroutine
 
@@ -163,23 +158,15 @@ class Play:
 
     # The grade
 
-    async def _grade(self, output: Any) -> None:
+    async def _grade(self, output: Any) -> Grade:
+        """Return what the rollout returned as a grade, or the grader's. Raises GraderError."""
         if output is not None:
-            grade = Grade.of(output, self.place, who="rollout")
-            self.sample.reward, self.sample.metrics = grade.reward, grade.metrics
-        elif self.task.grader is not None:
-            await self._graded_or_failed()
-        else:
+            return Grade.of(output, self.place, who="rollout")
+        if self.task.grader is None:
             raise GraderError(f"{self.place}: the rollout returned no reward, and the task has no grader; give one of them")
-
-    async def _graded_or_failed(self) -> None:
         last = next(reply for reply in reversed(self._replies) if reply is not None)
         choice = with_messages(openai_choice(last.answer), [*last.messages, last.message])
-        try:
-            grade = await self.s.graders.grade(self.task, choice, self.place)
-            self.sample.reward, self.sample.metrics = grade.reward, grade.metrics
-        except GraderError as error:
-            self._failed(error)
+        return await self.s.graders.grade(self.task, choice, self.place)
 
     # Requests
 
@@ -212,7 +199,17 @@ class Play:
         finally:
             self._waiting.discard(waiting)
             self._count_time(not self._waiting)
-        reply = await self._read(request, sent, own["tools"], answer, digest, cached)
+        usage, tokens = self.ledger.usage, answer.completion_tokens or 0
+        self._generated += tokens
+        usage.completion += tokens
+        usage.new_completion += 0 if cached else tokens
+        read = Sample(task_id=self.sample.task_id, sample=self.sample.sample, messages=sent, cached=cached)
+        read.weights_version = self.s.settings.weights_version
+        first = self.ledger.job.position == 0 and self.sample.sample == 0  # checked token by token, as a single answer is
+        read_choice(read, answer, self.place, token_ids=self.s.settings.token_ids, logprobs=request.wants_logprobs, strings=first)
+        if not cached and digest is not None:
+            await self.ledger.keep(read, answer, digest, self.s.cache_body(sent, request))
+        reply = _Reply(sent, own["tools"], answer, read, _clean(_sent_back(openai_choice(answer))))
         self._check_over()
         self._replies[number] = reply
         return openai_choice(answer), copy.deepcopy(reply.message)  # a copy, as messages are the rollout's to change
@@ -274,28 +271,6 @@ class Play:
         answer = (await self.ledger.send(attempt, [self.sample], size, digest=digest, ticket=self._ticket))[0]
         assert answer is not None
         return answer, digest, False
-
-    async def _read(
-        self,
-        request: ChatRequest,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        answer: Answer,
-        digest: str | None,
-        cached: bool,
-    ) -> _Reply:
-        """Check ids and log-probabilities, count, and keep the answer in the cache."""
-        usage, tokens = self.ledger.usage, answer.completion_tokens or 0
-        self._generated += tokens
-        usage.completion += tokens
-        usage.new_completion += 0 if cached else tokens
-        read = Sample(task_id=self.sample.task_id, sample=self.sample.sample, messages=messages, cached=cached)
-        read.weights_version = self.s.settings.weights_version
-        first = self.ledger.job.position == 0 and self.sample.sample == 0  # checked token by token, as a single answer is
-        read_choice(read, answer, self.place, token_ids=self.s.settings.token_ids, logprobs=request.wants_logprobs, strings=first)
-        if not cached and digest is not None:
-            await self.ledger.keep(read, answer, digest, self.s.cache_body(messages, request))
-        return _Reply(messages, tools, answer, read, _clean(_sent_back(openai_choice(answer))))
 
     # The sample
 

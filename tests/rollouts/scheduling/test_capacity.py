@@ -312,7 +312,7 @@ def test_what_was_learned_serves_the_next_call() -> None:
                 size = Size(prompt=400, n=1, max_tokens=4000)
                 sends = [asyncio.create_task(pool.send(attempt, size=size, max_retries=0)) for _ in range(1000)]  # type: ignore[arg-type]
                 await asyncio.sleep(0.001)
-                first.append(pool.snapshot()[0].in_flight)
+                first.append(len(pool.servers[0].leases))
                 await asyncio.gather(*sends)
 
     bench.run_virtual(main())

@@ -86,7 +86,7 @@ def send(pool: Servers, *, max_retries: int = 4, **kwargs: Any) -> Awaitable[lis
 def at_rest(pool: Servers) -> bool:
     """No lease is left, nothing is counted as in flight, nobody waits."""
     return (
-        all(server.in_flight == 0 and server.expected_tokens == 0 for server in pool.snapshot())
+        all(not server.leases and server.room.expected == 0 for server in pool.servers)
         and pool._in_flight == 0
         and not [waiter for _, waiter in pool._queue if not waiter.lease.done()]
     )
@@ -172,8 +172,8 @@ def test_a_server_says_how_long_to_wait_and_new_requests_wait_too() -> None:
             first = asyncio.create_task(send(pool))
             await asyncio.sleep(1)
             await asyncio.gather(first, *(send(pool) for _ in range(5)))
-            (snapshot,) = pool.snapshot()
-            assert snapshot.limit == 7  # from 1: the server may have meant it
+            (server,) = pool.servers
+            assert server.room.limit == 7  # from 1: the server may have meant it
             assert at_rest(pool)
 
     virtual(main())
@@ -197,8 +197,8 @@ def test_a_429_halves_what_is_in_flight_and_successes_bring_it_back() -> None:
     async def main() -> None:
         async with Servers([fake], concurrency=None) as pool:
             await asyncio.gather(*(send(pool) for _ in range(3000)))
-            (snapshot,) = pool.snapshot()
-            assert 256 < snapshot.limit < 300
+            (server,) = pool.servers
+            assert 256 < server.room.limit < 300
             assert at_rest(pool)
 
     virtual(main())
@@ -235,12 +235,12 @@ def test_a_restart_costs_no_attempt() -> None:
             fake.alive = False
             waiting = [asyncio.create_task(send(pool, max_retries=0)) for _ in range(20)]
             await asyncio.sleep(30)
-            assert not pool.snapshot()[0].healthy
+            assert not pool.servers[0].up
             waiting += [asyncio.create_task(send(pool, max_retries=0)) for _ in range(20)]
             await asyncio.sleep(15)
             fake.alive = True
             await asyncio.gather(*waiting)
-            assert at_rest(pool) and pool.snapshot()[0].healthy
+            assert at_rest(pool) and pool.servers[0].up
         assert await nothing_left()
 
     virtual(main())
@@ -302,7 +302,7 @@ def test_a_single_reset_takes_no_server_out() -> None:
         async with Servers([fake], concurrency=None) as pool:
             sends = [asyncio.create_task(send(pool)) for _ in range(100)]
             await asyncio.sleep(0.1)
-            assert pool.snapshot()[0].healthy
+            assert pool.servers[0].up
             await asyncio.gather(*sends)
 
     virtual(main())
@@ -805,7 +805,7 @@ def test_refused_then_back_over_sockets() -> None:
             async with Servers([Wire(listener.port)], concurrency=None) as pool:
                 sends = [asyncio.create_task(send(pool, max_retries=0)) for _ in range(50)]
                 async with asyncio.timeout(60):
-                    while pool.snapshot()[0].healthy:
+                    while pool.servers[0].up:
                         await asyncio.sleep(0.01)
                 await listener.start()
                 await asyncio.gather(*sends)

@@ -37,21 +37,6 @@ class _Entries(msgspec.Struct):
     content: list[_Entry] | None = None
 
 
-class _TokenEntry(msgspec.Struct):
-    token: str | None = None
-    bytes: list[int] | None = None
-
-
-class _TokenEntries(msgspec.Struct):
-    content: list[_TokenEntry] | None = None
-
-
-class _ReadTokens(msgspec.Struct):
-    """Of a choice, the tokens of its log-probabilities."""
-
-    logprobs: _TokenEntries | None = None
-
-
 class _Message(msgspec.Struct):
     content: str | None = None
 
@@ -66,7 +51,6 @@ class _Read(msgspec.Struct):
 
 
 _read_decoder = msgspec.json.Decoder(_Read)
-_tokens_decoder = msgspec.json.Decoder(_ReadTokens)
 
 
 def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, logprobs: bool, strings: bool = False) -> None:
@@ -113,17 +97,11 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
 def _token_bytes(answer: Answer, count: int) -> list[str] | None:
     """Return the bytes of each log-probability's token as Latin-1 text; None where the server does not give them all."""
     try:
-        read = _tokens_decoder.decode(answer.choice)
-        entries = (read.logprobs.content if read.logprobs is not None else None) or []
-        found = [
-            bytes(entry.bytes) if entry.bytes is not None else None if entry.token is None else entry.token.encode()
-            for entry in entries
-        ]
-    except ValueError:
+        content = _loads(answer.choice)["logprobs"]["content"] or ()
+        found = [entry["token"].encode() if entry.get("bytes") is None else bytes(entry["bytes"]) for entry in content]
+    except (LookupError, TypeError, ValueError, AttributeError):
         return None
-    if len(found) != count or None in found:
-        return None
-    return [token.decode("latin-1") for token in found if token is not None]
+    return [token.decode("latin-1") for token in found] if len(found) == count else None
 
 
 def _read(answer: Answer, place: str) -> _Read:

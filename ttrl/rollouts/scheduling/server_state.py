@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ttrl.errors import RequestError
 from ttrl.rollouts.scheduling.capacity import Load, ServerRoom, read_metrics
@@ -23,21 +23,6 @@ POLL_PAUSE = 1.0
 """Seconds between two looks at /metrics while requests are in flight."""
 ABANDON_AFTER = 30.0
 """Seconds after which requests in flight to a server that is out are moved: a machine that is gone closes no connection."""
-
-
-class ServerSnapshot(NamedTuple):
-    """One server at one moment, for progress and logs."""
-
-    base_url: str
-    healthy: bool
-    in_flight: int
-    """Requests."""
-    expected_tokens: float
-    """Tokens that those will have when they are done, prompts counted once per request."""
-    capacity_tokens: float | None
-    """Of the KV cache; None where the server does not say."""
-    limit: float
-    """Requests in flight at the most; infinite where the KV cache decides."""
 
 
 class Lease:
@@ -77,17 +62,6 @@ class Server:
     def is_open(self, now: float) -> bool:
         """Return whether requests may be sent to it at all."""
         return self.up and now >= self.held_until and self._examination is None
-
-    def snapshot(self) -> ServerSnapshot:
-        metrics = self.room.metrics
-        return ServerSnapshot(
-            self.base_url,
-            self.up,
-            len(self.leases),
-            self.room.expected,
-            None if metrics is None else metrics.capacity,
-            self.room.limit,
-        )
 
     async def start(self) -> None:
         """Look at /metrics once, and from then on while requests are in flight."""

@@ -25,7 +25,7 @@ from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.scheduling.capacity import Load
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.open_files import OpenFiles
-from ttrl.rollouts.scheduling.server_state import Lease, Server, ServerSnapshot
+from ttrl.rollouts.scheduling.server_state import Lease, Server
 
 if TYPE_CHECKING:
     from ttrl.rollouts.client.transport import Transport
@@ -108,9 +108,9 @@ class Servers:
             self._most = concurrency
         self.lengths = lengths or Lengths()
         self.max_downtime = float(max_downtime)
-        self._servers = [Server(transport, self.lengths, self._changed) for transport in transports]
+        self.servers = [Server(transport, self.lengths, self._changed) for transport in transports]
         if self._most is not None:  # who names a number means it: servers that say nothing of their room begin with it
-            for server in self._servers:
+            for server in self.servers:
                 server.room.limit = max(server.room.limit, math.ceil(self._most / len(transports)))
         self._queue: list[tuple[tuple[int, int], _Waiter]] = []
         self._tickets, self._arrivals = itertools.count(), itertools.count()
@@ -122,7 +122,7 @@ class Servers:
 
     async def __aenter__(self) -> "Servers":
         # A server that is slow to say what it has room for is used as one that does not say.
-        starts = [asyncio.create_task(server.start()) for server in self._servers]
+        starts = [asyncio.create_task(server.start()) for server in self.servers]
         try:
             _, self._slow_starts = await asyncio.wait(starts, timeout=_START_SECONDS)
         except BaseException:
@@ -140,16 +140,7 @@ class Servers:
     async def _stop(self, starts: "Sequence[asyncio.Task[None]] | set[asyncio.Task[None]]") -> None:
         if self._give_up is not None:
             self._give_up.cancel()
-        await asyncio.gather(*starts, *(server.stop() for server in self._servers), return_exceptions=True)
-
-    def snapshot(self) -> list[ServerSnapshot]:
-        """Return each server as it is now."""
-        return [server.snapshot() for server in self._servers]
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait to be sent (those of cancelled callers may be counted for a while)."""
-        return len(self._queue)
+        await asyncio.gather(*starts, *(server.stop() for server in self.servers), return_exceptions=True)
 
     def ticket(self) -> int:
         """Take a place in the queue, for requests of one sample that come one after another: see `send`."""
@@ -207,7 +198,7 @@ class Servers:
         got = [answer for answer in answers if answer is not None]
         completions = [answer.completion_tokens for answer in got if answer.completion_tokens is not None]
         if got:
-            window = min(max(2 * sum(server.room.samples for server in self._servers), 256), 16384)
+            window = min(max(2 * sum(server.room.samples for server in self.servers), 256), 16384)
             self.lengths.observe(size.prompt, got[0].prompt_tokens, completions, window=window)
 
     # Admission
@@ -237,7 +228,7 @@ class Servers:
         server.leases.add(lease)
         server.room.add(load, asyncio.get_running_loop().time())
         self._in_flight += 1
-        if affinity is not None and len(self._servers) > 1:
+        if affinity is not None and len(self.servers) > 1:
             self._last_served.pop(affinity, None)
             self._last_served[affinity] = server
             if len(self._last_served) > _AFFINITIES:
@@ -274,7 +265,7 @@ class Servers:
         best, least = None, 0.0
         last = self._last_served.get(affinity) if affinity is not None else None
         last_share = None
-        for server in self._servers:
+        for server in self.servers:
             if not server.is_open(now) or not server.room.admits(load, now):
                 continue
             share = server.room.share()
@@ -286,14 +277,14 @@ class Servers:
 
     def _others(self, server: Server) -> bool:
         now = asyncio.get_running_loop().time()
-        return any(other is not server and other.is_open(now) for other in self._servers)
+        return any(other is not server and other.is_open(now) for other in self.servers)
 
     # When no server is left
 
     def _changed(self) -> None:
         """Notice that a server went out, came back, or has more room."""
         loop = asyncio.get_running_loop()
-        if any(server.up for server in self._servers):
+        if any(server.up for server in self.servers):
             self._nobody_since = None
             if self._give_up is not None:
                 self._give_up.cancel()
@@ -304,7 +295,7 @@ class Servers:
         self._pump()
 
     def _patience(self) -> float:
-        if any(server.was_heard for server in self._servers):
+        if any(server.was_heard for server in self.servers):
             return self.max_downtime
         return min(FIRST_PATIENCE, self.max_downtime)
 
@@ -323,8 +314,8 @@ class Servers:
     def _nobody(self) -> RequestError:
         assert self._nobody_since is not None
         seconds = asyncio.get_running_loop().time() - self._nobody_since
-        said = "; ".join(f"{server.last_fault or server.base_url}" for server in self._servers)
-        who = "the server has" if len(self._servers) == 1 else f"none of the {len(self._servers)} servers has"
+        said = "; ".join(f"{server.last_fault or server.base_url}" for server in self.servers)
+        who = "the server has" if len(self.servers) == 1 else f"none of the {len(self.servers)} servers has"
         return RequestError(f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}", "connection")
 
 
