@@ -37,7 +37,7 @@ class Ledger:
         except Exception as error:
             self.log(samples, base_url=attempt.base_url, digest=digest, seconds=loop.time() - began, error=error)
             raise
-        facts: dict[str, int | None] = {}
+        facts: dict[str, Any] = {}
         if got := [answer for answer in answers if answer is not None]:
             prompt, cached = got[0].prompt_tokens, got[0].cached_tokens
             self.usage.new_prompt += prompt or 0
