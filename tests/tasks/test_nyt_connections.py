@@ -129,7 +129,7 @@ def test_a_row_for_each_word(caplog):
     with pytest.raises(TaskError, match="x: words are missing in all of its 1 games"):
         read_puzzles(rows[:15], "x")
     rows[1].pop("Word")
-    with pytest.raises(TaskError, match="x, row 2: none of the fields Word, word"):
+    with pytest.raises(TaskError, match="x, row 2: no field 'Word' or 'word'"):
         read_puzzles(rows, "x")
 
 
@@ -142,7 +142,7 @@ def test_a_row_for_each_group(caplog):
     assert one.groups == two.groups == GROUPS and (one.id, two.id) == ("from row 1", "from row 5") and not caplog.text
     (two,) = read_puzzles(group_rows(2, 3, 4, 1, 2, 3, 4), "x")
     assert two.id == "from row 4" and "1 of 2 games are left out" in caplog.text
-    with pytest.raises(TaskError, match="x, row 1: none of the fields level"):
+    with pytest.raises(TaskError, match="x, row 1: no field 'level'"):
         read_puzzles([{"category": "X", "words": ["a"] * 4}], "x")
 
 
@@ -181,14 +181,14 @@ def test_commas_in_words(reply):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"a": 1}, "none of the fields answers, groups"),
+        ({"a": 1}, "no field 'answers' or 'groups'"),
         ({"groups": 3}, "not iterable"),
         ({"groups": "x"}, "neither JSON nor Python's lists"),
         ({"groups": [["a"] * 4] * 4}, "no word twice"),
         ({"groups": GROUPS[:3]}, "must be 4 groups"),
         ({"groups": ["abcd", "efgh", "ijkl", "mnop"]}, "a group is 'abcd'"),
         ({"groups": [[1, 2, 3, 4], *GROUPS[1:]]}, "a group is"),
-        ({"groups": [{"theme": "x"}, *GROUPS[1:]]}, "none of the fields members"),
+        ({"groups": [{"theme": "x"}, *GROUPS[1:]]}, "no field 'members'"),
     ],
 )
 def test_bad_rows(tmp_path, row, words):

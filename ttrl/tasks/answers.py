@@ -7,10 +7,8 @@ counts, what a model thinks aloud does not, and what cannot be read for certain 
 import re
 import unicodedata
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
+from ttrl.tasks.task import Choice
 
 LONGEST_NUMBER = 60
 """Characters. Longer runs of digits are no answer to any question here, and arithmetic with them would take long."""
@@ -37,7 +35,7 @@ _RANGES = ("-", "–", "—", "~", "to", "bis")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,60})\}\{([^{}]{1,60})\}")
 
 
-def reply_text(choice: "Choice") -> str:
+def reply_text(choice: Choice) -> str:
     """Return the text of a reply; "" where there is none."""
     return choice.message.content or ""
 

@@ -7,17 +7,12 @@ import hashlib
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_digits, reply_text
-from ttrl.tasks.datasets import Row, RowError, check_name, check_share, list_field, load_rows, select
-from ttrl.tasks.task import Task
-
-if TYPE_CHECKING:
-    import os
-
-    from openai.types.chat.chat_completion import Choice
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, list_field, load_rows, select
+from ttrl.tasks.task import Choice, Task, question
 
 Grid: TypeAlias = tuple[tuple[int, ...], ...]
 LARGEST = 30
@@ -64,7 +59,7 @@ class ARCGrader:
     expected: tuple[Grid, ...]
     partial_credit: float = 0.0
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 1 if all are right, "cells": mean share of equal cells, "shape": share of right shapes})."""
         grids = read_grids(after_thinking(reply_text(choice)))[-len(self.expected) :]
         given: list[Grid | None] = [*grids, *[None] * (len(self.expected) - len(grids))]
@@ -79,7 +74,6 @@ class ARCGrader:
         return reward, metrics
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return "\n\n".join(map(write_grid, self.expected))
 
 
@@ -152,7 +146,7 @@ def get_arc_agi_tasks(
     n: int | None = None,
     seed: int = 0,
     *,
-    path: "str | os.PathLike[str]",
+    path: Source,
     partial_credit: float = 0.0,
     augment: Collection[str] = (),
     max_cells: int | None = None,
@@ -180,14 +174,8 @@ def get_arc_agi_tasks(
     puzzles = select(puzzles, lambda p: p.id, split, n, seed, "arc_agi", held_out=split != "test")
     if augment and split == "train":
         puzzles = [augmented(puzzle, random.Random(f"arc_agi {seed} {puzzle.id}"), augment) for puzzle in puzzles]
-    return [
-        Task(
-            messages=[{"role": "user", "content": write_prompt(puzzle)}],
-            grader=ARCGrader(tuple(pair.output for pair in puzzle.test), partial_credit),
-            id=f"arc-agi/{puzzle.id}",
-        )
-        for puzzle in puzzles
-    ]
+    graders = [ARCGrader(tuple(pair.output for pair in puzzle.test), partial_credit) for puzzle in puzzles]
+    return [Task(question(write_prompt(one)), grader, id=f"arc-agi/{one.id}") for one, grader in zip(puzzles, graders)]
 
 
 def write_prompt(puzzle: ARCPuzzle) -> str:

@@ -4,24 +4,20 @@ Positions come from files of one's own: lichess puzzles, test suites in EPD, or 
 known, the points of others.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, last_line, latest, reply_text
-from ttrl.tasks.datasets import Row, RowError, check_name, check_share, load_rows, read_text, select, text_field
-from ttrl.tasks.task import Task
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, load_rows, read_text, select, text_field
+from ttrl.tasks.task import Choice, Task, question
 
 try:
     import chess
 except ImportError as error:
     raise TaskError(f"chess tasks need the package chess: pip install 'ttrl[tasks]' ({error})") from None
-
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
 
 Style = Literal["plain", "P"]
 
@@ -66,7 +62,7 @@ class ChessGrader:
     legal_reward: float = 0.0
     judge: Judge | None = None
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"legal", "best": 0 or 1}); in style "P" also "candidates", the legal share of the moves after `M:`."""
         board = chess.Board(self.fen)
         text = after_thinking(reply_text(choice))
@@ -86,7 +82,6 @@ class ChessGrader:
         return max(self.legal_reward, points), metrics
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return f"M: {self.best[0]} B: {self.best[0]}" if self.style == "P" else f"<answer>{self.best[0]}</answer>"
 
 
@@ -139,7 +134,7 @@ def get_chess_tasks(
     n: int | None = None,
     seed: int = 0,
     *,
-    path: "str | os.PathLike[str]",
+    path: Source,
     style: Style = "plain",
     legal_reward: float = 0.0,
     judge: Judge | None = None,
@@ -165,8 +160,8 @@ def get_chess_tasks(
     chosen = select(positions, _key, split, n, seed, "chess", held_out=split != "test")
     return [
         Task(
-            messages=[{"role": "user", "content": write_prompt(position.fen, style)}],
-            grader=ChessGrader(position.fen, position.best, position.points, style, legal_reward, judge),
+            question(write_prompt(position.fen, style)),
+            ChessGrader(position.fen, position.best, position.points, style, legal_reward, judge),
             id=f"chess/{position.id}",
         )
         for position in chosen

@@ -4,30 +4,39 @@ television game. Puzzles are generated, with a solution each.
 Held out are whole sets of numbers, by a hash: no training puzzle, whatever its seed, has the numbers of a validation puzzle.
 """
 
+import ast
+import itertools
+import operator
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_digits, find_boxed, find_tagged, latest, reply_text
 from ttrl.tasks.datasets import check_count, check_name, check_share
-from ttrl.tasks.task import Task
+from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import in_validation, pick
-
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
 
 LONGEST = 300
 """Characters of an expression."""
 DEEPEST = 40
-"""Parentheses inside each other: the parser calls itself for each, and Python allows no more than 1000 calls in all."""
+"""Parentheses inside each other; Python's parser has a limit, too."""
 _PROMPT = (
     "Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make {target}. You may think first. "
     "End your reply with the expression in <answer> </answer> tags, such as <answer>(1 + 2) * 3</answer>."
 )
 _OPERATORS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "∶": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
+_ALLOWED = re.compile(r"[0-9+*/() -]+")
+_DIGITS = re.compile(r"[0-9]+")
+_OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class CountdownGrader:
     solution: str
     valid_reward: float = 0.0
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 0 or 1, "valid": 1 if it is an expression of the right numbers})."""
         read = evaluate(read_expression(reply_text(choice)))
         valid = read is not None and sorted(read[1]) == sorted(self.numbers)
@@ -52,7 +61,6 @@ class CountdownGrader:
         return 1.0 if exact else self.valid_reward * valid, {"exact": float(exact), "valid": float(valid)}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return f"<answer>{self.solution}</answer>"
 
 
@@ -75,92 +83,33 @@ def read_expression(text: str) -> str:
 def evaluate(expression: str) -> tuple[Fraction, list[int], Fraction | None] | None:
     """Evaluate whole numbers with + - * / and parentheses: (value, numbers used, what stands after "=" or None).
 
-    Exact, and safe: a parser of its own, which knows nothing else. None for everything that is no such expression, for
+    Exact, and safe: of Python's own syntax tree, nothing else is evaluated. None for everything that is no such expression, for
     divisions by zero, and beyond LONGEST characters. A sign before a parenthesis or number ("-3") is allowed.
     """
     left, equals, right = expression.partition("=")
     try:
-        tokens = list(_tokens(left))
-        values = [token for token in tokens if isinstance(token, int)]
-        value = _Parser(tokens).parse()
-        claimed = _Parser(list(_tokens(right))).parse() if equals else None
-    except (_SyntaxError, ZeroDivisionError):
-        return None
-    return value, values, claimed
-
-
-class _SyntaxError(Exception):
-    pass
-
-
-def _tokens(text: str) -> Iterator[int | str]:
-    if len(text) > LONGEST:
-        raise _SyntaxError
-    place = depth = 0
-    while place < len(text):
-        character = text[place]
-        if character in "0123456789":
-            end = place
-            while end < len(text) and text[end] in "0123456789":
-                end += 1
-            if end - place > 9:
-                raise _SyntaxError
-            yield int(text[place:end])
-            place = end
-            continue
-        if character in "+-*/()":
-            depth += (character == "(") - (character == ")")
-            if depth > DEEPEST:
-                raise _SyntaxError
-            yield character
-        elif not character.isspace():
-            raise _SyntaxError
-        place += 1
-
-
-class _Parser:
-    """Recursive descent; DEEPEST bounds its depth."""
-
-    def __init__(self, tokens: list[int | str]) -> None:
-        self.tokens, self.place = tokens, 0
-
-    def parse(self) -> Fraction:
-        value = self.sum()
-        if self.place < len(self.tokens):
-            raise _SyntaxError
-        return value
-
-    def take(self, *wanted: str) -> str | None:
-        if self.place < len(self.tokens) and self.tokens[self.place] in wanted:
-            self.place += 1
-            return str(self.tokens[self.place - 1])
+        return _value(_tree(left)), list(map(int, _DIGITS.findall(left))), _value(_tree(right)) if equals else None
+    except (SyntaxError, ZeroDivisionError):
         return None
 
-    def sum(self) -> Fraction:
-        value = self.product()
-        while operator := self.take("+", "-"):
-            value = value + self.product() if operator == "+" else value - self.product()
-        return value
 
-    def product(self) -> Fraction:
-        value = self.atom()
-        while operator := self.take("*", "/"):
-            value = value * self.atom() if operator == "*" else value / self.atom()
-        return value
+def _tree(text: str) -> ast.expr:
+    """Parse one side of an expression. Raises SyntaxError."""
+    text = " ".join(text.split()) if len(text) <= LONGEST else ""
+    depths = itertools.accumulate((character == "(") - (character == ")") for character in text)
+    if not _ALLOWED.fullmatch(text) or max(depths, default=0) > DEEPEST or max(map(len, _DIGITS.findall(text)), default=0) > 9:
+        raise SyntaxError(text)
+    return ast.parse(_DIGITS.sub(lambda digits: str(int(digits[0])), text), mode="eval").body  # Python refuses 007
 
-    def atom(self) -> Fraction:
-        sign = 1
-        while operator := self.take("+", "-"):
-            sign = -sign if operator == "-" else sign
-        if self.take("("):
-            value = self.sum()
-            if not self.take(")"):
-                raise _SyntaxError
-            return sign * value
-        if self.place < len(self.tokens) and isinstance(self.tokens[self.place], int):
-            self.place += 1
-            return Fraction(sign * int(self.tokens[self.place - 1]))
-        raise _SyntaxError
+
+def _value(tree: ast.expr) -> Fraction:
+    if isinstance(tree, ast.Constant):
+        return Fraction(tree.value)  # type: ignore[arg-type]  # _ALLOWED has whole numbers alone
+    if isinstance(tree, ast.UnaryOp):
+        return -_value(tree.operand) if isinstance(tree.op, ast.USub) else _value(tree.operand)
+    if isinstance(tree, ast.BinOp) and type(tree.op) in _OPERATIONS:
+        return _OPERATIONS[type(tree.op)](_value(tree.left), _value(tree.right))
+    raise SyntaxError(ast.dump(tree)[:80])  # a power, a call, a tuple
 
 
 def get_countdown_tasks(
@@ -201,7 +150,7 @@ def get_countdown_tasks(
             continue
         content = _PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)
         grader = CountdownGrader(tuple(numbers), int(target), solution, valid_reward)
-        tasks[name if held_out else str(len(tasks))] = Task([{"role": "user", "content": content}], grader, id=name)
+        tasks[name if held_out else str(len(tasks))] = Task(question(content), grader, id=name)
         if len(tasks) == n:
             return list(tasks.values())
     raise TaskError(f"{n} {split} tasks of countdown: found {len(tasks)}; ask for fewer, or for larger numbers")

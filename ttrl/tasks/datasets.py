@@ -16,7 +16,7 @@ import socket
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ttrl.errors import TaskError
@@ -24,7 +24,8 @@ from ttrl.tasks.words import in_validation
 from ttrl.text import short
 
 T = TypeVar("T")
-Row = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
+Source: TypeAlias = str | os.PathLike[str]
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -35,7 +36,7 @@ class RowError(ValueError):
 
 
 def load_rows(
-    source: str | os.PathLike[str],
+    source: Source,
     parse: Callable[[Row], T],
     *,
     splits: Sequence[str] = (),
@@ -63,29 +64,27 @@ def load_rows(
     return parsed
 
 
-def text_field(row: Row, *names: str) -> str:
-    """Return the first of these fields that the row has: text that is not empty. Raises RowError."""
-    value = _field(row, names)
+def field(row: Row, *names: str) -> Any:
+    """Return the first of these fields that has a value. Raises RowError."""
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise RowError(f"no field {' or '.join(map(repr, names))}; it has {short(sorted(map(str, row)), 120)}")
+
+
+def text_field(row: Row, name: str) -> str:
+    """Return a text that is not empty. Raises RowError."""
+    value = row[name] if name in row else field(row, name)  # null is not missing
     if not isinstance(value, str) or not value.strip():
-        raise RowError(f"{names[0]} is {short(value, 120)}; it must be a text that is not empty")
+        raise RowError(f"{name} is {short(value, 120)}; it must be a text that is not empty")
     return value
 
 
-def whole_field(row: Row, *names: str) -> int:
-    """Return a whole number, also one that is written as text (csv). Raises RowError."""
-    value = _field(row, names)
-    if isinstance(value, str) and re.fullmatch(r"\s{0,9}-?[0-9]{1,18}\s{0,9}", value, re.ASCII):
-        value = int(value)
-    if type(value) is not int:
-        raise RowError(f"{names[0]} is {short(value, 120)}; it must be a whole number")
-    return value
-
-
-def list_field(row: Row, *names: str) -> list[Any]:
+def list_field(row: Row, name: str) -> list[Any]:
     """Return a list, also one that is written as JSON (csv). Raises RowError."""
-    value = from_json(_field(row, names))
+    value = from_json(row[name] if name in row else field(row, name))
     if not isinstance(value, list):
-        raise RowError(f"{names[0]} is {short(value, 120)}; it must be a list, in csv one that is written as JSON")
+        raise RowError(f"{name} is {short(value, 120)}; it must be a list, in csv one that is written as JSON")
     return value
 
 
@@ -146,19 +145,12 @@ def check_share(option: str, value: float, *, below_one: bool = False) -> None:
         raise TaskError(f"{option} is {value}; give a number from 0 to {'less than ' * below_one}1")
 
 
-def is_file(path: str | os.PathLike[str]) -> bool:
+def is_file(path: Source) -> bool:
     """Return whether a source is a single file, whose splits are parts of its rows."""
     return Path(path).expanduser().is_file()
 
 
-def _field(row: Row, names: Sequence[str]) -> Any:
-    for name in names:
-        if name in row:
-            return row[name]
-    raise RowError(f"no field {' or '.join(map(repr, names))}; it has {short(sorted(map(str, row)), 120)}")
-
-
-def _open(source: str | os.PathLike[str], splits: Sequence[str], config: str | None) -> tuple[str, Iterable[tuple[str, Any]]]:
+def _open(source: Source, splits: Sequence[str], config: str | None) -> tuple[str, Iterable[tuple[str, Any]]]:
     """Return (name of the source, (place, row) of each row)."""
     path = Path(source).expanduser()
     if path.is_dir():

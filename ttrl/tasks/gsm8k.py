@@ -4,19 +4,15 @@ The data set's own split names: "test" is its test file. One row in ten of its t
 validation split, so that a run can be watched without a look at the test file.
 """
 
+import itertools
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, last_number, marked, reply_text
-from ttrl.tasks.datasets import Row, RowError, check_name, check_share, load_rows, select, text_field
-from ttrl.tasks.task import Task
-
-if TYPE_CHECKING:
-    import os
-
-    from openai.types.chat.chat_completion import Choice
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, load_rows, select, text_field
+from ttrl.tasks.task import Choice, Task, question, solved
 
 Style = Literal["plain", "boxed", "r1"]
 
@@ -37,11 +33,6 @@ class GSM8KProblem:
     solution: str
     answer: Fraction
 
-    @property
-    def written(self) -> str:
-        """Return the answer in digits."""
-        return write_number(self.answer)
-
 
 @dataclass(frozen=True)
 class GSM8KGrader:
@@ -57,7 +48,7 @@ class GSM8KGrader:
     format_reward: float = 0.0
     flexible: bool = False
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 0 or 1, "format": 0 or 1})."""
         text = reply_text(choice)
         answer = read_answer(text, flexible=self.flexible)
@@ -65,7 +56,6 @@ class GSM8KGrader:
         return (1.0 - self.format_reward) * exact + self.format_reward * formed, {"exact": exact, "format": formed}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return write_answer("I know it.", write_number(self.expected), self.style)
 
 
@@ -123,7 +113,7 @@ def get_gsm8k_tasks(
     n: int | None = None,
     seed: int = 0,
     *,
-    path: "str | os.PathLike[str]" = "openai/gsm8k",
+    path: Source = "openai/gsm8k",
     style: Style = "plain",
     few_shot: int = 0,
     format_reward: float = 0.0,
@@ -148,24 +138,23 @@ def get_gsm8k_tasks(
         if type(few_shot) is not int or few_shot < 0:
             raise TaskError(f"few_shot is {few_shot!r}; give a number of examples, 0 or more")
         shots = select(_load(path, "train"), lambda p: p.question, "train", few_shot + 1, 0, "gsm8k", held_out=True)
-    return [
-        Task(
-            messages=_messages(problem, [shot for shot in shots if shot.question != problem.question][:few_shot], style),
-            grader=GSM8KGrader(problem.answer, style, format_reward, flexible),
-        )
-        for problem in problems
-    ]
+    tasks = []
+    for problem in problems:
+        before = [_solved(shot, style)["messages"] for shot in shots if shot.question != problem.question][:few_shot]
+        messages = [*itertools.chain(*before), *question(_asked(problem, style))]
+        tasks.append(Task(messages, GSM8KGrader(problem.answer, style, format_reward, flexible)))
+    return tasks
 
 
 def gsm8k_examples(
-    n: int | None = None, seed: int = 0, *, path: "str | os.PathLike[str]" = "openai/gsm8k", style: Style = "plain"
+    n: int | None = None, seed: int = 0, *, path: Source = "openai/gsm8k", style: Style = "plain"
 ) -> list[dict[str, Any]]:
     """Return solved training problems for supervised training, {"messages": [user, assistant]}; none of validation or test."""
     problems = select(_load(path, "train"), lambda p: p.question, "train", n, seed, "gsm8k", held_out=True)
-    return [{"messages": [*_messages(problem, [], style), _solved(problem, style)]} for problem in problems]
+    return [_solved(problem, style) for problem in problems]
 
 
-def _load(path: "str | os.PathLike[str]", split: str) -> list[GSM8KProblem]:
+def _load(path: Source, split: str) -> list[GSM8KProblem]:
     return load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",), config="main")
 
 
@@ -185,16 +174,9 @@ def _without_marks(solution: str) -> str:
     return parts[0] + "".join(part.partition(">>")[2] if ">>" in part else "<<" + part for part in parts[1:])
 
 
-def _messages(problem: GSM8KProblem, shots: list[GSM8KProblem], style: Style) -> list[dict[str, Any]]:
-    messages = []
-    for shot in shots:
-        messages += [_asked(shot, style), _solved(shot, style)]
-    return [*messages, _asked(problem, style)]
-
-
-def _asked(problem: GSM8KProblem, style: Style) -> dict[str, Any]:
-    return {"role": "user", "content": f"{problem.question}\n\n{INSTRUCTIONS[style]}"}
+def _asked(problem: GSM8KProblem, style: Style) -> str:
+    return f"{problem.question}\n\n{INSTRUCTIONS[style]}"
 
 
 def _solved(problem: GSM8KProblem, style: Style) -> dict[str, Any]:
-    return {"role": "assistant", "content": write_answer(problem.solution, problem.written, style)}
+    return solved(_asked(problem, style), write_answer(problem.solution, write_number(problem.answer), style))

@@ -10,16 +10,13 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, last_number, reply_text
 from ttrl.tasks.datasets import check_count, check_name, check_share
-from ttrl.tasks.task import Task
+from ttrl.tasks.task import Choice, Task, question, solved
 from ttrl.tasks.words import get_words, in_validation
-
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MOST = 3
@@ -34,7 +31,7 @@ class LetterCountingGrader:
     expected: int
     partial_credit: float = 0.0
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 0 or 1})."""
         answer = last_number(after_thinking(reply_text(choice)))
         if answer == self.expected:
@@ -43,7 +40,6 @@ class LetterCountingGrader:
         return reward, {"exact": 0.0}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return str(self.expected)
 
 
@@ -75,12 +71,8 @@ def get_letter_counting_tasks(
     else:
         questions = _validation_questions(n, min_length, max_length)
     return [
-        Task(
-            messages=[_question(word, letter)],
-            grader=LetterCountingGrader(word.count(letter), partial_credit),
-            id=f"letter-counting/{word}/{letter}",
-        )
-        for word, letter in questions
+        Task(question(_asked(*one)), LetterCountingGrader(str.count(*one), partial_credit), f"letter-counting/{'/'.join(one)}")
+        for one in questions
     ]
 
 
@@ -108,14 +100,11 @@ def letter_counting_examples(
         random.Random(f"letter counting, examples, {seed}"), n, False, min_length, max_length, count_weights=count_weights
     )
     answer = spelled_count if spelled else str.count
-    return [
-        {"messages": [_question(word, letter), {"role": "assistant", "content": str(answer(word, letter))}]}
-        for word, letter in questions
-    ]
+    return [solved(_asked(*one), str(answer(*one))) for one in questions]
 
 
-def _question(word: str, letter: str) -> dict[str, Any]:
-    return {"role": "user", "content": f"How many {letter} are in {word}?"}
+def _asked(word: str, letter: str) -> str:
+    return f"How many {letter} are in {word}?"
 
 
 @functools.cache

@@ -5,17 +5,12 @@ arXiv 1803.05457). The answer is a letter.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, latest, reply_text
-from ttrl.tasks.datasets import Row, RowError, check_name, is_file, list_field, load_rows, select, text_field
-from ttrl.tasks.task import Task
-
-if TYPE_CHECKING:
-    import os
-
-    from openai.types.chat.chat_completion import Choice
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, is_file, list_field, load_rows, select, text_field
+from ttrl.tasks.task import Choice, Task, question
 
 LETTERS = "ABCDEFGHIJ"
 Style = Literal["letter", "reasoning", "r1"]
@@ -66,13 +61,12 @@ class MultipleChoiceGrader:
     answer: int
     choices: tuple[str, ...]
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"answered": 1 if a letter could be read})."""
         given = read_choice(reply_text(choice), self.choices)
         return float(given == self.answer), {"answered": float(given is not None)}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return f"Answer: {LETTERS[self.answer]}"
 
 
@@ -167,7 +161,7 @@ def get_mmlu_tasks(
     n: int | None = None,
     seed: int = 0,
     *,
-    path: "str | os.PathLike[str]" = "cais/mmlu",
+    path: Source = "cais/mmlu",
     style: Style = "letter",
     subjects: Sequence[str] = (),
 ) -> list[Task]:
@@ -185,7 +179,7 @@ def get_arc_tasks(
     n: int | None = None,
     seed: int = 0,
     *,
-    path: "str | os.PathLike[str]" = "allenai/ai2_arc",
+    path: Source = "allenai/ai2_arc",
     challenge: bool = True,
     style: Style = "letter",
 ) -> list[Task]:
@@ -209,7 +203,7 @@ def _tasks(
     split: str,
     n: int | None,
     seed: int,
-    path: "str | os.PathLike[str]",
+    path: Source,
     config: str,
     files: dict[str, tuple[str, ...]],
     style: str,
@@ -221,15 +215,12 @@ def _tasks(
     there = {subject for subject, _ in rows}
     if missing := [subject for subject in subjects if subject not in there]:
         raise TaskError(f"{what}: no questions of {', '.join(missing)}; there are {', '.join(sorted(map(str, there)))}")
-    questions = [question for subject, question in rows if not subjects or subject in subjects]
+    questions = [one for subject, one in rows if not subjects or subject in subjects]
     chosen = select(questions, _key, split, n, seed, what, held_out=is_file(path) and split != "test")
+    names = [f"{what}/{one.id}" if one.id else "" for one in chosen]
     return [
-        Task(
-            messages=[{"role": "user", "content": write_prompt(question, style)}],
-            grader=MultipleChoiceGrader(question.answer, question.choices),
-            id=f"{what}/{question.id}" if question.id else "",
-        )
-        for question in chosen
+        Task(question(write_prompt(one, style)), MultipleChoiceGrader(one.answer, one.choices), id=name)
+        for one, name in zip(chosen, names)
     ]
 
 

@@ -9,22 +9,18 @@ import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-from ttrl.tasks.datasets import Row, RowError, check_name, from_json, load_rows, select
-from ttrl.tasks.task import Task
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, field, from_json, load_rows, select
+from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import in_validation
 from ttrl.text import short
 
-if TYPE_CHECKING:
-    import os
-
-    from openai.types.chat.chat_completion import Choice
-
 GROUPS = SIZE = 4
 
+_NAME = "nyt_connections"
 _log = logging.getLogger(__name__)
 
 _PROMPT = (
@@ -61,7 +57,7 @@ class ConnectionsGrader:
     groups: tuple[tuple[str, ...], ...]
     liberal: bool = False
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 1 if all four are right})."""
         clean = _clean if self.liberal else str
         wanted = {_group([clean(word) for word in group]) for group in self.groups}
@@ -70,7 +66,6 @@ class ConnectionsGrader:
         return right / len(wanted), {"exact": float(right == len(wanted))}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return "\n".join(", ".join(group) for group in self.groups)
 
 
@@ -116,7 +111,7 @@ def get_nyt_connections_tasks(
     n: int | None = None,
     seed: int = 0,
     *,
-    path: "str | os.PathLike[str]",
+    path: Source,
     liberal: bool = False,
 ) -> list[Task]:
     """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
@@ -135,16 +130,9 @@ def get_nyt_connections_tasks(
     puzzles = list({_key(puzzle): puzzle for puzzle in read_puzzles(rows, str(path))}.values())  # some files hold puzzles twice
     chosen = select([puzzle for puzzle in puzzles if _split_of(puzzle) == split], _key, split, n, seed, _NAME, held_out=False)
     return [
-        Task(
-            messages=[{"role": "user", "content": write_prompt(puzzle)}],
-            grader=ConnectionsGrader(puzzle.groups, liberal),
-            id=f"nyt-connections/{puzzle.id}",
-        )
+        Task(question(write_prompt(puzzle)), ConnectionsGrader(puzzle.groups, liberal), id=f"nyt-connections/{puzzle.id}")
         for puzzle in chosen
     ]
-
-
-_NAME = "nyt_connections"
 
 
 def _key(puzzle: ConnectionsPuzzle) -> str:
@@ -180,13 +168,13 @@ def read_puzzles(rows: Sequence[Row], where: str) -> list[ConnectionsPuzzle]:
     for number, row in enumerate(rows, 1):
         try:
             if "category" in row:  # a row for each group, easiest first, without the game's number
-                level, before = int(_any(row, "level")), level
+                level, before = int(field(row, "level")), level
                 game = game if level > before and game else f"from row {number}"
-                games.setdefault(game, {})["", str(_any(row, "category"))] = list(_parsed(_any(row, "words")))
+                games.setdefault(game, {})["", str(field(row, "category"))] = list(_parsed(field(row, "words")))
                 continue
-            name, group = str(_any(row, "Game ID", "game_id", "id")), str(_any(row, "Group Name", "group_name"))
+            name, group = str(field(row, "Game ID", "game_id", "id")), str(field(row, "Group Name", "group_name"))
             if not {"Word", "word"} & row.keys():
-                raise RowError("none of the fields Word, word")
+                raise RowError("no field 'Word' or 'word'")
             word = row.get("Word", row.get("word"))
         except (RowError, ValueError, TypeError) as error:
             raise TaskError(f"{where}, row {number}: {error}") from None
@@ -208,16 +196,9 @@ def _is_whole(groups: Collection[list[Any]]) -> bool:
     )
 
 
-def _any(row: Row, *names: str) -> Any:
-    for name in names:
-        if row.get(name) is not None:
-            return row[name]
-    raise RowError(f"none of the fields {', '.join(names)}")
-
-
 def _puzzle(name: str, row: Row, place: str) -> ConnectionsPuzzle:
     try:
-        value = _parsed(_any(row, "answers", "groups", "categories", "solution"))
+        value = _parsed(field(row, "answers", "groups", "categories", "solution"))
         groups = tuple(_words(group) for group in (value.values() if isinstance(value, dict) else value))
     except (RowError, ValueError, TypeError) as error:
         raise TaskError(f"{place}: {error}") from None
@@ -240,8 +221,8 @@ def _parsed(text: Any) -> Any:
 def _words(group: Any) -> tuple[str, ...]:
     """Return the words of a group, commas as spaces: in the answer a comma ends a word."""
     if isinstance(group, dict):
-        group = _any(group, "members", "words", "cards", "values")
-    words = [_any(word, "content", "image_alt_text") if isinstance(word, dict) else word for word in group]
+        group = field(group, "members", "words", "cards", "values")
+    words = [field(word, "content", "image_alt_text") if isinstance(word, dict) else word for word in group]
     if isinstance(group, str) or not all(isinstance(word, str) and word.strip() for word in words):
         raise RowError(f"a group is {short(group, 160)}; it must be a list of words")
     return tuple(" ".join(word.replace(",", " ").split()) for word in words)

@@ -6,16 +6,13 @@ validation word, let alone the same letters in the same order.
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import check_count, check_name
-from ttrl.tasks.task import Task
+from ttrl.tasks.task import Choice, Task, question, solved
 from ttrl.tasks.words import in_validation, pick
-
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LONGEST = 64
@@ -36,7 +33,7 @@ class SortLettersGrader:
 
     expected: str
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 0 or 1})."""
         answer = after_thinking(reply_text(choice)).strip()
         if answer == self.expected:
@@ -45,7 +42,6 @@ class SortLettersGrader:
         return 0.5 * right / max(len(answer), len(self.expected)), {"exact": 0.0}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return self.expected
 
 
@@ -73,10 +69,7 @@ def get_sort_letters_tasks(
         words = _train_words(rng, n, min_length, max_length, length_exponent, distinct)
     else:
         words = _validation_words(n, max_length, distinct)
-    return [
-        Task(messages=[_question(word)], grader=SortLettersGrader(sort_letters(word)), id=f"sort-letters/{word}")
-        for word in words
-    ]
+    return [Task(question(f"sort: {word}"), SortLettersGrader(sort_letters(word)), id=f"sort-letters/{word}") for word in words]
 
 
 def sort_letters_examples(
@@ -85,11 +78,7 @@ def sort_letters_examples(
     """Return `n` solved training words for a supervised warm start, {"messages": [user, assistant]}; no validation words."""
     _check(n, min_length, max_length, distinct)
     words = _train_words(random.Random(f"sort letters, examples, {seed}"), n, min_length, max_length, 0.0, distinct)
-    return [{"messages": [_question(word), {"role": "assistant", "content": sort_letters(word)}]} for word in words]
-
-
-def _question(word: str) -> dict[str, Any]:
-    return {"role": "user", "content": f"sort: {word}"}
+    return [solved(f"sort: {word}", sort_letters(word)) for word in words]
 
 
 def _check(n: int, min_length: int, max_length: int, distinct: bool) -> None:

@@ -3,20 +3,16 @@
 Words are generated (`ttrl.tasks.words`) or come from a list of one's own; those of the validation split are held out by a hash.
 """
 
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, last_line, reply_text, tagged
-from ttrl.tasks.datasets import check_count, check_name, check_share, read_text
-from ttrl.tasks.task import Task
+from ttrl.tasks.datasets import Source, check_count, check_name, check_share, read_text
+from ttrl.tasks.task import Choice, Task, question, solved
 from ttrl.tasks.words import get_words, in_validation, pick
-
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
 
 LONGEST = 64
 _SEPARATORS = "-–—‐‑,.;:/|_*`\"'“”!+→[](){}"
@@ -34,7 +30,7 @@ class SpellingGrader:
     word: str
     partial_credit: float = 0.0
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 0 or 1})."""
         letters = read_letters(reply_text(choice))
         if letters == list(self.word):
@@ -43,7 +39,6 @@ class SpellingGrader:
         return self.partial_credit * right / max(len(letters), len(self.word)) / 2, {"exact": 0.0}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return spelled(self.word)
 
 
@@ -73,7 +68,7 @@ def get_spelling_tasks(
     n: int = 32,
     seed: int = 0,
     *,
-    path: "str | os.PathLike[str] | None" = None,
+    path: Source | None = None,
     min_length: int = 3,
     max_length: int = 12,
     partial_credit: float = 0.0,
@@ -88,22 +83,22 @@ def get_spelling_tasks(
     check_name("split", split, ("train", "validation"), "spelling")
     check_share("partial_credit", partial_credit)
     words = _pick(split, n, seed, path, min_length, max_length)
-    return [Task([_question(word)], SpellingGrader(word, partial_credit), id=f"spelling/{word}") for word in words]
+    return [Task(question(_asked(word)), SpellingGrader(word, partial_credit), id=f"spelling/{word}") for word in words]
 
 
 def spelling_examples(
-    n: int, seed: int = 0, *, path: "str | os.PathLike[str] | None" = None, min_length: int = 3, max_length: int = 12
+    n: int, seed: int = 0, *, path: Source | None = None, min_length: int = 3, max_length: int = 12
 ) -> list[dict[str, Any]]:
     """Return `n` spelled training words for a supervised warm start, {"messages": [user, assistant]}; no validation words."""
     words = _pick("train", n, seed, path, min_length, max_length)
-    return [{"messages": [_question(word), {"role": "assistant", "content": spelled(word)}]} for word in words]
+    return [solved(_asked(word), spelled(word)) for word in words]
 
 
-def _question(word: str) -> dict[str, Any]:
-    return {"role": "user", "content": f"Spell {word}, letter by letter, with hyphens between."}
+def _asked(word: str) -> str:
+    return f"Spell {word}, letter by letter, with hyphens between."
 
 
-def _pick(split: str, n: int, seed: int, path: "str | os.PathLike[str] | None", min_length: int, max_length: int) -> list[str]:
+def _pick(split: str, n: int, seed: int, path: Source | None, min_length: int, max_length: int) -> list[str]:
     check_count(n)
     if not 1 <= min_length <= max_length <= LONGEST:
         raise TaskError(f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length <= {LONGEST}")

@@ -14,8 +14,10 @@ from ttrl.records import Sample
 from ttrl.text import short
 
 if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
+    from openai.types.chat import chat_completion
 
+Choice: TypeAlias = "chat_completion.Choice"
+"""What a grader is given: OpenAI's, which is not imported for it."""
 GraderOutput: TypeAlias = "float | tuple[float, Mapping[str, float]] | Grade"
 Grader: TypeAlias = "Callable[[Choice], GraderOutput | Awaitable[GraderOutput]]"
 Rollout: TypeAlias = "Callable[[Chat], Awaitable[GraderOutput | None]]"
@@ -129,6 +131,16 @@ class Task:
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
             self.id = "task-" + hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def question(text: str) -> list[dict[str, Any]]:
+    """Return the messages of a task that asks one thing."""
+    return [{"role": "user", "content": text}]
+
+
+def solved(text: str, answer: str) -> dict[str, Any]:
+    """Return a row for a supervised warm start: {"messages": [user, assistant]}."""
+    return {"messages": [*question(text), {"role": "assistant", "content": answer}]}
 
 
 class Asked(Protocol):

@@ -5,18 +5,13 @@ Programs that a model wrote run in `ttrl.tasks.humaneval.sandbox` and nowhere el
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-from ttrl.tasks.datasets import Row, RowError, check_name, load_rows, select, text_field
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, load_rows, select, text_field
 from ttrl.tasks.humaneval.sandbox import SandboxLimits, run_sandboxed, why_not
-from ttrl.tasks.task import Task
-
-if TYPE_CHECKING:
-    import os
-
-    from openai.types.chat.chat_completion import Choice
+from ttrl.tasks.task import Choice, Task, question
 
 _PROMPT = (
     "Complete this Python function. Reply with the whole function, its imports included, in one code block.\n\n"
@@ -48,7 +43,7 @@ class HumanEvalGrader:
     problem: HumanEvalProblem
     limits: SandboxLimits = field(default_factory=SandboxLimits)
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"ran": 1 unless time, memory or a crash ended it})."""
         code = read_code(reply_text(choice), self.problem.entry_point)
         if not code.strip() or len(code) > LONGEST:
@@ -58,7 +53,6 @@ class HumanEvalGrader:
         return float(outcome.passed), {"ran": float(not ended)}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return f"```python\n{self.problem.prompt}{self.problem.solution}```"
 
 
@@ -98,7 +92,7 @@ def get_humaneval_tasks(
     n: int | None = None,
     seed: int = 0,
     *,
-    path: "str | os.PathLike[str]" = "openai/openai_humaneval",
+    path: Source = "openai/openai_humaneval",
     limits: SandboxLimits | None = None,
 ) -> list[Task]:
     """Return `n` problems (None: all), each once, the same for every seed. There is only a test split: they are for evaluation.
@@ -112,12 +106,8 @@ def get_humaneval_tasks(
     if reason is not None:
         raise TaskError(reason)
     return [
-        Task(
-            messages=[{"role": "user", "content": _PROMPT.format(prompt=problem.prompt)}],
-            grader=HumanEvalGrader(problem, limits or SandboxLimits()),
-            id=problem.id,
-        )
-        for problem in problems
+        Task(question(_PROMPT.format(prompt=one.prompt)), HumanEvalGrader(one, limits or SandboxLimits()), id=one.id)
+        for one in problems
     ]
 
 

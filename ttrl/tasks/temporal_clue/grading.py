@@ -10,13 +10,10 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
+from ttrl.tasks.task import Choice
 
 _MARKS = " \t*_`~\"'“”‘’«»"
 _BEFORE = _MARKS + "#>-+•·–—([|"
@@ -70,7 +67,7 @@ class TemporalClueGrader:
         if not 0.0 < self.power < float("inf"):
             raise TaskError(f"temporal-clue: power is {self.power!r}; give a number above 0")
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line})."""
         answers = read_answers(after_thinking(reply_text(choice)))
         right = sum(answers.get(letter) == normalise(value) for letter, value in self.solution.items())
@@ -79,5 +76,4 @@ class TemporalClueGrader:
         return accuracy**self.power, {"accuracy": accuracy, "solved": float(accuracy == 1.0), "answered": answered}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         return "\n".join(f"{letter}. {value}" for letter, value in self.solution.items())

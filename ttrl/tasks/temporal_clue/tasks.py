@@ -1,13 +1,12 @@
 """Tasks of temporal-clue: from a file of puzzles, the published ones or our own, or made when they are asked for."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, check_name, from_json, is_file, load_rows, puzzle_seeds, select, text_field
-from ttrl.tasks.task import Task
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, from_json, is_file, load_rows, puzzle_seeds, select, text_field
+from ttrl.tasks.task import Task, question
 from ttrl.tasks.temporal_clue.generator import SIZES, Scope, make_puzzle
 from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
 from ttrl.tasks.temporal_clue.scene import PuzzleSize
@@ -24,7 +23,7 @@ class TemporalCluePuzzle:
     num_clues: int | None = None
 
 
-def load_puzzles(source: str | os.PathLike[str], *, splits: tuple[str, ...] = ()) -> list[TemporalCluePuzzle]:
+def load_puzzles(source: Source, *, splits: tuple[str, ...] = ()) -> list[TemporalCluePuzzle]:
     """Load the puzzles of a file with the fields prompt, solution (letters and values) and, if known, num_clues.
 
     source: see ttrl.tasks.datasets. Raises TaskError naming the row.
@@ -37,7 +36,7 @@ def get_temporal_clue_tasks(
     n: int | None = 32,
     seed: int = 0,
     *,
-    path: str | os.PathLike[str] | None = None,
+    path: Source | None = None,
     size: PuzzleSize | None = None,
     scope: Scope = "answers",
     power: float = 1.0,
@@ -62,10 +61,7 @@ def get_temporal_clue_tasks(
     else:
         held_out = split == "validation"
         puzzles = [_parse(make_puzzle(one, size, scope, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]
-    return [
-        Task(messages=[{"role": "user", "content": puzzle.prompt}], grader=TemporalClueGrader(puzzle.solution, power))
-        for puzzle in puzzles
-    ]
+    return [Task(question(puzzle.prompt), TemporalClueGrader(puzzle.solution, power)) for puzzle in puzzles]
 
 
 def _parse(row: Row) -> TemporalCluePuzzle:

@@ -8,13 +8,10 @@ there, otherwise by their order; rows by their house numbers where these are 1, 
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import Choice
+from ttrl.tasks.task import Choice
 
 _MARKS = " \t*_`~\"'“”‘’.,;"
 _LONGEST_LINE = 2000  # characters; a row of a grid has less than 200
@@ -79,7 +76,7 @@ class ZebraGridGrader:
         if len({_normalise(name) for name in self.header}) < len(self.header):
             raise TaskError(f"zebra-grid: two columns of the same name in {list(self.header)}")
 
-    def __call__(self, choice: "Choice") -> tuple[float, dict[str, float]]:
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"solved": 0 or 1, "table": 1 if there was one of the right height})."""
         fitting = [table for table in read_tables(after_thinking(reply_text(choice))) if len(table) == len(self.rows) + 1]
         if not fitting:
@@ -90,7 +87,6 @@ class ZebraGridGrader:
         return right / len(wanted), {"solved": float(right == len(wanted)), "table": 1.0}
 
     def reference(self) -> str:
-        """Return a reply that earns 1.0."""
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, *self.rows)]
         return "\n".join([lines[0], "|" + "---|" * len(self.header), *lines[1:]])
 

@@ -4,8 +4,8 @@ import os
 from typing import Literal, NamedTuple
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, check_name, from_json, load_rows, puzzle_seeds, select, text_field
-from ttrl.tasks.task import Task
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, from_json, load_rows, puzzle_seeds, select, text_field
+from ttrl.tasks.task import Task, question
 from ttrl.tasks.zebra_grid.generator import make_puzzle
 from ttrl.tasks.zebra_grid.grading import ZebraGridGrader
 
@@ -20,7 +20,7 @@ class ZebraPuzzle(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
 
-def load_puzzles(source: str | os.PathLike[str], *, splits: tuple[str, ...] = (), config: str | None = None) -> list[ZebraPuzzle]:
+def load_puzzles(source: Source, *, splits: tuple[str, ...] = (), config: str | None = None) -> list[ZebraPuzzle]:
     """Load the puzzles of a file with ZebraLogic's fields: puzzle, and solution with header and rows.
 
     source: see ttrl.tasks.datasets. Raises TaskError naming the row, also for rows whose solution is hidden (`___`).
@@ -33,7 +33,7 @@ def get_zebra_grid_tasks(
     n: int | None = 32,
     seed: int = 0,
     *,
-    path: str | os.PathLike[str] | None = None,
+    path: Source | None = None,
     config: str | None = None,
     houses: int | None = None,
     attributes: int | None = None,
@@ -59,10 +59,7 @@ def get_zebra_grid_tasks(
     else:
         held_out = split == "validation"
         puzzles = [_parse(make_puzzle(one, houses, attributes, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]
-    return [
-        Task(messages=[{"role": "user", "content": prompt(puzzle)}], grader=ZebraGridGrader(puzzle.header, puzzle.rows))
-        for puzzle in puzzles
-    ]
+    return [Task(question(prompt(puzzle)), ZebraGridGrader(puzzle.header, puzzle.rows)) for puzzle in puzzles]
 
 
 def prompt(puzzle: ZebraPuzzle) -> str:
