@@ -116,7 +116,7 @@ HOUSE = {
     ),
     "cli": _room(
         "evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks tasks.temporal_clue "
-        "tasks.zebra_grid tiny_model configs",
+        "tasks.zebra_grid tiny_model configs records",
         "openai tqdm yaml",
     ),
 }

@@ -11,7 +11,6 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `ttrl cache`."""
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     stats = commands.add_parser("stats", help="say what is in a cache")
     export = commands.add_parser("export", help="write every sample of a cache as a line of JSON")
@@ -28,7 +27,6 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def run_stats(arguments: argparse.Namespace) -> int:
-    """Say what is in a cache."""
     from ttrl.rollouts.cache import tools
 
     print(tools.stats(arguments.url).as_table())
@@ -36,7 +34,6 @@ def run_stats(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write every sample as a line of JSON."""
     from ttrl.rollouts.cache import tools
 
     print(f"{tools.export(arguments.url, arguments.file):,} samples in {arguments.file}")
@@ -44,7 +41,6 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Remove samples."""
     from ttrl.rollouts.cache import tools
 
     older_than = None if arguments.older_than is None else _age(arguments.older_than)

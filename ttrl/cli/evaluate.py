@@ -11,7 +11,6 @@ from ttrl.errors import UserError
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ttrl eval`."""
     parser.add_argument("model", metavar="MODEL_OR_URL", help="a model folder or hub name, or a server's address (http://…/v1)")
     families = "families, with commas: gsm8k=data/gsm8k,letter_counting,sort_letters@train,my_task.py"
     parser.add_argument("--tasks", required=True, metavar="LIST", help=families)
@@ -50,7 +49,6 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ttrl compare`."""
     parser.add_argument("first", type=Path, metavar="FIRST.json", help="what `ttrl eval --output` wrote")
     parser.add_argument("second", type=Path, metavar="SECOND.json", help="the same of another model, or after training")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
@@ -59,7 +57,6 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
-    """Evaluate, and print the table."""
     from ttrl.evaluation.evaluate import EvalConfig, run_evaluation
 
     logging.getLogger("ttrl.evaluation.evaluate").setLevel(logging.INFO)
@@ -77,7 +74,6 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Compare, and print a table or JSON."""
     from ttrl.evaluation.comparison import compare
 
     comparison = compare(arguments.first, arguments.second, confidence=arguments.confidence)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Add nothing but what is run: `ttrl doctor` has no arguments."""
     parser.set_defaults(run_command=run_doctor)
 
 
@@ -22,7 +21,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ttrl serve`."""
     parser.add_argument("model", metavar="MODEL", help="a model folder, or a name on the hub: the run's starting model")
     host = "the address to listen on (127.0.0.1: this machine alone)"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
@@ -58,7 +56,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def add_join(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ttrl join`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, on a file system that all nodes share")
     patience = "how long to wait for a trainer to come up before giving up (600)"
     parser.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help=patience)

@@ -7,7 +7,6 @@ from typing import Any
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ttrl plan`."""
     config = "a run folder, its config.yaml, or a recipe's config (recipe_configs/)"
     parser.add_argument("config", type=Path, metavar="CONFIG", help=config)
     others = "settings to use instead of the file's: model=FOLDER iterations=100 lora_rank=16"
@@ -24,7 +23,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
     from ttrl.cli.settings import read_config
     from ttrl.loop.plan import plan
     from ttrl.plans.lengths import Assumptions

@@ -9,7 +9,6 @@ _RUN = "a run folder, such as runs/sort_letters"
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ttrl report`."""
     parser.add_argument("run", type=Path, metavar="RUN", help=_RUN)
     parser.set_defaults(run_command=run_report)
 
@@ -25,7 +24,6 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ttrl view`."""
     parser.add_argument("run", type=Path, metavar="RUN", help=f"{_RUN}, or a packed.safetensors")
     which = "the iteration whose pack is shown (the newest that has one)"
     parser.add_argument("--iteration", "--pack", type=int, metavar="N", help=which)
@@ -55,7 +53,6 @@ def run_view(arguments: argparse.Namespace) -> int:
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ttrl replay`."""
     parser.add_argument("run", type=Path, metavar="RUN", help=_RUN)
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--grader", metavar="MODULE:NAME", help="grader(choice) or grader(choice, sample); also FILE.py:NAME")
@@ -73,7 +70,6 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Grade a run's rollouts again."""
     from ttrl.replays.replay import replay
 
     names = ("grader", "tasks", "iterations", "output", "again", "skip_missing", "isolated", "grader_timeout")

@@ -12,6 +12,9 @@ from ttrl.configs import GRPOConfig
 from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.errors import ConfigError, UserError
 
+_OF_RUN = {field.name for field in dataclasses.fields(TrainConfig)}
+_OF_RECIPE = {field.name for field in dataclasses.fields(GRPOConfig)}
+
 
 def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, Path | None, bool]:
     """Read a config; return it, the run folder it lies in (None where it is not one), and whether it is a recipe's alone.
@@ -26,46 +29,41 @@ def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, 
     if not isinstance(values, dict):
         raise UserError(f"{file} holds a {type(values).__name__}; a config is a mapping of settings")
     changes = _changes(settings)
-    of_run = {field.name for field in dataclasses.fields(TrainConfig)}
-    of_recipe = {field.name for field in dataclasses.fields(GRPOConfig)}
     if "iterations" in values or "tasks_per_iteration" in values:
         run = file.parent if (file.parent / "iterations").is_dir() else None
-        return TrainConfig.parse(_changed(values, changes, of_run), str(file)), run, False
-    if not values.keys() & of_recipe:
+        return TrainConfig.parse(_changed(values, changes), str(file)), run, False
+    if not values.keys() & _OF_RECIPE:
         raise UserError(f"{file} is neither a run's config nor a recipe's: it has no setting of either")
-    return _of_recipe(values | changes, file, of_run), None, True
+    return _of_recipe(values | changes, file), None, True
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
     """Return the config with other settings: "KEY=VALUE", of the run or else of the recipe. Raises UserError, ConfigError."""
-    of_run = {field.name for field in dataclasses.fields(TrainConfig)}
-    return TrainConfig.parse(_changed(config.to_dict(), _changes(settings), of_run), "--set")
+    return TrainConfig.parse(_changed(config.to_dict(), _changes(settings)), "--set")
 
 
 def _changes(settings: Sequence[str]) -> dict[str, Any]:
     changes = dict(_setting(text) for text in settings)
-    known = {field.name for kind in (TrainConfig, GRPOConfig) for field in dataclasses.fields(kind)}
-    if unknown := sorted(changes.keys() - known):
+    if unknown := sorted(changes.keys() - _OF_RUN - _OF_RECIPE):
         raise ConfigError("KEY=VALUE", [f"{name!r} is a setting neither of a run nor of the recipe" for name in unknown])
     return changes
 
 
-def _changed(values: dict[str, Any], changes: dict[str, Any], of_run: set[str]) -> dict[str, Any]:
-    values = values | {name: value for name, value in changes.items() if name in of_run}
-    training = {name: value for name, value in changes.items() if name not in of_run}
+def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    values = values | {name: value for name, value in changes.items() if name in _OF_RUN}
+    training = {name: value for name, value in changes.items() if name not in _OF_RUN}
     return values | {"training": {**(values.get("training") or {}), **training}}
 
 
-def _of_recipe(values: dict[str, Any], file: Path, of_run: set[str]) -> TrainConfig:
+def _of_recipe(values: dict[str, Any], file: Path) -> TrainConfig:
     """Make a run around a recipe's config, of which only the trainer is planned."""
     if not values.get("model"):
         raise UserError(f"{file} names no model; say which: --set model=FOLDER, a config.json, or a name on the hub")
     missing = {"packed": "", "output_dir": ""}
-    of_recipe = {field.name for field in dataclasses.fields(GRPOConfig)}
-    alone = {name: value for name, value in values.items() if name in of_recipe or name not in of_run}
+    alone = {name: value for name, value in values.items() if name in _OF_RECIPE or name not in _OF_RUN}
     GRPOConfig.parse(missing | alone, str(file))
-    training = {name: value for name, value in values.items() if name in of_recipe and name not in SET_BY_THE_LOOP}
-    run = {name: value for name, value in values.items() if name in of_run and name != "training"}
+    training = {name: value for name, value in values.items() if name in _OF_RECIPE and name not in SET_BY_THE_LOOP}
+    run = {name: value for name, value in values.items() if name in _OF_RUN and name != "training"}
     return TrainConfig.parse({"run": "", "iterations": 1, **run, "training": training}, str(file))
 
 

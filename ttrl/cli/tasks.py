@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def add_tasks(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `ttrl tasks`."""
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="make puzzles in parallel and write them to a file")
@@ -34,7 +33,6 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Make puzzles and write them to a file."""
     from ttrl.cli.generate_puzzles import generate
 
     options = {name: getattr(arguments, name) for name in ("seed", "size", "processes")}
@@ -43,7 +41,6 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Write a file to start from."""
     from ttrl.cli.try_tasks import write_template
 
     path = write_template(arguments.file)

@@ -1,6 +1,7 @@
 """A first task of one's own: a file to start from (`ttrl tasks new`); prompts, replies and grades (`ttrl tasks try`)."""
 
 import asyncio
+import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
@@ -11,10 +12,11 @@ from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from ttrl.errors import UserError
+from ttrl.records import Sample
 from ttrl.rollouts.task_results import get_task_results
-from ttrl.server.serving import ServedModel, is_address, serving
+from ttrl.server.serving import is_address, serving
 from ttrl.system.files import write_text
-from ttrl.tasks.task import Grade, Task
+from ttrl.tasks.task import Grade, Grader, Task
 from ttrl.text import short
 
 TEMPLATE = Path(__file__).with_name("task_template.txt")
@@ -50,56 +52,38 @@ def try_tasks(
     Raises UserError, ServerError.
     """
     if model is None:
-        return _grade_given(tasks, say, replies)
-    if replies:
+        answers = [[_graded(task, reply) for reply in replies] for task in tasks]
+    elif replies:
         raise UserError("give a model or replies, not both: replies are for grading without a model")
-    options = {"n": samples, "params": {"max_tokens": max_tokens, "temperature": temperature}, "pbar": False}
-    if not is_address(model):
-        say(f"starting a vLLM server for {model} (half a minute or more) ...")
-    with serving(model) as served:
-        return asyncio.run(_ask(tasks, say, served, {**options, "token_ids": served.is_ours}))
-
-
-async def _ask(tasks: Sequence[Task], say: Say, served: ServedModel, options: dict[str, Any]) -> bool:
-    results = await get_task_results(list(tasks), served.endpoint, served.model, **options)
-    fine = True
-    for number, (task, result) in enumerate(zip(tasks, results), 1):
+    else:
+        if not is_address(model):
+            say(f"starting a vLLM server for {model} (half a minute or more) ...")
+        params = {"max_tokens": max_tokens, "temperature": temperature}
+        with serving(model) as served:
+            options: dict[str, Any] = {"n": samples, "params": params, "token_ids": served.is_ours, "pbar": False}
+            answers = [
+                result.samples for result in asyncio.run(get_task_results(tasks, served.endpoint, served.model, **options))
+            ]
+    for number, (task, of_task) in enumerate(zip(tasks, answers, strict=True), 1):
         _say_task(say, task, number, len(tasks))
-        for sample in result.samples:
-            text = sample.text + ("" if sample.finish_reason in ("stop", None) else f" [ended: {sample.finish_reason}]")
-            _say_block(say, "reply", text)
-            fine = fine and sample.error is None
-            say(_grade_line(sample.reward, sample.metrics) if sample.error is None else f"  no grade: {sample.error}")
-    return fine
-
-
-def _grade_given(tasks: Sequence[Task], say: Say, replies: Sequence[str]) -> bool:
-    fine = True
-    for number, task in enumerate(tasks, 1):
-        _say_task(say, task, number, len(tasks))
-        for reply in replies:
-            _say_block(say, "reply given", reply)
-            if task.grader is None:
-                fine = False
-                say("  no grade: this task's reward comes from its rollout, which needs a model: --model")
-                continue
-            try:
-                grade = asyncio.run(_grade(task, reply))
-            except Exception as error:  # noqa: BLE001 - whatever a person's grader raises is what they want to see
-                fine = False
-                say(f"  no grade: {type(error).__name__}: {error}")
-            else:
-                say(_grade_line(grade.reward, grade.metrics))
-    if not replies:
+        for sample in of_task:
+            _say_block(say, "reply given" if model is None else "reply", sample.text + _ending(sample))
+            say(_grade_line(sample))
+    if model is None and not replies:
         say("\nThese are the prompts. To see grades: --reply TEXT for a reply of your own, or --model URL_OR_FOLDER.")
-    return fine
+    return all(sample.error is None for of_task in answers for sample in of_task)
 
 
-async def _grade(task: Task, reply: str) -> Grade:
-    message = ChatCompletionMessage(role="assistant", content=reply)
-    assert task.grader is not None
-    output: Any = task.grader(Choice(finish_reason="stop", index=0, message=message))
-    return Grade.of(await output if inspect.isawaitable(output) else output, f"task {task.id!r}")
+def _graded(task: Task, reply: str) -> Sample:
+    """Grade a reply that no model gave."""
+    sample = Sample(task_id=task.id, sample=0, messages=task.messages, text=reply)
+    if task.grader is None:
+        return dataclasses.replace(sample, error="this task's reward comes from its rollout, which needs a model: --model")
+    try:
+        grade = asyncio.run(_grade(task.grader, reply, task.id))
+    except Exception as error:  # noqa: BLE001 - whatever a person's grader raises is what they want to see
+        return dataclasses.replace(sample, error=f"{type(error).__name__}: {error}")
+    return dataclasses.replace(sample, reward=grade.reward, metrics=grade.metrics)
 
 
 def _say_task(say: Say, task: Task, number: int, count: int) -> None:
@@ -118,6 +102,17 @@ def _say_block(say: Say, title: str, text: str) -> None:
         )
 
 
-def _grade_line(reward: float | None, metrics: dict[str, float]) -> str:
-    shown = "".join(f", {name} {value:g}" for name, value in metrics.items())
-    return f"  reward {reward:g}{shown}"
+def _ending(sample: Sample) -> str:
+    return "" if sample.finish_reason in ("stop", None) else f" [ended: {sample.finish_reason}]"
+
+
+def _grade_line(sample: Sample) -> str:
+    if sample.error is not None:
+        return f"  no grade: {sample.error}"
+    return f"  reward {sample.reward:g}" + "".join(f", {name} {value:g}" for name, value in sample.metrics.items())
+
+
+async def _grade(grader: Grader, reply: str, name: str) -> Grade:
+    message = ChatCompletionMessage(role="assistant", content=reply)
+    output: Any = grader(Choice(finish_reason="stop", index=0, message=message))
+    return Grade.of(await output if inspect.isawaitable(output) else output, f"task {name!r}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,17 +67,10 @@ class Comparison:
                 p_value = f"{d.p_value:.2g}" if d.p_value >= 1e-12 else "<1e-12"  # below, t's distribution is rounding alone
                 rows.append([*row, f"{d.mean:+.3f}", interval, p_value, f"{d.better}/{d.worse}"])
         lines = [f"first:  {self.models[0]}", f"second: {self.models[1]}", *aligned(rows)]
-        lines += [
-            f"{one.name}: {one.num_others} tasks were asked of one alone, or in other words, and are left out"
-            for one in self.sets
-            if one.num_others
-        ]
-        lines += [
-            f"{one.name}: {one.num_ungraded} tasks have no grade in one of them, and are left out: the difference "
-            "says nothing of them"
-            for one in self.sets
-            if one.num_ungraded
-        ]
+        left_out = "tasks were asked of one alone, or in other words, and are left out"
+        ungraded = "tasks have no grade in one of them, and are left out: the difference says nothing of them"
+        lines += [f"{one.name}: {one.num_others} {left_out}" for one in self.sets if one.num_others]
+        lines += [f"{one.name}: {one.num_ungraded} {ungraded}" for one in self.sets if one.num_ungraded]
         lines += [f"the evaluation of the {which} is not complete" for which in self.incomplete]
         if self.left_out:
             lines.append(f"in one of them alone: {', '.join(self.left_out)}")
@@ -97,23 +91,21 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str], *, co
     contents = [read_result(path) for path in (first, second)]
     one, other = (content["sets"] for content in contents)
     partners = {name: partner for name in one if (partner := _partner(name, one, other)) is not None}
-    shared = list(partners)
-    if not shared:
+    if not partners:
         has = [", ".join(sets) or "no set" for sets in (one, other)]
         raise UserError(f"nothing to compare: {first} has {has[0]}, {second} has {has[1]}")
-    for name in shared:
-        scores = one[name]["score"], other[partners[name]]["score"]
+    for name, partner in partners.items():
+        scores = one[name]["score"], other[partner]["score"]
         if scores[0] != scores[1]:
             raise UserError(f"{name} is scored by {scores[0]!r} in {first}, by {scores[1]!r} in {second}")
     settings = [flat(content.get("settings", {})) for content in contents]
     keys = (settings[0].keys() | settings[1].keys()) - _OURS
-    differing = sorted(key for key in keys if settings[0].get(key) != settings[1].get(key))
     return Comparison(
         models=(_asked(contents[0]), _asked(contents[1])),
         confidence=confidence,
-        sets=[_compared(name, one[name], other[partners[name]], confidence) for name in shared],
+        sets=[_compared(name, one[name], other[partner], confidence) for name, partner in partners.items()],
         left_out=sorted([*(one.keys() - partners.keys()), *(other.keys() - set(partners.values()))]),
-        settings_that_differ=differing,
+        settings_that_differ=sorted(key for key in keys if settings[0].get(key) != settings[1].get(key)),
         incomplete=[which for which, content in zip(("first", "second"), contents) if not content.get("complete", True)],
     )
 
@@ -146,18 +138,17 @@ def _compared(name: str, one: Mapping[str, Any], other: Mapping[str, Any], confi
     first, second = _by_key(one["tasks"]), _by_key(other["tasks"])
     keys = [key for key in first if key in second]
     pairs = [(first[key], second[key]) for key in keys]
-    num_asked = len(pairs)
-    pairs = [(a, b) for a, b in pairs if a and b]
-    means = [_mean([pair[side] for pair in pairs]) for side in (0, 1)]
+    graded = [(a, b) for a, b in pairs if a and b]
+    means = [statistics.fmean(map(statistics.fmean, side)) for side in zip(*graded)]
     return SetComparison(
         name=name,
         score=str(one["score"]),
-        first=means[0],
-        second=means[1],
+        first=means[0] if means else None,
+        second=means[1] if means else None,
         difference=paired_difference([a for a, _ in pairs], [b for _, b in pairs], confidence),
-        num_shared=len(pairs),
+        num_shared=len(graded),
         num_others=len(first.keys() | second.keys()) - len(keys),
-        num_ungraded=num_asked - len(pairs),
+        num_ungraded=len(pairs) - len(graded),
     )
 
 
@@ -170,7 +161,3 @@ def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
         found[(*key, seen[key])] = [score for score in row["scores"] if score is not None]
         seen[key] += 1
     return found
-
-
-def _mean(groups: Sequence[Sequence[float]]) -> float | None:
-    return sum(sum(group) / len(group) for group in groups) / len(groups) if groups else None

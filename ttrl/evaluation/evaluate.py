@@ -26,10 +26,9 @@ from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.rollouts.client.transport import is_local
 from ttrl.rollouts.progress import Prices
-from ttrl.rollouts.results import TaskResults
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.model_folder import check_model_folder, weights_digest
-from ttrl.server.serving import KEY_VARIABLE, ServedModel, address_problem, default_dtype, is_address, serving
+from ttrl.server.serving import KEY_VARIABLE, address_problem, default_dtype, is_address, serving
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import atomic_file
 from ttrl.tasks.reference import load_tasks
@@ -134,7 +133,6 @@ class EvalConfig:
         return found
 
     def _check_cache(self) -> None:
-        """Check the cache's address. Raises UserError."""
         Cache.of(self.cache)
         if is_address(self.model) and is_local(self.model) and self.weights_digest is None:
             raise UserError(
@@ -187,7 +185,6 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
     sets = checked_sets(config)
     result = EvalResult(model=config.model, settings=config.settings(), confidence=config.confidence)
     started = time.monotonic()
-    log: dict[str, Any] = {} if is_address(config.model) else {"log_path": config.server_log}
     with contextlib.ExitStack() as stack:
         samples = stack.enter_context(_samples(config.samples_file))
         served = stack.enter_context(
@@ -198,13 +195,30 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
                 dtype=config.dtype,
                 max_model_len=config.max_model_len,
                 server_args=config.server_args,
-                **log,
+                log_path=config.server_log,
             )
         )
         result.settings["name"] = served.model
         digest = _digest(config) if config.cache is not None else None
         for one in sets:
-            results = run_async(_sampled(one.tasks, served, config, digest, one.name))
+            results = run_async(
+                get_task_results(
+                    one.tasks,
+                    served.endpoint,
+                    served.model,
+                    n=config.samples_per_task,
+                    params=config.sampling_params(),
+                    token_ids=served.is_ours,
+                    cache=config.cache,
+                    weights_digest=digest,
+                    concurrency=config.concurrency,
+                    isolated=config.isolated,
+                    grader_timeout=config.grader_timeout,
+                    prices=config.prices,
+                    pbar=config.pbar,
+                    pbar_desc=one.name,
+                )
+            )
             if config.pbar:
                 logger.info("%s: %s", one.name, results.stats.summary())
             for task_result in results:
@@ -323,27 +337,6 @@ def _digest(config: EvalConfig) -> str | None:
     server = {"max_model_len": config.max_model_len, **{name.replace("_", "-"): v for name, v in config.server_args.items()}}
     given = {name: value for name, value in server.items() if value is not None and name not in _SAME_ANSWERS}
     return f"{digest}/{json.dumps(given, sort_keys=True, default=str)}" if given else digest
-
-
-async def _sampled(
-    tasks: Sequence[Task], served: ServedModel, config: EvalConfig, digest: str | None, description: str
-) -> TaskResults:
-    return await get_task_results(
-        tasks,
-        served.endpoint,
-        served.model,
-        n=config.samples_per_task,
-        params=config.sampling_params(),
-        token_ids=served.is_ours,
-        cache=config.cache,
-        weights_digest=digest,
-        concurrency=config.concurrency,
-        isolated=config.isolated,
-        grader_timeout=config.grader_timeout,
-        prices=config.prices,
-        pbar=config.pbar,
-        pbar_desc=description,
-    )
 
 
 @contextlib.contextmanager

@@ -24,8 +24,7 @@ would be too narrow by up to √k (Miller 2024, "Adding error bars to evals", ar
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 _MOST_TERMS = 4000
 """Degrees of freedom up to which Student's t is summed exactly; above, three terms of its expansion are exact to 1e-12."""
@@ -40,14 +39,6 @@ class Estimate:
     high: float | None
     method: str
     num_tasks: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a dictionary that `json` can write as it is."""
-        return asdict(self)
-
-    def covers(self, value: float) -> bool:
-        """Tell whether `value` lies inside."""
-        return self.low is not None and self.high is not None and self.low <= value <= self.high
 
 
 def wilson(right: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -164,10 +155,6 @@ class Difference:
     """Tasks on which the second does better."""
     worse: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a dictionary that `json` can write as it is."""
-        return asdict(self)
-
 
 def paired_difference(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], confidence: float = 0.95
@@ -220,13 +207,7 @@ def mcnemar(one_only: int, other_only: int) -> float:
     """Return the two-sided p value of McNemar's exact test: whether each of two is equally often the only one to get a task
     right."""
     total, fewer = one_only + other_only, min(one_only, other_only)
-    if total == 0:
-        return 1.0
-    ways = tail = 1
-    for k in range(fewer):  # ways: C(total, k + 1), each from the one before
-        ways = ways * (total - k) // (k + 1)
-        tail += ways
-    return min(1.0, tail / (1 << (total - 1)))
+    return min(1.0, sum(math.comb(total, k) for k in range(fewer + 1)) / (1 << max(total - 1, 0)))
 
 
 def _newcombe(both: int, first_only: int, second_only: int, count: int, confidence: float) -> tuple[float, float]:

@@ -81,7 +81,7 @@ class SetResult:
             {"id": task.id, "digest": messages_digest(task), "scores": [_score(sample, score) for sample in result.samples]}
             for task, result in zip(tasks, results, strict=True)
         ]
-        scores = [_known(row["scores"]) for row in rows]
+        scores = [[score for score in row["scores"] if score is not None] for row in rows]
         graded = [result.graded for result in results]
         names = dict.fromkeys(metric for samples in graded for sample in samples for metric in sample.metrics)
         metrics = {
@@ -114,7 +114,6 @@ class SetResult:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary that `json` can write as it is."""
         row = dataclasses.asdict(self)
         row["pass_at"] = {str(k): estimate for k, estimate in row["pass_at"].items()}
         row["accuracy_if_failed_are_wrong"] = self.accuracy_if_failed_are_wrong
@@ -141,7 +140,6 @@ class EvalResult:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary that `json` can write as it is."""
         return {
             "format": FORMAT,
             "model": self.model,
@@ -192,10 +190,6 @@ def _score(sample: Sample, score: str) -> float | None:
     if sample.reward is None:
         return None
     return sample.reward if score == "reward" else sample.metrics.get(score)
-
-
-def _known(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
 
 
 def _passed(scores: Sequence[Sequence[float]], k: int, confidence: float) -> Estimate:
