@@ -93,14 +93,9 @@ class RecordedServer:
     rest = stop
     model_name = "policy"
 
-    @property
-    def running(self) -> "RecordedServer":
+    def check(self) -> None:
         if self._checkpoint is None:
             raise ServerError("serve() comes first")
-        return self
-
-    def check(self) -> None:
-        pass
 
     def weights_digest(self) -> str:
         return self._digest

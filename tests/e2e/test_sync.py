@@ -15,6 +15,7 @@ from ttrl import TrainConfig
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ServerError, WeightSyncError
 from ttrl.launch.policy_server import PolicyServer
+from ttrl.launch.server_member import ServerTools
 from ttrl.server import weights
 from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import JoinedServer
@@ -154,14 +155,13 @@ def test_a_joined_server_that_was_given_other_weights_comes_back_with_the_right_
     started, server, checkpoints, folder, monkeypatch
 ):
     monkeypatch.setenv("TTRL_SERVER_KEY", started.api_key)
-    monkeypatch.setattr("ttrl.launch.policy_server._LOOK_AT_OTHERS_SECONDS", 1.0)
     config = TrainConfig(
         run=str(folder), model=str(checkpoints[0]), iterations=1, dtype="fp32", servers=0, joined_servers=[started.root_url]
     )
-    policy_server = PolicyServer(config, folder / "logs", Console(quiet=True))
+    policy_server = PolicyServer(config, folder / "logs", Console(quiet=True), ServerTools(look_at_others_seconds=1.0))
 
     async def ask(options):
-        [endpoint] = policy_server.running.endpoints()
+        [endpoint] = policy_server.endpoints()
         async with openai.AsyncOpenAI(
             base_url=endpoint.base_url, api_key=endpoint.api_key, default_headers=endpoint.headers, **options
         ) as client:

@@ -10,8 +10,10 @@ import pytest
 from ttrl import TrainConfig
 from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
-from ttrl.launch import policy_server, server_member
+from ttrl.launch import policy_server
 from ttrl.launch.policy_server import PolicyServer, can_serve_adapters, make_server
+from ttrl.launch.server_member import ServerTools
+from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import SyncReport, WeightComparison
 from ttrl.system.console import Console
 
@@ -25,7 +27,7 @@ class Canary:
 class FakeServer:
     """As much of a server as is asked of it, and a record of what happened."""
 
-    is_ours = False
+    base_url = ""
     without_weights: str | None = None
     """The address of the one that knows nothing of weights."""
 
@@ -54,10 +56,10 @@ class FakeServer:
         return self, version
 
 
-class FakeVLLM(FakeServer):
+class FakeVLLM(FakeServer, VLLMServer):
     """One of ours: a start that takes as long as the test says."""
 
-    is_ours = True
+    is_started = False
     made: list["FakeVLLM"] = []  # noqa: RUF012 - emptied by the fixture
     start_error: BaseException | None = None
     slow = False
@@ -123,17 +125,9 @@ class Syncs:
 
 
 @pytest.fixture
-def syncs(monkeypatch):
+def syncs():
     record = Syncs()
     FakeVLLM.made, FakeVLLM.start_error, FakeVLLM.slow, FakeServer.without_weights = [], None, False, None
-    for module in (policy_server, server_member):
-        monkeypatch.setattr(module, "VLLMServer", FakeVLLM)
-    monkeypatch.setattr(policy_server, "JoinedServer", FakeServer)
-    monkeypatch.setattr(server_member, "sync_weights", record.sync)
-    monkeypatch.setattr(server_member, "verify_weights", record.verify)
-    monkeypatch.setattr(server_member, "sleep", record.sleep)
-    monkeypatch.setattr(policy_server, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(policy_server, "_LOOK_AT_OTHERS_SECONDS", 0.0)
     return record
 
 
@@ -145,8 +139,9 @@ def config_of(**settings):
 def make(syncs, tmp_path):
     made = []
 
-    def make(**settings):
-        made.append(PolicyServer(config_of(**settings), tmp_path / "logs", Console(quiet=True)))
+    def make(look_seconds=0.01, **settings):
+        tools = ServerTools(FakeVLLM, FakeServer, syncs.sync, syncs.verify, syncs.sleep, look_seconds, look_at_others_seconds=0.0)
+        made.append(PolicyServer(config_of(**settings), tmp_path / "logs", Console(quiet=True), tools))
         return made[-1]
 
     yield make
@@ -167,7 +162,7 @@ def wait_until(condition):
 
 def asked(server):
     """What a rollout would use."""
-    endpoints = server.running.endpoints()
+    endpoints = server.endpoints()
     return endpoints[0] if len(endpoints) == 1 else endpoints
 
 
@@ -187,7 +182,7 @@ def test_what_a_server_is_started_with(make, tmp_path):
 
 
 def test_half_precision_is_bfloat16(syncs):
-    assert make_server(config_of(dtype="bf16"), A, Path("log")).arguments["dtype"] == "bfloat16"
+    assert make_server(config_of(dtype="bf16"), A, Path("log"), kind=FakeVLLM).arguments["dtype"] == "bfloat16"
 
 
 def test_arguments_that_ttrl_sets_itself_are_refused():
@@ -206,14 +201,14 @@ def test_every_change_of_weights_is_proven_and_nothing_else(make, syncs):
     assert server.serve(B) is None
     server.serve(A)
     assert syncs.events == [("verify", "A"), ("sync by reload", "B"), ("sync by reload", "A")]
-    assert server.running.servers == FakeVLLM.made and server.running.weights_digest() == "digest of A"
+    assert server.servers == FakeVLLM.made and server.weights_digest() == "digest of A"
 
 
 def test_started_ahead_from_the_folder_that_the_checkpoint_links_to(make, syncs):
     server = make()
     server.start(A)
     with pytest.raises(ServerError, match="no server runs"):
-        _ = server.running  # started is not proven
+        server.endpoints()  # started is not proven
     assert server.serve(B)["mode"] == "start"
     assert syncs.events == [("verify", "B")] and len(FakeVLLM.made) == 1
 
@@ -246,7 +241,7 @@ def test_after_a_failed_sync_no_server_is_believed(make, syncs, error):
     with pytest.raises(type(error)):
         server.serve(B)
     with pytest.raises(ServerError, match="no server runs"):
-        _ = server.running
+        server.endpoints()
     syncs.fail[made.base_url] = WeightSyncError("still differs")
     with pytest.raises(WeightSyncError):  # nor are the old weights: who knows which of them were replaced
         server.serve(A)
@@ -275,15 +270,15 @@ def test_one_that_dies_in_the_middle_of_the_rollouts_comes_back_with_its_weights
     [made] = FakeVLLM.made
     _, version = asked(server)
     made.dead = True
-    wait_until(lambda: ("sync by restart", "A") in syncs.events and server.running.servers)
+    wait_until(lambda: ("sync by restart", "A") in syncs.events and server.servers)
     assert made.version == version  # so requests that wait are answered
-    server.running.check()
+    server.check()
     made.dead = True  # a second time under the same policy: it is left to the loop
-    wait_until(lambda: not server.running.servers)
+    wait_until(lambda: not server.servers)
     with pytest.raises(ServerDiedError, match="its process ended"):
-        server.running.check()
+        server.check()
     with pytest.raises(ServerDiedError, match="its process ended"):
-        _ = server.running.model_name
+        _ = server.model_name
     assert made.events.count("start A") == 2
     server.serve(B)  # the next policy may start it once more
     assert made.events.count("start B") == 1
@@ -297,7 +292,7 @@ def test_a_start_that_fails_is_raised_where_it_is_waited_for_and_can_be_tried_ag
         server.serve(A)
     assert FakeVLLM.made[0].events == ["start A"]
     with pytest.raises(ServerError):
-        _ = server.running
+        server.endpoints()
     FakeVLLM.start_error = ModelFolderError("no tokenizer")
     with pytest.raises(ModelFolderError, match="no tokenizer"):  # the user's mistake stays that
         server.serve(A)
@@ -313,7 +308,7 @@ def test_stop(make, syncs):
     server.stop()
     assert FakeVLLM.made[0].events == ["start A", "stop"]
     with pytest.raises(ServerError):
-        _ = server.running
+        server.endpoints()
     server.serve(A)  # the same folder, another server: proven anew
     assert syncs.events == [("verify", "A"), ("verify", "A")]
 
@@ -353,7 +348,7 @@ def test_rest(make, syncs, weight_sync, events, how):
     server.serve(A)
     server.rest()
     with pytest.raises(ServerError, match="no server runs"):
-        _ = server.running
+        server.endpoints()
     server.serve(B)
     assert FakeVLLM.made[0].events == events and syncs.events == [("verify", "A"), *how]
 
@@ -402,11 +397,11 @@ def test_one_that_fails_is_left_out_and_comes_back_with_the_right_weights(make, 
     facts = server.serve(B)
     assert facts["servers"] == 2 and facts["left_out"] == {one.base_url: "http://one:1 is gone"}
     assert "left out of the rollouts until it is back" in caplog.text
-    assert one not in server.running.servers
+    assert one not in server.servers
     clients = dict(asked(server))
     assert clients[one] == two.version != one.version  # it has a client, whose requests it could not answer
     one.dead = False
-    wait_until(lambda: one in server.running.servers)
+    wait_until(lambda: one in server.servers)
     assert one.version == two.version and one.policy_folder == B
 
 
@@ -419,15 +414,14 @@ def test_one_that_was_started_anew_by_its_host_is_synced_before_it_is_used(make,
     assert (one.version, one.policy_folder) == (version, A)
 
 
-def test_one_that_was_only_out_of_reach_is_not_synced_again(make, syncs, key, monkeypatch):
-    server = make(**JOINED)
-    monkeypatch.setattr(server, "_watch", lambda: None)
+def test_one_that_was_only_out_of_reach_is_not_synced_again(make, syncs, key):
+    server = make(look_seconds=3600.0, **JOINED)
     server.serve(A)
     _, one, _ = [client for client, _ in asked(server)]
     before, member = list(syncs.events), server._members[1]
     for one.dead in (True, True, False):
         member.look_after(A, one.version, A)
-        assert (one in server.running.servers) != one.dead
+        assert (one in server.servers) != one.dead
     assert syncs.events == before  # requests that it was answering go on
 
 
@@ -467,7 +461,7 @@ def test_none_is_left(make, syncs, key):
     with pytest.raises(ServerDiedError, match="http://one:1 is gone"):
         server.serve(B)
     with pytest.raises(ServerError, match="no server runs"):
-        _ = server.running
+        server.endpoints()
 
 
 # Adapters

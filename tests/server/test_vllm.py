@@ -22,7 +22,6 @@ def test_start_ask_and_stop(fake_server, tmp_path):
     with fake_server() as server:
         server.check()
         assert server.base_url == f"http://127.0.0.1:{server.port}/v1"
-        assert server.kv_capacity_tokens() == 1600
         pid = server._child.pid
         with pytest.raises(ServerError, match=r"POST /nothing: the server"):
             server.request("POST", "/nothing")

@@ -55,13 +55,9 @@ class FakeServer:
         self.checkpoint = checkpoint
         return {"mode": "reload", "seconds": 0.0, "canary_max_difference": 0.0, "fell_back": None}
 
-    @property
-    def running(self) -> "FakeServer":
+    def check(self) -> None:
         if self.checkpoint is None:
             raise ServerError("no server runs; serve() starts one")
-        return self
-
-    def check(self) -> None:
         if self.world.server_is_dead:
             raise ServerDiedError("the vLLM server was killed by signal 9; its last log lines: boom")
 

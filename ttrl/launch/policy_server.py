@@ -21,9 +21,9 @@ import torch
 from ttrl.configs.machines import shares_of_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
-from ttrl.launch.server_member import ServerMember
+from ttrl.launch.server_member import ServerMember, ServerTools
 from ttrl.records import Endpoint
-from ttrl.server.connection import JoinedServer, ServerConnection
+from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import cores_for_servers, is_cpu_build
 from ttrl.server.model_folder import ADAPTER_FOLDER
 from ttrl.server.vllm import VLLMServer
@@ -34,13 +34,17 @@ logger = logging.getLogger(__name__)
 MODEL_NAME = "policy"
 MAX_DOWNTIME = 240.0
 """Seconds for which requests of a rollout wait for a server that is being started anew."""
-_LOOK_SECONDS = 1.0
-_LOOK_AT_OTHERS_SECONDS = 5.0
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def make_server(
-    config: TrainConfig, model_folder: Path, log_path: Path, *, env: dict[str, str] | None = None, adapters: bool = False
+    config: TrainConfig,
+    model_folder: Path,
+    log_path: Path,
+    *,
+    env: dict[str, str] | None = None,
+    adapters: bool = False,
+    kind: type[VLLMServer] = VLLMServer,
 ) -> VLLMServer:
     """Return a server of a run, not started yet. Raises ConfigError for arguments in `config.server` that ttrl sets itself."""
     extra: dict[str, Any] = {}
@@ -50,7 +54,7 @@ def make_server(
         extra["max_lora_rank"] = next(allowed for allowed in _VLLM_RANKS if allowed >= 3 * rank or allowed == _VLLM_RANKS[-1])
     if config.weight_sync == "sleep" and not is_cpu_build():
         extra["enable_sleep_mode"] = True
-    return VLLMServer(
+    return kind(
         model_folder,
         served_model_name=MODEL_NAME,
         log_path=log_path,
@@ -81,60 +85,11 @@ def can_serve_adapters(config: TrainConfig) -> bool:
     )
 
 
-class RunningServers:
-    """The servers that have the policy, as one."""
-
-    def __init__(self, members: list[ServerMember], version: str) -> None:
-        self._members, self._version = members, version
-
-    @property
-    def servers(self) -> list[ServerConnection]:
-        """Return those that are proven now."""
-        return [member.server for member in self._members if member.proven is not None and member.version == self._version]
-
-    @property
-    def model_name(self) -> str:
-        """Return what requests ask for."""
-        return self._any().model_name
-
-    def endpoints(self) -> list[Endpoint]:
-        """Return where all servers are asked: also those that are out, which take part when they are back with these weights.
-        Requests are for these weights, so none goes to a server that may not know what that means."""
-        return [member.server.endpoint(self._version) for member in self._members if member.is_fenced]
-
-    def request(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request to the first of them, see `ServerConnection.request`."""
-        return self._any().request(method, path, body)
-
-    def weights_digest(self) -> str:
-        """Return the digest of their weights, see `ServerConnection.weights_digest`."""
-        return self._any().weights_digest()
-
-    def check(self) -> None:
-        """Raise ServerDiedError where all of them are gone, with what is known of each."""
-        gone = []
-        for member in self._members:
-            try:
-                if member.proven is None:
-                    raise member.problem or ServerDiedError(f"{member.server.base_url} does not serve this policy")
-                member.server.check()
-                return
-            except ServerError as error:
-                gone.append(str(error))
-        raise ServerDiedError("; ".join(gone))
-
-    def _any(self) -> ServerConnection:
-        if not (servers := self.servers):
-            self.check()
-            raise ServerDiedError("all servers are gone")
-        return servers[0]
-
-
 class PolicyServer:
     """One vLLM server or several, which follow the run's checkpoints."""
 
-    def __init__(self, config: TrainConfig, logs: Path, console: Console) -> None:
-        self._config, self._logs, self._console = config, logs, console
+    def __init__(self, config: TrainConfig, logs: Path, console: Console, tools: ServerTools | None = None) -> None:
+        self._config, self._logs, self._console, self._tools = config, logs, console, tools or ServerTools()
         self._members: list[ServerMember] = []
         self._folder: Path | None = None
         self._version: str | None = None
@@ -191,12 +146,57 @@ class PolicyServer:
         self._serving = None
         self._for_each(ServerMember.rest)
 
+    # What rollouts ask. All of it raises ServerError where no server has the policy that was asked for last.
+
     @property
-    def running(self) -> RunningServers:
-        """Return the servers. Raises ServerError where none has the policy that was asked for last."""
+    def servers(self) -> list[ServerConnection]:
+        """Return those that are proven now."""
+        version = self._served_version()
+        return [member.server for member in self._members if member.proven is not None and member.version == version]
+
+    @property
+    def model_name(self) -> str:
+        """Return what requests ask for."""
+        return self._any().model_name
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return where all servers are asked: also those that are out, which take part when they are back with these weights.
+        Requests are for these weights, so none goes to a server that may not know what that means."""
+        version = self._served_version()
+        return [member.server.endpoint(version) for member in self._members if member.is_fenced]
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        """Send a request to the first of them, see `ServerConnection.request`."""
+        return self._any().request(method, path, body)
+
+    def weights_digest(self) -> str:
+        """Return the digest of their weights, see `ServerConnection.weights_digest`."""
+        return self._any().weights_digest()
+
+    def check(self) -> None:
+        """Raise ServerDiedError where all of them are gone, with what is known of each."""
+        self._served_version()
+        gone = []
+        for member in self._members:
+            try:
+                if member.proven is None:
+                    raise member.problem or ServerDiedError(f"{member.server.base_url} does not serve this policy")
+                member.server.check()
+                return
+            except ServerError as error:
+                gone.append(str(error))
+        raise ServerDiedError("; ".join(gone))
+
+    def _any(self) -> ServerConnection:
+        if not (servers := self.servers):
+            self.check()
+            raise ServerDiedError("all servers are gone")
+        return servers[0]
+
+    def _served_version(self) -> str:
         if (serving := self._serving) is None:
             raise ServerError("no server runs; serve() starts one")
-        return RunningServers(self._members, serving[1])
+        return serving[1]
 
     def stop(self) -> None:
         """End the servers, also those that are just starting. Harmless when there are none."""
@@ -230,18 +230,19 @@ class PolicyServer:
                 self._logs / ("server.log" if config.servers == 1 else f"server_{number}.log"),
                 env=env,
                 adapters=self._adapters,
+                kind=self._tools.own,
             )
             for number, env in enumerate(_environments(config))
         ]
         keys = config.joined_keys()
         others = [
-            JoinedServer(url, served_model_name=MODEL_NAME, dtype=_dtype(config), api_key=keys[url])
+            self._tools.joined(url, served_model_name=MODEL_NAME, dtype=_dtype(config), api_key=keys[url])
             for url in config.joined_servers
         ]
-        compare, mode = config.weight_check == "all", config.weight_sync
+        compare, tools = config.weight_check == "all", self._tools
         remote = None if config.joined_run is None else (Path(config.run), Path(config.joined_run))
-        return [ServerMember(server, mode=mode, compare=compare) for server in own] + [
-            ServerMember(server, mode="reload", compare=compare, remote_run=remote) for server in others
+        return [ServerMember(server, mode=config.weight_sync, compare=compare, tools=tools) for server in own] + [
+            ServerMember(server, mode="reload", compare=compare, remote_run=remote, tools=tools) for server in others
         ]
 
     def _base(self, model_folder: Path) -> Path:
@@ -323,8 +324,8 @@ class PolicyServer:
 
     def _look_after_all(self, over: threading.Event) -> None:
         looked_at_others = time.monotonic()
-        while not over.wait(_LOOK_SECONDS):
-            others_too = time.monotonic() - looked_at_others >= _LOOK_AT_OTHERS_SECONDS
+        while not over.wait(self._tools.look_seconds):
+            others_too = time.monotonic() - looked_at_others >= self._tools.look_at_others_seconds
             for member in list(self._members):
                 if (member.ours is None and not others_too) or not member.lock.acquire(blocking=False):
                     continue

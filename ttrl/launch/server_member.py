@@ -3,15 +3,31 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import ServerDiedError, ServerError, ServerStartError, UserError, WeightSyncError
-from ttrl.server.connection import ServerConnection
+from ttrl.server.canary import CanaryReport
+from ttrl.server.connection import JoinedServer, ServerConnection
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import SyncReport, sleep, sync_weights, verify_weights
+from ttrl.server.weights import SyncReport, WeightComparison, sleep, sync_weights, verify_weights
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerTools:
+    """What makes a run's servers, brings weights to them, proves that, and how many seconds lie between two looks at them."""
+
+    own: type[VLLMServer] = VLLMServer
+    joined: type[JoinedServer] = JoinedServer
+    sync: Callable[..., SyncReport] = sync_weights
+    verify: Callable[..., tuple[CanaryReport, WeightComparison]] = verify_weights
+    sleep: Callable[[ServerConnection], None] = sleep
+    look_seconds: float = 1.0
+    look_at_others_seconds: float = 5.0
 
 
 class ServerMember:
@@ -28,8 +44,9 @@ class ServerMember:
         mode: Literal["reload", "restart", "sleep"],
         compare: bool,
         remote_run: tuple[Path, Path] | None = None,
+        tools: ServerTools,
     ) -> None:
-        self.server, self._mode, self._compare, self._remote_run = server, mode, compare, remote_run
+        self.server, self._mode, self._compare, self._remote_run, self._tools = server, mode, compare, remote_run, tools
         self.lock = threading.RLock()
         self.proven: Path | None = None
         """The checkpoint that it was proven to compute with; None: nobody may use it."""
@@ -105,7 +122,7 @@ class ServerMember:
         self.proven = None
         try:
             self.wait_for_start()
-            sleep(server)
+            self._tools.sleep(server)
             self._asleep, self._fresh = True, False
         except ServerError as error:
             logger.warning("%s does not sleep, it is stopped instead: %s", server.base_url, error)
@@ -161,7 +178,8 @@ class ServerMember:
                 return facts
             restarts = self._mode == "restart" and self.ours is not None and not fresh
             mode: Literal["reload", "restart"] = "restart" if restarts else "reload"
-            return _facts(sync_weights(server, checkpoint, mode=mode, compare=self._compare, remote_folder=there, asleep=asleep))
+            sync = self._tools.sync
+            return _facts(sync(server, checkpoint, mode=mode, compare=self._compare, remote_folder=there, asleep=asleep))
         except ServerDiedError as error:
             if self.ours is None or not self.may_restart:
                 raise
@@ -174,7 +192,7 @@ class ServerMember:
         if not all(_is_same(file, started / file.name) for file in checkpoint.glob("*.safetensors")):
             return None  # in half precision, the canary alone would not tell one step of training from none
         try:
-            canary, comparison = verify_weights(self.server, checkpoint, compare=self._compare)
+            canary, comparison = self._tools.verify(self.server, checkpoint, compare=self._compare)
         except WeightSyncError as error:
             logger.warning("%s did not load the weights as it should at its start: %s", self.server.base_url, error)
             return None
@@ -187,7 +205,7 @@ class ServerMember:
         logger.warning("a server is gone and is started anew: %s", died)
         reason = str(died).splitlines()[0]
         try:
-            report = sync_weights(self.server, checkpoint, mode="restart", compare=self._compare)
+            report = self._tools.sync(self.server, checkpoint, mode="restart", compare=self._compare)
         except ServerDiedError as error:
             raise WeightSyncError(f"the server died again after it was started anew: {error}") from died
         return _facts(report) | {"fell_back": reason}

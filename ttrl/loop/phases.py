@@ -190,10 +190,10 @@ class Phases:
     def ask_server(self) -> Callable[[str], Any] | None:
         """Return what GETs a path of the server and returns its JSON answer; None where no server runs."""
         try:
-            server = self.server.running
+            self.server.check()
         except ServerError:
             return None
-        return lambda path: server.request("GET", path)
+        return lambda path: self.server.request("GET", path)
 
     def validate(self, number: int) -> None:
         """Sample the held-out tasks from the policy after this iteration."""

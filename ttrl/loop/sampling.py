@@ -119,7 +119,7 @@ class Sampler:
         spent = sum(usage.new_completion for usage in usage_of(done, carried))
         left = None if order.budget is None else max(1, order.budget - spent)
         while missing:
-            server = self._server.running
+            server = self._server
             with FinishedGroups(order.partial, missing, carried) as finished, self._timeline.span("sample"):
                 fresh = run_async(
                     get_task_results(

@@ -6,7 +6,6 @@
 import http.client
 import json
 import os
-import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -49,11 +48,6 @@ class ServerConnection:
     def root_url(self) -> str:
         """http://HOST:PORT."""
         raise NotImplementedError
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it can be restarted from here."""
-        return False
 
     def check(self) -> None:
         """Raise ServerDiedError if it is gone."""
@@ -137,20 +131,6 @@ class ServerConnection:
         if self.policy_folder is None:
             raise ServerError(f"nobody knows what {self.base_url} computes with; sync it first")
         return f"{weights_digest(self.policy_folder)}/{self.dtype}"
-
-    def cache_config(self) -> dict[str, str]:
-        """Return vLLM's own description of its KV cache, from /metrics: block_size, num_gpu_blocks (of any device) and more, as
-        text."""
-        text = self.request("GET", "/metrics")
-        match = re.search(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
-        if match is None:
-            raise ServerError("GET /metrics: no vllm:cache_config_info; vLLM's --disable-log-stats must not be set")
-        return dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[1]))
-
-    def kv_capacity_tokens(self) -> int:
-        """Return how many tokens fit into the KV cache."""
-        config = self.cache_config()
-        return int(config["num_gpu_blocks"]) * int(config["block_size"])
 
     def _http(
         self,

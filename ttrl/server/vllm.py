@@ -220,10 +220,6 @@ class VLLMServer(ServerConnection):
     def root_url(self) -> str:
         return f"http://{_bracketed(self.host)}:{self.port}"
 
-    @property
-    def is_ours(self) -> bool:
-        return True
-
     def request(
         self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
     ) -> Any:

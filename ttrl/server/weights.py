@@ -100,7 +100,7 @@ def sync_weights(
             way: Mode = "adapter" if server.has_adapter else "reload"
             seconds = time.monotonic() - start
             return SyncReport(way, seconds, report.max_difference, report.mean_difference, None, comparison)
-        if not server.is_ours:
+        if not isinstance(server, VLLMServer):
             raise WeightSyncError(
                 f"the server at {server.base_url} does not compute with the weights in {folder}: {fell_back}; it cannot be "
                 "restarted from here: start it again on its host (ttrl serve), with the same model and dtype"
@@ -119,7 +119,6 @@ def verify_weights(
     *,
     after: str = "its start",
     compare: bool = True,
-    remote_folder: str | os.PathLike[str] | None = None,
 ) -> tuple[CanaryReport, WeightComparison]:
     """Verify that a running server has the weights of `checkpoint_folder`: what its workers hold, and the canary. `after` says in
     the error what it was checked after.
@@ -128,7 +127,7 @@ def verify_weights(
     """
     folder = Path(checkpoint_folder).absolute()
     canary = Canary.load(folder)
-    comparison = compare_weights(server, remote_folder or folder, canary) if compare else WeightComparison()
+    comparison = compare_weights(server, folder, canary) if compare else WeightComparison()
     if comparison.problem is not None:
         raise WeightSyncError(
             f"after {after}, the server does not hold the weights in {checkpoint_folder}: {comparison.problem}; a file that "
@@ -158,12 +157,12 @@ def _reload(
     folder: Path,
     canary: Canary,
     *,
-    there: Path | None = None,
-    compare: bool = True,
-    asleep: bool = False,
+    there: Path,
+    compare: bool,
+    asleep: bool,
 ) -> tuple[CanaryReport, WeightComparison, str | None]:
     """Load weights in place; returns the canary's report, what was compared, and None or why a restart is needed."""
-    report, comparison, there = CanaryReport(False, math.inf, math.inf, None), WeightComparison(), there or folder
+    report, comparison = CanaryReport(False, math.inf, math.inf, None), WeightComparison()
     try:
         server.close_to_all()
         if asleep:
