@@ -138,7 +138,7 @@ def test_the_lines_of_a_run(model, tmp_path):
 
 
 def test_losses_that_are_not_finite_stop_the_run(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft_recipe, "negative_log_likelihood", lambda logprobs: logprobs / 0)
+    monkeypatch.setattr(sft_recipe, "weighted_loss", lambda weights, logprobs, at: logprobs / 0)
     with pytest.raises(DivergedError, match=r"step 2: .*losses are not finite; the first is in microbatch 0"):
         train(model, tmp_path, max_skipped_steps=1)
     assert not (tmp_path / "checkpoint").exists()

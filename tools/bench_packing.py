@@ -8,7 +8,7 @@ logarithm), compared with greedy packing in the order given and with a proven lo
 (placement_bounds.py). Each prompt counts as useful once, and each completion. A completion is clipped to what fits after its
 prompt; a prompt is clipped to half a row, which affects only prompts of 8,000 in rows of 4,096. All 96 settings count.
 
-The dealing: how long data-parallel ranks would wait for each other (ttrl/data/packing/row_balance.py).
+The dealing: how long data-parallel ranks would wait for each other (`balance` in ttrl/data/packing/placement.py).
 
 The times: 5,000, 50,000 and 200,000 completions placed, and `--packs` packed with their tensors, on one thread, with the peak
 memory; in the setting with a mean of 300 and prompts of 1,000, each completion has a prompt of its own.
@@ -25,10 +25,11 @@ from multiprocessing import get_context
 import numpy as np
 import torch
 from placement_bounds import lower_bound
+from torch import Tensor
 
+from ttrl.data.packing.masks import subtree_ends
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.data.packing.placement import Forest, in_order, place
-from ttrl.data.packing.row_balance import deal, row_work, waiting
+from ttrl.data.packing.placement import Forest, balance, in_order, place
 from ttrl.records import TokenizedResult
 
 SETTINGS = [
@@ -161,6 +162,36 @@ def pack_once(setting: tuple[int, int, int, int], completions: int, spread: floa
         f"{packed.num_rows:5} {packed.num_tokens / 1e6:13.1f} | {before:10.1f} {held:7.1f} {gibibytes():4.1f}",
         flush=True,
     )
+
+
+def row_work(group_ids: Tensor, parent_ids: Tensor, width: int = 1024) -> list[float]:
+    """The work of packed rows, in positions: what each stores, and its attention area. Both int64 [B, T], -1 in padding.
+
+    A layer of `width` d takes about 12·d² multiplications per position and 2·d per pair of positions where the later sees the
+    earlier (Kaplan et al., arXiv 2001.08361, table 1), so a pair is worth 1/(6·d) of a position.
+    """
+    found = []
+    for groups, parents in zip(group_ids.split(1), parent_ids.split(1), strict=True):
+        used = groups >= 0
+        seen_by = subtree_ends(groups, parents) - torch.arange(groups.shape[1])  # the position itself included
+        found.append(int(used.sum()) + int(seen_by[used].sum()) / (6 * width))
+    return found
+
+
+def deal(work: Sequence[float], ranks: int) -> list[list[int]]:
+    """The rows of each rank, in the order in which they are trained on."""
+    order = balance(work, ranks)
+    return [order[rank::ranks] for rank in range(ranks)]
+
+
+def waiting(work: Sequence[float], ranks: Sequence[Sequence[int]], microbatch: int = 1) -> float:
+    """The share of all ranks' time spent waiting, where all wait for each other after every `microbatch` rows."""
+    spent = sum(
+        max(sum(work[row] for row in rows[start : start + microbatch]) for rows in ranks)
+        for start in range(0, max(map(len, ranks)), microbatch)
+    )
+    useful = sum(work[row] for rows in ranks for row in rows)
+    return 1 - useful / (len(ranks) * spent) if spent else 0.0
 
 
 def dealing(completions: int, spread: float, seed: int) -> None:

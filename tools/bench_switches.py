@@ -144,7 +144,7 @@ def measure(config: TrainingConfig, ways: Container[str], here: Ranks, packed: P
     if NOT_FUSED in ways:
         for group in optimizer.param_groups:
             group["fused"] = False
-    (step,) = updates(packed, 1, (0, 1), here)
+    (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
     found: dict[str, Any] = {}
     clock = time.perf_counter if here.device.type == "cuda" else time.process_time
     for number in range(2):

@@ -226,7 +226,7 @@ def errors_of(way: Way, inputs: Inputs, here: Ranks) -> tuple[float, float]:
     config, packed = inputs.config(way.settings), inputs.packed(way.order)
     policy = load_policy(config, here)
     stepper = Stepper(policy, config, here)
-    steps = updates(packed, 1, (0, 1), here)
+    steps = updates(packed, 1, (0, 1), here, policy.decoder.config)
     objective = objective_from(config)
     prepass = Prepass(policy, packed, steps, objective, config, here, 0)
     prepass.run()

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.training.kernels.attention import attention_plan
-from ttrl.training.models import build_decoder, load_into, load_weights, read_config, to_hugging_face_names
+from ttrl.training.models import build_decoder, read_config, to_hugging_face_names
+from ttrl.training.policy.policy import fill_parameters
 
 VOCAB = 97
 _WIDTHS = {
@@ -237,7 +238,7 @@ def parity(folder: Path, dtype: torch.dtype) -> Parity:
 
     config = read_config(folder)
     decoder = build_decoder(config)
-    load_into(decoder, load_weights(folder, config), folder)
+    fill_parameters(dict(decoder.named_parameters()), folder)
     decoder.to(dtype)
 
     def logits_of(tokens: Tensor, group_ids: Tensor, parent_ids: Tensor, positions: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ from ttrl.training.faults import Finite, memory_advice
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.metrics import Sums
 from ttrl.training.models import read_config
-from ttrl.training.objective.losses import negative_log_likelihood
 from ttrl.training.parallel.distributed import Ranks, derived_generator, run_recipe
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
@@ -100,7 +99,7 @@ def accumulate_gradients(
 
 def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
     """Return w·(-log π) of the tokens in `at`."""
-    return negative_log_likelihood(logprobs_n) * weights_N[at]
+    return -logprobs_n * weights_N[at]
 
 
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:

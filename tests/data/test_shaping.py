@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ttrl.configs.data import AdvantageConfig
 from ttrl.data.shaping import answer_end, reward_power, shaped_rewards, surprise, with_surprise
 from ttrl.errors import UserError
 from ttrl.records import Sample, TaskResult
@@ -110,9 +111,10 @@ def test_shaped_rewards_of_a_group():
         sample("4", [10], logprobs=None, reward=-0.5),
     ]
     group = TaskResult(task_id="t", messages=[], samples=samples)
-    rewards, surprises = shaped_rewards(group, 2.0, 0.5, "end", Tokenizer())
+    config = AdvantageConfig(reward_power=2.0, surprise_bonus=0.5, surprise_until="end")
+    rewards, surprises = shaped_rewards(group, config, Tokenizer())
     assert surprises == [1.0, 2.0, None]
     assert rewards == [0.25, 1.5, -0.125]
-    assert shaped_rewards(group) == ([0.5, 1.0, -0.5], [])
+    assert shaped_rewards(group, AdvantageConfig()) == ([0.5, 1.0, -0.5], [])
     with pytest.raises(UserError, match=r"'end'.*give the tokenizer"):
-        shaped_rewards(group, 2.0, 0.5, "end")
+        shaped_rewards(group, config)

@@ -9,9 +9,9 @@ from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sync_weights, verify_canary
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.models import build_decoder, load_into, load_weights, read_config
+from ttrl.training.models import build_decoder, read_config
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.policy.policy import Policy
+from ttrl.training.policy.policy import Policy, fill_parameters
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -54,7 +54,7 @@ def test_a_trained_gemma2_is_served(tmp_path):
     start = write_gemma2(tmp_path / "start")
     config = read_config(start)
     decoder = build_decoder(config)
-    load_into(decoder, load_weights(start, config), start)
+    fill_parameters(dict(decoder.named_parameters()), start)
     policy = Policy(decoder, num_output_chunks=2)
     save_checkpoint(tmp_path / "before", policy, start, HERE)
     train_a_step(policy)

@@ -342,6 +342,7 @@ def test_who_was_taken_over_uploads_nothing_more(tmp_path, address, caplog):
             time.sleep(0.01)
         with pytest.raises(RunFolderError, match=r"taken over in the mirror .*pid 1 on another.*; this one stops here"):
             machine.iteration(0)
+        assert "another process has taken over: pid 1 on another" in mirror.status()
     assert set(store.keys()) == {"owner.json"}
     assert json.loads(store.read("owner.json"))["host"] == "another"
     assert "no more is written there" in caplog.text

@@ -81,7 +81,7 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     optimizer = make_optimizer(policy, config)
     result: dict = {"ranks": (here.rank, here.world_size, here.tensor_rank, here.tensor_ranks), "norms": []}
     first = load_state(job["state"], policy, optimizer) if job.get("state") else 0
-    (step,) = updates(PackedTensors.load(job["packed"]), 1, (0, 1), here)
+    (step,) = updates(PackedTensors.load(job["packed"]), 1, (0, 1), here, policy.decoder.config)
     if job.get("reference"):
         before = {name: weight.clone() for name, weight in policy.full_weights().items()}
         policy.load_folder(job["reference"])

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ttrl.records import TokenizedResult
-from ttrl.training.models import build_decoder, load_into, load_weights, read_config
-from ttrl.training.policy.policy import Policy
+from ttrl.training.models import build_decoder, read_config
+from ttrl.training.policy.policy import Policy, fill_parameters
 
 VOCAB = check_parity.VOCAB
 
@@ -29,7 +29,7 @@ def load_policy_in(folder, dtype=torch.float64, num_output_chunks=3):
     """Our policy, without sharding, in any dtype."""
     config = read_config(folder)
     decoder = build_decoder(config)
-    load_into(decoder, load_weights(folder, config), folder)
+    fill_parameters(dict(decoder.named_parameters()), folder)
     return Policy(decoder, num_output_chunks=num_output_chunks, compute_dtype=dtype).to(dtype)
 
 

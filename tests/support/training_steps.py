@@ -34,7 +34,7 @@ def gradients_with(folder, packed, here=ALONE, **settings):
     """The gradient of a step, by parameter name."""
     config = settings_of(folder, **settings)
     policy = load_policy(config, here)
-    (step,) = updates(packed, 1, (0, 1), here)
+    (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
     accumulate(policy, step, config, here)
     return gradients(policy)
 
@@ -101,7 +101,7 @@ def adapter_gradients(folder, packed, here=ALONE, seed=None, **settings):
     """The gradient of a step, by parameter name."""
     config = adapter_config(folder, **settings)
     policy = move_adapters(load_policy(config, here)) if here is ALONE else load_policy(config, here)
-    (step,) = updates(packed, 1, (0, 1), here)
+    (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
     if seed is not None:
         torch.manual_seed(seed)
     accumulate(policy, step, config, here)

@@ -10,7 +10,7 @@ from support.tiny_models import load_policy_in, native_layout
 from transformers import AutoModelForCausalLM
 
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.models import load_weights, read_config
+from ttrl.training.models import iter_weights, read_config
 from ttrl.training.parallel.distributed import Ranks
 
 HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
@@ -50,8 +50,8 @@ def test_there_and_back(family, max_shard_bytes, model_folder, tmp_path):
         assert torch.equal(parameter, after.get_parameter(name)), name
     assert ("lm_head.weight" in everything(tmp_path / "checkpoint")) == (family != "gemma2")
 
-    again = load_weights(tmp_path / "checkpoint")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in load_weights(start).items())
+    again = dict(iter_weights(tmp_path / "checkpoint"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in dict(iter_weights(start)).items())
 
 
 def test_bf16_checkpoints(model_folder, tmp_path):

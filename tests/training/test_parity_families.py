@@ -8,7 +8,7 @@ import torch
 
 from ttrl.configs import TrainingConfig
 from ttrl.training.canary import compute_canary
-from ttrl.training.models import architecture, build_decoder, load_weights, read_config
+from ttrl.training.models import architecture, build_decoder, iter_weights, read_config
 from ttrl.training.models.rope import frequencies
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.loading import load_policy
@@ -107,7 +107,7 @@ def test_dynamic_rope_is_that_of_the_models_context_whatever_the_servers(model_f
 
 @pytest.mark.parametrize("name", ["qwen2-yarn", "gemma3", "phi3-longrope", "phi"])
 def test_a_decoder_built_on_the_meta_device_computes_the_same(name, model_folder):
-    config, weights = read_config(model_folder(name)), load_weights(model_folder(name))
+    config, weights = read_config(model_folder(name)), dict(iter_weights(model_folder(name)))
     plain = build_decoder(config)
     with torch.device("meta"):
         empty = build_decoder(config)

@@ -14,7 +14,7 @@ from ttrl.costs.flops import training_flops
 from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
-from ttrl.data.packing.row_balance import deal
+from ttrl.data.packing.placement import balance
 from ttrl.errors import DivergedError, PackError, TrainerMemoryError
 from ttrl.training.batches import Update, check_pack, updates
 from ttrl.training.counts import row_flops, token_counts, work_counts
@@ -175,18 +175,19 @@ def test_other_errors_stay_what_they_are():
 
 # Work and time
 
+MODEL = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+
 
 def test_flops_are_those_of_the_cost_model_and_logical_tokens_those_of_unshared_rows(packed, samples):
-    hf_config = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
-    counted = work_counts(packed, hf_config, config())
+    counted = work_counts(packed, MODEL, config())
     positions = packed.input_pos[packed.group_ids >= 0].tolist()
-    assert counted["flops"] == training_flops(model_shape(hf_config.to_dict()), positions, packed.num_trained).total
+    assert counted["flops"] == training_flops(model_shape(MODEL.to_dict()), positions, packed.num_trained).total
     assert counted["logical_tokens"] == sum(len(sample.token_ids) - 1 for sample in samples)
     assert counted["logical_tokens"] > packed.num_tokens
-    assert 3 * sum(each := row_flops(packed, hf_config)) == counted["flops"] and len(each) == packed.num_rows
-    ranks = [updates(packed, 1, (0, 1), Ranks(rank, 2, torch.device("cpu")), hf_config)[0].numbers for rank in (0, 1)]
-    assert [[number for number in numbers if number >= 0] for numbers in ranks] == deal(each, 2)
-    adapters = work_counts(packed, hf_config, config(lora_rank=2))
+    assert 3 * sum(each := row_flops(packed, MODEL)) == counted["flops"] and len(each) == packed.num_rows
+    ranks = [updates(packed, 1, (0, 1), Ranks(rank, 2, torch.device("cpu")), MODEL)[0].numbers for rank in (0, 1)]
+    assert [[number for number in numbers if number >= 0] for numbers in ranks] == [balance(each, 2)[rank::2] for rank in (0, 1)]
+    adapters = work_counts(packed, MODEL, config(lora_rank=2))
     assert counted["flops"] / 3 < adapters["flops"] < 0.8 * counted["flops"]  # no gradients of frozen matrices
 
 
@@ -230,7 +231,7 @@ def test_every_row_is_trained_in_one_step_by_one_rank(count, world_size, packed)
     """Fault 8 of the predecessor: drop_last and left-over microbatches lost data silently."""
     seen, normalisers, rows = [], set(), 0
     for rank in range(world_size):
-        dealt = updates(packed, count, (0, 1), Ranks(rank, world_size, torch.device("cpu")))
+        dealt = updates(packed, count, (0, 1), Ranks(rank, world_size, torch.device("cpu")), MODEL)
         assert len(dealt) == min(count, packed.num_rows)
         batches = [list(step.microbatches(config(rows_per_microbatch=2), torch.device("cpu"))) for step in dealt]
         rows += sum(len(batch["tokens"]) for step in batches for batch in step)
@@ -245,7 +246,7 @@ def test_every_row_is_trained_in_one_step_by_one_rank(count, world_size, packed)
 def test_rows_of_padding_have_no_number(packed):
     count = packed.num_rows
     ranks = [Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    dealt = [updates(packed.rows(range(count if count % 2 else count - 1)), 1, (0, 1), rank)[0] for rank in ranks]
+    dealt = [updates(packed.rows(range(count if count % 2 else count - 1)), 1, (0, 1), rank, MODEL)[0] for rank in ranks]
     numbers = [number for step in dealt for number in step.numbers]
     assert sorted(numbers) == [-1, *range(len(numbers) - 1)]
     for step in dealt:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from ttrl.errors import ConfigError
 
@@ -13,19 +13,10 @@ Share: TypeAlias = Literal["tree", "prompt", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """How rewards become advantages; see `ttrl.data.advantages`. Raises ConfigError for values that make no sense.
-
-    With r the rewards of a group of n samples, m their mean and σ their standard deviation (of the population), the advantages
-    are
-
-        std             (r - m) / max(σ, std_floor)          GRPO
-        mean            r - m                                Dr. GRPO
-        leave_one_out   r - mean of the others               RLOO; equals n/(n - 1)·(r - m)
-        batch           (r - m) / max(σ_batch, std_floor)    REINFORCE++ with baseline; σ_batch: of r - m over all groups
-    """
+    """How rewards become advantages. Raises ConfigError for values that make no sense."""
 
     kind: AdvantageKind = "std"
-    """A row of the table above."""
+    """A row of the table in `ttrl.data.advantages`."""
     std_floor: float = 1e-6
     """The smallest standard deviation to divide by, so that a group of nearly equal rewards does not weigh as much as any
     other."""
@@ -46,7 +37,7 @@ class AdvantageConfig:
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
         found = []
-        if self.kind not in ("std", "mean", "leave_one_out", "batch"):
+        if self.kind not in get_args(AdvantageKind):
             found.append(f"kind is {self.kind!r}; choose 'std', 'mean', 'leave_one_out' or 'batch'")
         if not (math.isfinite(self.std_floor) and self.std_floor > 0):
             found.append(f"std_floor is {self.std_floor}; it must be above 0")

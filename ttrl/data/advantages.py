@@ -50,11 +50,6 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return len(rewards) >= 2 and max(rewards) - min(rewards) > _EQUAL
 
 
-def shaped(result: TaskResult, config: AdvantageConfig, tokenizer: Any = None) -> tuple[list[float], list[float | None]]:
-    """Return the shaped rewards of the graded samples and their surprises. See `ttrl.data.shaping.shaped_rewards`."""
-    return shaped_rewards(result, config.reward_power, config.surprise_bonus, config.surprise_until, tokenizer)
-
-
 def group_advantages(
     rewards: Sequence[float],
     method: AdvantageKind = "std",
@@ -104,7 +99,7 @@ def advantages_of(
 
     Raises UserError, naming the sample, for a reward that is not finite.
     """
-    pairs = [shaped(result, config, tokenizer) for result in results]
+    pairs = [shaped_rewards(result, config, tokenizer) for result in results]
     compared = [rewards for rewards, _ in pairs]
     places, counts = _with_signal(results, compared)
     without = len(results) - len(places)
@@ -133,7 +128,7 @@ def advantages_of(
 
 def groups_with_signal(results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None) -> int:
     """Count the groups that `advantages_of` gives advantages other than 0."""
-    return len(_with_signal(results, [shaped(result, config, tokenizer)[0] for result in results])[0])
+    return len(_with_signal(results, [shaped_rewards(result, config, tokenizer)[0] for result in results])[0])
 
 
 def _with_signal(results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]) -> tuple[list[int], dict[str, int]]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ttrl.configs.data import AdvantageConfig
 from ttrl.errors import UserError
 from ttrl.records import Sample, TaskResult
 
@@ -75,16 +76,13 @@ def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None
     return earlier + (bisect.bisect_left(range(len(ids)), begin + characters, key=length) if characters else 0)
 
 
-def shaped_rewards(
-    result: TaskResult, power: float = 1.0, bonus: float = 0.0, until: str | None = None, tokenizer: Any = None
-) -> tuple[list[float], list[float | None]]:
-    """Return the shaped rewards of the graded samples, and their surprises (none where `bonus` is 0).
-
-    power: see `reward_power`. bonus: see `with_surprise`. until: the grader's metric that says where the last answer ends, see
-    `answer_end`; it needs the model's `tokenizer`.
+def shaped_rewards(result: TaskResult, config: AdvantageConfig, tokenizer: Any = None) -> tuple[list[float], list[float | None]]:
+    """Return the shaped rewards of the graded samples, and their surprises (none without a `surprise_bonus`). `surprise_until`
+    needs the model's `tokenizer`.
 
     Raises UserError, naming the sample, for a reward that is not finite.
     """
+    power, bonus, until = config.reward_power, config.surprise_bonus, config.surprise_until
     if until is not None and bonus and tokenizer is None:
         raise UserError(f"where the last answer ends ({until!r}) is told in characters; give the tokenizer that finds its tokens")
     rewards: list[float] = []

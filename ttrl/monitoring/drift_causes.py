@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from ttrl.data.packing.pack import PackedTensors, unpack
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.reader import read_run
+from ttrl.run_folder.reader import read_mapping, read_run
 from ttrl.run_folder.token_text import run_token_text
 from ttrl.system.files import read_jsonl
 
@@ -185,7 +183,7 @@ def gather_evidence(
 ) -> Evidence:
     """Read what is there; never raises for what is not."""
     model, iteration = folder.checkpoint(version), folder.iteration(number)
-    shape = _read(model / "config.json")
+    shape = read_mapping(model / "config.json")
     # The policy was brought to the server for one of these; an iteration that trained nothing has that of the one before.
     markers = [folder.iteration(version).marker("prepare")]
     markers += [folder.iteration(n).marker("validate") for n in range(version, number) if folder.policy_version(n) == version]
@@ -195,10 +193,10 @@ def gather_evidence(
         config=config,
         version=version,
         drift=drift,
-        recipe=_read(iteration.path / "grpo.yaml"),
+        recipe=read_mapping(iteration.path / "grpo.yaml"),
         model=model,
         shape=shape["text_config"] if isinstance(shape.get("text_config"), dict) else shape,
-        generation=_read(model / "generation_config.json"),
+        generation=read_mapping(model / "generation_config.json"),
         sync=syncs[-1] if syncs else None,
         server=server,
         tokenization=(iteration.marker("pack") or {}).get("tokenization") or {},
@@ -213,15 +211,6 @@ def likely_causes(evidence: Evidence) -> list[Cause]:
         _adapters,
     )  # fmt: skip
     return sorted((check(evidence) for check in checks), key=lambda cause: _ORDER[cause.verdict])
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON or YAML file (JSON is YAML) as a mapping; empty where it cannot be read."""
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _temperature(e: Evidence) -> Cause:
@@ -378,7 +367,7 @@ def _adapters(e: Evidence) -> Cause:
     if rank is None:
         return Cause(name, "ruled out", "there are none")
     folders = [e.model, e.model / "adapter"] if e.model is not None else []
-    adapter = next((found for folder in folders if (found := _read(folder / "adapter_config.json"))), {})
+    adapter = next((found for folder in folders if (found := read_mapping(folder / "adapter_config.json"))), {})
     if not adapter:
         return Cause(name, "could not be checked", "the checkpoint does not mention adapters: the trainer merged them into it")
     mine = float(e.recipe.get("lora_alpha", 16.0)) / float(rank)

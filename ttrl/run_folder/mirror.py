@@ -110,10 +110,12 @@ class Mirror:
 
     def status(self) -> str | None:
         """Return what is wrong, in words; None where the copy is complete."""
-        if not self._behind and self._problem is None:
+        other = self.claim.lost_to
+        why = self._problem if other is None else f"another process has taken over: {in_words(other)}"
+        if not self._behind and why is None:
             return None
         behind = f"{len(self._behind)} finished phases are not there yet" if self._behind else "everything is there"
-        return f"the mirror {self.store.shown} is behind: {behind}" + (f" ({self._problem})" if self._problem else "")
+        return f"the mirror {self.store.shown} is behind: {behind}" + (f" ({why})" if why else "")
 
     def bring_checkpoint(self, number: int) -> None:
         """Take the checkpoint of iteration `number` from the mirror where it is not here: one that another machine made. A

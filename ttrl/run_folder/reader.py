@@ -107,7 +107,11 @@ def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunD
     known = {row["iteration"]: row for row in lines if isinstance(row, dict) and isinstance(row.get("iteration"), int)}
     ordered = [known[key] for key in sorted(known)]
     return RunData(
-        folder, ordered, _mapping(folder / "config.yaml"), _mapping(folder / "environment.json"), _lines(folder / HISTORY_FILE)
+        folder,
+        ordered,
+        read_mapping(folder / "config.yaml"),
+        read_mapping(folder / "environment.json"),
+        _lines(folder / HISTORY_FILE),
     )
 
 
@@ -119,7 +123,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML or JSON file (JSON is YAML) as a dictionary; empty when it cannot be read."""
     try:
         stat = path.stat()

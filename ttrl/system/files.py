@@ -64,12 +64,6 @@ def full_disk(path: str | os.PathLike[str]) -> StorageError | None:
     return _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(path)) if full else None
 
 
-def _check_room(path: Path, size: int | None) -> None:
-    """Raise StorageError at once for what would fail after minutes of writing."""
-    if size is not None and (free := free_bytes(path)) is not None and free < size:
-        raise _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path, size)
-
-
 def size_of(path: Path) -> int:
     """Return the bytes of a file, or of all files below a folder, as far as they are there; links count nothing."""
     files = path.rglob("*") if path.is_dir() else [path]
@@ -121,6 +115,21 @@ def _fsync_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def _writing(path: Path, size: int | None) -> Iterator[None]:
+    """Raise StorageError for what the operating system refuses inside the block; for a disk without room for `size` bytes at
+    once, not after minutes of writing."""
+    if size is not None and (free := free_bytes(path)) is not None and free < size:
+        raise _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path, size)
+    try:
+        make_folders(path.parent)
+        yield
+    except (OSError, SafetensorError) as error:
+        if (refused := _as_os_error(error)) is None:
+            raise
+        raise _storage_error(refused, path, size) from error
+
+
+@contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], size: int | None = None, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path to write to; rename it to `path` at the end of the block, or remove it when the block raises.
 
@@ -129,26 +138,19 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None, *, durabl
     system refuses (disk full, no permission).
     """
     path = Path(path)
-    _check_room(path, size)
-    temporary: Path | None = None
-    try:
-        make_folders(path.parent)
+    with _writing(path, size):
         descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, suffix="-" + path.name, dir=path.parent)
         os.close(descriptor)
         temporary = Path(name)
-        yield temporary
-        if durable:
-            _fsync_file(temporary)
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
-        if durable:
-            fsync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
-        if (refused := _as_os_error(error)) is None:
-            raise
-        raise _storage_error(refused, path, size) from error
-    finally:
-        if temporary is not None:
+        try:
+            yield temporary
+            if durable:
+                _fsync_file(temporary)
+            temporary.chmod(0o644)
+            os.replace(temporary, path)
+            if durable:
+                fsync_folder(path.parent)
+        finally:
             temporary.unlink(missing_ok=True)
 
 
@@ -156,28 +158,21 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None, *, durabl
 def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Path]:
     """Do what `atomic_file` does for a whole folder. A folder that is at `path` already is replaced as a whole."""
     path = Path(path)
-    _check_room(path, size)
-    temporary: Path | None = None
-    try:
-        make_folders(path.parent)
+    with _writing(path, size):
         temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix="-" + path.name, dir=path.parent))
-        temporary.chmod(0o755)
-        yield temporary
-        fsync_tree(temporary)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix="-old", dir=path.parent))
-            os.replace(path, old)  # an empty folder may be replaced by a rename
-            os.replace(temporary, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, path)
-        fsync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
-        if (refused := _as_os_error(error)) is None:
-            raise
-        raise _storage_error(refused, path, size) from error
-    finally:
-        if temporary is not None:
+        try:
+            temporary.chmod(0o755)
+            yield temporary
+            fsync_tree(temporary)
+            if path.exists():
+                old = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix="-old", dir=path.parent))
+                os.replace(path, old)  # an empty folder may be replaced by a rename
+                os.replace(temporary, path)
+                shutil.rmtree(old)
+            else:
+                os.replace(temporary, path)
+            fsync_folder(path.parent)
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 

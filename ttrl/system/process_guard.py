@@ -13,8 +13,7 @@ guard ends the child and all of its descendants. Four layers, for the four ways 
   next to the log names the mark and the processes, so that `ttrl.system.processes.reap_leftovers` finds it later.
 
 Run as a script by `ttrl.system.processes`, with nothing but the standard library, so that it starts in some 20 ms. Processes are
-signalled by pid *and* start time through a pidfd, never by name. Without /proc (not Linux) only the child's process group is
-known.
+signalled by pid *and* start time through a pidfd, never by name. Linux only.
 """
 
 import contextlib
@@ -35,7 +34,6 @@ GRACE_WITHOUT_PARENT = 5.0  # seconds from TERM to KILL when nobody is left who 
 _LAST_THREADS = 20.0  # seconds from the end of a process's main thread to its exit code; far more than was ever seen
 _LOOK_INTERVAL = 3.0  # seconds between looks at the parent and at new descendants
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
-_IS_LINUX = sys.platform.startswith("linux")
 
 ProcessId = tuple[int, int]
 """(pid, start time in clock ticks since boot): the pid by itself may belong to another process by now."""
@@ -49,7 +47,7 @@ def boot_id() -> str:
 
 
 def process_stat(pid: int) -> tuple[str, int, int] | None:
-    """Return (state letter, parent's pid, start time) of a process, or None when there is none (or no /proc)."""
+    """Return (state letter, parent's pid, start time) of a process, or None when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -65,8 +63,8 @@ def process_id(pid: int) -> ProcessId | None:
 
 
 def all_pids() -> list[int]:
-    """Return every pid in /proc; empty without /proc."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _IS_LINUX else []
+    """Return every pid in /proc."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def descendants(root: int) -> list[ProcessId]:
@@ -169,8 +167,7 @@ class _Guard:
         order = json.loads(line)
         self.record_path, self.record = Path(order["record"]), order["record_head"]
         parent = order["parent"]
-        if _IS_LINUX:
-            prctl(CHILD_SUBREAPER, 1)
+        prctl(CHILD_SUBREAPER, 1)
         environment = order["env"]
         environment[MARK_VARIABLE] = self.record["mark"]
         environment.setdefault("SPT_NOENV", "1")  # setproctitle (vLLM) would write over the environment, and so over the mark
@@ -204,10 +201,7 @@ class _Guard:
 
     def _end(self, grace: float) -> None:
         """End what is left of child and descendants, and report the child's exit code when all are gone."""
-        if _IS_LINUX:
-            left = end_processes(lambda: descendants(os.getpid()), grace, first=process_id(self.child), reap=self._reap)
-        else:
-            left = self._end_group(grace)
+        left = end_processes(lambda: descendants(os.getpid()), grace, first=process_id(self.child), reap=self._reap)
         # Its main thread can be gone, and its pid a zombie's, while other threads are still ending: there is no exit code yet.
         deadline = time.monotonic() + _LAST_THREADS
         self._reap()
@@ -217,18 +211,6 @@ class _Guard:
         if not left:
             self.record_path.unlink(missing_ok=True)
         self._say(returncode=self.returncode, left=[pid for pid, _ in left])
-
-    def _end_group(self, grace: float) -> list[ProcessId]:
-        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 20.0)):
-            deadline = time.monotonic() + patience
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child, number)
-                while time.monotonic() < deadline:
-                    self._reap()
-                    os.killpg(self.child, 0)
-                    time.sleep(0.05)
-        self._reap()
-        return []
 
     def _reap(self) -> None:
         """Collect ended children, adopted ones too; keep the child's exit code, negative for a signal."""
@@ -280,10 +262,9 @@ def _spawn(command: list[str], environment: dict[str, str], cwd: str | None) -> 
     if pid == 0:
         try:
             os.setsid()
-            if _IS_LINUX:
-                prctl(PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != guard:
-                    os._exit(127)
+            prctl(PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guard:
+                os._exit(127)
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and ignored signals stay ignored after exec
                 signal.signal(number, signal.SIG_DFL)
             if cwd is not None:

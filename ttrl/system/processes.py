@@ -212,7 +212,7 @@ def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
     """End the processes that killed runs left behind whose logs lie anywhere below `folder`; return their pids.
 
     Processes are recognised by pid and start time, or by the random mark in their environment, both from the record files next to
-    the logs. Children of a ttrl process that is alive are left alone. Linux only; elsewhere it finds nothing.
+    the logs. Children of a ttrl process that is alive are left alone.
     """
     ended = []
     for record_path in sorted(Path(folder).rglob("*" + RECORD_SUFFIX)):

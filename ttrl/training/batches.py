@@ -12,7 +12,7 @@ from ttrl.configs import TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.data.packing.packed import normaliser
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
-from ttrl.data.packing.row_balance import balance, row_work
+from ttrl.data.packing.placement import balance
 from ttrl.errors import PackError
 from ttrl.training.counts import row_flops
 from ttrl.training.kernels.logprobs import IGNORE
@@ -74,8 +74,7 @@ def updates(
 
     With more than one step the rows are shuffled first, by `seed` = (seed, iteration) and nothing else: which rows a step has
     does not depend on the ranks. The rows of a step are dealt out so that no rank waits for another (`balance`), and brought to
-    a multiple of the ranks with zero-weight rows. model: whose FLOPs tell how much work a row is; None: a model of a thousand
-    dimensions without a head.
+    a multiple of the ranks with zero-weight rows. model: whose FLOPs tell how much work a row is; needed for several ranks.
     """
     order = torch.nonzero((packed.labels != IGNORE).any(dim=1)).squeeze(1)  # rows of padding alone teach nothing
     count = min(count, len(order))
@@ -83,7 +82,8 @@ def updates(
         order = order[torch.randperm(len(order), generator=derived_generator(*seed))]
     cost: list[float] = []
     if ranks.world_size > 1:
-        cost = row_work(packed.group_ids, packed.parent_ids) if model is None else row_flops(packed, model)
+        assert model is not None
+        cost = row_flops(packed, model)
     result = []
     for chosen in order.tensor_split(count):
         if ranks.world_size > 1:

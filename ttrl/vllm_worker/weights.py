@@ -17,6 +17,7 @@ into a buffer, and the packed copy is read out: given the rows of the identity i
 too much, it is asked for sums with random signs. Not compared: quantised layers, experts, adapters, and buffers (tables of rotary
 embeddings); those are verified by the canary. Never run on a GPU."""
 
+import contextlib
 import copy
 import hashlib
 import logging
@@ -158,10 +159,18 @@ class _Held:
         if is_packed:
             self._packed[name], self._expected[name] = module, parameter
 
-    def in_place_of_what_is_packed(self) -> "_Swapped":
+    @contextlib.contextmanager
+    def in_place_of_what_is_packed(self) -> Iterator[None]:
         """Give layers whose parameter is gone, or is no longer what a checkpoint has, one that can be loaded; inside a `with`
         block."""
-        return _Swapped(self._stand_ins)
+        own = [(module, key, module._parameters[key]) for module, key, _ in self._stand_ins]
+        for module, key, stand_in in self._stand_ins:
+            module._parameters[key] = stand_in
+        try:
+            yield
+        finally:
+            for module, key, parameter in own:
+                module._parameters[key] = parameter
 
     def owner(self, tensor: Tensor) -> str | None:
         """Return the parameter that a tensor is a part of."""
@@ -207,21 +216,6 @@ def _restored(original: Tensor, module: nn.Module) -> nn.Parameter:
     found.weight_loader = _get_original_loader(found)  # not the wrapper that an earlier reload has put around it
     parameter: nn.Parameter = found
     return parameter
-
-
-class _Swapped:
-    """Puts parameters into layers, inside a `with` block."""
-
-    def __init__(self, stand_ins: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-        self._stand_ins, self._own = stand_ins, [(module, key, module._parameters[key]) for module, key, _ in stand_ins]
-
-    def __enter__(self) -> None:
-        for module, key, parameter in self._stand_ins:
-            module._parameters[key] = parameter
-
-    def __exit__(self, *_: object) -> None:
-        for module, key, parameter in self._own:
-            module._parameters[key] = parameter
 
 
 class _CompareInsteadOfCopying(TorchDispatchMode):

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
+from bench_packing import deal, row_work, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttrl.data.packing.masks import dense_mask
-from ttrl.data.packing.placement import Forest, in_order, place
-from ttrl.data.packing.row_balance import balance, deal, row_work, waiting
+from ttrl.data.packing.placement import Forest, balance, in_order, place
 from ttrl.data.packing.row_building import best_fit, best_subset, fill, filled_bins
 
 
@@ -126,15 +126,13 @@ def test_balance_deals_neighbours_and_even_sums(work, ranks):
         assert max(sums) - min(sums) <= max(work, default=0)
 
 
-def test_the_work_of_a_row_is_its_positions_and_its_attention_area(monkeypatch):
+def test_the_work_of_a_row_is_its_positions_and_its_attention_area():
     groups = torch.tensor([[0, 0, 1, 1, 2, 3, -1], [0, 1, 2, -1, -1, -1, -1], [-1] * 7])
     parents = torch.tensor([[0, 0, 0, 0, 0, 3, -1], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
     used = groups >= 0
     pairs = [int(mask[here].sum()) for mask, here in zip(dense_mask(groups, parents), used, strict=True)]
     assert pairs == [1 + 2 + 3 + 4 + 3 + 1, 1 + 2 + 2, 0]
     expected = [6 + 14 / 60, 3 + 5 / 60, 0]
-    assert row_work(groups, parents, width=10) == pytest.approx(expected)
-    monkeypatch.setattr("ttrl.data.packing.row_balance._CHUNK", 7)
     assert row_work(groups, parents, width=10) == pytest.approx(expected)
 
 

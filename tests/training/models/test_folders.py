@@ -15,11 +15,10 @@ from ttrl.training.models import (
     build_decoder,
     check_same_architecture,
     iter_weights,
-    load_into,
-    load_weights,
     read_config,
     to_hugging_face_names,
 )
+from ttrl.training.policy.policy import fill_parameters
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def test_weights_go_in_and_out_bit_for_bit(family, model_folder):
     stored = load_file(model_folder(family) / "model.safetensors")
     config = read_config(model_folder(family))
     decoder = build_decoder(config)
-    load_into(decoder, load_weights(model_folder(family)), "FOLDER")
+    fill_parameters(dict(decoder.named_parameters()), model_folder(family))
     out = to_hugging_face_names(dict(decoder.named_parameters()), config)
     assert ("lm_head.weight" in stored) != config.tie_word_embeddings
     if config.tie_word_embeddings and config.model_type != "gemma2":  # of which vLLM refuses a head
@@ -130,7 +129,7 @@ def test_sharded_files_are_read(model_folder, tmp_path):
 
     AutoModelForCausalLM.from_pretrained(model_folder("phi3")).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    sharded, whole = load_weights(tmp_path), load_weights(model_folder("phi3"))
+    sharded, whole = dict(iter_weights(tmp_path)), dict(iter_weights(model_folder("phi3")))
     assert sharded.keys() == whole.keys() and all(torch.equal(sharded[name], whole[name]) for name in whole)
 
 
@@ -152,7 +151,7 @@ def test_weights_without_a_place(change, problem, changed):
     folder = changed("phi3")
     rewrite(folder, change)
     with pytest.raises(ModelFolderError, match=problem):
-        load_weights(folder)
+        dict(iter_weights(folder))
 
 
 def test_weights_that_are_missing_or_have_other_shapes(changed):
@@ -164,7 +163,7 @@ def test_weights_that_are_missing_or_have_other_shapes(changed):
 
     rewrite(folder, change)
     with pytest.raises(ModelFolderError, match=r"missing \['norm.scale'\], .*output.weight \(98, 32\) instead of \(97, 32\)"):
-        load_into(build_decoder(read_config(folder)), load_weights(folder), folder)
+        fill_parameters(dict(build_decoder(read_config(folder)).named_parameters()), folder)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ def test_files_that_cannot_be_read(spoil, problem, changed):
     folder = changed("qwen2")
     spoil(folder)
     with pytest.raises(ModelFolderError, match=problem):
-        load_weights(folder)
+        dict(iter_weights(folder))
 
 
 def test_rope_tables_of_old_files_are_passed_over(changed):
@@ -198,7 +197,7 @@ def test_the_text_part_of_a_model_with_a_vision_tower(native, with_vision_tower,
     config = read_config(folder)
     assert architecture(config).windows == (5, 5) and config.tie_word_embeddings
     decoder = build_decoder(config)
-    load_into(decoder, load_weights(folder), folder)
+    fill_parameters(dict(decoder.named_parameters()), folder)
     tokens = torch.arange(1, 20).unsqueeze(0)
     reference = Gemma3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():

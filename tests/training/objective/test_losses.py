@@ -120,7 +120,6 @@ def functions():
         "cispo": lambda x: losses.cispo_loss(x, x.detach() - offsets, advantages, LOW, HIGH),
         "clip_cov": lambda x: losses.clip_cov_loss(x, old, advantages, chosen, LOW, HIGH),
         "kl_cov": lambda x: losses.kl_cov_loss(x, old, advantages, chosen, 0.7),
-        "nll": losses.negative_log_likelihood,
     }
 
 

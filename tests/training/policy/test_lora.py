@@ -163,7 +163,7 @@ def test_sharding_over_one_process_changes_nothing(kind, model_folder, packed):
         policy = load_policy(config, here)
         for name, whole in policy.full_weights().items():
             assert torch.equal(whole, alone.parameters_by_name()[name]), name
-        (step,) = updates(packed, 1, (0, 1), here)
+        (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
         accumulate(policy, step, config, here)
         accumulate(alone, step, config, ALONE)
         assert distance(gradients(policy), gradients(alone)) < 2e-6

@@ -5,10 +5,10 @@ packed into as few parts as possible where it does not (row_search.py); the part
 taking the samples in the order given. Everything is decided by sizes, and by the order of the input only between equals.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttrl.data.packing.row_balance import balance
 from ttrl.data.packing.row_building import Item, row_cost
 from ttrl.data.packing.row_search import pack
 
@@ -52,7 +52,7 @@ def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> 
 
     With `multiple` > 1 (data-parallel ranks) the number of rows is a multiple of it: where it does not come out even, the least
     full rows are spread evenly over more (at the price of their prompts once more); rows for which nothing is left are empty and
-    last. Rows are then in the order of `row_balance.balance`. `seed` decides what is tried at random where rows are few.
+    last. Rows are then in the order of `balance`. `seed` decides what is tried at random where rows are few.
 
     Every sample must fit into a row alone, with its ancestors.
     """
@@ -159,3 +159,26 @@ def _even(forest: Forest, rows: list[list[int]], seq_len: int, multiple: int) ->
     longest = max(forest.cost(row) for row in smallest)
     runs = [sorted(run) for run in runs]
     return others + (runs if max(forest.cost(run) for run in runs) <= longest else smallest)
+
+
+def balance(work: Sequence[float], ranks: int) -> list[int]:
+    """Return an order of rows in which rank r of `ranks` takes rows r, r + ranks, r + 2·ranks, … with nearly equal work.
+
+    Both in every step of `ranks` rows, so that none waits for the largest row of another, and in sum. Rows stand by falling
+    work, which makes the sum of what each step's largest row costs as small as it can be; and in each step the largest goes to
+    the rank with the least so far. A step that is not full is last, and those with the least so far take part in it.
+    """
+    assert ranks >= 1
+    order = sorted(range(len(work)), key=lambda row: (-work[row], row))
+    load = [(0.0, rank) for rank in range(ranks)]
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, len(order), ranks):
+        taken = []
+        for row in order[start : start + ranks]:
+            so_far, rank = heapq.heappop(load)
+            dealt[rank].append(row)
+            taken.append((so_far + work[row], rank))
+        load += taken
+        heapq.heapify(load)
+    dealt.sort(key=len, reverse=True)  # whoever has a row of the last step takes it as one of the first ranks
+    return [dealt[place % ranks][place // ranks] for place in range(len(work))]

@@ -11,7 +11,7 @@ weights       parameters from safetensors and back, under either naming
 from ttrl.training.models.architecture import Architecture, architecture, check_same_architecture, read_config
 from ttrl.training.models.decoder import Decoder, build_decoder
 from ttrl.training.models.families import FAMILIES
-from ttrl.training.models.weights import check_weights, iter_weights, load_into, load_weights, to_hugging_face_names
+from ttrl.training.models.weights import check_weights, iter_weights, to_hugging_face_names
 
 __all__ = [
     "FAMILIES",
@@ -22,8 +22,6 @@ __all__ = [
     "check_same_architecture",
     "check_weights",
     "iter_weights",
-    "load_into",
-    "load_weights",
     "read_config",
     "to_hugging_face_names",
 ]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from ttrl.errors import ModelFolderError
@@ -55,7 +55,7 @@ def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[S
 
 
 def to_hugging_face_names(weights: Mapping[str, Tensor], config: PretrainedConfig) -> dict[str, Tensor]:
-    """Undo `load_weights`; a tied head is a copy of its own. Gradients or moments are renamed just as well."""
+    """Undo `iter_weights`; a tied head is a copy of its own. Gradients or moments are renamed just as well."""
     renamed = {}
     for name, parts in stored_as(weights, config):
         tensors = [weights[part] for part in parts]
@@ -124,13 +124,10 @@ def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str
     return None
 
 
-def iter_weights(folder: str | Path, config: PretrainedConfig | None = None) -> Iterator[tuple[str, Tensor]]:
+def iter_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
-    memory and read tensor by tensor, so that the host never holds the whole model.
-
-    config: the folder's, where `read_config` was called already. Raises ModelFolderError.
-    """
-    config = config or read_config(folder)
+    memory and read tensor by tensor, so that the host never holds the whole model. Raises ModelFolderError."""
+    config = read_config(folder)
     shape, names, composite = architecture(config), FAMILIES[config.model_type].names, composite_of(folder)
     for file, stored, tensor in iter_stored(folder):
         theirs = stored
@@ -159,11 +156,6 @@ def iter_weights(folder: str | Path, config: PretrainedConfig | None = None) -> 
         yield from zip(parts, tensor.split(rows), strict=True)
 
 
-def load_weights(folder: str | Path, config: PretrainedConfig | None = None) -> dict[str, Tensor]:
-    """Return all of `iter_weights` at once."""
-    return dict(iter_weights(folder, config))
-
-
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Any) -> None:
     """Raise ModelFolderError if weights and parameters have other names or shapes (for sharded ones, the whole shape)."""
     missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
@@ -177,12 +169,3 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], fold
             f"{folder}: the weights do not fit its config.json: "
             f"missing {missing[:3] or 'none'}, not expected {surplus[:3] or 'none'}, other shapes {sorted(shapes)[:3] or 'none'}"
         )
-
-
-def load_into(decoder: nn.Module, weights: Mapping[str, Tensor], folder: Any) -> None:
-    """Copy weights into a decoder, converting the dtype. Raises ModelFolderError with missing names and shapes that differ."""
-    own = dict(decoder.named_parameters())
-    check_weights(own, weights, folder)
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(weights[name])

@@ -78,14 +78,6 @@ def cispo_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor,
     return -weight_N * advantages_N * logprobs_N
 
 
-def sequence_log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) -> Tensor:
-    """Return the mean of log π - log π_old over each token's sample [N], without gradient. samples: int64, any ids; all trained
-    tokens of a sample must be present."""
-    difference_N = (logprobs_N - old_logprobs_N).detach()
-    sums_S, counts_S, places_N = sums_by_sample(difference_N, samples_N)
-    return (sums_S / counts_S).to(difference_N.dtype)[places_N]
-
-
 def sums_by_sample(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (the sum of the values of each of S samples [S], in float64; the number of their tokens [S]; which of them each
     token belongs to [N])."""
@@ -96,8 +88,10 @@ def sums_by_sample(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor,
 
 def gspo_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) -> Tensor:
     """Return sg(s)·π/sg(π) [N], s = exp(mean over the sample of log π - log π_old): equal to s, and each token has its own
-    gradient (GSPO-token, arXiv 2507.18071, equation 14)."""
-    log_ratio_N = sequence_log_ratio(logprobs_N, old_logprobs_N, samples_N)
+    gradient (GSPO-token, arXiv 2507.18071, equation 14). All trained tokens of a sample must be present."""
+    difference_N = (logprobs_N - old_logprobs_N).detach()
+    sums_S, counts_S, places_N = sums_by_sample(difference_N, samples_N)
+    log_ratio_N = (sums_S / counts_S).to(difference_N.dtype)[places_N]
     return torch.exp(log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)) * torch.exp(logprobs_N - logprobs_N.detach())
 
 
@@ -130,8 +124,3 @@ def kl_cov_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor
     difference_N = (logprobs_N - old_logprobs_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     loss_N = -torch.exp(difference_N) * advantages_N
     return torch.where(chosen_N, loss_N + coefficient * difference_N.abs(), loss_N)
-
-
-def negative_log_likelihood(logprobs_N: Tensor) -> Tensor:
-    """Return -log π: the loss of supervised training."""
-    return -logprobs_N
