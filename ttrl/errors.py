@@ -113,8 +113,7 @@ class RequestError(ServerError):
 
     @property
     def worth_retry(self) -> bool:
-        """Tell whether to try again; False where the same request would be refused again: statuses below 500 other than 408 and
-        429."""
+        """Tell whether another try may help: not for statuses below 500 other than 408 and 429."""
         return self.kind != "status" or self.status is None or self.status in (408, 429) or self.status >= 500
 
 

@@ -88,8 +88,7 @@ class Sample:
     """The model's replies, where a rollout asked for them; None for a single answer to `messages`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary that `json` can write as it is: unknown logprobs become null. It shares the messages with the
-        sample."""
+        """Return what `json` can write as it is: unknown logprobs become null. It shares the messages with the sample."""
         # Not dataclasses.asdict, which copies every token id by itself: that took longer than all else that is done to a sample.
         row = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
         for name in ("logprob_tokens", "turns"):
@@ -150,7 +149,6 @@ class TaskResult:
 
     @property
     def rewards(self) -> list[float]:
-        """Return the rewards of the graded samples."""
         return [sample.reward for sample in self.samples if sample.reward is not None]
 
 
@@ -186,8 +184,7 @@ class TokenizedResult:
     """As in Sample: one per completion token, from `prompt_length` on; None: all `weights_version`."""
     finish_reason: str | None = None
     share: float = 1.0
-    """Of the sample's generated tokens, the part that this sequence trains: below 1 where it is one of several. Means over
-    samples then still count a sample once (`ttrl.data.packing.packed`)."""
+    """Of the sample's generated tokens, the part that this sequence trains: below 1 where it is one of several."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,6 @@ logger = logging.getLogger("ttrl.sft_recipe")
 
 
 def train(config: SFTConfig, here: Ranks) -> None:
-    """Train on the conversations of `config.data`."""
     examples, pad_id = read_examples(config)
     with memory_advice(config, config.seq_len):
         policy = load_policy(config, here)
@@ -81,8 +80,7 @@ def train(config: SFTConfig, here: Ranks) -> None:
 def accumulate_gradients(
     policy: Policy, update: Update, config: SFTConfig, here: Ranks, watch: Stopwatch
 ) -> tuple[dict[str, float], str | None]:
-    """Add the gradient of the step to the parameters. Returns the step's sums over the ranks, and where the first loss of this
-    rank is that is not finite."""
+    """Add the step's gradient to the parameters. Returns sums over the ranks, and where this rank's first loss is not finite."""
     sums, finite = Sums(), Finite()
     for rows in update.microbatches(config, here.device):
         loss_of = functools.partial(weighted_loss, rows["weights"][rows["labels"] != IGNORE])
@@ -103,10 +101,8 @@ def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
 
 
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
-    """Return all conversations that fit into a row as token sequences, and the id to pad with.
-
-    Raises ConfigError if there are none, or a line is not a conversation; ModelFolderError if the tokenizer cannot be loaded.
-    """
+    """Return all conversations that fit into a row as token sequences, and the id to pad with. Raises ConfigError if there are
+    none, or a line is not a conversation; ModelFolderError if the tokenizer cannot be loaded."""
     read_config(config.model)  # says what is wrong with a folder; the tokenizer would ask the hub for it
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
@@ -144,10 +140,7 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
 
 def conversation(tokenizer: Any, messages: list[Any], tools: list[Any] | None, place: str) -> list[TokenizedResult]:
     """Return the token sequences in which all the assistant's turns are trained, each once. Turns that cannot be trained are
-    logged.
-
-    Raises TokenizationError, with the place, where none can be, or the last message is not the assistant's.
-    """
+    logged. Raises TokenizationError, with the place, where none can be, or the last message is not the assistant's."""
     if not messages or messages[-1].get("role") != "assistant":
         raise TokenizationError(f"{place}: the last message must be the assistant's; it is {messages[-1:]!r:.120}")
     try:
@@ -162,8 +155,7 @@ def conversation(tokenizer: Any, messages: list[Any], tools: list[Any] | None, p
 
 
 def batches(examples: list[TokenizedResult], config: SFTConfig) -> Iterator[list[TokenizedResult]]:
-    """Yield batches without end. The order of each epoch depends on (seed, epoch) alone, and no example is left out: a batch may
-    end one epoch and begin the next."""
+    """Yield batches without end: one epoch after the other, each in an order that depends on (seed, epoch) alone."""
     pending: list[TokenizedResult] = []
     epoch = 0
     while True:
@@ -176,7 +168,6 @@ def batches(examples: list[TokenizedResult], config: SFTConfig) -> Iterator[list
 
 
 def run(raw: DictConfig) -> int:
-    """Run the recipe on one config."""
     return run_recipe(SFTConfig, train, raw)
 
 

@@ -18,8 +18,7 @@ class AdvantageConfig:
     kind: AdvantageKind = "std"
     """A row of the table in `ttrl.data.advantages`."""
     std_floor: float = 1e-6
-    """The smallest standard deviation to divide by, so that a group of nearly equal rewards does not weigh as much as any
-    other."""
+    """The smallest standard deviation to divide by, so that nearly equal rewards do not weigh as much as others."""
     clip: float | None = None
     """Advantages are clipped to [-clip, clip]; None: no clipping."""
     reward_power: float = 1.0

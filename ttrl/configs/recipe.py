@@ -123,8 +123,7 @@ class TrainingConfig(Config):
     lora_kind: Literal["lora", "dora"] = "lora"
     """"dora" trains the length of each row of a matrix apart from its direction (arXiv 2402.09353)."""
     lora_base: str | None = None
-    """Folder of the frozen base, if `model` is the checkpoint of an earlier iteration; None: the folder that its adapter
-    names."""
+    """Folder of the frozen base, if `model` is an earlier iteration's checkpoint; None: the folder that its adapter names."""
     lora_base_dtype: Literal["fp32", "nf4"] = "fp32"
     """"nf4" holds the adapted matrices of the base in 4 bits (QLoRA, arXiv 2305.14314). One process."""
     lora_merge: bool = True
@@ -133,8 +132,7 @@ class TrainingConfig(Config):
     # What is watched
 
     max_skipped_steps: int = 2
-    """How many optimizer steps in a row may be skipped because their loss or gradient is NaN or infinite; one more stops the
-    run."""
+    """Optimizer steps in a row that may be skipped for a loss or gradient that is NaN or infinite; one more stops the run."""
     measure_peak: bool = True
     """Measure once per process, for a twentieth of a second, how fast the machine computes the model's largest matrix product;
     train.jsonl then says what share of that a step reached."""
@@ -235,8 +233,8 @@ class TrainingConfig(Config):
         return [f"{name} needs a CUDA device, and this runs on the CPU" for name in _CUDA_ONLY if getattr(self, name)]
 
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
-        """Return what else is wrong, now that the device ("cpu" or "cuda"), the number of processes and the model's config.json
-        (`shape`) are known."""
+        """Return what else is wrong, now that the device, the number of processes and the model's config.json (`shape`) are
+        known."""
         found = self._without_cuda() if device == "cpu" and self.device != "cpu" else []
         if self.optimizer_on_cpu and processes > 1:
             found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
@@ -342,8 +340,7 @@ class SFTConfig(TrainingConfig):
     """One run of `tune run ttrl/sft_recipe`."""
 
     data: str
-    """JSON lines, each {"messages": [...]}, and "tools": [...] where the assistant may call some. All turns of the assistant are
-    trained."""
+    """JSON lines, {"messages": [...], "tools": [...]}; "tools" may be missing. All turns of the assistant are trained."""
     steps: int
     """Optimizer steps."""
     batch_size: int = 64

@@ -124,8 +124,7 @@ class TrainConfig(Config):
     training: dict[str, Any] = field(default_factory=dict)
     """Settings of the recipe (`ttrl.configs.GRPOConfig`): lr, kl_coefficient, updates_per_iteration, rows_per_microbatch, …"""
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    """How tokens are weighted in the loss: all tokens equally, all samples equally, or divided by `constant_length` per
-    sample."""
+    """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length` per sample."""
     constant_length: int | None = None
     nproc_per_node: int = 1
     """Trainer processes on this machine, one per GPU; more than one shards the model over them."""
@@ -138,8 +137,7 @@ class TrainConfig(Config):
     """What a resident trainer does between iterations: "keep" everything in place, or "free" the GPU's memory for the servers
     (model and optimizer wait in the CPU's). "auto": "free" on CUDA, where both share the device; "keep" on CPU."""
     trainer_restarts: int = 2
-    """How often in one iteration a trainer that was killed, or lost contact with another machine, is restarted before the run
-    ends."""
+    """How often in an iteration a trainer that was killed, or lost contact to another machine, is restarted."""
 
     # Servers. None of these changes what is trained, so all of them may change when a run is continued.
 

@@ -37,8 +37,8 @@ class Advantages:
     values: list[list[float]]
     """One advantage per graded sample of each group that was kept."""
     groups: dict[str, float]
-    """Counts: "total", "kept", the reasons of `_with_signal`, "no_signal" (their sum) and "no_signal_share", and
-    "low_std": groups that were kept and whose standard deviation is below the floor."""
+    """Counts: "total", "kept", the reasons of `_with_signal`, "no_signal" (their sum), "no_signal_share", and "low_std": kept
+    groups whose standard deviation is below the floor."""
     facts: dict[str, float]
     """"clipped": samples whose advantage was cut, "mean_abs": mean |advantage|; where rewards were shaped, "shaped_reward": the
     mean of it over all graded samples; with a surprise bonus, "surprise": the mean of it, and "surprise_unknown": samples without

@@ -78,10 +78,7 @@ def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None
 
 def shaped_rewards(result: TaskResult, config: AdvantageConfig, tokenizer: Any = None) -> tuple[list[float], list[float | None]]:
     """Return the shaped rewards of the graded samples, and their surprises (none without a `surprise_bonus`). `surprise_until`
-    needs the model's `tokenizer`.
-
-    Raises UserError, naming the sample, for a reward that is not finite.
-    """
+    needs the model's `tokenizer`. Raises UserError, naming the sample, for a reward that is not finite."""
     power, bonus, until = config.reward_power, config.surprise_bonus, config.surprise_until
     if until is not None and bonus and tokenizer is None:
         raise UserError(f"where the last answer ends ({until!r}) is told in characters; give the tokenizer that finds its tokens")

@@ -41,9 +41,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float = 1.0, l
 
 def implicit_rewards(logprobs: Sequence[float], reference_logprobs: Sequence[float], beta: float) -> list[float]:
     """Return β·(log π_φ - log π_ref) of each token: the process rewards of an implicit reward model φ (PRIME, arXiv 2502.01456).
-
-    Raises UserError for different lengths and for log-probabilities that are not finite.
-    """
+    Raises UserError for different lengths and for log-probabilities that are not finite."""
     if len(logprobs) != len(reference_logprobs):
         raise UserError(f"{len(logprobs)} logprobs but {len(reference_logprobs)} reference logprobs; give one of each per token")
     _check_finite("logprobs", logprobs)

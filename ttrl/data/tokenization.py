@@ -70,14 +70,11 @@ class TaskResultTokenizer:
 
     @property
     def mismatches(self) -> int:
-        """Return `counts.mismatches`."""
         return self.counts.mismatches
 
     def __call__(self, result: TaskResult, advantages: Sequence[float]) -> list[TokenizedResult]:
-        """Return the graded samples of `result` as token sequences; `advantages` has one entry for each of them.
-
-        Raises TokenizationError where a sample has no ids and no template can make them, or lists of different lengths.
-        """
+        """Return the graded samples of `result` as token sequences; `advantages` has one entry for each of them. Raises
+        TokenizationError where a sample has no ids and no template can make them, or lists of different lengths."""
         graded = result.graded
         if len(advantages) != len(graded):
             raise TokenizationError(

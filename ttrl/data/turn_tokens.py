@@ -84,8 +84,7 @@ def join(turns: list[TurnTokens]) -> list[TokenSequence]:
 
 
 def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
-    """Return the turns by the server's own ids. Raises TokenizationError, naming the sample, where lists are missing or of
-    different lengths."""
+    """Return the turns by the server's own ids. Raises TokenizationError, naming the sample, where lists do not go together."""
     prompt, completion = sample.prompt_token_ids, sample.token_ids
     assert prompt is not None and completion is not None
     if not prompt:
@@ -147,10 +146,7 @@ def turns_by_template(
     template_kwargs: Mapping[str, Any],
 ) -> list[TurnTokens]:
     """Return the turns by the chat template, for samples without ids; log-probabilities are those of the server's tokens, not yet
-    of the ids.
-
-    Raises TokenizationError, naming the sample, for what the template cannot show as the model wrote it.
-    """
+    of the ids. Raises TokenizationError, naming the sample, for what the template cannot show as the model wrote it."""
     turns = sample.turns
     if turns is None:
         if sample.finish_reason == "tool_calls":

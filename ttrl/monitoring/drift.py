@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
 
 ENOUGH_TOKENS = 1000
-"""With fewer, only the mean is judged: the 99.9th percentile would be the largest of all, and a single token would weigh more
-than the limits allow."""
+"""With fewer, only the mean is judged: the 99.9th percentile would be the largest of all."""
 FEWEST_TOKENS = 100
 """A mean over fewer counts as if it were over this many, the missing ones without a difference: in bfloat16 it is not unusual
 that a single token is a nat apart, and with `tokens_per_iteration` the newest policy may have sampled only a handful."""
@@ -43,8 +42,7 @@ class DriftLimits:
     """Nats; above it is too far, as with `p999`."""
     p999: float | None
     ess: float | None
-    """(Σw)²/Σw²/N of the weights w = π_trainer/π_sampler, without the thousandth of the tokens that are furthest apart; below it
-    is too far."""
+    """(Σw)²/Σw²/N of w = π_trainer/π_sampler, without the furthest thousandth of the tokens; below it is too far."""
     outside: float | None
     """Share of tokens further apart than the recipe's `drift_tolerance`."""
 
@@ -72,7 +70,6 @@ def limits(dtype: str | None, device: str | None, changes: Mapping[str, Any] | N
 
 
 def limits_of(config: "TrainConfig") -> DriftLimits:
-    """Return what a run is held to."""
     return limits(config.dtype, config.device, config.drift_limits)
 
 

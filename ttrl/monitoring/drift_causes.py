@@ -41,11 +41,9 @@ class WorstToken:
     trainer: float | None
     sampler: float | None
     as_sent: bool | None
-    """Whether the packed sequence up to it is, id by id, what the server said it sampled from; None where the server gave no ids
-    or the sample has several turns."""
+    """Whether the pack's ids up to it are those that the server sampled from; None if unknown, or with several turns."""
 
     def line(self) -> str:
-        """Return it for a terminal."""
 
         def shown(text: str) -> str:
             return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -58,10 +56,8 @@ class WorstToken:
 
 
 def worst_tokens(folder: RunFolder, number: int, drift: Mapping[str, Any], version: int) -> list[WorstToken]:
-    """Return the tokens that policy `version` sampled on which the two differ most, the furthest first.
-
-    Raises PackError where the pack cannot be read.
-    """
+    """Return the tokens that policy `version` sampled on which the two differ most, the furthest first. Raises PackError where
+    the pack cannot be read."""
     chosen = [one for one in drift.get("worst") or [] if one["version"] == version]
     if not chosen:
         return []
@@ -127,7 +123,6 @@ class Cause:
     way_out: str = ""
 
     def line(self) -> str:
-        """Return it for a terminal."""
         mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[self.verdict]
         way = f" → {self.way_out}" if self.way_out and self.verdict != "ruled out" else ""
         return f"  {mark:<11} {self.name}: {self.detail}{way}"

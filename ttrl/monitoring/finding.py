@@ -26,12 +26,10 @@ class Finding:
     title: str
     """What stands out, as a sentence with its numbers."""
     advice: str
-    """What to try."""
     examples: Examples | None = None
     """Which samples show it (`ttrl.report.samples.examples`)."""
 
     def line(self) -> str:
-        """Return it for a terminal."""
         return f"{self.title} {self.advice}"
 
 
@@ -44,7 +42,6 @@ class History:
 
     @property
     def iterations(self) -> list[dict[str, Any]]:
-        """Return the rows without the starting model's."""
         return [row for row in self.rows if row["iteration"] > 0]
 
     @property
@@ -80,8 +77,7 @@ class History:
         return sum(p for p, _ in known) / total if total else None
 
     def held_out(self) -> tuple[str, list[tuple[int, float]]]:
-        """Return what the run is judged by, as (its name, [(iteration, value)]): the validation metric of the config, else the
-        held-out reward."""
+        """Return the name and the points [(iteration, value)] of the config's validation metric, else of the held-out reward."""
         name = self.config.get("validation_metric")
         paths = [f"validation.{name}"] if isinstance(name, str) and name != "reward" else []
         for path in [*paths, "validation_reward"]:

@@ -36,7 +36,6 @@ class Rule:
     judge: Judge
 
     def finding(self, history: History) -> Finding | None:
-        """Return what the rule finds."""
         found = self.judge(history)
         if found is None:
             return None
@@ -129,8 +128,8 @@ def no_gradient(h: History) -> str | None:
 
 
 def _judged_trend(h: History) -> tuple[Trend, str] | None:
-    """Return a line through all iterations of what the run is judged by, and how to say it; None where there is too little to
-    tell, or nearly nothing left to gain."""
+    """Return a line through what the run is judged by, and how to say it; None if it is short, or there is little left to
+    gain."""
     name, points = h.held_out()
     label = f"The held-out {name}"
     if len(points) < 8:

@@ -73,8 +73,7 @@ class Loggers:
         self._seen = _read_seen(state)
 
     def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Give each logger those rows of a run that it has not seen yet, in order. Call it after each iteration with all rows.
-        Never raises."""
+        """Give each logger the rows that it has not seen yet, in order. Call it after each iteration. Never raises."""
         before = dict(self._seen)
         for name, one in self._named:
             for row in sorted(rows, key=lambda row: row["iteration"]):
@@ -158,8 +157,7 @@ class _Stdout:
 
 
 class _TensorBoard:
-    """One folder of event files for the run. What an interrupted process logged beyond the step at which the next one begins is
-    purged by TensorBoard itself (purge_step)."""
+    """One folder of event files for the run; TensorBoard purges what an interrupted process logged beyond its next step."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
@@ -180,8 +178,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """One W&B run for a run folder: its id is kept there, so that a continued run continues it. W&B ignores steps that it has
-    seen already. Everything but the logger's name (project, mode="offline", …) goes to wandb.init."""
+    """One W&B run for a run folder, whose id is kept there. W&B ignores steps that it has seen. Arguments go to wandb.init."""
 
     def __init__(self, arguments: Mapping[str, Any], folder: Path, config: Mapping[str, Any]) -> None:
         import wandb

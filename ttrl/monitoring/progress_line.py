@@ -13,8 +13,7 @@ from ttrl.text import compact, percent
 def iteration_lines(
     row: dict[str, Any], config: TrainConfig, found: Sequence[Finding] = (), said: Sequence[Finding] = ()
 ) -> list[str]:
-    """Return what an iteration learned and cost, how the training went, and what stands out (`found`)
-    that was not `said` before."""
+    """Return what an iteration learned and cost, how training went, and what stands out (`found`) that was not `said` before."""
     lines = [iteration_line(row, config)]
     if details := training_details(row):
         lines.append(" " * len("iteration   1  ") + details)

@@ -105,9 +105,7 @@ def allowed_names(allow: Sequence[str]) -> list[str]:
 
 def check_changes(changed: Mapping[str, tuple[Any, Any]], allow: Sequence[str], where: Path) -> list[str]:
     """Return notes on changes that are allowed anyway. `allow`: names such as "training.lr", "lr" where that is clear, or "all".
-
-    Raises RunFolderError with the difference where a change is not allowed.
-    """
+    Raises RunFolderError with the difference where a change is not allowed."""
     free = MAY_CHANGE | MAY_CHANGE_WITH_A_NOTE.keys()
     refused = {name: pair for name, pair in changed.items() if name not in free and not _is_allowed(name, allow)}
     if refused:
@@ -129,8 +127,7 @@ def _is_allowed(name: str, allow: Sequence[str]) -> bool:
 
 
 def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteration: int) -> None:
-    """Append to config_history.jsonl, unless a start that was killed right afterwards has said the same. `iteration`: the first
-    that the changes hold for (a part of it may have been done before)."""
+    """Append to config_history.jsonl, unless a start that was killed right afterwards has said the same."""
     told = {name: list(pair) for name, pair in changed.items() if name != "run"}
     if not told:
         return

@@ -98,10 +98,8 @@ class IterationFolder:
         return content
 
     def mark(self, phase: str, files: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
-        """Say durably that a phase is done. `files` are names of files and folders of this iteration that it wrote.
-
-        Raises RunFolderError where another process has taken the run over, StorageError.
-        """
+        """Say durably that a phase is done. `files` are names of files and folders of this iteration that it wrote. Raises
+        RunFolderError where another process has taken the run over, StorageError."""
         tops = [self.path / name for name in files]
         paths = [path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]) if path.is_file()]
         names = [str(path.relative_to(self.path)) for path in paths]
@@ -200,8 +198,7 @@ class RunFolder:
                 partial.unlink()
 
     def policy_version(self, number: int) -> int:
-        """Return the iteration whose checkpoint is the policy after iteration `number`: itself, or an earlier one where nothing
-        was trained."""
+        """Return the iteration whose checkpoint is the policy after iteration `number`: an earlier one if nothing was trained."""
         while number > 0 and not (self.iteration(number).marker("train") or {}).get("trained"):
             number -= 1
         return number
@@ -211,8 +208,8 @@ class RunFolder:
         return self.iteration(self.policy_version(number)).path / "checkpoint"
 
     def sampler(self, sampled_by: int, number: int) -> int | None:
-        """Return the weights version of the policy after iteration `sampled_by`, which sampled iteration `number`'s rollouts,
-        where that is older than the policy that training starts from, and still there; else None."""
+        """Return the weights version that sampled iteration `number`, if it is older than what training starts from, and is
+        there."""
         version = self.policy_version(sampled_by)
         if version == self.policy_version(number - 1) or not (self.checkpoint(version) / "config.json").is_file():
             return None
@@ -254,8 +251,7 @@ class RunFolder:
         return sorted(set(removed))
 
     def throw_away(self, first: int) -> list[int]:
-        """Remove the iterations from `first` on, the newest first, after their lines in metrics.jsonl; return their numbers.
-        Raises StorageError."""
+        """Remove the iterations from `first` on, and their lines in metrics.jsonl; return their numbers. Raises StorageError."""
         rows = self.metrics()
         if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
             write_jsonl(self.path / "metrics.jsonl", kept)
@@ -266,7 +262,6 @@ class RunFolder:
         return [int(path.name) for path in paths]
 
     def prune(self, newest: int, keep: int, best: int | None) -> list[int]:
-        """Keep only the checkpoints and states of the `keep` newest policies, and the best checkpoint. Returns and raises as
-        `remove`. (The rules of a whole run: `ttrl.run_folder.pruning`.)"""
+        """Keep the checkpoints and states of the `keep` newest policies, and the best checkpoint. As `remove`."""
         last = self.trained_until(newest)[:keep]
         return self.remove(newest, last if best is None else [*last, best], last)

@@ -148,8 +148,7 @@ class Claim(ABC):
                     self.leave()
 
     def is_ours(self) -> bool:
-        """Return whether nobody else has taken over; once somebody has, that stays so. What is gone or cannot be read names
-        nobody else."""
+        """Tell whether nobody else has taken over; once somebody has, that stays so. What cannot be read names nobody else."""
         if self.lost_to is None and (other := self.other()) is not None:
             self.lost_to = other
             logger.error("%s was taken over by another process (%s); no more is written there", self._what, in_words(other))

@@ -21,7 +21,6 @@ _COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train":
 
 
 def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
-    """Return the line of metrics.jsonl, put together from the markers."""
     markers = {phase: iteration.marker(phase) for phase in PHASES}
     done = {phase: marker for phase, marker in markers.items() if marker is not None}
     seconds = {_COLUMNS[phase]: marker["seconds"] for phase, marker in done.items()}

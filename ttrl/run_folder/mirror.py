@@ -47,8 +47,7 @@ LOG_BYTES = 2**20
 
 
 class _MirrorClaim(Claim):
-    """A claim in the store. Its heartbeat is a number in owner.json, which stays when its process leaves: a machine that slept
-    all the while learns from it that another one has gone on."""
+    """A claim in the store. Its heartbeat is a number in owner.json, which stays there for a machine that slept meanwhile."""
 
     def __init__(self, store: MirrorStore) -> None:
         super().__init__(store.shown, BEAT_SECONDS)
@@ -118,8 +117,7 @@ class Mirror:
         return f"the mirror {self.store.shown} is behind: {behind}" + (f" ({why})" if why else "")
 
     def bring_checkpoint(self, number: int) -> None:
-        """Take the checkpoint of iteration `number` from the mirror where it is not here: one that another machine made. A
-        mirror that does not answer is a warning."""
+        """Take iteration `number`'s checkpoint from the mirror if it is not here; warn where that fails."""
         if self._folder.iteration(number).path.joinpath("checkpoint").exists():
             return
         try:
@@ -220,8 +218,7 @@ class Mirror:
         self._upload(self._key(marker), marker, "marker")
 
     def _upload_logs(self) -> None:
-        """Upload the ends of the logs of servers and trainer, as they are now, below this machine's name: of one that vanishes
-        they are all that is left. Nothing goes on from them, so they need no marker."""
+        """Upload the ends of the logs below this machine's name: all that is left of one that vanishes."""
         for path in sorted(self._folder.path.glob("logs/*.log")):
             try:
                 with open(path, "rb") as file:
@@ -240,8 +237,7 @@ class Mirror:
 
     @staticmethod
     def _unmarked_files(folder: Path) -> list[Path]:
-        """Return the files right in `folder` that no phase's marker will name: configs, metrics, the trainer's log; nothing else
-        that lies there, such as keys."""
+        """Return the files right in `folder` that no phase's marker will name; nothing else that lies there, such as keys."""
         return sorted(
             path
             for path in folder.iterdir()

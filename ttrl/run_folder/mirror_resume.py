@@ -50,12 +50,10 @@ class Marker:
 
     @property
     def files(self) -> dict[str, str]:
-        """Return the digests of the phase's files by key."""
         return {f"{self.folder}/{name}": sha for name, sha in self.content["files"].items()}
 
     @property
     def makes_policy(self) -> bool:
-        """Return whether the phase made a checkpoint."""
         return self.phase == "prepare" or (self.phase == "train" and bool(self.content["facts"].get("trained")))
 
 
@@ -90,8 +88,7 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
 
 
 def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) -> None:
-    """Take one more folder of an iteration, such as an old checkpoint, as a whole. Raises OSError where it is not all there,
-    RunFolderError."""
+    """Take one more folder of an iteration as a whole. Raises OSError where it is not all there, RunFolderError."""
     iteration = folder.iteration(number)
     files = {k: sha for phase in ("prepare", "train") for k, sha in iteration.files(phase).items() if k.startswith(f"{name}/")}
     sizes = patiently(store.keys)
@@ -130,8 +127,7 @@ def _read_marker(store: MirrorStore, key: str) -> Marker:
 def _check_same_run(
     store: MirrorStore, folder: RunFolder, here: dict[str, str], there: dict[str, Marker], keys: set[str]
 ) -> None:
-    """Raise RunFolderError where neither copy is the beginning of the other. keys: of all markers there, of which `there` were
-    read."""
+    """Raise RunFolderError where neither copy is the beginning of the other. keys: all markers there; `there`: those read."""
     different = sorted(key for key in here.keys() & there.keys() if here[key] != there[key].text)
     only_here, only_there = here.keys() - keys, keys - here.keys()
     if different or (only_here and only_there):
@@ -176,8 +172,7 @@ def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
 
 
 def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) -> None:
-    """Take the lines of the iterations whose policy is there; the rest is put together from the markers, and so is what was
-    copied while it was being written."""
+    """Take the lines of iterations whose policy is there; the rest is put together from the markers."""
     data = patiently(lambda: store.read("metrics.jsonl"))
     newest = max(marker.iteration for marker in markers if marker.phase in ("prepare", "train"))
     kept = []

@@ -33,7 +33,6 @@ class MirrorStore:
     """Whole objects by key. Every method raises OSError, with the reason, for what does not work."""
 
     def __init__(self, address: str) -> None:
-        """Raises UserError for an address that cannot be one."""
         self._store = Store(address, what="a mirror", request_timeout=REQUEST_TIMEOUT)
         self.shown = self._store.shown
 

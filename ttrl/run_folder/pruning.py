@@ -56,8 +56,7 @@ def prune(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig
 
 
 def most_kept(config: TrainConfig, iteration: int) -> tuple[int, int]:
-    """Return how many checkpoints and states there are at most while iteration `iteration` is trained, its own included.
-    Iteration 0's checkpoint holds only links, and is not counted."""
+    """Return the most checkpoints and states while iteration `iteration` is trained; iteration 0's are links, not counted."""
     before = iteration - 1
     every = 0 if config.keep_every is None else before // config.keep_every
     return min(before, config.keep_checkpoints + config.keep_best + every) + 1, min(before, config.keep_checkpoints) + 1

@@ -33,12 +33,10 @@ class RunData:
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     config_history: list[dict[str, Any]] = field(default_factory=list)
-    """Settings that were changed when the run was continued (`ttrl.run_folder.config_changes`): {"iteration": the first that it
-    holds for, "time", "changes": {name: [before, now]}}."""
+    """Changed settings (`ttrl.run_folder.config_changes`): {"iteration": the first, "time", "changes": {name: [before, now]}}."""
 
     @property
     def iterations(self) -> list[int]:
-        """Return the numbers of the rows."""
         return [row["iteration"] for row in self.rows]
 
     @property
@@ -56,7 +54,6 @@ class RunData:
         return [row.get(path) for row in self.flat]
 
     def iteration_folder(self, iteration: int) -> Path:
-        """Return the folder of an iteration."""
         return self.folder / "iterations" / f"{iteration:04d}"
 
     def numbers_with(self, name: str) -> list[int]:
@@ -69,8 +66,7 @@ class RunData:
 
 
 _FILES: dict[tuple[Path, str], set[int]] = {}
-"""Iterations that had a file when a report looked: a long run is not searched again for each report. Nothing that a report shows
-is ever removed from a run; where a person did it, it is left out when it cannot be read."""
+"""Iterations that had a file when a report looked, so that a long run is not searched again: reported files are never removed."""
 _FLAT: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
 """By identity of the row, which is held here, so that no other can have it."""
 
@@ -96,8 +92,7 @@ def number(row: dict[str, Any], path: str) -> float | None:
 
 
 def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunData:
-    """Read a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError when it is not one, or when its metrics are
-    damaged."""
+    """Read a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError for damaged metrics, or another folder."""
     check_run_folder(folder)
     metrics = folder / "metrics.jsonl"
     try:
@@ -106,17 +101,11 @@ def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunD
         raise RunFolderError(f"{error}; remove that line, or move the file away: it is only read for reports") from error
     known = {row["iteration"]: row for row in lines if isinstance(row, dict) and isinstance(row.get("iteration"), int)}
     ordered = [known[key] for key in sorted(known)]
-    return RunData(
-        folder,
-        ordered,
-        read_mapping(folder / "config.yaml"),
-        read_mapping(folder / "environment.json"),
-        _lines(folder / HISTORY_FILE),
-    )
+    config, environment = (read_mapping(folder / name) for name in ("config.yaml", "environment.json"))
+    return RunData(folder, ordered, config, environment, _lines(folder / HISTORY_FILE))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines; empty when it cannot be read."""
     try:
         return read_jsonl(path)
     except ValueError:

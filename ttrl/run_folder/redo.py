@@ -59,7 +59,6 @@ def throw_away(folder: RunFolder, config: TrainConfig, first: int, store: Mirror
 
 
 def _order_of(key: str) -> tuple[int, int]:
-    """Return the place of a marker in the run."""
     phase = key.rpartition("/")[2].removesuffix(".json")
     return _iteration_of(key), PHASES.index(phase) if phase in PHASES else len(PHASES)
 

@@ -16,7 +16,6 @@ class Console:
         self.quiet = quiet
 
     def line(self, text: str) -> None:
-        """Write one line at once."""
         if not self.quiet:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()

@@ -33,11 +33,9 @@ class Cancellation:
 
     @property
     def asked(self) -> bool:
-        """Return whether `cancel` was called."""
         return self._asked
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await the coroutine, unless it is cancelled."""
         task = asyncio.current_task()
         assert task is not None
         with self._lock:

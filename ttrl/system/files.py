@@ -37,8 +37,7 @@ def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
 
 
 def _storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
-    """Return what says what could not be written, why, and how much room is needed and available. needed: bytes; None where
-    only what was written until then is known, and that is gone by now."""
+    """Say what could not be written, why, and how much room is free and `needed` (bytes; None where it is no longer known)."""
     way_out = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         needs = "" if needed is None else f"{si_spaced(needed)}B needed, "
@@ -222,8 +221,7 @@ def write_jsonl(path: str | os.PathLike[str], rows: list[dict[str, Any]]) -> Non
 
 
 def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any], durable: bool = True) -> None:
-    """Append a line for each row and fsync them together, unless not `durable`: for lines that a later call will fsync. A torn
-    last line that a killed process left is cut off first."""
+    """Append a line for each row, after cutting off a torn last line; fsync them, unless a later call will (not `durable`)."""
     path = Path(path)
     data = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
     try:

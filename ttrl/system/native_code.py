@@ -100,8 +100,7 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 
 def _cache() -> Path:
-    """Return our folder, and make it if need be. Raises OSError where there can be none, or one whose code it would be unwise
-    to run."""
+    """Return our folder, made if need be. Raises OSError where there can be none, or one whose code it would be unwise to run."""
     parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # which stays as it is where there is no home
     if not os.path.isabs(parent):
         raise FileNotFoundError(f"{parent} is not an absolute path; set XDG_CACHE_HOME or HOME")

@@ -271,8 +271,7 @@ def _file_threads() -> ThreadPoolExecutor:
 
 @functools.cache
 def _grace_at_exit() -> None:
-    """Make a process that used a bucket wait a little before it ends: asynchronous calls end on a thread of obstore's that still
-    has to hand something to Python when the caller goes on, which would abort a process that ends at that very moment."""
+    """Make a process that used a bucket wait before it ends: obstore's thread hands something to Python last, or aborts."""
     atexit.register(time.sleep, 0.1)
 
 

@@ -63,7 +63,6 @@ def process_id(pid: int) -> ProcessId | None:
 
 
 def all_pids() -> list[int]:
-    """Return every pid in /proc."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 

@@ -131,10 +131,8 @@ class ChildProcess:
         return self.returncode
 
     def stop(self, timeout: float = 10.0) -> int | None:
-        """Ask the child to end (TERM), end what is left after `timeout` seconds (KILL), and return when all are gone.
-
-        Return the exit code: the child's own if it had ended before. Harmless when repeated; None if it was never started.
-        """
+        """Ask the child to end (TERM), end what is left after `timeout` seconds (KILL), and return when all are gone. Return the
+        exit code: the child's own if it had ended before. Harmless when repeated; None if it was never started."""
         if self._guard is not None and self.poll() is None:
             with contextlib.suppress(BrokenPipeError):  # the guard has just ended: its report is waiting
                 self._tell({"stop": timeout})
@@ -142,7 +140,6 @@ class ChildProcess:
         return self.returncode
 
     def log_tail(self, n_lines: int = 30) -> str:
-        """Return the last lines that this child wrote, long ones shortened; "" when there are none."""
         return log_tail(self.log_path, self._log_start, n_lines)
 
     def __enter__(self) -> "ChildProcess":

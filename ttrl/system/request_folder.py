@@ -26,16 +26,13 @@ class RequestFolder:
         self.path = Path(path)
 
     def request(self, number: int) -> Path:
-        """Return where request `number` (from 1) appears."""
         return self.path / f"request-{number:06d}.yaml"
 
     def answer(self, number: int) -> Path:
-        """Return where the answer to it appears."""
         return self.path / f"answer-{number:06d}.json"
 
     @property
     def stop(self) -> Path:
-        """Return what ends the conversation."""
         return self.path / "stop"
 
     def put(self, path: Path, text: str) -> None:
@@ -45,7 +42,6 @@ class RequestFolder:
         os.replace(temporary, path)
 
     def put_answer(self, number: int, facts: dict[str, Any]) -> None:
-        """Say that request `number` is done."""
         self.put(self.answer(number), json.dumps(facts) + "\n")
 
     def next_request(self, number: int) -> Path | None:

@@ -50,13 +50,11 @@ class Update:
     """The reference model's hidden states at the trained positions of each row, [N, D] each; for the KL over the vocabulary."""
 
     def backward(self, weighted_loss_N: Tensor) -> None:
-        """Add the gradient of Σ weighted_loss / Z to the parameters. FSDP averages gradients over the ranks; the factor turns
-        that into the sum, so that gradients and clipping do not depend on the number of ranks."""
+        """Add the gradient of Σ weighted_loss / Z. FSDP averages gradients over the ranks; the factor turns that into the sum."""
         (weighted_loss_N.sum() * (self.world_size / self.normaliser)).backward()
 
     def microbatches(self, config: TrainingConfig, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number of
-        them."""
+        """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number."""
         size = config.rows_per_microbatch
         for start in range(0, self.rows.num_rows, size):
             part = self.rows.rows(slice(start, start + size)).trim(config.row_length_multiple)
@@ -119,5 +117,4 @@ def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None =
 
 
 def policy_inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the policy's inputs from a microbatch."""
     return tuple(batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos"))

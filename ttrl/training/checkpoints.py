@@ -44,8 +44,7 @@ class CheckpointTensor(NamedTuple):
 
 
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
-    """Copy the files of a model folder other than weights: configs, tokenizer, chat template, licence. `dtype` is what the config
-    will say about the weights."""
+    """Copy the files of a model folder other than weights; its config will say that these are of `dtype`."""
     for path in sorted(source.iterdir()):
         if (
             path.is_file()
@@ -110,10 +109,8 @@ def _shards(entries: list[CheckpointTensor], max_bytes: int) -> list[list[Checkp
 
 
 def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_bytes: int) -> dict[str, str]:
-    """Write shards, and their index if there are several. `folder` is None on ranks that only take part in gathering.
-
-    Returns name → SHA-256 of each tensor's bytes as they were in memory: what a server reads is held to it (`ttrl.vllm_worker`).
-    """
+    """Write shards, and their index if there are several. `folder` is None on ranks that only take part in gathering. Returns
+    name → SHA-256 of each tensor's bytes as they were in memory: what a server reads is held to it (`ttrl.vllm_worker`)."""
     shards = _shards(entries, max_bytes)
     weight_map: dict[str, str] = {}
     digests: dict[str, Future[str]] = {}

@@ -21,8 +21,7 @@ def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def work_counts(rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig) -> dict[str, float]:
-    """Return "flops" of a forward and a backward pass over the rows (`ttrl.costs.flops`), and "logical_tokens": the positions
-    that the samples would take in rows that share nothing."""
+    """Return "flops" of a forward and a backward pass, and "logical_tokens": positions in rows that share nothing."""
     decoder = decoder_parameters(config.to_dict())
     shape = decoder.shape
     positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
@@ -37,8 +36,7 @@ def work_counts(rows: PackedTensors, config: PretrainedConfig, training: Trainin
 
 
 def row_flops(rows: PackedTensors, config: PretrainedConfig) -> list[float]:
-    """Return the FLOPs of a forward pass over each row: layers, attention within each layer's window, and the head at trained
-    positions."""
+    """Return the FLOPs of a forward pass over each row: layers, attention within each layer's window, and the head."""
     shape = decoder_parameters(config.to_dict()).shape
     used = rows.group_ids >= 0
     keys = torch.where(used, rows.input_pos + 1, 0)  # that each position sees, itself included

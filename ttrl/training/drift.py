@@ -92,8 +92,7 @@ def compare_tokens(
 
 
 def _facts(step: Update) -> tuple[Tensor, Tensor, Tensor]:
-    """Return place in the pack (row·T + position), version, and position in the sample of this rank's trained tokens of a step,
-    in row-major order."""
+    """Return place in the pack (row·T + position), version, position in the sample of this rank's trained tokens, row-major."""
     trained = step.rows.labels != IGNORE
     row, position = trained.nonzero(as_tuple=True)
     numbers = torch.tensor(step.numbers, dtype=torch.int64)[row]

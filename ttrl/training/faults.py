@@ -50,8 +50,7 @@ logger = logging.getLogger("ttrl.training")
 
 
 class Finite:
-    """Looks at the losses of a step's microbatches, and names the first that is not finite. Waits for the device only at the
-    end."""
+    """Looks at a step's losses, and names the first that is not finite. Waits for the device only at the end."""
 
     def __init__(self) -> None:
         self._bad: list[Tensor] = []
@@ -90,14 +89,11 @@ class Skipped:
         self._most, self.in_a_row, self.total = most, in_a_row, 0
 
     def taken(self) -> None:
-        """Note that a step was taken."""
         self.in_a_row = 0
 
     def skip(self, step: int, why: str, policy: Policy, ranks: Ranks) -> None:
-        """Note that step `step` (from 1) was not taken. A collective.
-
-        Raises DivergedError where it is one too many, or where the weights themselves are not finite, which no step can mend.
-        """
+        """Note that step `step` (from 1) was not taken. A collective. Raises DivergedError where it is one too many, or where the
+        weights themselves are not finite, which no step can mend."""
         self.in_a_row += 1
         self.total += 1
         trained = {name: p for name, p in policy.parameters_by_name().items() if p.requires_grad}
@@ -144,5 +140,4 @@ def memory_advice(config: TrainingConfig, seq_len: int) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
     return str(error).strip().split("\n")[0]

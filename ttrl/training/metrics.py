@@ -19,7 +19,6 @@ class Sums:
         self._sums: defaultdict[str, Tensor | float] = defaultdict(float)
 
     def add(self, **values: Tensor | float) -> None:
-        """Add values: tensors (detached and summed), or numbers."""
         for name, value in values.items():
             self._sums[name] += value.detach().double().sum() if isinstance(value, Tensor) else value
 

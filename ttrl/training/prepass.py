@@ -42,8 +42,7 @@ logger = logging.getLogger("ttrl.training")
 
 
 class Prepass:
-    """The passes of one iteration. `steps` are this rank's parts of its optimizer steps, `first_step` the run's global step
-    before them."""
+    """The passes of one iteration. `steps`: this rank's parts of its optimizer steps; `first_step`: the step before them."""
 
     def __init__(
         self,
@@ -91,8 +90,7 @@ class Prepass:
         return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
 
     def _compared_under(self, folder: str) -> dict[str, Any]:
-        """Compare the tokens of the policy in `folder`, in rows of the first step, under its own weights; returns figures,
-        version and number of rows. A collective."""
+        """Compare the tokens of the policy in `folder`, in rows of the first step, under its own weights. A collective."""
         config, here, step = self._config, self._here, self._steps[0]
         trained = step.rows.labels != IGNORE
         judged = trained & (step.rows.weights_version == config.sampler_version)
@@ -184,8 +182,7 @@ class Prepass:
 
 
 def _whole(mine: list[tuple[list[int], Tensor]], packed: PackedTensors, here: Ranks) -> Tensor:
-    """Return [P, T] of the whole pack from all ranks' (row numbers, [R, T]); NaN for rows without labels, which are in no
-    step."""
+    """Return [P, T] of the whole pack from all ranks' (row numbers, [R, T]); NaN for rows without labels."""
     parts = [mine] * here.world_size
     if here.world_size > 1:
         distributed.all_gather_object(parts, mine, group=here.data_group)
@@ -230,8 +227,7 @@ def row_hidden(policy: Policy, step: Update, config: TrainingConfig, device: tor
 
 
 def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTensors) -> PackedTensors:
-    """Return the pack with the log-probabilities of `config.model` as its reference_logprobs, and which model and temperature
-    they come from. A collective."""
+    """Return the pack with the log-probabilities of `config.model` as its reference, and what they come from. A collective."""
     policy = load_policy(config, here)
     check_pack(packed, policy)
     (step,) = updates(packed, 1, (config.seed, 0), here, policy.decoder.config)

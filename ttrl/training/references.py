@@ -16,8 +16,7 @@ TEMPERATURE_KEY = "reference_temperature"
 
 
 def model_digest(folder: str | Path) -> str:
-    """Return the SHA-256 over config.json and the weight files, names and contents; about a second per GB. Raises
-    ModelFolderError."""
+    """Return the SHA-256 over config.json and the weight files; about a second per GB. Raises ModelFolderError."""
     if not Path(folder, "config.json").is_file():
         raise ModelFolderError(f"{folder} has no config.json; reference_model must be a model folder in Hugging Face layout")
     total = hashlib.sha256()
@@ -27,7 +26,6 @@ def model_digest(folder: str | Path) -> str:
 
 
 def reference_facts(config: GRPOConfig) -> dict[str, str]:
-    """Return what is stored with the log-probabilities of `config.model`."""
     return {
         MODEL_KEY: config.model,
         WEIGHTS_KEY: model_digest(config.model),

@@ -66,10 +66,8 @@ class Residence:
         self._kept: tuple[Trained, dict[str, Any], Files] | None = None
 
     def enter(self, config: GRPOConfig) -> Trained:
-        """Return what `config` starts from: from memory if it is the same there, else from its files.
-
-        Raises ModelFolderError, RunFolderError and ConfigError as loading does.
-        """
+        """Return what `config` starts from: from memory if it is the same there, else from its files. Raises ModelFolderError,
+        RunFolderError and ConfigError as loading does."""
         kept, self._kept = self._kept, None
         same = kept is not None and kept[1] == _settings(config) and kept[2] == _inputs(config)
         if self._agreed(same):
@@ -97,8 +95,7 @@ class Residence:
         self._keep(written, trained)
 
     def prepare(self, config: GRPOConfig) -> None:
-        """Load what `config` starts from before it is asked for, so that it costs no time later. What is wrong with it, or too
-        large for the memory, is left for the iteration to report."""
+        """Load what `config` starts from before it is asked for. What is wrong with it is left for the iteration to report."""
         try:
             self._keep(config, load_trained(config, self._here))
         except (TtrlError, MemoryError, RuntimeError) as error:  # of memory: PyTorch has no class of its own for the CPU's

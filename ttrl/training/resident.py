@@ -28,8 +28,7 @@ logger = logging.getLogger("ttrl.training")
 
 
 def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: Any) -> int:
-    """Join the other ranks and train every config that appears in the folder `raw.follow`, until told to stop or the folder is
-    gone. Returns the exit code."""
+    """Train every config that appears in the folder `raw.follow`, until told to stop or it is gone. Returns the exit code."""
     return run_on_ranks(lambda: parse_config(GRPOConfig, raw), functools.partial(_serve, train), logger)
 
 
@@ -54,16 +53,14 @@ def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOCon
 
 
 def _give_back_memory() -> None:
-    """Return the free memory that C's allocator holds on to, so that the server can use it while we wait: a third, as
-    measured."""
+    """Return the free memory that C's allocator holds on to, a third as measured, for the server to use while we wait."""
     with contextlib.suppress(OSError, AttributeError):  # of glibc alone
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def _output_to(log: Path) -> Iterator[None]:
-    """Append everything that this process prints, C libraries included, to `log`; after an error that stays so, since the process
-    ends."""
+    """Append everything that this process prints, C libraries included, to `log`; after an error that stays so."""
     if (node := os.environ.get("GROUP_RANK", "0")) != "0":  # appending from several hosts is not atomic
         log = log.with_name(f"train-node{node}.log")
     log.parent.mkdir(parents=True, exist_ok=True)

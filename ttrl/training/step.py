@@ -47,8 +47,7 @@ class StepResult:
 
 
 class GradientStep:
-    """Computes gradients. `reference_head` is the reference model's output projection [V, D] and its bias, for KL over the whole
-    vocabulary."""
+    """Computes gradients. `reference_head`: the reference's output projection [V, D] and bias, for KL over the vocabulary."""
 
     def __init__(
         self,

@@ -22,8 +22,7 @@ _SKIPPED_FILE = "skipped.json"
 
 
 class Stepper:
-    """Takes optimizer steps. Continues from the folder `state`, if any; raises RunFolderError if that cannot be read or does not
-    fit."""
+    """Takes optimizer steps, on from the folder `state`, if any. Raises RunFolderError if that cannot be read or does not fit."""
 
     def __init__(
         self,
@@ -126,7 +125,6 @@ class Stepper:
         return norms
 
     def _forget(self) -> None:
-        """Discard all gradients."""
         if isinstance(self._optimizer, OptimizerInBackward):
             self._optimizer.finish_step()  # parameters with a finite gradient have been stepped already
         else:

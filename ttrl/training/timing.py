@@ -43,7 +43,6 @@ class Stopwatch:
             self._seconds[name] += time.perf_counter() - began
 
     def take(self) -> dict[str, float]:
-        """Return seconds by part since the last call."""
         if self._events:
             torch.cuda.synchronize()
         for name, begin, end in self._events:
@@ -76,7 +75,6 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Mark one optimizer step with `name` in the trace."""
         if self._profile is None:
             yield
             return
@@ -101,8 +99,7 @@ _CPU_OPERATIONS = 2e9  # of one product: some ten milliseconds on a core
 
 
 def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, int]:
-    """Return (tokens, width in, width out) of the layers' largest matrix product, without embedding and head, whose width is the
-    vocabulary's."""
+    """Return (tokens, width in, width out) of the largest matrix product of the layers, without embedding and head."""
     linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{name}"]
     largest = max(linears, key=lambda m: m.in_features * m.out_features)
     k, n = largest.in_features, largest.out_features

@@ -17,8 +17,7 @@ PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 
 
 class TrainProgress:
-    """Counts microbatches. Rank 0 writes the count, at most ten times a second, to the file that PROGRESS_VARIABLE names, if
-    any."""
+    """Counts microbatches; rank 0 writes the count, at most ten times a second, to the file that PROGRESS_VARIABLE names."""
 
     def __init__(self, total: int, ranks: Ranks) -> None:
         path = os.environ.get(PROGRESS_VARIABLE)
@@ -27,7 +26,6 @@ class TrainProgress:
         self._write()
 
     def advance(self) -> None:
-        """Count one more microbatch."""
         self._done += 1
         if self._done == self._total or time.monotonic() - self._written > 0.1:
             self._write()
@@ -40,8 +38,7 @@ class TrainProgress:
 
 
 class TrainLog:
-    """Writes a new file, on the first rank; lines of an earlier attempt at the same steps are dropped. The newest step's line is
-    held back until the next one or until `close`, so that the last line can say what saving took."""
+    """Writes a new file, on the first rank. A line is held back until the next one, or `close`, which adds to it."""
 
     def __init__(self, config: GRPOConfig | SFTConfig, policy: Policy, here: Ranks, watch: Stopwatch) -> None:
         self._path = Path(config.output_dir, "train.jsonl")

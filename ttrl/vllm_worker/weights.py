@@ -161,8 +161,7 @@ class _Held:
 
     @contextlib.contextmanager
     def in_place_of_what_is_packed(self) -> Iterator[None]:
-        """Give layers whose parameter is gone, or is no longer what a checkpoint has, one that can be loaded; inside a `with`
-        block."""
+        """Give layers whose parameter is gone, or is no longer what a checkpoint has, one that can be loaded."""
         own = [(module, key, module._parameters[key]) for module, key, _ in self._stand_ins]
         for module, key, stand_in in self._stand_ins:
             module._parameters[key] = stand_in
@@ -177,7 +176,6 @@ class _Held:
         return None if tensor.is_meta else self._live.get(tensor.untyped_storage().data_ptr())
 
     def take(self, name: str, held: Tensor, file: Tensor) -> None:
-        """Compare a part of a parameter."""
         self.compared += held.numel()
         self._left[name] -= held.numel()
         wanted = file.to(device=held.device, dtype=held.dtype).expand_as(held)
@@ -239,8 +237,7 @@ class _CompareInsteadOfCopying(TorchDispatchMode):
 
 
 def _differences(packed: Callable[..., Tensor], weight: Tensor, exact: bool) -> int:
-    """Count the elements [rows, columns] of a packed copy that are not `weight`'s; or the rows with such elements, if it is
-    probed."""
+    """Count the elements [rows, columns] of a packed copy that are not `weight`'s, or, if it is probed, the rows with such."""
     columns = weight.shape[1]
     if exact:
         wrong = 0

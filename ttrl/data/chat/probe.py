@@ -124,8 +124,7 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
 
 
 def ending_probe(probe: Probe, unused: str) -> Probe:
-    """Return `probe` with one more argument, a mark, in its last tool call, so that what follows the last mark is the template's
-    own even where that call's arguments are not texts; `probe` itself where it has no tool call."""
+    """Return `probe` with one more argument, a mark, in its last tool call, as other arguments need not be texts to mark."""
     calls = probe.message.get("tool_calls") or [None]
     function = calls[-1].get("function") if isinstance(calls[-1], dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None

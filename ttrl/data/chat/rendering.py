@@ -89,10 +89,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 class ChatTemplate:
     """The chat template that `tokenizer` takes for these tools, with its variables. `now` is the moment that templates which
-    write the date take for the present; by default it is.
-
-    Raises ModelFolderError where there is no template.
-    """
+    write the date take for the present; by default it is. Raises ModelFolderError where there is no template."""
 
     def __init__(
         self,
@@ -148,10 +145,8 @@ class ChatTemplate:
         return False
 
     def render(self, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
-        """Return the conversation as text; with `answer_next`, as a server is sent it to be answered.
-
-        Raises TemplateRefusalError where the template does.
-        """
+        """Return the conversation as text; with `answer_next`, as a server is sent it to be answered. Raises TemplateRefusalError
+        where the template does."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 messages,
@@ -166,10 +161,8 @@ class ChatTemplate:
             raise TemplateRefusalError(f"{self.place} refuses the conversation: {_told(error)}") from error
 
     def render_tagged(self, source: str, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text that the tagged template `source` writes, and where its tags begin and end, in characters.
-
-        Raises TemplateRefusalError where the template does.
-        """
+        """Return the text that the tagged template `source` writes, and where its tags begin and end, in characters. Raises
+        TemplateRefusalError where the template does."""
         try:
             made: Any = render_jinja_template(
                 conversations=[messages],

@@ -172,8 +172,6 @@ def tokenize_completion(
 
 
 class _Chat:
-    """A conversation and its answers."""
-
     def __init__(
         self,
         tokenizer: Any,
@@ -192,8 +190,7 @@ class _Chat:
         self.answers: list[ChatAnswer] = TurnFinder(self._template, self._messages, messages, stop_tokens).answers()
 
     def rendered(self, upto: int) -> str:
-        """Return the first `upto` messages as text; where the last is an answer that the template would write differently, as it
-        was sent."""
+        """Return the first `upto` messages as text; an answer at their end as it was sent."""
         ending = next((a for a in self.answers if a.message == upto - 1), None)
         if ending is not None and ending.reason is None and not ending.written:
             return ending.text

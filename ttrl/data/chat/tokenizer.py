@@ -86,7 +86,6 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[int] | None]:
 
 
 def _blanks(text: str) -> str:
-    """Return the blanks that a text begins with."""
     return text[: len(text) - len(text.lstrip())]
 
 

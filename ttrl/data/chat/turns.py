@@ -43,8 +43,7 @@ class ChatAnswer:
     """The prompt and the answer, up to the end of the end-of-turn token."""
     end_of_turn: str = ""
     written: bool = True
-    """Whether the template ever writes `text`. It does not where it writes another prompt once it is answered, or puts the
-    end-of-turn token only before a next message."""
+    """Whether the template ever writes `text`: not where it writes another prompt or end once that is answered."""
     reason: str | None = None
     """Why it cannot be told; None where it can."""
 
@@ -84,7 +83,6 @@ class TurnFinder:
         self._ends = self._special if stop_tokens is None else _any_of(stop_tokens)
 
     def answers(self) -> list[ChatAnswer]:
-        """Return one answer for each assistant message, in order."""
         return [self._answer(i) for i, message in enumerate(self.messages) if message.get("role") == "assistant"]
 
     def end_of_turn(self, place: int) -> str | None:
@@ -183,8 +181,7 @@ class TurnFinder:
         return None
 
     def _plain_text_begins(self, message: dict[str, Any], probe: Probe, probed: str, prompt: str) -> int | None:
-        """Return where the text begins in an answer that does not begin with the prompt; None where it cannot follow the
-        prompt."""
+        """Return where the text begins in an answer that does not begin with the prompt; None if it cannot follow the prompt."""
         text = message["content"]
         if not isinstance(text, str) or message.get("tool_calls") or any(message.get(key) for key in REASONING_KEYS):
             return None
@@ -255,5 +252,4 @@ def _any_of(strings: Collection[str]) -> re.Pattern[str]:
 
 
 def _common(first: str, second: str) -> int:
-    """Count the characters that two texts begin with in common."""
     return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))

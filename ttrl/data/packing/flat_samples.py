@@ -55,7 +55,6 @@ class FlatSamples:
 
 
 def where(result: TokenizedResult) -> str:
-    """Name a sample for messages."""
     return f"task {result.task_id!r}, sample {result.sample}"
 
 
@@ -171,8 +170,7 @@ def _convert(values: Sequence[float], into: np.ndarray, at: int, result: Tokeniz
 
 
 def _write_mask(into: np.ndarray, mask: Sequence[bool], prompt_length: int) -> tuple[int, int, int]:
-    """Write an assistant mask; return the offset of the first trained token (the length where there is none), that after the last
-    (0 where there is none), and their number."""
+    """Write an assistant mask; return the first trained offset, that behind the last (length, 0 for none), and their number."""
     length = len(mask)
     if isinstance(mask, list):
         # One turn that is trained as a whole is told by identity with False and True alone.

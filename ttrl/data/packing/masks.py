@@ -122,8 +122,7 @@ def block_mask(
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, from bool [B, N, N], how many blocks each row of blocks visits [B, 1, N] and which come first [B, 1, N, N],
-    int32."""
+    """Return how many blocks each row of bool [B, N, N] visits [B, 1, N], and which come first [B, 1, N, N], int32."""
     counts = blocks.sum(dim=-1, dtype=torch.int32)
     order = torch.argsort((~blocks).to(torch.int8), dim=-1, stable=True).to(torch.int32)
     return counts.unsqueeze(1), order.unsqueeze(1).contiguous()

@@ -66,12 +66,10 @@ class PackedTensors:
 
     @property
     def num_rows(self) -> int:
-        """Return B."""
         return self.tokens.shape[0]
 
     @property
     def seq_len(self) -> int:
-        """Return T."""
         return self.tokens.shape[1]
 
     @property
@@ -123,8 +121,7 @@ class PackedTensors:
         return self._with(tensors, self.samples)
 
     def trim(self, multiple: int = 1) -> "PackedTensors":
-        """Cut the columns after the longest used row, and keep at least one: a forward pass over padding is wasted. The length is
-        rounded up to a multiple, as far as there are columns."""
+        """Cut the columns after the longest used row, rounded up to a multiple as far as there are columns; keep at least one."""
         used = (self.group_ids >= 0).any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
         length = min(-(-length // multiple) * multiple, self.seq_len)
@@ -141,10 +138,7 @@ class PackedTensors:
         check_packed(self.tensors(), self.samples, self.aggregation, self.constant_length, self.pad_id, where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, atomically. The same tensors always give the same bytes.
-
-        Raises StorageError when it cannot be written.
-        """
+        """Write one safetensors file, atomically; the same tensors always give the same bytes. Raises StorageError."""
         header = {name: getattr(self, name) for name in HEADER_FIELDS}
         save_packed(self.tensors(), self.samples, header, path)
 

@@ -137,7 +137,6 @@ class _Runs:
     """First position, counted over all rows."""
 
     def refuse(self, place: _Place, wrong: np.ndarray, rule: str) -> None:
-        """Raise PackError for the first True of `wrong`."""
         if wrong.any():
             run = int(wrong.argmax())
             place.fail(int(self.row[run]), int(self.column[run]), rule, int(np.count_nonzero(wrong)))
@@ -179,10 +178,7 @@ def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
 
 def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
     """Check that groups stand depth first, positions run on from parent to child, and only shared groups branch, all into copies
-    of one token.
-
-    Returns the path of each run's group, from the root to itself.
-    """
+    of one token. Returns the path of each run's group, from the root to itself."""
     root = runs.parent == runs.group
     runs.refuse(place, root & (runs.position != 0), "input_pos of a root group does not begin at 0")
     parent_run = np.arange(len(root)) - runs.group + runs.parent  # groups of a row are numbered without gaps

@@ -13,8 +13,7 @@ _CANDIDATES = 48
 
 
 def best_subset(sizes: Sequence[int], room: int) -> list[int]:
-    """Return indices, ascending, of the sizes (all positive) with the largest sum up to `room`; of equal sums, one of early
-    indices."""
+    """Return the ascending indices of the sizes (all positive) with the largest sum up to `room`; of equal sums, early ones."""
     mask = (1 << (room + 1)) - 1
     reachable = [sums := 1]
     for size in sizes:
@@ -126,8 +125,7 @@ def row_cost(row: Iterable[Part]) -> int:
 
 
 def split(key: int, setup: int, items: Sequence[Item], capacity: int) -> list[Part]:
-    """Split a group into parts that each fit into a row: as few as two ways of packing find, then those that leave the smallest
-    rest."""
+    """Split a group into parts that each fit into a row: as few as two ways of packing find, then with the smallest rest."""
     if setup + sum(item.size for item in items) <= capacity:
         return [Part(key, setup, sorted(items))]
     sizes = [item.size for item in items]
@@ -224,8 +222,7 @@ def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) 
 
 
 def join_at_random(parts: Sequence[Part], capacity: int, rng: random.Random) -> list[Row]:
-    """Build rows that differ from call to call: each of a random part, of others among the next few that fill it, and mostly of a
-    piece of the part that comes next."""
+    """Build rows at random: each of a random part, others among the next few, and mostly a piece of the part that follows."""
     pool = by_cost(parts)
     rng.shuffle(pool)
     window = rng.randint(1, len(pool))

@@ -27,7 +27,6 @@ class RowSegments:
 
     row: np.ndarray
     length: np.ndarray
-    """Positions."""
     source: np.ndarray
     """The first token, counted in FlatSamples; 0 for padding."""
     position: np.ndarray

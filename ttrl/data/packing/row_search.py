@@ -132,7 +132,6 @@ def pack(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int, seed: int 
 
 
 def _merge(row: Row) -> Row:
-    """Return one part for each group of the row."""
     groups: dict[int, list[Part]] = {}
     for part in row:
         groups.setdefault(part.key, []).append(part)

@@ -21,8 +21,7 @@ FLAT = {"light": "#c9ccd1", "dark": "#565c64"}
 
 
 def group_colour(tree: int, depth: int, depths: int, theme: str = "light") -> str:
-    """Return #rrggbb for a group. depths: of the picture as a whole (1: roots alone), spread over the whole range of
-    lightness."""
+    """Return #rrggbb for a group. depths: of the whole picture (1: roots alone), spread over the range of lightness."""
     (first, first_chroma), (last, last_chroma) = _THEMES[theme]
     share = min(depth / (max(depths, 2) - 1), 1.0)
     return oklch(first + (last - first) * share, first_chroma + (last_chroma - first_chroma) * share, HUES[tree % len(HUES)])
@@ -41,8 +40,7 @@ def mix(one: str, other: str, share: float) -> str:
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> str:
-    """Return #rrggbb of an OKLCH colour; chroma is lowered until it can be shown. Matrices: Björn Ottosson's definition of
-    OKLab."""
+    """Return #rrggbb of an OKLCH colour (Ottosson's OKLab), with chroma lowered until it can be shown."""
     while True:
         a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
         long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3

@@ -48,10 +48,8 @@ _TEMPLATES = Environment(
 def packed_rows_html(
     packed: PackedTensors, rows: Sequence[int], token_text: TokenText | None = None, title: str = "Packed rows"
 ) -> str:
-    """Return the page of these rows, in this order; ids are shown where `token_text` is None.
-
-    Raises PackError for rows that are not there, and for so many that the page would be larger than MAX_BYTES.
-    """
+    """Return the page of these rows, in this order; ids are shown where `token_text` is None. Raises PackError for rows that are
+    not there, and for so many that the page would be larger than MAX_BYTES."""
     chosen = check_rows(packed, rows)
     tokens = int((packed.group_ids[chosen] >= 0).sum())
     changes = sum(int((values[chosen, 1:] != values[chosen, :-1]).sum()) for values in (packed.advantages, packed.weights))
@@ -128,7 +126,6 @@ class _RowFacts:
         return str(token) if self._token_text is None else visible(self._token_text(token)) or "∅"
 
     def owner(self, segment: Segment) -> str:
-        """Say whose tokens these are."""
         if segment.sample < 0:
             return "shared by the completions that continue it"
         sample = self._samples[segment.sample]

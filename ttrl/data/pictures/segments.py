@@ -55,11 +55,9 @@ class RowFigures:
 
     @property
     def padding(self) -> int:
-        """Count the positions of padding."""
         return self.positions - self.tokens
 
     def words(self) -> list[str]:
-        """Return the figures for people."""
         if not self.tokens:
             return [f"{self.positions:,} positions", "padding alone"]
         return [
@@ -122,7 +120,6 @@ def figures_of(packed: PackedTensors, row: int, segments: Sequence[Segment]) -> 
 
 
 def figures_of_pack(packed: PackedTensors) -> RowFigures:
-    """Return the figures of all rows together."""
     first = (packed.parent_ids == packed.group_ids) & (packed.group_ids >= 0) & (packed.input_pos == 0)
     owned = packed.sample_ids >= 0
     alone = owned.clone()  # the last position of each sample's own group: what it takes alone is its position + 1

@@ -187,10 +187,8 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Read the config of a model folder; of one with a vision tower, that of its text part.
-
-    Raises ModelFolderError where it is missing or unreadable, or naming everything in it that our decoder does not compute.
-    """
+    """Read the config of a model folder; of one with a vision tower, that of its text part. Raises ModelFolderError where it is
+    missing or unreadable, or naming everything in it that our decoder does not compute."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder}: no config.json there; give a model folder in Hugging Face layout")

@@ -18,8 +18,7 @@ from ttrl.training.models.rope import Rotary, rotate, turns_of
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467), computed in fp32 or wider. With `plus_one` the weight is stored as its offset
-    from 1 (Gemma)."""
+    """Root mean square norm (arXiv 1910.07467), in fp32 or wider. `plus_one`: the weight is an offset from 1 (Gemma)."""
 
     def __init__(self, dim: int, eps: float, plus_one: bool = False) -> None:
         super().__init__()
@@ -37,7 +36,6 @@ class RMSNorm(nn.Module):
 
 
 def norm(shape: Architecture, dim: int) -> nn.Module:
-    """Make the architecture's norm over `dim` dimensions."""
     if shape.norm == "layer":
         return nn.LayerNorm(dim, shape.norm_eps)
     return RMSNorm(dim, shape.norm_eps, plus_one=shape.norm == "rms_plus_one")
@@ -49,14 +47,12 @@ def activation(name: str) -> nn.Module:
 
 
 def for_products(x: Tensor) -> Tensor:
-    """Return x in the dtype of matrix products. Autocast on the CPU would convert it again for each of them, and each of their
-    gradients back."""
+    """Return x in the dtype of matrix products, which autocast on the CPU would convert for each of them and its gradient."""
     lower = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     return x.to(torch.get_autocast_dtype("cpu")) if lower else x
 
 
 def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """Return each layer's output for the same input."""
     if cpu_products.serve(x, *layers):
         return cpu_products.project(x, *layers)
     return tuple(layer(x) for layer in layers)

@@ -51,8 +51,7 @@ class Decoder(TransformerDecoder):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def materialise_buffers(self, device: torch.device | str) -> None:
-        """Compute on `device` what a decoder has besides its parameters, after it was built on the meta device. (`to_empty` and
-        `to` do so by themselves.)"""
+        """Compute on `device` what a decoder built on the meta device has besides parameters."""
         self.rope.materialise(device)
 
 

@@ -13,8 +13,7 @@ Names = Mapping[str, str | tuple[str, ...]]
 
 
 def _names(*, gated: bool = True) -> dict[str, str | tuple[str, ...]]:
-    """Return the names that are alike in nearly every family: embeddings, head, q/k/v projections and, if gated, feed-forward
-    layers."""
+    """Return the names that nearly all families share: embeddings, head, q/k/v and, if gated, feed-forward layers."""
     attention = {
         f"model.layers.{{}}.self_attn.{part}_proj.{kind}": f"layers.{{}}.attn.{part}_proj.{kind}"
         for part in "qkv"
@@ -103,9 +102,8 @@ class ModelFamily:
     soft_caps: tuple[str, ...] = ()
     """Which of the config's SOFT_CAPS the family has."""
     tied_head_in_files: bool = True
-    """Checkpoints with tied embeddings hold them a second time, as lm_head.weight: most of vLLM's classes need it when they
-    reload in place on CPU, and transformers reads the same model from it. vLLM's Gemma 2 has no such parameter, and refuses
-    it."""
+    """Checkpoints with tied embeddings hold them again, as lm_head.weight, which most of vLLM's classes need when they reload in
+    place on CPU, and transformers accepts; vLLM's Gemma 2 refuses it."""
     windows: Literal["none", "every_layer", "by_layer_types"] = "none"
     """Which layers the config's sliding_window applies to."""
 
@@ -161,12 +159,10 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Composite:
-    """A model with more than text in it, of which only the text part (a family of its own) is trained. Checkpoints keep the rest
-    as it was."""
+    """A model with more than text, of which only the text part (a family of its own) is trained; checkpoints keep the rest."""
 
     layouts: tuple[Mapping[str, str], ...]
-    """What the text part's parameters are called in the folder: the prefix for each beginning of their plain names. Which of them
-    a folder has depends on the version of transformers that wrote it."""
+    """Prefixes of the text part's parameters, by the beginning of their plain names, as versions of transformers write them."""
     frozen: tuple[str, ...]
     """What the names of all other parameters begin with."""
 

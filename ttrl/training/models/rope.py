@@ -44,8 +44,7 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of positions, for each kind of layer (Gemma 3 has two). The frequencies are buffers in fp32, which no
-    conversion to another dtype and no move from the meta device can spoil: they are computed again."""
+    """Cosines and sines of positions, for each kind of layer. Frequencies stay in fp32: they are computed anew after a move."""
 
     def __init__(self, config: PretrainedConfig, kinds: tuple[str, ...], context: int) -> None:
         super().__init__()
@@ -53,7 +52,6 @@ class RotaryEmbedding(nn.Module):
         self.materialise(torch.get_default_device())
 
     def materialise(self, device: torch.device | str) -> None:
-        """Put the frequencies on `device`."""
         for kind, (inverse, _) in self._computed.items():
             self.register_buffer(f"{kind}_frequencies", inverse.to(device), persistent=False)
 

@@ -104,7 +104,6 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def read_stored(file: Path, name: str) -> Tensor:
-    """Read one tensor of a safetensors file."""
     with safe_open(file, framework="pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
     return tensor

@@ -23,8 +23,7 @@ def token_keys(rows: PackedTensors) -> Tensor:
 
 
 def covariances(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """Return (log π - mean)·(A - mean) [N], float64, on the CPU. The means are exact sums, rounded once: the order of the tokens
-    does not matter."""
+    """Return (log π - mean)·(A - mean) [N], float64, on the CPU; exact sums, so the order of the tokens does not matter."""
     logprobs, advantages = logprobs_N.detach().double().cpu(), advantages_N.detach().double().cpu()
     return (logprobs - _mean(logprobs)) * (advantages - _mean(advantages))
 
@@ -72,8 +71,7 @@ def _number(text: str) -> int:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """Permute int64 numbers so that no order is left (the finaliser of MurmurHash3; logical shifts, multiplication modulo
-    2^64)."""
+    """Permute int64 numbers so that no order is left: MurmurHash3's finaliser, with logical shifts, modulo 2^64."""
     for factor in (-49064778989728563, -4265267296055464877):
         values = (values ^ ((values >> 33) & 0x7FFFFFFF)) * factor
     return values ^ ((values >> 33) & 0x7FFFFFFF)

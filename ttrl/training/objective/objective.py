@@ -61,7 +61,6 @@ class Objective:
 
     @property
     def entropy_coefficient(self) -> float:
-        """The coefficient at this step."""
         if self.config.entropy_schedule == "constant":
             return self.config.entropy_coefficient
         assert self.config.entropy_until_step is not None, "the config's own check asks for it"
@@ -86,14 +85,12 @@ class Objective:
 
     @property
     def needs_token_rewards(self) -> bool:
-        """True if advantages are recomputed before training (`ttrl.training.objective.token_rewards`), from log-probabilities
-        of trainer and reference, or from values."""
+        """True if advantages are recomputed before training (`ttrl.training.objective.token_rewards`)."""
         return self.kl_in_reward > 0 or self.config.token_rewards != "none" or self.config.value_head
 
     @property
     def needs_reference(self) -> bool:
-        """True where log-probabilities of the reference model are needed at this step: for its rewards, or as an estimate of
-        KL."""
+        """True where log-probabilities of the reference model are needed at this step: for its rewards, or to estimate KL."""
         estimate = self.kl_in_loss > 0 and self.config.kl_estimator != "full"
         return estimate or self.kl_in_reward > 0 or self.config.token_rewards == "implicit"
 
@@ -104,7 +101,6 @@ class Objective:
 
     @property
     def needs_entropy_grad(self) -> bool:
-        """True where the entropy is part of the loss."""
         return self.entropy_coefficient > 0
 
     def choose(self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, keys_N: Tensor, seed: int) -> Tensor:

@@ -114,8 +114,7 @@ def value_advantages(
 def token_divergences(
     rows: PackedTensors, logprobs_RT: Tensor, reference_logprobs_RT: Tensor, beta: float, estimator: str = "k1"
 ) -> Tensor:
-    """Return -beta·k of each label [R, T], float32: token rewards for `value_advantages`; 0 where nothing is trained. Raises
-    PackError if a log-probability of a label is unknown."""
+    """Return -beta·k of each label [R, T], float32, for `value_advantages`; 0 elsewhere. Raises PackError if one is unknown."""
     charges = _charges(rows, logprobs_RT, reference_logprobs_RT, beta, estimator).view(rows.labels.shape).to(torch.float32)
     return torch.where(rows.labels != IGNORE_LABEL, charges, torch.zeros_like(charges))
 

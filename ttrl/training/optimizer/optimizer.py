@@ -15,8 +15,7 @@ from ttrl.training.policy.policy import Policy
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Return the learning rate of global step `step` (from 0): linear warm-up, then constant, or falling to 0 at
-    `total_steps`."""
+    """Return the learning rate of step `step` (from 0): linear warm-up, then constant, or falling to 0 at `total_steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
@@ -43,7 +42,6 @@ class OptimizerInBackward:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers."""
         return [group for optimizer in self.by_parameter.values() for group in optimizer.param_groups]
 
     @torch.no_grad()
@@ -103,7 +101,6 @@ def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
 
 
 def begin_step(optimizer: Optimizer, config: TrainingConfig, global_step: int, lr_scale: float = 1.0) -> None:
-    """Set the learning rate of `global_step`, before the step's first backward pass if the optimizer works in it."""
     rate = learning_rate(config, global_step) * lr_scale
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):

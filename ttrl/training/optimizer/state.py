@@ -145,10 +145,8 @@ def _save_sharded(
 
 
 def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
-    """Restore what `save_state` wrote, in either format, whatever the number of ranks was; returns the global step.
-
-    Raises RunFolderError where the state is missing, damaged, or of another model or optimizer.
-    """
+    """Restore what `save_state` wrote, in either format, whatever the number of ranks was; returns the global step. Raises
+    RunFolderError where the state is missing, damaged, or of another model or optimizer."""
     folder = Path(folder)
     try:
         header = json.loads((folder / "state.json").read_text())

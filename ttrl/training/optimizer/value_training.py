@@ -63,7 +63,6 @@ class ValueTraining:
             state |= {name: value.to(device) for name, value in state.items() if name != "step"}
 
     def forget(self) -> None:
-        """Discard the gradients."""
         self._optimizer.zero_grad()
 
     def save(self, folder: Path) -> None:

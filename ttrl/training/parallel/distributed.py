@@ -32,8 +32,7 @@ DATA, TENSOR = "data", "tensor"  # the grid's dimensions
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all that train together. `rank` and `world_size` count those that see different rows; the processes that
-    share layers (tensor parallelism) have the same `rank`."""
+    """This process among all that train together. `rank` and `world_size` count those that see different rows."""
 
     rank: int
     world_size: int
@@ -50,7 +49,6 @@ class Ranks:
 
     @property
     def processes(self) -> int:
-        """How many there are in all."""
         return self.world_size * self.tensor_ranks
 
     @property
@@ -80,7 +78,6 @@ class Ranks:
         return torch.cat([part for part in parts if part is not None])
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
         if self.processes > 1:
             distributed.barrier()
 
@@ -92,8 +89,7 @@ def parse_config(config_class: type[C], raw: Any) -> C:
 
 
 def run_on_ranks(make_config: Callable[[], C], work: Callable[[C, "Ranks"], None], logger: logging.Logger) -> int:
-    """Join the other ranks that the config is for, and do the work. Returns the exit code of a process that does nothing else:
-    what ttrl raises on purpose is logged as one message without a traceback."""
+    """Join the config's other ranks, and work. Returns the exit code: a TtrlError is logged without a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         config = make_config()
@@ -106,7 +102,6 @@ def run_on_ranks(make_config: Callable[[], C], work: Callable[[C, "Ranks"], None
 
 
 def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: Any) -> int:
-    """Parse a recipe's config (an OmegaConf mapping), join the other ranks and train. Returns the exit code."""
     return run_on_ranks(lambda: parse_config(config_class, raw), train, logging.getLogger(train.__module__))
 
 
@@ -123,8 +118,7 @@ def model_shape(folder: str) -> dict[str, Any]:
 
 
 def _device_for(config: TrainingConfig, processes: int) -> str:
-    """Return the device, cpu or cuda. Raises ConfigError with everything that it, the number of processes or the model's shape
-    cannot provide."""
+    """Return the device. Raises ConfigError with all that it, the number of processes or the model's shape cannot provide."""
     wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     problems = config.problems_here(wanted, processes, model_shape(config.model))
     if wanted == "cuda" and not torch.cuda.is_available():

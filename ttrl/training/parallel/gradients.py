@@ -28,15 +28,13 @@ def sharded_dims(tensor: DTensor) -> tuple[str, ...]:
 
 
 class SquaredNorm:
-    """Σ g² over gradients that may be spread over processes in different ways: each part of each gradient counts once, whether it
-    is sharded over both dimensions of the mesh, over one, or none. One reduction for each of these kinds, at the end."""
+    """Σ g² over gradients that are spread over processes in different ways, with one reduction for each way, at the end."""
 
     def __init__(self) -> None:
         self._squares: dict[tuple[str, ...], Tensor] = {}
         self._mesh: DeviceMesh | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """Add one more gradient."""
         dims: tuple[str, ...] = ()
         if isinstance(gradient, DTensor):
             self._mesh, dims = gradient.device_mesh, sharded_dims(gradient)

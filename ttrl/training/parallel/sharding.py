@@ -148,8 +148,7 @@ def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ran
 
 
 def shard(policy: Any, config: TrainingConfig, here: Ranks, between: Callable[[], None] = lambda: None) -> None:
-    """Spread a policy whose parameters may still be on the meta device. `between` wraps layers (checkpointing, compilation) after
-    tensor parallelism and before FSDP."""
+    """Spread a policy, also on the meta device. `between` wraps layers after tensor parallelism and before FSDP."""
     if here.tensor_ranks > 1:
         assert here.mesh is not None
         apply_tensor_parallel(policy.decoder, here.mesh[TENSOR])

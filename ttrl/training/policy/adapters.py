@@ -124,8 +124,7 @@ def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
 
 @torch.no_grad()
 def _begin(layers: Mapping[str, AdaptedLinear], seed: int) -> None:
-    """Start an adapter that changes nothing yet: A random (uniform within ±1/√D, as peft's), B zero, magnitudes the rows'
-    lengths."""
+    """Start an adapter that changes nothing yet: A uniform within ±1/√D, as peft's, B zero, magnitudes the rows' lengths."""
     for name, layer in layers.items():
         bound = 1 / math.sqrt(layer.in_features)
         a = torch.rand(layer.lora_a.shape, generator=derived_generator(seed, "lora", name)) * 2 * bound - bound
@@ -167,7 +166,6 @@ class _Fused(NamedTuple):
 
     @property
     def adapted(self) -> list[AdaptedLinear]:
-        """The parts with an adapter."""
         return [layer for layer in self.layers if layer is not None]
 
     def names(self) -> list[tuple[str, str]]:
@@ -252,7 +250,6 @@ class Adapter(NamedTuple):
     settings: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write the folder."""
         folder.mkdir()
         save_file(self.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         write_json(folder / PEFT_FILE, self.peft_config)

@@ -18,10 +18,8 @@ from ttrl.training.policy.policy import Policy, fill_parameters
 
 
 def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
-    """Load the policy of `config.model` on this rank's device: fp32 parameters, sharded if there are several ranks.
-
-    Raises ModelFolderError for folders that are missing, incomplete or of a family that is not supported.
-    """
+    """Load the policy of `config.model` on this rank's device: fp32 parameters, sharded if there are several ranks. Raises
+    ModelFolderError for folders that are missing, incomplete or of a family that is not supported."""
     base = base_folder(config)
     hf_config = read_config(base)
     with torch.device("meta"):

@@ -27,8 +27,7 @@ _SCALE_BLOCK = 256  # scales of blocks that share a scale of their own
 
 
 class AdaptedLinear(nn.Linear):
-    """A frozen linear layer with an adapter. Its parameters are called as before, and `ADAPTER_PARTS`: lora_a [r, D], lora_b
-    [O, r], and for DoRA magnitude [O]."""
+    """A frozen linear layer with ADAPTER_PARTS: lora_a [r, D], lora_b [O, r], and for DoRA magnitude [O]."""
 
     def __init__(self, frozen: nn.Linear, config: TrainingConfig) -> None:
         nn.Module.__init__(self)
@@ -141,7 +140,6 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2] in ADAPTER_PARTS
 
 

@@ -25,7 +25,7 @@ from ttrl.training.policy.value_head import ValueHead
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What is wanted at the positions with a label, besides log-probabilities and entropies. The first four are explained at
+    """What is wanted at labels besides log-probabilities and entropies. The first four:
     `ttrl.training.kernels.logprobs.run_head`."""
 
     token_loss: TokenLoss | None = None
@@ -42,8 +42,7 @@ class HeadOptions:
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy computes at the N positions with a label, in row-major order. A tuple, so that FSDP finds the tensors in
-    it."""
+    """What a policy computes at the N labels, in row-major order. A tuple, so that FSDP finds the tensors in it."""
 
     logprobs: Tensor
     """[N], nats."""
@@ -89,8 +88,7 @@ class Policy(nn.Module):
         input_pos_BT: Tensor,
         options: HeadOptions = HeadOptions(),
     ) -> PolicyOutput:
-        """Map packed rows to what the head computes at the positions whose label is not -100. `labels` are aligned with the
-        position that predicts them."""
+        """Map packed rows to what the head computes at the labels, which stand at the positions that predict them."""
         lower = self.compute_dtype not in (torch.float32, torch.float64)
         with torch.autocast(tokens_BT.device.type, self.compute_dtype) if lower else contextlib.nullcontext():
             plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
@@ -122,8 +120,7 @@ class Policy(nn.Module):
         return PolicyOutput(out.logprobs_N, out.entropy_N, out.divergence_N, out.loss, values)
 
     def head_weight(self) -> Tensor:
-        """Return the output projection [V, D] inside a forward pass, this rank's rows of it under tensor parallelism; the
-        gradient flows through."""
+        """Return the output projection [V, D] inside a forward pass, this rank's rows of it; the gradient flows through."""
         output: Any = self.decoder.output
         weight = local_part(getattr(output, "tied_module", output).weight)
         return output.merged(weight) if isinstance(output, AdaptedLinear) else weight
@@ -135,8 +132,7 @@ class Policy(nn.Module):
         return None if bias is None else local_part(bias)
 
     def whole_head(self) -> tuple[Tensor, Tensor | None]:
-        """Return copies of the output projection [V, D] and its bias, whole, outside of a forward pass. A collective if
-        sharded."""
+        """Return whole copies of the output projection [V, D] and its bias, outside of a forward pass. A collective."""
         names = self.parameters_by_name()
         weight = names["output.weight" if "output.weight" in names else "tok_embeddings.weight"]
         bias = names.get("output.bias")
@@ -155,9 +151,8 @@ class Policy(nn.Module):
         )
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Return parameters under torchtune's names; a tied weight appears once. Sharded ones are the shards, even right after a
-        forward pass without a backward pass, which leaves parameters whole: the root's, and the layers' too without
-        resharding."""
+        """Return parameters under torchtune's names; a tied weight appears once. Sharded ones are the shards, even after a
+        forward pass without a backward pass, which leaves parameters whole."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -170,10 +165,8 @@ class Policy(nn.Module):
         return {name: full_tensor(parameter.detach()).cpu() for name, parameter in self.parameters_by_name().items()}
 
     def load_folder(self, folder: str | Path) -> None:
-        """Replace all weights by those of another folder of the same architecture; sharded policies keep each rank's part.
-
-        Raises ModelFolderError where the folder's config computes anything else than this policy does.
-        """
+        """Replace all weights by those of another folder of the same architecture; sharded policies keep each rank's part. Raises
+        ModelFolderError where the folder's config computes anything else than this policy does."""
         check_same_architecture(read_config(folder), self.decoder.config, folder)
         fill_parameters(self.parameters_by_name(), folder)
 
@@ -182,9 +175,7 @@ def fill_parameters(
     parameters: Mapping[str, nn.Parameter], folder: str | Path, put: Callable[[Tensor, Tensor], None] = copy_whole
 ) -> None:
     """Copy the weights of a folder into parameters under torchtune's names, sharded or not, tensor by tensor; `put` copies one.
-
-    Raises ModelFolderError with missing names, unknown names and other shapes; the parameters are of no use then.
-    """
+    Raises ModelFolderError with missing names, unknown names and other shapes; the parameters are of no use then."""
     seen: dict[str, Tensor] = {}
     for name, weight in iter_weights(folder):
         seen[name] = torch.empty(weight.shape, device="meta")

@@ -61,10 +61,8 @@ def save_value_head(weights: dict[str, Tensor], folder: str | Path) -> None:
 
 
 def load_value_head(head: ValueHead, folder: str | Path) -> bool:
-    """Read the weights that `save_value_head` wrote; False if the folder has none, so that the head starts afresh.
-
-    Raises ModelFolderError where they cannot be read or are of another shape.
-    """
+    """Read the weights that `save_value_head` wrote; False if the folder has none, so that the head starts afresh. Raises
+    ModelFolderError where they cannot be read or are of another shape."""
     file = Path(folder, FILE_NAME)
     if not file.exists():
         return False
