@@ -14,12 +14,16 @@ from ttrl.tasks.words import pick
 
 
 class Clue(NamedTuple):
-    """A sentence without its full stop, and the function that adds what it says under a switch."""
+    """A sentence without its capital and full stop, and the function that adds what it says under a switch."""
 
     text: str
     add: Callable[[Rules, int], None]
     reach: int = 1
     """0 for a fact that stands by itself, 1 for a relation that must be combined with others."""
+
+    def sentence(self) -> str:
+        """Return the text as the prompt has it."""
+        return f"{self.text[:1].upper()}{self.text[1:]}."
 
 
 Maker = Callable[[random.Random, Scene], Clue | None]
@@ -27,19 +31,16 @@ Maker = Callable[[random.Random, Scene], Clue | None]
 
 def draw_clue(rng: random.Random, scene: Scene) -> Clue:
     """Draw a random true clue."""
-    makers = [(maker, weight) for maker, weight, wants in _MAKERS if wants(scene)]
+    has = {"all": True, "moves": scene.moves, "motives": bool(scene.motives)}
+    makers = [(maker, weight) for maker, weight, scenes in _MAKERS if has[scenes]]
     while True:
         place = rng.random() * sum(weight for _, weight in makers)
         for maker, weight in makers:
             place -= weight
             if place < 0:
                 if (clue := maker(rng, scene)) is not None:
-                    return clue._replace(text=clue.text[:1].upper() + clue.text[1:])
+                    return clue
                 break
-
-
-def _at(scene: Scene, t: int) -> str:
-    return f" at {scene.times[t]}" if len(scene.times) > 1 else ""
 
 
 def _in(scene: Scene, r: int) -> str:
@@ -74,7 +75,7 @@ def _placed(rng: random.Random, scene: Scene) -> Clue:
     subject, t = _subject(rng, scene), _time(rng, scene)
     r = _room_of(rng, scene, subject, t)
     return Clue(
-        f"{subject.text(scene)} was {_in(scene, r)}{_at(scene, t)}",
+        f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}",
         lambda rules, switch: rules.clauses.add([-switch, rules.was_at(subject, t, r)]),
         reach=0,
     )
@@ -114,7 +115,7 @@ def _moved(rng: random.Random, scene: Scene) -> Clue | None:
 
     taking = f" {thing.text(scene)}" if thing is not None else ""
     route = f"from the {scene.rooms[before]} to the {scene.rooms[after]}"
-    return Clue(f"{subject.text(scene)} moved{taking} {route}{_at(scene, t)}", add, reach=0)
+    return Clue(f"{subject.text(scene)} moved{taking} {route}{scene.at(t)}", add, reach=0)
 
 
 def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
@@ -145,7 +146,7 @@ def _never(rng: random.Random, scene: Scene) -> Clue | None:
         for t in range(len(scene.times)):
             rules.clauses.add([-switch, -rules.was_at(subject, t, r)])
 
-    return Clue(f"{subject.text(scene)} was {'never' if len(scene.times) > 1 else 'not'} {_in(scene, r)}", add)
+    return Clue(f"{subject.text(scene)} was {'never' if scene.moves else 'not'} {_in(scene, r)}", add)
 
 
 def _two(rng: random.Random, scene: Scene) -> tuple[Subject, Subject] | None:
@@ -187,7 +188,7 @@ def _same_room(rng: random.Random, scene: Scene) -> Clue | None:
                 rules.clauses.add([-condition, -mine, theirs[r]])
                 rules.clauses.add([-condition, mine, -theirs[r]])
 
-    return Clue(f"{one.text(scene)} was in the same room as {other.text(scene)}{_at(scene, t)}", add)
+    return Clue(f"{one.text(scene)} was in the same room as {other.text(scene)}{scene.at(t)}", add)
 
 
 def _beside(rng: random.Random, scene: Scene) -> Clue | None:
@@ -212,7 +213,7 @@ def _beside(rng: random.Random, scene: Scene) -> Clue | None:
             if r not in reached:
                 rules.clauses.add([-switch, -here])
 
-    return Clue(f"{one.text(scene)} was in the room just {direction} of {other.text(scene)}{_at(scene, t)}", add)
+    return Clue(f"{one.text(scene)} was in the room just {direction} of {other.text(scene)}{scene.at(t)}", add)
 
 
 def _together(rng: random.Random, scene: Scene) -> Clue | None:
@@ -259,7 +260,7 @@ def _logical(rng: random.Random, scene: Scene) -> Clue | None:
             rules.clauses.add([-switch, first, -second])
             rules.clauses.add([-switch, -first, second])
 
-    texts = [f"{subject.text(scene)} was {_in(scene, r)}{_at(scene, t)}" for subject, t, r in statements]
+    texts = [f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}" for subject, t, r in statements]
     return Clue((" or " if or_clue else " if and only if ").join(texts), add)
 
 
@@ -281,7 +282,7 @@ def told_facts(scene: Scene) -> dict[str, Clue]:
             lambda rules, switch: rules.clauses.add([-switch, rules.weapon[scene.murder_weapon]]),
         )
     }
-    if len(scene.times) > 1:
+    if scene.moves:
         facts["time"] = Clue(
             f"{VICTIM} was murdered at {scene.times[scene.murder_time]}",
             lambda rules, switch: rules.clauses.add([-switch, rules.time[scene.murder_time]]),
@@ -294,30 +295,18 @@ def told_facts(scene: Scene) -> dict[str, Clue]:
                 rules.clauses.add([-switch, -murderer, own[motive]])
 
         facts["motive"] = Clue(f"the murderer was motivated by {scene.motives[motive]}", add)
-    return {name: clue._replace(text=clue.text[:1].upper() + clue.text[1:]) for name, clue in facts.items()}
-
-
-def _always(scene: Scene) -> bool:
-    return True
-
-
-def _moving(scene: Scene) -> bool:
-    return len(scene.times) > 1
-
-
-def _motivated(scene: Scene) -> bool:
-    return bool(scene.motives)
+    return facts
 
 
 # (what makes it, how often it is tried, for which scenes); most tries of the later ones find nothing that is true.
-_MAKERS: tuple[tuple[Maker, float, Callable[[Scene], bool]], ...] = (
-    (_placed, 2.0, _always),
-    (_moved, 6.0, _moving),
-    (_stayed, 1.5, _moving),
-    (_never, 0.7, _always),
-    (_same_room, 20.0, _always),
-    (_beside, 20.0, _always),
-    (_together, 8.0, _moving),
-    (_logical, 6.0, _always),
-    (_motive, 1.0, _motivated),
+_MAKERS: tuple[tuple[Maker, float, str], ...] = (
+    (_placed, 2.0, "all"),
+    (_moved, 6.0, "moves"),
+    (_stayed, 1.5, "moves"),
+    (_never, 0.7, "all"),
+    (_same_room, 20.0, "all"),
+    (_beside, 20.0, "all"),
+    (_together, 8.0, "moves"),
+    (_logical, 6.0, "all"),
+    (_motive, 1.0, "motives"),
 )

@@ -9,7 +9,6 @@ turn is left out if it stays settled without it.
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from ttrl.errors import TaskError
@@ -40,9 +39,8 @@ class Question(NamedTuple):
     variable: int
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A puzzle in the making, with what is needed to check it."""
+class Draft(NamedTuple):
+    """A puzzle before it is written out."""
 
     scene: Scene
     clues: tuple[Clue, ...]
@@ -62,17 +60,6 @@ def make_puzzle(
         prompt before its clues), which one scene in ten has: whatever the seeds, no puzzle is ever made for both.
     Raises TaskError for another scope, or a size in which no murder is possible.
     """
-    draft = make_draft(seed, size, scope, held_out)
-    letters = [chr(ord("A") + number) for number in range(len(draft.questions))]
-    return {
-        "prompt": _prompt(draft, letters),
-        "solution": {letter: question.answer for letter, question in zip(letters, draft.questions)},
-        "num_clues": len(draft.clues),
-    }
-
-
-def make_draft(seed: int | str, size: PuzzleSize | None = None, scope: Scope = "answers", held_out: bool | None = None) -> Draft:
-    """Make the puzzle of a seed before it is written out."""
     if scope not in get_args(Scope):
         raise TaskError(f"temporal-clue: scope is {scope!r}; give 'answers' or 'night'")
     for attempt in range(50):
@@ -80,7 +67,9 @@ def make_draft(seed: int | str, size: PuzzleSize | None = None, scope: Scope = "
         size = size if size is not None else draw_size(rng, scope)  # kept: hard sizes must not become rare
         draft = _try(rng, size, scope, held_out)
         if draft is not None:
-            return draft
+            letters = [chr(ord("A") + number) for number in range(len(draft.questions))]
+            solution = {letter: question.answer for letter, question in zip(letters, draft.questions)}
+            return {"prompt": _prompt(draft, letters), "solution": solution, "num_clues": len(draft.clues)}
     raise TaskError(f"temporal-clue: 50 puzzles of {size} could not be settled by {_MOST_CLUES} clues; give another size")
 
 
@@ -183,8 +172,7 @@ def _bonus(rng: random.Random, rules: Rules) -> Question:
     else:
         subject = Subject("mover", pick(rng, [mover for mover in range(scene.movers) if mover != scene.victim]))
     r = scene.where[subject.movers(scene)[0]][t]
-    at = f" at {scene.times[t]}" if len(scene.times) > 1 else ""
-    return Question(f"Where was {subject.text(scene)}{at}?", "ROOM", scene.rooms[r], rules.was_at(subject, t, r))
+    return Question(f"Where was {subject.text(scene)}{scene.at(t)}?", "ROOM", scene.rooms[r], rules.was_at(subject, t, r))
 
 
 def _prompt(draft: Draft, letters: list[str]) -> str:
@@ -192,7 +180,7 @@ def _prompt(draft: Draft, letters: list[str]) -> str:
     parts = [
         describe(draft.scene),
         "These clues are known, and all of them are true:",
-        "\n".join(f"- {clue.text}." for clue in draft.clues),
+        "\n".join(f"- {clue.sentence()}" for clue in draft.clues),
         "Answer these questions:",
         "\n".join(lines[: draft.foundational]),
         *(["and these bonus questions:", "\n".join(lines[draft.foundational :])] if lines[draft.foundational :] else []),

@@ -140,13 +140,9 @@ class Rules:
         assert subject.kind == "motive", "a mover is nobody's role"
         return [(own[subject.number], s) for s, own in enumerate(self.motive)]
 
-    def is_one(self, subject: Subject) -> bool:
-        """Return False for "a suspect motivated by" where several are."""
-        return subject.kind != "motive" or self.scene.motive_count(subject.number) == 1
-
     def was_at(self, subject: Subject, t: int, r: int) -> int:
         """Return a variable that is true exactly if the subject, or one of those that it may be, was in this room."""
-        if self.is_one(subject):
+        if subject.kind != "motive" or self.scene.motive_count(subject.number) == 1:
             return self.rooms_of(subject, t)[r]
         if (subject, t, r) not in self._some_at:
             some, each = self.clauses.new_variable(), []

@@ -121,6 +121,15 @@ class Scene:
     def murder_room(self) -> int:
         return self.where[self.victim][self.murder_time]
 
+    @property
+    def moves(self) -> bool:
+        """Whether there are several times, so that clues and questions name one."""
+        return len(self.times) > 1
+
+    def at(self, t: int) -> str:
+        """Return " at 11:30 PM", or nothing where there is one time."""
+        return f" at {self.times[t]}" if self.moves else ""
+
     def weapon(self, w: int) -> int:
         """Return the mover of a weapon."""
         return len(self.suspects) + 1 + w
@@ -210,7 +219,6 @@ def _chances(scene: Scene, where: Sequence[Sequence[int]]) -> list[tuple[int, in
 def describe(scene: Scene) -> str:
     """Write the prompt up to the clues: people, things, board, times, motives and rules."""
     digits = len(str(len(scene.rooms)))
-    moving = len(scene.times) > 1
     parts = [
         f"{VICTIM} invited a few acquaintances to his country house. Before the night was over, he had been murdered in one "
         "of its rooms. Exactly one of these suspects did it:",
@@ -222,7 +230,7 @@ def describe(scene: Scene) -> str:
         "and this is how they lie, seen from above (N north, E east, S south, W west):",
         _board(scene),
     ]
-    if moving:
+    if scene.moves:
         parts += [
             "The murder happened at one of these times:",
             _bullets(scene.times),

@@ -7,7 +7,7 @@ from typing import Literal
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, from_json, is_file, load_rows, puzzle_seeds, select, text_field
 from ttrl.tasks.task import Task, question
-from ttrl.tasks.temporal_clue.generator import SIZES, Scope, make_puzzle
+from ttrl.tasks.temporal_clue.generator import Scope, make_puzzle
 from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
 from ttrl.tasks.temporal_clue.scene import PuzzleSize
 
@@ -79,6 +79,3 @@ def _parse(row: Row) -> TemporalCluePuzzle:
         raise RowError(str(error)) from None
     clues = row.get("num_clues")
     return TemporalCluePuzzle(prompt, solution, clues if type(clues) is int else None)
-
-
-__all__ = ["SIZES", "PuzzleSize", "TemporalCluePuzzle", "get_temporal_clue_tasks", "load_puzzles"]
