@@ -46,3 +46,7 @@ def test_any_value_can_be_shown() -> None:
 def test_nested_values_get_one_name_each() -> None:
     assert text.flat({"a": 1, "b": {"c": None, "d": {"e": [2]}}, "f": {}}) == {"a": 1, "b.c": None, "b.d.e": [2]}
     assert text.flat({"b": {"c": 1}}, "/") == {"b/c": 1}
+
+
+def test_numbers_are_written_as_spans() -> None:
+    assert text.spans([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7" and text.spans([]) == ""

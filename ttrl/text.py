@@ -1,7 +1,8 @@
 """Values as text for people, the same everywhere: numbers, sizes, durations, shares; and one name for each nested value."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any, TypeGuard
 
 
@@ -58,6 +59,12 @@ def duration(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{seconds / 86400:.3g} days"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Write ascending whole numbers: [1, 2, 3, 5] as "1-3, 5"."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def short(value: object, most: int = 200) -> str:

@@ -17,7 +17,7 @@ from ttrl.errors import RunFolderError, StorageError
 from ttrl.records import Sample, TaskResult, TokenizedResult
 from ttrl.report import charts
 from ttrl.report import samples as report_samples
-from ttrl.report.conversations import Messages, template
+from ttrl.report.conversations import shown_messages, template
 from ttrl.report.page import leave_report, write_report
 from ttrl.run_folder import reader
 
@@ -239,7 +239,7 @@ def test_long_answers_are_folded_and_very_long_ones_cut(tmp_path: Path) -> None:
 
 
 def test_of_endless_conversations_the_beginning_is_shown() -> None:
-    shown = Messages.of([{"role": "tool", "content": "<" * 15_000}] * 40)
+    shown = shown_messages([({"role": "tool", "content": "<" * 15_000}, "prompt")] * 40)
     html = template("parts.html").module.messages(shown)  # type: ignore[attr-defined]
     assert html.count("&lt;") == 4 * (15_000 + 160) and "36 more messages in the run folder" in html
 

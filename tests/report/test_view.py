@@ -10,7 +10,7 @@ import pytest
 from ttrl.cli import main
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
-from ttrl.report.view import open_pack, spans
+from ttrl.report.view import open_pack
 from ttrl.run_folder.token_text import folder_token_text
 
 
@@ -137,10 +137,6 @@ def test_what_is_wrong_is_said_in_a_line(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ttrl: error: ") and err.count("\n") == 1
     assert re.search(expected, err), err
-
-
-def test_numbers_are_written_as_spans() -> None:
-    assert spans([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7" and spans([]) == ""
 
 
 def test_tokens_that_are_no_text_of_their_own(run: Path) -> None:

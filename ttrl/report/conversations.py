@@ -9,13 +9,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ttrl.records import Sample
-from ttrl.report.samples import TRAINER_FILE, TokenSpans, TokenTable, before_and_after, some_samples, stamp_of
+from ttrl.report.samples import TRAINER_FILE, Shown, TokenSpan, TokenTable, before_and_after, some_samples, stamp_of
 from ttrl.run_folder.reader import RunData
 from ttrl.text import compact
 
@@ -38,8 +38,7 @@ def template(name: str) -> Template:
     ).get_template(name)
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One chat message."""
 
     role: str
@@ -48,65 +47,55 @@ class Message:
     """The class of its text."""
 
 
-@dataclass(frozen=True)
-class Messages:
-    """Chat messages up to MOST_TEXT, and the number of those left out."""
-
-    messages: list[Message]
-    more: int = 0
-
-    @classmethod
-    def of(cls, messages: Iterable[Any], css: str = "prompt") -> "Messages":
-        """Return messages as OpenAI's API has them, all of one class."""
-        return cls.marked([(message, css) for message in messages])
-
-    @classmethod
-    def marked(cls, messages: Sequence[tuple[Any, str]]) -> "Messages":
-        """Return messages, each with the class of its text."""
-        known = [(message, css) for message, css in messages if isinstance(message, dict)]
-        shown: list[Message] = []
-        length = 0
-        for message, css in known:
-            if length >= MOST_TEXT:
-                break
-            content = message.get("content") or message.get("tool_calls") or ""
-            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            shown.append(Message(message.get("role", "?"), text, css))
-            length += len(text)
-        return cls(shown, len(known) - len(shown))
+def shown_messages(messages: Iterable[tuple[Any, str]]) -> Shown[Message]:
+    """Return messages as OpenAI's API has them, each with the class of its text, up to MOST_TEXT."""
+    known = [(message, css) for message, css in messages if isinstance(message, dict)]
+    shown: list[Message] = []
+    length = 0
+    for message, css in known:
+        if length >= MOST_TEXT:
+            break
+        content = message.get("content") or message.get("tool_calls") or ""
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        shown.append(Message(message.get("role", "?"), text, css))
+        length += len(text)
+    return Shown(shown, len(known) - len(shown))
 
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """What the model answered, with facts about it."""
+    """What the model answered."""
 
     label: str
-    turns: Messages
-    """What was said up to the last reply, without the task's messages."""
-    text: str
-    tokens: TokenSpans | None
+    sample: Sample
+    tokens: Shown[TokenSpan] | None = None
     """The answer as coloured tokens, shown instead of its text."""
-    error: str
-    reward: str
-    facts: list[str]
 
-    @classmethod
-    def of(cls, sample: Sample, label: str, tokens: TokenSpans | None = None) -> "ShownAnswer":
-        """Return the answer of a sample."""
-        turns = sample.turns or []
+    @property
+    def turns(self) -> Shown[Message]:
+        """Return what was said up to the last reply, without the task's messages."""
         said: list[tuple[Any, str]] = []
-        for number, turn in enumerate(turns):
-            said += [(message, "prompt") for message in turn.messages]
-            said += [(turn.reply, "answer")] if number < len(turns) - 1 else []
+        for turn in self.sample.turns or []:
+            said += [*((message, "prompt") for message in turn.messages), (turn.reply, "answer")]
+        return shown_messages(said[:-1])
+
+    @property
+    def facts(self) -> list[str]:
+        """Return what is said below it."""
+        sample = self.sample
         facts = [f"{name} {compact(value)}" for name, value in sample.metrics.items() if isinstance(value, int | float)]
         if sample.finish_reason:
             facts.append(_ENDINGS.get(sample.finish_reason, sample.finish_reason))
         if sample.token_ids is not None:
             facts.append(f"{len(sample.token_ids)} tokens")
-        if turns:
-            facts.append(f"{len(turns)} turns")
-        reward = compact(sample.reward) if isinstance(sample.reward, int | float) else ""
-        return cls(label, Messages.marked(said), sample.text, tokens, sample.error or "", reward, facts)
+        if sample.turns:
+            facts.append(f"{len(sample.turns)} turns")
+        return facts
+
+    @property
+    def reward(self) -> str:
+        """Return the reward in few digits, or ""."""
+        return compact(self.sample.reward) if isinstance(self.sample.reward, int | float) else ""
 
 
 @dataclass(frozen=True)
@@ -114,8 +103,12 @@ class Page:
     """One page of a pager: a prompt with one answer, or with two side by side."""
 
     title: str
-    prompt: Messages
     answers: list[ShownAnswer]
+
+    @property
+    def prompt(self) -> Shown[Message]:
+        """Return the task's messages."""
+        return shown_messages((message, "prompt") for message in self.answers[0].sample.messages)
 
     @functools.cached_property
     def html(self) -> Markup:
@@ -132,7 +125,7 @@ def held_out_pages(run: RunData) -> list[Page]:
     start, end = "starting model" if first == 0 else f"iteration {first}", f"iteration {last}"
     files = [run.iteration_folder(number) / "validation.jsonl" for number in (first, last)]
     return [
-        Page(before.task_id, Messages.of(before.messages), [ShownAnswer.of(before, start), ShownAnswer.of(after, end)])
+        Page(before.task_id, [ShownAnswer(start, before), ShownAnswer(end, after)])
         for before, after in before_and_after(files[0], files[1], HELD_OUT)
     ]
 
@@ -168,10 +161,6 @@ def sample_pages(run: RunData, number: int, samples: Sequence[Sample]) -> list[P
     """Return a page for each sample of iteration `number`."""
     table = TokenTable(run, number)
     return [
-        Page(
-            f"iteration {number} · {one.task_id} · sample {one.sample}",
-            Messages.of(one.messages),
-            [ShownAnswer.of(one, "assistant", table.spans(one))],
-        )
+        Page(f"iteration {number} · {one.task_id} · sample {one.sample}", [ShownAnswer("assistant", one, table.spans(one))])
         for one in samples
     ]

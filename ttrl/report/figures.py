@@ -113,10 +113,10 @@ def time(run: RunData) -> list[Figure]:
 def sampling(run: RunData) -> list[Figure]:
     """Return what the model writes, and how old it is."""
     groups = [
-        Series("all right", words.group_shares(run, "all_right"), 3),
-        Series("all wrong", words.group_shares(run, "all_wrong"), 4),
-        Series("equal otherwise", words.group_shares(run, "other_equal"), 6),
-        Series("kept, but below the floor", words.group_shares(run, "low_std"), 5),
+        Series("all right", words.ratios(run, "groups.all_right", "groups.total"), 3),
+        Series("all wrong", words.ratios(run, "groups.all_wrong", "groups.total"), 4),
+        Series("equal otherwise", words.ratios(run, "groups.other_equal", "groups.total"), 6),
+        Series("kept, but below the floor", words.ratios(run, "groups.low_std", "groups.total"), 5),
     ]
     endings = [
         Series("cut off at the limit", run.column("rollouts.truncated"), 4),

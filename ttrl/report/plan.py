@@ -35,18 +35,13 @@ class PlanOutcome:
     """What the plan's figure rests on."""
 
     @property
-    def ratio(self) -> float | None:
-        """Return what came out, over what was planned."""
-        return self.real / self.planned if self.planned else None
-
-    @property
     def is_near(self) -> bool:
-        """Tell whether the two are within a quarter of each other."""
-        return self.ratio is None or abs(self.ratio - 1) <= NEAR
+        """Tell whether what came out is within NEAR of what was planned."""
+        return not self.planned or abs(self.real / self.planned - 1) <= NEAR
 
     def cells(self) -> list[str]:
         """Return the row of the table."""
-        ratio = "" if self.ratio is None else f"{self.ratio:.2f}{'' if self.is_near else ' *'}"
+        ratio = f"{self.real / self.planned:.2f}{'' if self.is_near else ' *'}" if self.planned else ""
         return [self.name, self.write(self.planned), self.write(self.real), ratio, self.source]
 
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 from ttrl.data.packing.packed_file import load_packed, read_tensor
 from ttrl.data.packing.packed_format import IGNORE_LABEL
@@ -21,6 +22,8 @@ from ttrl.monitoring.finding import Examples
 from ttrl.records import Sample
 from ttrl.run_folder.reader import RunData
 from ttrl.run_folder.token_text import run_token_text
+
+T = TypeVar("T")
 
 MAX_TOKENS = 300
 """Shown of one sample: a page with twenty samples then stays below two megabytes."""
@@ -48,8 +51,7 @@ def token_text_of(run: RunData, number: int) -> Callable[[int], str] | None:
     return _texts[run.folder]
 
 
-@dataclass(frozen=True)
-class TokenSpan:
+class TokenSpan(NamedTuple):
     """One token as it is shown."""
 
     css: str
@@ -58,10 +60,10 @@ class TokenSpan:
 
 
 @dataclass(frozen=True)
-class TokenSpans:
-    """The first MAX_TOKENS of an answer, and the number of those left out."""
+class Shown(Generic[T]):
+    """The first tokens or messages, and the number of those left out."""
 
-    spans: list[TokenSpan]
+    first: list[T]
     more: int
 
 
@@ -115,14 +117,14 @@ class TokenTable:
             trainer = read_tensor(folder / TRAINER_FILE, "logprobs")
             self._trainer = trainer if trainer.shape == self._tensors["labels"].shape else None
 
-    def spans(self, sample: Sample) -> TokenSpans | None:
+    def spans(self, sample: Sample) -> Shown[TokenSpan] | None:
         """Return the answer as coloured tokens; None where text says as much: no tokenizer, no ids, several turns."""
         if self._text is None or sample.turns or not sample.token_ids or (tokens := self._facts(sample)) is None:
             return None
         if all(token.sampler is None and token.advantage is None for token in tokens):
             return None
         shown = [token.span(place, self._text) for place, token in enumerate(tokens[:MAX_TOKENS])]
-        return TokenSpans(shown, len(tokens) - len(shown))
+        return Shown(shown, len(tokens) - len(shown))
 
     def _facts(self, sample: Sample) -> list[TokenFacts] | None:
         """Return all generated tokens; None without ids. Untrained ones have an id and the sampler's logprob alone."""
@@ -245,8 +247,7 @@ def _examples(path: Path, kind: Examples, most: int, stamp: tuple[int, int]) -> 
             match = re.search(rb'"text": "(?:[^"\\]|\\.)*"', line)
             texts.setdefault(match[0] if match else b"", []).append(i)
         chosen = max(texts.values(), key=len, default=[])
-    found = [sample for index in spread(len(chosen), most) if (sample := parsed(lines[chosen[index]])) is not None]
-    return found
+    return [sample for index in spread(len(chosen), most) if (sample := parsed(lines[chosen[index]])) is not None]
 
 
 def _reward(line: bytes) -> float | None:

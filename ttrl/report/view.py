@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from ttrl.errors import RunFolderError, UserError
 from ttrl.run_folder.reader import read_run
 from ttrl.run_folder.token_text import folder_token_text, run_token_text
 from ttrl.system.files import write_text
+from ttrl.text import spans
 
 FILE_NAME = "packed.safetensors"
 FIRST_ROWS = 8
@@ -108,17 +109,6 @@ def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
         why = "it is the model before training" if iteration == 0 else "not packed yet, or none of its groups had a signal"
         raise RunFolderError(f"{run}: iteration {iteration} has no {FILE_NAME} ({why}); {has}")
     return data.iteration_folder(iteration) / FILE_NAME, iteration
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Write ascending numbers for people: [1, 2, 3, 5] as "1-3, 5"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _numbers(text: str, count: int) -> list[int]:

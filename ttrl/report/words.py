@@ -111,11 +111,6 @@ def ratios(run: RunData, part: str, whole: str) -> list[float | None]:
     return [a / b if a is not None and b else None for a, b in pairs]
 
 
-def group_shares(run: RunData, key: str) -> list[float | None]:
-    """Return the share of all groups that were left out for one reason, per row."""
-    return ratios(run, f"groups.{key}", "groups.total")
-
-
 def failed_shares(run: RunData) -> list[float | None]:
     """Return failed samples as a share of all, per row; None throughout where none ever failed."""
     return ratios(run, "failed", "samples") if any(run.column("failed")) else [None] * len(run.rows)

@@ -9,7 +9,7 @@ every `<` escaped, and from there only as text; in a report's row the template e
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ttrl.data.pictures.segments import (
     visible,
 )
 from ttrl.errors import PackError
+from ttrl.text import spans
 
 MAX_BYTES = 50_000_000
 """The largest page: browsers still open it, phones hardly."""
@@ -242,17 +243,6 @@ def _rounded(logprobs: np.ndarray) -> list[int | None]:
 
 def _summary(packed: PackedTensors, chosen: Sequence[int], figures: RowFigures) -> str:
     count = f"{packed.num_rows:,} {'row' if packed.num_rows == 1 else 'rows'} of {packed.seq_len:,} positions"
-    shown = "" if len(chosen) == packed.num_rows else f" Shown here: {_ranges(chosen)}."
+    shown = "" if len(chosen) == packed.num_rows else f" Shown here: {'row' if len(chosen) == 1 else 'rows'} {spans(chosen)}."
     dropped = ", ".join(f"{number:,} {reason.replace('_', ' ')}" for reason, number in packed.dropped.items() if number)
     return f"{count}: {', '.join(figures.words()[1:])}.{shown}" + (f" Set aside or changed: {dropped}." if dropped else "")
-
-
-def _ranges(rows: Sequence[int]) -> str:
-    """Return [0, 1, 2, 5] as "rows 0-2, 5"."""
-
-    def spans() -> Iterator[str]:
-        for _, run in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-            numbers = [number for _, number in run]
-            yield str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-    return ("row " if len(rows) == 1 else "rows ") + ", ".join(spans())
