@@ -239,7 +239,7 @@ def test_held_memory_by_hand():
     four_bits = {"lora_rank": 8, "lora_base_dtype": "nf4"}
     base = training_memory(QWEN, four_bits, ONCE).moments["optimizer"]["parameters"]
     decoder = decoder_parameters(QWEN)
-    matrices = decoder.shape.layers * decoder.layer_matrices
+    matrices = decoder.shape.layers * decoder.shape.layer_weights
     whole = 4 * (total - matrices + adapter_parameters(decoder, recipe(**four_bits)))
     assert whole + 0.5 * matrices < base < whole + 0.53 * matrices
 

@@ -40,6 +40,8 @@ LORA_RANK = 16
 """The rank that `savings` suggests."""
 
 _FP32, _BF16 = 4, 2
+_STATE = {"adamw": 2.0 * _FP32, "adamw_8bit": 2.0 * (1 + _FP32 / 256), "sgd": 0.0}
+"""Bytes of an optimizer's state for each trained parameter; 8-bit moments have a scale for every 256."""
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # a number, its block's share of a scale, and that one's of its own
 _SHARD = 5e9  # of a checkpoint's files
 _WHOLE_STATE = 8e9  # an optimizer's state up to this size is written by one of several processes, a larger one by all
@@ -148,11 +150,6 @@ def head_chunk(config: TrainingConfig, positions: float, device: Device) -> floa
     return -(-positions // config.num_output_chunks)
 
 
-def moment_bytes(optimizer: str) -> float:
-    """Return the bytes of an optimizer's state for each trained parameter; 8-bit moments have a scale for every 256."""
-    return {"adamw": 2.0 * _FP32, "adamw_8bit": 2.0 * (1 + _FP32 / 256), "sgd": 0.0}[optimizer]
-
-
 class _Training:
     def __init__(self, decoder: DecoderParameters, settings: TrainingConfig, workload: Workload, cuda: bool, ranks: int) -> None:
         self.decoder, self.settings, self.workload, self.cuda = decoder, settings, workload, cuda
@@ -179,15 +176,11 @@ class _Training:
         self.trainable = trained_parameters(decoder, settings) / shared
         """Parameters with a gradient that this process holds."""
         numbers = decoder.total + adapter_parameters(decoder, settings)
-        self.parameters = (numbers * _FP32 - self._saved_by_four_bits()) / shared
+        in_four_bits = decoder.shape.layers * self._adapted_numbers() if settings.lora_base_dtype == "nf4" else 0
+        self.parameters = (numbers * _FP32 - in_four_bits * (_FP32 - _NF4)) / shared
         """Bytes of all parameters that this process holds."""
         self.mapped = 0.0 if cuda else min(decoder.stored * _FP32 / ranks, _SHARD)
         """Bytes of a model's files that are mapped while they are read, one file after the other."""
-
-    def _saved_by_four_bits(self) -> float:
-        if self.settings.lora_base_dtype != "nf4":
-            return 0.0
-        return self.decoder.shape.layers * self._adapted_numbers() * (_FP32 - _NF4)
 
     def _adapted_numbers(self) -> int:
         """Count the entries of one layer's matrices that have adapters."""
@@ -216,7 +209,7 @@ class _Training:
         if gradients:
             parts["gradients"] = self.trainable * _FP32
         if moments and not (self.settings.optimizer_on_cpu and self.cuda):
-            parts["optimizer state"] = self.trainable * moment_bytes(self.settings.optimizer)
+            parts["optimizer state"] = self.trainable * _STATE[self.settings.optimizer]
         return parts
 
     def _loading(self) -> Parts:
@@ -275,18 +268,14 @@ class _Training:
             "head": self.head_gradient * self.decoder.tied,
             whole: midway,
         }
-        if not accumulated and "gradients" in most:
-            first["gradients"] -= self._first_parameters() * _FP32
+        if not accumulated and "gradients" in most:  # those of the first layer and of the embeddings come last
+            early = self.decoder.layer + (0 if self.lora else self.decoder.vocabulary_matrix)
+            first["gradients"] -= self.trainable * min(1.0, early / self.decoder.total) * _FP32
         # Dense gradients of the embeddings come last; where the head is tied, its own has waited for them until now.
         again = int(accumulated or self.decoder.tied or in_backward) + int(accumulated and self.decoder.tied)
         stream = 2 * self.tokens * self.decoder.shape.width * _FP32
         ends = most | {"activations": stream, "head": again * self.head_gradient, whole: end}
         return [at_head, begins, first, ends]
-
-    def _first_parameters(self) -> float:
-        """Count this process's parameters whose gradients come last: the first layer's and the embeddings'."""
-        early = self.decoder.layer + (0 if self.lora else self.decoder.vocabulary_matrix)
-        return self.trainable * min(1.0, early / self.decoder.total)
 
     def _activations(self) -> tuple[float, float]:
         """Return what all layers keep, and the most that their backward passes add to it: layers that are recomputed need room

@@ -21,8 +21,6 @@ _POST_NORMS = frozenset({"gemma2", "gemma3_text"})
 _TIED = frozenset({"gemma", "gemma2", "gemma3_text"})
 _SOFT_CAPS = frozenset({"gemma2"})
 _ONE_TIED_TENSOR = frozenset({"gemma2"})  # written once; checkpoints of all others hold a tied head twice
-
-
 _UNGATED = frozenset({"phi"})  # two matrices in the feed-forward layer; all other families have three
 
 
@@ -135,11 +133,6 @@ class DecoderParameters:
         return self.shape.vocabulary * self.shape.width
 
     @property
-    def layer_matrices(self) -> int:
-        """Count the entries of the matrices of one layer."""
-        return self.shape.layer_weights
-
-    @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes of one layer's matrices by the recipe's names: (width in, width out)."""
         width, inner = self.shape.width, self.shape.feed_forward_width
@@ -166,7 +159,7 @@ class DecoderParameters:
     @property
     def layer(self) -> int:
         """Count the parameters of one layer."""
-        return self.layer_matrices + self.layer_vectors
+        return self.shape.layer_weights + self.layer_vectors
 
     @property
     def outside_layers(self) -> int:

@@ -26,7 +26,7 @@ from ttrl.monitoring.findings import findings
 from ttrl.monitoring.loggers import Loggers
 from ttrl.monitoring.progress_line import iteration_lines
 from ttrl.report.page import leave_report
-from ttrl.run_folder.metrics import has_reached
+from ttrl.run_folder.metrics import has_reached, metrics_row
 from ttrl.run_folder.pruning import prune
 from ttrl.system.console import clock
 from ttrl.system.files import append_jsonl, write_json
@@ -39,7 +39,7 @@ class Iterations:
         self._loggers = loggers
         self._phases, self._config, self._folder, self._console = phases, phases.config, phases.folder, phases.console
         self._rows: dict[int, dict[str, Any]] = {row["iteration"]: row for row in self._folder.metrics()}
-        self._jobs = Jobs(phases.look_after_trainer)  # one that dies while nothing is asked of it is noticed here
+        self._jobs = Jobs(phases.check_trainer)  # one that dies while nothing is asked of it is noticed here
         self._sampled: set[int] = set()
         """Iterations whose rollouts are there."""
         self._reached: int | None = None
@@ -48,7 +48,7 @@ class Iterations:
     def run(self) -> None:
         """Run what is left, iteration after iteration. Raises what a phase raises; nothing runs any more then."""
         numbers = range(self._config.iterations + 1)
-        last = next((n for n in numbers if n not in self._rows or self._ends_with(n)), None)
+        last = next((n for n in numbers if n not in self._rows or has_reached(self._rows[n], self._config)), None)
         if last is None or last in self._rows:
             self._say_reached(last)
             self._console.line(f"{self._folder.path} is finished; more iterations, or another stop_at, would continue it")
@@ -58,21 +58,21 @@ class Iterations:
         self._resumed = {n for n in numbers if n not in self._rows and self._phases.anything_done(n)}
         self._finished_at = clock()
         try:
-            self._jobs.begin("environment", self._write_environment)
+            self._jobs.begin("environment", lambda: write_json(self._folder.path / "environment.json", describe_environment()))
             self._jobs.begin("tokenizer", lambda: self._phases.tokenizer())
-            self._begin_to_start(last)
+            self._start_trainer_and_server(last)
             for number in numbers:
                 self._make_policy(number)
                 self._jobs.wait_for_all()  # they need the policy before it
                 if self._reached is not None:
                     break
-                self._begin_work_of(number)
+                self._begin_validation_and_rollouts(number)
             self._jobs.wait_for_all()
             self._say_reached(self._reached)
         finally:
             self._jobs.close()
 
-    def _begin_to_start(self, number: int) -> None:
+    def _start_trainer_and_server(self, number: int) -> None:
         """Begin to start trainer and server concurrently with everything else. `number` is the first iteration that is not
         finished."""
         folder, config = self._folder, self._config
@@ -86,9 +86,6 @@ class Iterations:
             self._phases.server.start(folder.checkpoint(config.policy_of_rollouts(number)))
         elif (number == 0 or folder.iteration(number).marker("train") is not None) and self._phases.has_to_validate(number):
             self._phases.server.start(folder.checkpoint(number))
-
-    def _write_environment(self) -> None:
-        write_json(self._folder.path / "environment.json", describe_environment())
 
     def _make_policy(self, number: int) -> None:
         """Make the checkpoint after iteration `number`, unless `stop_at` was reached before."""
@@ -110,7 +107,7 @@ class Iterations:
         self._phases.train(number)
         check_drift(self._config, self._folder, number, self._console, self._phases.ask_server())
 
-    def _begin_work_of(self, number: int) -> None:
+    def _begin_validation_and_rollouts(self, number: int) -> None:
         """Begin what the policy after iteration `number` has to do, and do not wait."""
         rollouts = []
         for later in self._config.rollouts_of_policy(number):
@@ -136,7 +133,7 @@ class Iterations:
     def _finish(self, number: int) -> None:
         """Validate the policy after iteration `number`, and write down what there is to say of that iteration."""
         self._phases.validate(number)
-        row, now = self._phases.metrics_row(number), clock()
+        row, now = metrics_row(self._folder.iteration(number)), clock()
         if number not in self._resumed:  # all of it was done by this process
             row["seconds"]["total"] = now - self._finished_at
             row["dead_seconds"] = row["seconds"]["total"] - self._phases.timeline.busy(self._finished_at, now)
@@ -153,9 +150,6 @@ class Iterations:
         self._jobs.tell()
         leave_report(self._folder.path, list(self._rows.values()))
         prune(self._folder, list(self._rows.values()), self._config, number)
-
-    def _ends_with(self, number: int) -> bool:
-        return number in self._rows and has_reached(self._rows[number], self._config)
 
     def _say_reached(self, number: int | None) -> None:
         if number is not None:

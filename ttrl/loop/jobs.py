@@ -17,16 +17,16 @@ class PhaseJob:
     def __init__(self, name: str, work: Callable[[], None], changed: threading.Condition) -> None:
         self.done = False
         self.error: BaseException | None = None
-        self._work, self._changed, self._cancellation = work, changed, Cancellation()
+        self._work, self._changed, self.cancellation = work, changed, Cancellation()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
-        self._cancellation.use()
+        self.cancellation.use()
         error: BaseException | None = None
         try:
             self._work()
         except asyncio.CancelledError as raised:
-            if not self._cancellation.asked:  # by something inside of it: whoever waits for what it makes must not wait for ever
+            if not self.cancellation.asked:  # by something inside of it: whoever waits for what it makes must not wait for ever
                 error = RuntimeError(f"{self.thread.name}: cancelled, and nobody had asked for it")
                 error.__cause__ = raised
         except BaseException as raised:  # noqa: BLE001 - raised again in the thread that waits
@@ -34,10 +34,6 @@ class PhaseJob:
         with self._changed:
             self.error, self.done = error, True
             self._changed.notify_all()
-
-    def cancel(self) -> None:
-        """End it as soon as possible; do not wait."""
-        self._cancellation.cancel()
 
 
 class Jobs:
@@ -80,7 +76,7 @@ class Jobs:
     def close(self) -> None:
         """End all jobs and wait for them; what they raise is not raised here."""
         for job in self._jobs:
-            job.cancel()
+            job.cancellation.cancel()
         for job in self._jobs:
             job.thread.join()
         self._jobs = []

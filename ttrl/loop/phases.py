@@ -34,7 +34,7 @@ from ttrl.plans.making import write_plan
 from ttrl.records import TaskResult
 from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.metrics import PHASES, metrics_row
+from ttrl.run_folder.metrics import PHASES
 from ttrl.server.model_folder import CANARY_FILE
 from ttrl.system.console import Console, clock
 from ttrl.system.files import atomic_folder, read_jsonl, remove_leftovers, write_jsonl
@@ -261,7 +261,7 @@ class Phases:
         facts = {"seconds": clock() - began, "trained": True, "steps": steps}
         iteration.mark("train", ["checkpoint", "state", "train.jsonl", "trainer_logprobs.safetensors"], facts)
 
-    def look_after_trainer(self) -> None:
+    def check_trainer(self) -> None:
         """Notice a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises
         TrainerError where it failed for a reason that another start would not mend."""
         try:
@@ -301,10 +301,6 @@ class Phases:
             "free_memory": config.trainer == "resident" and config.resolved_trainer_memory(config.device) == "free",
         }
         return config.recipe_config(values).to_dict()
-
-    def metrics_row(self, number: int) -> dict[str, Any]:
-        """Return the line of metrics.jsonl, put together from the markers."""
-        return metrics_row(self.folder.iteration(number))
 
 
 def _canary_made_in(path: Path) -> tuple[str, int | None] | None:

@@ -1,9 +1,9 @@
 """Samples tasks from the run's server: what is there already is not sampled again, and what comes is kept as it comes."""
 
 import logging
-import queue
-import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,40 +35,30 @@ class FinishedGroups:
         self._places: dict[str, list[int]] = {}
         for place, task in tasks.items():
             self._places.setdefault(task_key(task.id, task.messages), []).append(place)
-        self._waiting: queue.SimpleQueue[dict[str, object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="finished groups", daemon=True)
-        self._error: BaseException | None = None
+        self._rows: deque[dict[str, object]] = deque()
+        self._writer = ThreadPoolExecutor(1, "finished groups")
+        self._writes: list[Future[None]] = []
 
     def __enter__(self) -> "FinishedGroups":
-        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._waiting.put(None)
-        self._thread.join()
-        if self._error is not None and kind is None:
-            raise self._error
+        self._writer.shutdown()
+        if kind is None:
+            for write in self._writes:
+                write.result()
 
     def add(self, group: TaskResult) -> None:
         """Hand over a group that a call of `get_task_results` is done with. Does not wait."""
         # A group without any grade is sampled again, so that a grader that failed can be put right.
         if self._path is not None and group.graded and not is_open(group):
             place = place_of(group, self._places, self._carried)
-            self._waiting.put({"position": place, "samples": [sample.to_json() for sample in group.samples]})
+            self._rows.append({"position": place, "samples": [sample.to_json() for sample in group.samples]})
+            self._writes.append(self._writer.submit(self._write))
 
-    def _run(self) -> None:
-        try:
-            is_over = False
-            while not is_over:
-                came = [self._waiting.get()]
-                while not self._waiting.empty():
-                    came.append(self._waiting.get())
-                is_over = None in came
-                self._write([row for row in came if row is not None])
-        except BaseException as error:  # noqa: BLE001 - a fault of ours, raised at the end of the sampling
-            self._error = error
-
-    def _write(self, rows: list[dict[str, object]]) -> None:
+    def _write(self) -> None:
+        """Write all that waits, with one fsync."""
+        rows = [self._rows.popleft() for _ in range(len(self._rows))]
         if self._path is None or not rows:
             return
         try:

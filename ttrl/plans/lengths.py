@@ -69,16 +69,6 @@ class IterationLengths:
     """Share of the groups that are trained on."""
     signal_from: str = "assumed"
 
-    @property
-    def prompt_lengths(self) -> list[int]:
-        """Return one length for each group."""
-        return [len(group.prompt) for group in self.groups]
-
-    @property
-    def completion_lengths(self) -> list[int]:
-        """Return one length for each sample."""
-        return [length for group in self.groups for length in group.completions]
-
 
 def assumed_lengths(config: TrainConfig, assumptions: Assumptions, vocabulary: int) -> IterationLengths:
     """Assume the lengths of a run of which only the config is known."""

@@ -24,7 +24,7 @@ from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_shar
 from ttrl.plans.memory import memory_of
 from ttrl.plans.plan import Plan
 from ttrl.plans.seconds import rough_seconds, seconds_of
-from ttrl.plans.warnings import cache_warning, warnings_of
+from ttrl.plans.warnings import warnings_of
 from ttrl.plans.work import Work, flops_of, pack, work_of
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import free_bytes
@@ -92,7 +92,6 @@ def make_plan(
     seconds = seconds_of(config, rough, measured)
     notes = [
         *(() if probed is None else probed.warnings),
-        *cache_warning(config, work, memory),
         *warnings_of(model, config, recipe, work, memory, machine, disk, len(tasks) or counts.get("tasks")),
     ]
     return Plan(

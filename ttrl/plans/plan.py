@@ -1,4 +1,4 @@
-"""Write a plan as a table for terminals of 80 columns."""
+"""What a plan holds, and the table of it for terminals of 80 columns."""
 
 import dataclasses
 import textwrap
@@ -77,29 +77,27 @@ class Plan:
 
 def plan_text(plan: Plan) -> str:
     """Write everything that a person wants to know before a run."""
-    work, seconds = plan.work, plan.seconds
-    lines = [_title(f"Plan: {plan.model}")]
+    seconds = plan.seconds
+    lines = [f"\nPlan: {plan.model}"]
     trained = "" if plan.trained_parameters == plan.parameters else f", {si_spaced(plan.trained_parameters)} of them trained"
     lines += _row("model", f"{si_spaced(plan.parameters)} parameters{trained}")
     processes = f", {plan.processes} trainer processes" if plan.processes > 1 else ""
     speed = f"matrix products at {si_spaced(plan.machine.matmul)}FLOP/s ({plan.machine.source})"
     lines += _row("machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{processes}, {speed}")
-    lines.append(_title("One iteration"))
+    lines.append("\nOne iteration")
     lines += _iteration(plan)
-    lines.append(_title("Memory"))
+    lines.append("\nMemory")
     lines += _memory(plan)
-    lines.append(_title("Time"))
+    lines.append("\nTime")
     lines += _time(plan)
-    how = "of that rough" if any(phase.source == "rough" for phase in seconds.phases.values()) else ""
     if plan.with_server:
         lines += _row(f"{plan.iterations} iterations", f"{duration(seconds.run)} with the start")
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
-    if how:
-        shown = "Rough figures may be wrong by a factor of 3; --probe measures."
-        lines += textwrap.wrap(shown, _WIDTH)
-    if work and plan.warnings:
-        lines.append(_title("Worth knowing"))
+    if any(phase.source == "rough" for phase in seconds.phases.values()):
+        lines.append("Rough figures may be wrong by a factor of 3; --probe measures.")
+    if plan.warnings:
+        lines.append("\nWorth knowing")
         for warning in plan.warnings:
             lines += textwrap.wrap("! " + warning, _WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
@@ -174,10 +172,6 @@ def _time(plan: Plan) -> list[str]:
         how = "   some of them at the same time" if together else ""
         return [*lines, f"  {'an iteration':{_LABEL}}{seconds.iteration:9.2f} s{how}"]
     return [f"  {'train':{_LABEL}}{seconds.phases['train'].seconds:9.2f} s   {_SOURCES[seconds.phases['train'].source]}"]
-
-
-def _title(text: str) -> str:
-    return f"\n{text}"
 
 
 def _row(name: str, text: str) -> list[str]:

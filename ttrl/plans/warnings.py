@@ -12,7 +12,6 @@ from ttrl.text import gib
 
 _BADLY_FILLED = 0.7
 _NEARLY_FULL = 0.9
-_UNKNOWN_SPREAD = 1.3  # prompts of other iterations may be so many times as long as the longest that was seen
 
 
 def warnings_of(
@@ -25,8 +24,8 @@ def warnings_of(
     disk: Mapping[str, float],
     tasks: int | None,
 ) -> list[str]:
-    """Say what is wrong with a plan, a line each, the worst first."""
-    found = [*_memory(memory, config, machine), *_lengths(model, config, work), *_disk(disk)]
+    """Say what is wrong with a plan, a line each."""
+    found = [*_cache(config, work, memory), *_memory(memory, config, machine), *_lengths(model, config, work), *_disk(disk)]
     if tasks is not None and tasks < config.tasks_per_iteration:
         found.append(
             f"too few tasks: an iteration takes {config.tasks_per_iteration}, and there are {tasks}; lower tasks_per_iteration"
@@ -85,8 +84,7 @@ def _lengths(model: Mapping[str, Any], config: TrainConfig, work: Work) -> list[
     return found
 
 
-def cache_warning(config: TrainConfig, work: Work, memory: PlannedMemory) -> list[str]:
-    """Warn where the server's KV cache has no room for what it is to sample."""
+def _cache(config: TrainConfig, work: Work, memory: PlannedMemory) -> list[str]:
     longest = work.prompt_max + config.max_tokens
     if not memory.server_parts:
         return []

@@ -92,7 +92,8 @@ def work_of(
     config: TrainConfig, recipe: GRPOConfig, lengths: IterationLengths, packed: PackedTensors, validation_tasks: int
 ) -> Work:
     """Count what an iteration consists of."""
-    prompts, completions, scale = lengths.prompt_lengths, lengths.completion_lengths, lengths.scale
+    prompts, scale = [len(group.prompt) for group in lengths.groups], lengths.scale
+    completions = [length for group in lengths.groups for length in group.completions]
     completion_mean = float(np.mean(completions))
     tasks = round(len(prompts) * scale)
     samples = round(len(completions) * scale)

@@ -18,6 +18,7 @@ from ttrl.loop.phases import Phases
 from ttrl.loop.train import local_model
 from ttrl.report.page import write_report
 from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.metrics import metrics_row
 from ttrl.system.console import Console
 from ttrl.system.files import digest, write_json, write_jsonl
 from ttrl.text import percent
@@ -101,7 +102,7 @@ class ReplayTraining(RunFolder):
             for number in self._numbers:
                 phases.pack(number)
                 phases.train(number)
-                rows.append(phases.metrics_row(number))
+                rows.append(metrics_row(self.iteration(number)))
                 write_jsonl(self.path / "metrics.jsonl", rows)
                 console.line(self._line(rows[-1]))
                 if rows[-1]["trained"]:
