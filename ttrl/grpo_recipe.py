@@ -32,8 +32,7 @@ from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks, run_recipe
 from ttrl.training.prepass import Prepass
 from ttrl.training.references import check_reference
-from ttrl.training.residence import Residence, load_trained
-from ttrl.training.resident import follow_requests
+from ttrl.training.resident import Residence, follow_requests, load_trained
 from ttrl.training.step import GradientStep, step_metrics
 from ttrl.training.timing import Profiler, Stopwatch
 from ttrl.training.train_log import TrainLog, TrainProgress

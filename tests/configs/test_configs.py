@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ttrl.configs import Config, GRPOConfig, SFTConfig, at_least
+from ttrl.configs import Config, GRPOConfig, SFTConfig
 from ttrl.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ class Example(Config):
     words: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        return at_least(1, count=self.count, limit=self.limit)
+        return self.at_least(1, "count", "limit")
 
 
 def problems(**values: Any) -> list[str]:

@@ -35,9 +35,9 @@ def left_by(folder, **changes):
     return owner
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.06)
+def quick(path):
+    """One that need not be watched long."""
+    return RunFolder(path, beat_seconds=0.06)
 
 
 ELSEWHERE = {"host": "another-host", "boot": "another-boot", "pid_namespace": "", "pid": 1}
@@ -94,8 +94,8 @@ def test_a_file_where_the_folder_should_be(tmp_path):
             pass
 
 
-def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(tmp_path, quick):
-    folder = RunFolder(tmp_path / "run")
+def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(tmp_path):
+    folder = quick(tmp_path / "run")
     left_by(folder, **ELSEWHERE)
     with pytest.raises(RunFolderError, match=r"pid 1 on another-host.*no sign of life.*TTRL_TAKE_OVER=1"), folder.locked():
         pass
@@ -104,9 +104,9 @@ def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(
         assert owner_of(folder)["pid"] == os.getpid()
 
 
-def test_a_living_owner_on_another_machine_is_never_taken_over(tmp_path, quick):
+def test_a_living_owner_on_another_machine_is_never_taken_over(tmp_path):
     """Its heartbeat moves the file's time; whose clock that is does not matter."""
-    folder = RunFolder(tmp_path / "run")
+    folder = quick(tmp_path / "run")
     left_by(folder, **ELSEWHERE)
     ended = threading.Event()
 
@@ -127,29 +127,29 @@ def test_a_living_owner_on_another_machine_is_never_taken_over(tmp_path, quick):
         thread.join()
 
 
-def test_an_owner_from_before_this_machine_was_started_again_is_gone(tmp_path, quick):
-    folder = RunFolder(tmp_path / "run")
+def test_an_owner_from_before_this_machine_was_started_again_is_gone(tmp_path):
+    folder = quick(tmp_path / "run")
     left_by(folder, boot="an-earlier-boot", pid=os.getpid())
     with folder.locked():
         pass
 
 
-def test_without_locks_of_the_file_system_the_owner_file_decides(tmp_path, quick, monkeypatch):
-    folder = RunFolder(tmp_path / "run")
+def test_without_locks_of_the_file_system_the_owner_file_decides(tmp_path, monkeypatch):
+    folder = quick(tmp_path / "run")
 
     def unsupported(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with folder.locked(), pytest.raises(RunFolderError, match=f"pid {os.getpid()}"), RunFolder(folder.path).locked():
+    with folder.locked(), pytest.raises(RunFolderError, match=f"pid {os.getpid()}"), quick(folder.path).locked():
         pass
     left_by(folder, pid=2**22 + 1)  # above any pid: dead
     with folder.locked():
         pass
 
 
-def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path, quick):
-    folder = RunFolder(tmp_path / "run")
+def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path):
+    folder = quick(tmp_path / "run")
     with folder.locked():
         folder.iteration(1).mark("pack", [], {})
         other = left_by(folder, **ELSEWHERE)
@@ -159,11 +159,10 @@ def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path, quick):
     assert owner_of(folder) == other  # its name is not taken away
 
 
-def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, quick, monkeypatch):
+def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, monkeypatch):
     """The other one has taken its name away again."""
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 60)
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # as on a file system whose locks do not reach other machines
-    folder, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    folder, other = (RunFolder(tmp_path / "run", beat_seconds=60) for _ in range(2))
     with folder.locked():
         folder.iteration(1).mark("pack", [], {})
         (folder.path / "owner.json").unlink()
@@ -174,8 +173,8 @@ def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, quick, m
             folder.iteration(2).mark("rollouts", [], {})
 
 
-def test_the_heartbeat(tmp_path, quick):
-    folder = RunFolder(tmp_path / "run")
+def test_the_heartbeat(tmp_path):
+    folder = quick(tmp_path / "run")
     with folder.locked():
         path = folder.path / "owner.json"
         first, deadline = path.stat().st_mtime_ns, time.monotonic() + 30

@@ -10,8 +10,6 @@ import pytest
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
-from ttrl.run_folder import lock, mirror_store
-from ttrl.run_folder import mirror as mirror_module
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import describe_process
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
@@ -20,28 +18,30 @@ from ttrl.run_folder.pruning import prune
 from ttrl.system.files import append_jsonl, write_json
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(mirror_store, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(mirror_module, "BEAT_SECONDS", 0.05)
+class QuickStore(MirrorStore):
+    """One that waits for nothing long. `before["write"](key, content)` is called before each write, and may raise; so with
+    "fetch" and "keys"."""
+
+    first_pause, beat_seconds, last_wait_seconds, part_bytes = 0.01, 0.05, 60.0, 1000
+    before = {}  # noqa: RUF012
+
+    def write(self, key, content):
+        self.before.get("write", lambda *_: None)(key, content)
+        super().write(key, content)
+
+    def fetch(self, key, size, target):
+        self.before.get("fetch", lambda *_: None)(key, size, target)
+        super().fetch(key, size, target)
+
+    def keys(self):
+        self.before.get("keys", lambda *_: None)()
+        return super().keys()
 
 
 @pytest.fixture
-def before(monkeypatch):
-    """`before["write"](key, content)` is called before each write to a store, and may raise; so with "fetch" and "keys"."""
-    hooks = {}
-
-    def hooked(name, original):
-        def method(self, *arguments):
-            if name in hooks:
-                hooks[name](*arguments)
-            return original(self, *arguments)
-
-        return method
-
-    for name in ("write", "fetch", "keys"):
-        monkeypatch.setattr(MirrorStore, name, hooked(name, getattr(MirrorStore, name)))
-    return hooks
+def before():
+    yield QuickStore.before
+    QuickStore.before.clear()
 
 
 @pytest.fixture
@@ -65,12 +65,15 @@ class Machine:
     def __enter__(self):
         self._lock = self.folder.locked()
         self._lock.__enter__()
-        self._mirror = mirrored(self.config, self.folder)
+        self._mirror = mirrored(self.config, self.folder, store_class=QuickStore)
         try:
             return self._mirror.__enter__()
         except BaseException:
             self._lock.__exit__(None, None, None)
             raise
+
+    def taking_over(self):
+        return mirrored(self.config, self.folder, take_over=True, store_class=QuickStore)
 
     def __exit__(self, *error):
         self._mirror.__exit__(*error)
@@ -124,29 +127,29 @@ def test_the_mirror_is_the_run_folder(tmp_path, any_address):
 
 def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address, monkeypatch):
     """Of a machine that vanished they are all that is left; the one that goes on leaves them alone, and takes none."""
-    monkeypatch.setattr(mirror_module, "LOG_BYTES", 8)
     first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
     logs = first.folder.path / "logs"
     logs.mkdir(parents=True)
-    (logs / "server.log").write_text("started, and then it died")
+    (logs / "server.log").write_text("started, and then" + 2**20 * "!" + " it died")
     (logs / "loggers.json").write_text("{}")
     (logs / "gone.log").symlink_to("nowhere")
     first.run(0, 2)
     store, name = MirrorStore(address), f"logs/{socket.gethostname()}/server.log"
-    assert store.read(name) == b" it died" and [key for key in store.keys() if key.startswith("logs/")] == [name]  # noqa: SIM118
-    monkeypatch.setattr(lock, "describe_process", lambda: describe_process() | {"host": "other"})
+    assert store.read(name) == (2**20 * b"!" + b" it died")[8:]
+    assert [key for key in list(store.keys()) if key.startswith("logs/")] == [name]
+    monkeypatch.setattr(socket, "gethostname", lambda: "other")
     with second:
         second.iteration(3)
         assert not (second.folder.path / "logs").exists()
         (second.folder.path / "logs").mkdir()
         (second.folder.path / "logs/server.log").write_text("fine")
         second.iteration(4)
-    assert store.read(name) == b" it died" and store.read("logs/other/server.log") == b"fine"
+    assert store.read(name).endswith(b"! it died") and store.read("logs/other/server.log") == b"fine"
 
 
-def test_a_marker_is_uploaded_after_what_it_stands_for(tmp_path, address, monkeypatch):
-    order, original = [], MirrorStore.write
-    monkeypatch.setattr(MirrorStore, "write", lambda self, key, content: (original(self, key, content), order.append(key))[0])
+def test_a_marker_is_uploaded_after_what_it_stands_for(tmp_path, address, before):
+    order = []
+    before["write"] = lambda key, content: order.append(key)
     Machine(tmp_path / "here", address).run(0, 2)
     for position, key in enumerate(order):
         if "/done/" in key:
@@ -312,7 +315,7 @@ def test_an_owner_on_another_machine(tmp_path, address):
     store.write("owner.json", json.dumps(owner).encode())
     with pytest.raises(RunFolderError, match=r"pid 1 on another.*no sign of life"), machine:
         pass
-    with mirrored(machine.config, machine.folder, take_over=True):
+    with machine.taking_over():
         assert json.loads(store.read("owner.json"))["pid"] != 1
     ended = threading.Event()
 
@@ -326,7 +329,10 @@ def test_an_owner_on_another_machine(tmp_path, address):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(RunFolderError, match="in use"), mirrored(machine.config, machine.folder, take_over=True):
+        with (
+            pytest.raises(RunFolderError, match="in use"),
+            machine.taking_over(),
+        ):
             pass
     finally:
         ended.set()
@@ -352,7 +358,7 @@ def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, addres
     """The other one has let go of the run since."""
     first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
     first.run(0, 0)
-    store = MirrorStore(address)
+    store = QuickStore(address)
     slept = Mirror(store, first.folder, first.config)
     slept.claim.sign()
     store.write("owner.json", json.dumps(describe_process() | ELSEWHERE | {"released": True}).encode())
@@ -389,7 +395,7 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, before, caplo
 
 
 def test_a_store_that_stays_broken_is_said_at_the_end(tmp_path, address, before, monkeypatch, caplog):
-    monkeypatch.setattr(mirror_module, "LAST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(QuickStore, "last_wait_seconds", 0.05)
 
     def write(key, content):
         if key.startswith("iterations"):
@@ -420,11 +426,10 @@ def test_links_are_stored_as_what_they_point_to(tmp_path, any_address):
     assert MirrorStore(any_address).read("iterations/0000/checkpoint/weights") == b"weights"
 
 
-def test_large_files_are_moved_in_parts(tmp_path, any_address, monkeypatch):
-    monkeypatch.setattr(mirror_store, "PART_BYTES", 1000)
+def test_large_files_are_moved_in_parts(tmp_path, any_address):
     content = bytes(range(256)) * 20
     (tmp_path / "large").write_bytes(content)
-    store = MirrorStore(any_address)
+    store = QuickStore(any_address)
     store.write("a/b", tmp_path / "large")
     store.fetch("a/b", store.keys()["a/b"], tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == content

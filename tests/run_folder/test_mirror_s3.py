@@ -4,15 +4,13 @@ import pytest
 
 from ttrl import TrainConfig
 from ttrl.errors import StorageError
-from ttrl.run_folder import mirror_store
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.mirror import mirrored
 from ttrl.run_folder.mirror_store import MirrorStore
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(mirror_store, "FIRST_PAUSE", 0.01)
+class QuickStore(MirrorStore):
+    first_pause, part_bytes = 0.01, 5 * 2**20  # the smallest parts that S3 takes
 
 
 def config(path, address):
@@ -28,11 +26,10 @@ def make_run(folder, size):
         folder.iteration(number).mark(phase, names, {"trained": True})
 
 
-def test_a_run_goes_there_and_comes_back(bucket, tmp_path, monkeypatch):
+def test_a_run_goes_there_and_comes_back(bucket, tmp_path):
     """In parts, where files are larger than one."""
-    monkeypatch.setattr(mirror_store, "PART_BYTES", 5 * 2**20)  # the smallest that S3 takes
     first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
-    with first.locked(), mirrored(config(first.path, bucket), first):
+    with first.locked(), mirrored(config(first.path, bucket), first, store_class=QuickStore):
         make_run(first, 11 * 2**20)
     keys = MirrorStore(bucket).keys()
     assert sorted(keys) == [
@@ -44,7 +41,7 @@ def test_a_run_goes_there_and_comes_back(bucket, tmp_path, monkeypatch):
         "owner.json",  # which says that it was released
     ]
     assert keys["iterations/0001/state/weights"] == 11 * 2**20
-    with second.locked(), mirrored(config(second.path, bucket), second):
+    with second.locked(), mirrored(config(second.path, bucket), second, store_class=QuickStore):
         second.iteration(1).verify("train")
         assert second.policy_version(5) == 1
 
@@ -52,6 +49,10 @@ def test_a_run_goes_there_and_comes_back(bucket, tmp_path, monkeypatch):
 def test_a_bucket_that_is_not_there(bucket, tmp_path, caplog):
     folder = RunFolder(tmp_path)
     words = r"s3://no-such-bucket/x: could not .*credentials come from the environment"
-    with folder.locked(), pytest.raises(StorageError, match=words), mirrored(config(tmp_path, "s3://no-such-bucket/x"), folder):
+    with (
+        folder.locked(),
+        pytest.raises(StorageError, match=words),
+        mirrored(config(tmp_path, "s3://no-such-bucket/x"), folder, store_class=QuickStore),
+    ):
         pass
     assert "topsecret" not in caplog.text

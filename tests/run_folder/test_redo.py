@@ -5,11 +5,13 @@ from uuid import uuid4
 
 import pytest
 
+from ttrl import TrainConfig
 from ttrl.errors import DriftError, RunFolderError, UserError
 from ttrl.loop import train as train_module
 from ttrl.run_folder import folder
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.mirror_store import MirrorStore
+from ttrl.run_folder.redo import throw_away
 from ttrl.system.files import digest, read_jsonl
 
 GOOD = {"tokens": 4000, "not_finite": 0, "mean": 1e-6, "p999": 1e-5, "ess": 1.0, "outside": 0.0}
@@ -95,7 +97,7 @@ def test_killed_while_throwing_away(world, undisturbed, monkeypatch):
     assert content(world) == undisturbed(0)
 
 
-def test_the_mirror_is_thrown_away_too(world, undisturbed, monkeypatch):
+def test_the_mirror_is_thrown_away_too(world, undisturbed):
     address = f"memory://{uuid4().hex}"
     world.step_facts = {2: DRIFTED}
     with pytest.raises(DriftError):
@@ -103,14 +105,17 @@ def test_the_mirror_is_thrown_away_too(world, undisturbed, monkeypatch):
     store = MirrorStore(address)
     assert "iterations/0002/done/train.json" in store.keys()  # noqa: SIM118
     world.step_facts = {}
-    removed, remove = [], MirrorStore.remove
+    removed = []
 
-    def remembered(store, keys):
-        removed.append(list(keys))
-        remove(store, removed[-1])
+    class Remembering(MirrorStore):
+        def remove(self, keys):
+            removed.append(list(keys))
+            super().remove(removed[-1])
 
-    monkeypatch.setattr(MirrorStore, "remove", remembered)
-    train(world, redo=2, mirror=address)
+    run = RunFolder(world.run)
+    with run.locked():
+        throw_away(run, TrainConfig.parse(run.config(), "config"), 2, Remembering(address))
+    train(world, mirror=address)
     # Cut off anywhere, what is left is the beginning of the run.
     assert removed[0] == [f"iterations/0002/done/{phase}.json" for phase in ("train", "pack", "rollouts")]
     for key in store.keys():  # noqa: SIM118

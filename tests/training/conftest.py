@@ -6,7 +6,7 @@ from support.tiny_models import load_policy_in, random_samples
 from support.training_steps import packed_rows
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
-from ttrl.training import residence
+from ttrl.training import resident
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -56,11 +56,11 @@ def packed():
 @pytest.fixture
 def loads(monkeypatch):
     """The models that were loaded from files."""
-    found, original = [], residence.load_policy
+    found, original = [], resident.load_policy
 
     def load(config, ranks):
         found.append(config.model)
         return original(config, ranks)
 
-    monkeypatch.setattr(residence, "load_policy", load)
+    monkeypatch.setattr(resident, "load_policy", load)
     return found

@@ -4,7 +4,7 @@ Nothing here loads torch, so that the loop can check what it is going to write i
 starts.
 """
 
-from ttrl.configs.base import Config, at_least
+from ttrl.configs.base import Config
 from ttrl.configs.recipe import GRPOConfig, SFTConfig, TrainingConfig
 
-__all__ = ["Config", "GRPOConfig", "SFTConfig", "TrainingConfig", "at_least"]
+__all__ = ["Config", "GRPOConfig", "SFTConfig", "TrainingConfig"]

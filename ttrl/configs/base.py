@@ -6,7 +6,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -65,11 +65,7 @@ def _converted(value: Any, kind: Any) -> Any:
     raise TypeError
 
 
-_STAND_INS: dict[Any, Any] = {
-    str: "",
-    int: 1,
-    float: 1.0,
-}  # for wrong required values, so that the others are checked
+_STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}  # for wrong required values, so that the others are checked
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -114,18 +110,25 @@ class Config:
         """Check a config that was made in Python as `parse` would. Raises ConfigError."""
         return self.parse({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, where)
 
+    def at_least(self, minimum: float, *names: str) -> list[str]:
+        """Return a problem for each value below `minimum`; None passes, here and in the next two."""
+        return self._unless(lambda value: value >= minimum, f"at least {minimum}", names)
+
+    def above_zero(self, *names: str) -> list[str]:
+        """Return a problem for each value that is 0 or less."""
+        return self._unless(lambda value: value > 0, "above 0", names)
+
+    def within(self, interval: Literal["[0, 1]", "[0, 1)"], *names: str) -> list[str]:
+        """Return a problem for each value outside of an interval."""
+        return self._unless(lambda value: 0 <= value < 1 or (value == 1 and interval == "[0, 1]"), f"in {interval}", names)
+
+    def _unless(self, right: Callable[[float], bool], wanted: str, names: Iterable[str]) -> list[str]:
+        given = {name: getattr(self, name) for name in names}
+        return [f"{n} is {value}; it must be {wanted}" for n, value in given.items() if value is not None and not right(value)]
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for YAML."""
         return dataclasses.asdict(self)
-
-
-def at_least(minimum: float, **values: float | None) -> list[str]:
-    """Return a problem for each value below `minimum`; None passes."""
-    return [
-        f"{name} is {value}; it must be at least {minimum}"
-        for name, value in values.items()
-        if value is not None and value < minimum
-    ]
 
 
 HIDDEN = "***"

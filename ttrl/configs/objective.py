@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ttrl.configs.base import Config, at_least
+from ttrl.configs.base import Config
 
 
 @dataclass(kw_only=True)
@@ -96,9 +96,7 @@ class ObjectiveConfig(Config):
         return found + self._without_effect()
 
     def _policy_problems(self) -> list[str]:
-        found = at_least(0, clip_high=self.clip_high)
-        if not 0 <= self.clip_low <= 1:
-            found.append(f"clip_low is {self.clip_low}; it must be in [0, 1]")
+        found = self.at_least(0, "clip_high") + self.within("[0, 1]", "clip_low") + self.above_zero("kl_cov_coefficient")
         if self.dual_clip is not None:
             if self.objective != "ppo":
                 found.append(
@@ -110,12 +108,10 @@ class ObjectiveConfig(Config):
             found.append(f"covariance_share is {self.covariance_share}; it must be above 0 and at most 1")
         if len(self.covariance_bounds) != 2 or not self.covariance_bounds[0] < self.covariance_bounds[1]:
             found.append(f"covariance_bounds are {list(self.covariance_bounds)}; give the lower and the higher one")
-        if not self.kl_cov_coefficient > 0:
-            found.append(f"kl_cov_coefficient is {self.kl_cov_coefficient}; it must be above 0")
         return found
 
     def _kl_problems(self) -> list[str]:
-        found = at_least(0, kl_coefficient=self.kl_coefficient, kl_after_steps=self.kl_after_steps)
+        found = self.at_least(0, "kl_coefficient", "kl_after_steps") + self.above_zero("implicit_beta")
         if self.kl_coefficient > 0 and self.kl_estimator == "full" and not self.has_reference:
             found.append("kl_coefficient is above 0, with kl_estimator 'full', but reference_model is missing")
         if self.kl_after_steps > 0 and self.kl_coefficient == 0:
@@ -130,13 +126,11 @@ class ObjectiveConfig(Config):
                 )
             if self.value_head:
                 found.append("token_rewards 'implicit' with value_head; both make advantages of single tokens: choose one")
-        if not self.implicit_beta > 0:
-            found.append(f"implicit_beta is {self.implicit_beta}; it must be above 0")
         return found
 
     def _other_problems(self) -> list[str]:
-        found = at_least(0, entropy_coefficient=self.entropy_coefficient)
-        found += at_least(1, entropy_until_step=self.entropy_until_step)
+        found = self.at_least(0, "entropy_coefficient", "value_lr") + self.at_least(1, "entropy_until_step")
+        found += self.within("[0, 1]", "gamma", "lam") + self.above_zero("value_coefficient")
         if self.entropy_schedule == "linear" and self.entropy_until_step is None:
             found.append("entropy_schedule 'linear' needs entropy_until_step, where it reaches 0")
         if self.entropy_schedule == "constant" and self.entropy_until_step is not None:
@@ -144,15 +138,9 @@ class ObjectiveConfig(Config):
         if self.entropy_schedule == "linear" and self.entropy_coefficient == 0:
             found.append("entropy_schedule is 'linear' but entropy_coefficient is 0; there is nothing to lower")
         if self.off_policy != "none":
-            found += at_least(1, off_policy_cap=self.off_policy_cap)
-        if self.off_policy == "mask" and not 0 <= self.off_policy_floor <= 1:
-            found.append(f"off_policy_floor is {self.off_policy_floor}; it must be in [0, 1]")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                found.append(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
-        found += at_least(0, value_lr=self.value_lr)
-        if not self.value_coefficient > 0:
-            found.append(f"value_coefficient is {self.value_coefficient}; it must be above 0")
+            found += self.at_least(1, "off_policy_cap")
+        if self.off_policy == "mask":
+            found += self.within("[0, 1]", "off_policy_floor")
         if self.value_clip is not None and not self.value_clip > 0:
             found.append(f"value_clip is {self.value_clip}; it must be above 0, or null for no clipping")
         return found

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ttrl.configs.base import Config, at_least
+from ttrl.configs.base import Config
 from ttrl.configs.objective import ObjectiveConfig
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
@@ -142,20 +142,12 @@ class TrainingConfig(Config):
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
         found = super().problems()
-        found += at_least(0, max_skipped_steps=self.max_skipped_steps, profile_steps=self.profile_steps)
-        found += at_least(1, collective_timeout=self.collective_timeout)
-        found += at_least(1, rows_per_microbatch=self.rows_per_microbatch, num_output_chunks=self.num_output_chunks)
-        found += at_least(1, num_threads=self.num_threads, total_steps=self.total_steps)
-        found += at_least(1, row_length_multiple=self.row_length_multiple, checkpoint_every=self.checkpoint_every)
-        found += at_least(1, tensor_parallel=self.tensor_parallel, context=self.context)
-        found += at_least(0, lr=self.lr, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, seed=self.seed)
+        found += self.at_least(0, "max_skipped_steps", "profile_steps", "lr", "warmup_steps", "weight_decay", "seed")
+        found += self.at_least(1, "collective_timeout", "rows_per_microbatch", "num_output_chunks", "num_threads", "total_steps")
+        found += self.at_least(1, "row_length_multiple", "checkpoint_every", "tensor_parallel", "context")
+        found += self.within("[0, 1)", "beta1", "beta2") + self.above_zero("eps")
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             found.append(f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or null for no clipping")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
-        if self.eps <= 0:
-            found.append(f"eps is {self.eps}; it must be above 0")
         if self.lr_schedule != "constant" and self.total_steps is None:
             found.append(f"lr_schedule {self.lr_schedule!r} needs total_steps")
         if self.lr_schedule == "constant" and self.total_steps is not None:
@@ -203,11 +195,7 @@ class TrainingConfig(Config):
             names = [name for name in vars(self) if name.startswith("lora_") and name != "lora_rank"]
             given = [name for name in names if getattr(self, name) != plain.get(name, getattr(TrainingConfig, name, None))]
             return [f"{name} is {getattr(self, name)!r} without lora_rank" for name in given]
-        found = at_least(1, lora_rank=self.lora_rank)
-        if not self.lora_alpha > 0:
-            found.append(f"lora_alpha is {self.lora_alpha}; it must be above 0")
-        if not 0 <= self.lora_dropout < 1:
-            found.append(f"lora_dropout is {self.lora_dropout}; it must be in [0, 1)")
+        found = self.at_least(1, "lora_rank") + self.above_zero("lora_alpha") + self.within("[0, 1)", "lora_dropout")
         if not self.lora_targets:
             found.append("lora_targets is empty; nothing would be trained")
         if len(set(self.lora_targets)) < len(self.lora_targets):
@@ -319,19 +307,15 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
         found = super().problems()
-        found += at_least(1, iteration=self.iteration, updates_per_iteration=self.updates_per_iteration, lr_rows=self.lr_rows)
-        found += at_least(0, sampler_rows=self.sampler_rows)
+        found += self.at_least(1, "iteration", "updates_per_iteration", "lr_rows") + self.at_least(0, "sampler_rows")
+        found += self.above_zero("temperature", "drift_tolerance")
         if (self.sampler_model is None) != (self.sampler_version is None):
             found.append("sampler_model and sampler_version go together: the folder of a policy and its version in the pack")
-        if self.temperature <= 0:
-            found.append(f"temperature is {self.temperature}; it must be above 0")
         if self.objective == "kl_cov" and self.off_policy != "none" and self.updates_per_iteration == 1:
             found.append(
                 f"objective 'kl_cov' with off_policy {self.off_policy!r} and updates_per_iteration 1; its penalty does nothing, "
                 "as it holds the policy to that which the one update starts from: take 2 or more updates"
             )
-        if self.drift_tolerance is not None and self.drift_tolerance <= 0:
-            found.append(f"drift_tolerance is {self.drift_tolerance}; it must be above 0")
         return found
 
 
@@ -350,4 +334,4 @@ class SFTConfig(TrainingConfig):
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
-        return super().problems() + at_least(1, steps=self.steps, batch_size=self.batch_size, seq_len=self.seq_len)
+        return super().problems() + self.at_least(1, "steps", "batch_size", "seq_len")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ttrl.configs.base import Config, at_least
+from ttrl.configs.base import Config
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.machines import endpoint_problem, server_address_problems, server_keys, slurm_endpoint
@@ -202,27 +202,11 @@ class TrainConfig(Config):
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
-        found = at_least(
-            1,
-            iterations=self.iterations,
-            tasks_per_iteration=self.tasks_per_iteration,
-            samples_per_task=self.samples_per_task,
-            max_tokens=self.max_tokens,
-            tokens_per_iteration=self.tokens_per_iteration,
-            max_staleness=self.max_staleness,
-            validation_samples=self.validation_samples,
-            seq_len=self.seq_len,
-            nproc_per_node=self.nproc_per_node,
-            num_threads=self.num_threads,
-            constant_length=self.constant_length,
-            dynamic_sampling=self.dynamic_sampling,
-            max_extra_tasks=self.max_extra_tasks,
-            keep_best=self.keep_best,
-            keep_every=self.keep_every,
-        )
-        found += at_least(0, temperature=self.temperature, validation_temperature=self.validation_temperature, seed=self.seed)
-        found += at_least(0, trainer_restarts=self.trainer_restarts, servers=self.servers)
-        found += at_least(3, keep_checkpoints=self.keep_checkpoints)
+        found = self.at_least(1, "iterations", "tasks_per_iteration", "samples_per_task", "max_tokens", "tokens_per_iteration")
+        found += self.at_least(1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads")
+        found += self.at_least(1, "constant_length", "dynamic_sampling", "max_extra_tasks", "keep_best", "keep_every")
+        found += self.at_least(0, "temperature", "validation_temperature", "seed", "trainer_restarts", "servers")
+        found += self.at_least(3, "keep_checkpoints")
         found += self._sampling_problems() + self._advantage_problems() + self._training_problems()
         found += self.watch_problems() + self.server_problems() + self.node_problems()
         if self.mirror is not None and not self.mirror.strip():
@@ -312,7 +296,7 @@ class TrainConfig(Config):
 
     def node_problems(self, environment: Mapping[str, str] = os.environ) -> list[str]:
         """Return what is wrong with training on several machines, one line each."""
-        found = at_least(1, nnodes=self.nnodes, join_timeout=self.join_timeout)
+        found = self.at_least(1, "nnodes", "join_timeout")
         if self.nnodes <= 1:
             if self.rdzv_endpoint is not None:
                 found.append(f"rdzv_endpoint is {self.rdzv_endpoint!r}, but nnodes is {self.nnodes}: nobody would be met there")

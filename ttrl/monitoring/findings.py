@@ -351,19 +351,15 @@ def dropped_groups(h: History) -> str | None:
 )
 def too_hard(h: History) -> str | None:
     # Below half, the other groups still carry an iteration; above it most of the sampling is spent on nothing.
-    share = h.share("groups.all_wrong", "groups.total")
-    if share is None or share <= 0.5:
-        return None
-    return f"In {percent(share)} of the groups every sample was wrong ({h.recently})."
+    share = h.share("groups.all_wrong", "groups.total") or 0.0
+    return f"In {percent(share)} of the groups every sample was wrong ({h.recently})." if share > 0.5 else None
 
 
 @rule("note", "There is little left to learn from these tasks: harder ones, or dynamic_sampling, or an end by stop_at.", "right")
 def too_easy(h: History) -> str | None:
     # A run that ends well has half to three quarters of its groups all right; above four fifths too little is left.
-    share = h.share("groups.all_right", "groups.total")
-    if share is None or share <= 0.8:
-        return None
-    return f"In {percent(share)} of the groups every sample was right ({h.recently})."
+    share = h.share("groups.all_right", "groups.total") or 0.0
+    return f"In {percent(share)} of the groups every sample was right ({h.recently})." if share > 0.8 else None
 
 
 @rule(
@@ -386,10 +382,8 @@ def equal_rewards(h: History) -> str | None:
 )
 def truncated(h: History) -> str | None:
     # A few per cent are common with long reasoning; above a fifth, advantages mostly say "be shorter".
-    share = h.now("rollouts.truncated")
-    if share is None or share <= 0.2:
-        return None
-    return f"{percent(share)} of the completions were cut off at max_tokens ({h.recently})."
+    share = h.now("rollouts.truncated") or 0.0
+    return f"{percent(share)} of the completions were cut off at max_tokens ({h.recently})." if share > 0.2 else None
 
 
 @rule("warn", "A stop string that matches at once, or a model that learned to say nothing: does silence get a reward?", "empty")

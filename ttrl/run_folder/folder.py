@@ -18,7 +18,7 @@ import yaml
 
 from ttrl.errors import RunFolderError
 from ttrl.run_folder.config_changes import changes, check_changes, remember_changes
-from ttrl.run_folder.lock import RunLock
+from ttrl.run_folder.lock import HEARTBEAT_SECONDS, RunLock
 from ttrl.system.files import (
     TEMPORARY_PREFIX,
     digest,
@@ -114,9 +114,9 @@ class IterationFolder:
 class RunFolder:
     """A run on disk. Use `locked` while anything is written."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS) -> None:
         self.path = Path(path).absolute()
-        self._lock = RunLock(self.path)
+        self._lock = RunLock(self.path, beat_seconds)
         self._trained: dict[int, bool] = {}
         """Whether a finished iteration made a policy: a marker that is there stays as it is."""
         self.on_mark: Callable[[], None] = lambda: None

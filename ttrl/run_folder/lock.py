@@ -201,8 +201,8 @@ class Claim(ABC):
 class _FolderClaim(Claim):
     """A claim in a run folder: owner.json, and the token in the file `lock`."""
 
-    def __init__(self, folder: Path, lock: IO[str]) -> None:
-        super().__init__(folder, HEARTBEAT_SECONDS)
+    def __init__(self, folder: Path, lock: IO[str], beat_seconds: float) -> None:
+        super().__init__(folder, beat_seconds)
         self._path, self._lock = folder / OWNER_FILE, lock
         self._signed = False
         """Whether our token is in `lock`."""
@@ -245,8 +245,8 @@ class _FolderClaim(Claim):
 class RunLock:
     """The lock of one folder. Use `held`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, beat_seconds: float = HEARTBEAT_SECONDS) -> None:
+        self._folder, self._beat_seconds = folder, beat_seconds
         self._claim: _FolderClaim | None = None
 
     @contextlib.contextmanager
@@ -258,7 +258,7 @@ class RunLock:
         except OSError as error:
             raise RunFolderError(f"{self._folder} cannot be a run folder: {error.strerror}; choose another one") from error
         with file:
-            claim = _FolderClaim(self._folder, file)
+            claim = _FolderClaim(self._folder, file, self._beat_seconds)
             with claim.held(locks=self._flock(file, claim), take_over=take_over):
                 self._claim = claim
                 try:

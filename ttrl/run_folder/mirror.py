@@ -26,16 +26,13 @@ from ttrl.errors import ConfigError, RunFolderError, StorageError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import LOCK_FILES, OWNER_FILE, Claim, in_words, parse_owner
 from ttrl.run_folder.mirror_resume import fetch_folder, take_from
-from ttrl.run_folder.mirror_store import MirrorStore, patiently, pause_before
+from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.run_folder.pruning import kept_of
 from ttrl.run_folder.redo import throw_away
 from ttrl.system.object_store import redact
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 10.0
-LAST_WAIT_SECONDS = 600.0
-"""How long a run that is finished waits for its mirror, at most."""
 _OF_PHASES = {"rollouts.jsonl", "unfinished.jsonl", "packed.safetensors", "train.jsonl", "validation.jsonl"}
 _OF_PHASES |= {"trainer_logprobs.safetensors"}
 _NOT_MIRRORED = LOCK_FILES | {"rollouts.partial.jsonl"} | _OF_PHASES
@@ -50,17 +47,17 @@ class _MirrorClaim(Claim):
     """A claim in the store. Its heartbeat is a number in owner.json, which stays there for a machine that slept meanwhile."""
 
     def __init__(self, store: MirrorStore) -> None:
-        super().__init__(store.shown, BEAT_SECONDS)
+        super().__init__(store.shown, store.beat_seconds)
         self._store = store
 
     def read(self) -> dict[str, Any] | None:
-        owner = parse_owner(patiently(lambda: self._store.read(OWNER_FILE)))
+        owner = parse_owner(self._store.patiently(lambda: self._store.read(OWNER_FILE)))
         return None if owner is None or owner.get("released") else owner
 
     pulse = read
 
     def sign(self) -> None:
-        patiently(lambda: self.beat(0))
+        self._store.patiently(lambda: self.beat(0))
 
     def beat(self, number: int, **more: Any) -> None:
         self._store.write(OWNER_FILE, json.dumps(self.owner | {"beat": number} | more).encode())
@@ -99,7 +96,7 @@ class Mirror:
         try:
             self._wake.set()
             yield
-            patience = LAST_WAIT_SECONDS
+            patience = self.store.last_wait_seconds
         finally:
             self._folder.on_mark = before
             self._ended.set()
@@ -139,7 +136,7 @@ class Mirror:
         failures = 0
         while not self._ended.is_set():
             if failures:
-                self._ended.wait(pause_before(failures))  # whatever is finished meanwhile
+                self._ended.wait(self.store.pause_before(failures))  # whatever is finished meanwhile
             else:
                 self._wake.wait()
             if self._ended.is_set():
@@ -151,7 +148,7 @@ class Mirror:
         deadline, failures = time.monotonic() + patience, 0
         while not self._try_pass():
             failures += 1
-            pause = pause_before(failures)
+            pause = self.store.pause_before(failures)
             if time.monotonic() + pause > deadline:
                 break
             time.sleep(pause)
@@ -273,7 +270,12 @@ def with_local_run(config: TrainConfig) -> TrainConfig:
 
 @contextlib.contextmanager
 def mirrored(
-    config: TrainConfig, folder: RunFolder, *, take_over: bool = False, redo: int | None = None
+    config: TrainConfig,
+    folder: RunFolder,
+    *,
+    take_over: bool = False,
+    redo: int | None = None,
+    store_class: type[MirrorStore] = MirrorStore,
 ) -> Iterator[Mirror | None]:
     """Mirror a run whose folder this process holds: take from the mirror what is missing here, then follow the folder until the
     end of the block. Yields None where the run has no mirror. redo: the iteration from which on both are to be thrown away before
@@ -287,7 +289,7 @@ def mirrored(
             throw_away(folder, config, redo)
         yield None
         return
-    mirror = Mirror(MirrorStore(config.mirror), folder, config)
+    mirror = Mirror(store_class(config.mirror), folder, config)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(mirror.claim.held(locks=False, take_over=take_over))

@@ -21,7 +21,7 @@ from typing import Any
 
 from ttrl.errors import RunFolderError
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.mirror_store import MirrorStore, patiently
+from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.system.files import atomic_folder, digest, make_folders, write_text
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Marker:
 def take_from(store: MirrorStore, folder: RunFolder) -> None:
     """Bring the run folder, which this process holds, to where the mirror is, if that is further. Raises RunFolderError where
     the two are copies of different runs, or where the mirror holds nothing to go on from; OSError, StorageError."""
-    sizes = patiently(store.keys)
+    sizes = store.patiently(store.keys)
     here = {_key(path, folder): path.read_text(encoding="utf-8") for path in folder.path.glob("iterations/*/done/[!.]*.json")}
     keys = {key for key in sizes if key.startswith("iterations/") and "/done/" in key}
     ahead = bool(keys - here.keys())
@@ -91,7 +91,7 @@ def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) 
     """Take one more folder of an iteration as a whole. Raises OSError where it is not all there, RunFolderError."""
     iteration = folder.iteration(number)
     files = {k: sha for phase in ("prepare", "train") for k, sha in iteration.files(phase).items() if k.startswith(f"{name}/")}
-    sizes = patiently(store.keys)
+    sizes = store.patiently(store.keys)
     keys = {file: _key(iteration.path / file, folder) for file in files}
     missing = [key for key in keys.values() if key not in sizes]
     if missing or not files:
@@ -113,7 +113,7 @@ def _finished(key: str, text: str) -> float:
 
 
 def _read_marker(store: MirrorStore, key: str) -> Marker:
-    data = patiently(lambda: store.read(key))
+    data = store.patiently(lambda: store.read(key))
     try:
         text = (data or b"").decode()
         content = json.loads(text)
@@ -173,7 +173,7 @@ def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
 
 def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) -> None:
     """Take the lines of iterations whose policy is there; the rest is put together from the markers."""
-    data = patiently(lambda: store.read("metrics.jsonl"))
+    data = store.patiently(lambda: store.read("metrics.jsonl"))
     newest = max(marker.iteration for marker in markers if marker.phase in ("prepare", "train"))
     kept = []
     for line in (data or b"").split(b"\n"):
@@ -189,7 +189,7 @@ def _fetch(store: MirrorStore, target: Path, key: str, size: int, sha: str | Non
     if sha is not None and target.is_file() and digest(target) == sha:
         return
     make_folders(target.parent)
-    patiently(lambda: store.fetch(key, size, target))
+    store.patiently(lambda: store.fetch(key, size, target))
     if sha is not None and digest(target) != sha:
         target.unlink()
         raise RunFolderError(f"{store.shown}: {key} is not what its phase wrote; remove it there to go on from an older policy")

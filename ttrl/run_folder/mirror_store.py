@@ -23,14 +23,18 @@ from ttrl.system.object_store import Store, reason
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT = timedelta(minutes=3)
-PART_BYTES = 16 * 2**20
-"""Larger objects are moved in parts, each with a request of its own."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 T = TypeVar("T")
 
 
 class MirrorStore:
     """Whole objects by key. Every method raises OSError, with the reason, for what does not work."""
+
+    part_bytes = 16 * 2**20
+    """Larger objects are moved in parts, each with a request of its own."""
+    first_pause, longest_pause = 0.5, 60.0
+    beat_seconds = 10.0
+    last_wait_seconds = 600.0
+    """How long a run that is finished waits for its mirror, at most."""
 
     def __init__(self, address: str) -> None:
         self._store = Store(address, what="a mirror", request_timeout=REQUEST_TIMEOUT)
@@ -55,15 +59,15 @@ class MirrorStore:
         """Replace what is there, in one step. Raises FileNotFoundError where `content` is a file that is gone."""
         if isinstance(content, Path):
             content = content.resolve(strict=True)  # links are stored as what they point to
-        self._doing(f"write {key}", lambda store: obstore.put(store, key, content, chunk_size=PART_BYTES), make=True)
+        self._doing(f"write {key}", lambda store: obstore.put(store, key, content, chunk_size=self.part_bytes), make=True)
 
     def fetch(self, key: str, size: int, target: Path) -> None:
         """Write an object to a file, atomically."""
 
         def get(store: ObjectStore) -> None:
             with atomic_file(target, size) as temporary, open(temporary, "wb") as file:
-                for start in range(0, size, PART_BYTES):
-                    file.write(obstore.get_range(store, key, start=start, end=min(size, start + PART_BYTES)))
+                for start in range(0, size, self.part_bytes):
+                    file.write(obstore.get_range(store, key, start=start, end=min(size, start + self.part_bytes)))
 
         self._doing(f"read {key}", get)
 
@@ -87,20 +91,18 @@ class MirrorStore:
         except (exceptions.BaseError, OSError, ValueError) as error:
             raise OSError(f"{self.shown}: could not {what}: {reason(error)}") from error
 
+    def patiently(self, work: Callable[[], T], tries: int = 4) -> T:
+        """Return what `work` returns, trying again after growing pauses. Raises what the last try raised."""
+        for number in range(1, tries):
+            try:
+                return work()
+            except StorageError:
+                raise
+            except OSError as error:
+                logger.warning("%s; trying again", error)
+                time.sleep(self.pause_before(number))
+        return work()
 
-def patiently(work: Callable[[], T], tries: int = 4) -> T:
-    """Return what `work` returns, trying again after growing pauses. Raises what the last try raised."""
-    for number in range(1, tries):
-        try:
-            return work()
-        except StorageError:
-            raise
-        except OSError as error:
-            logger.warning("%s; trying again", error)
-            time.sleep(pause_before(number))
-    return work()
-
-
-def pause_before(number: int) -> float:
-    """Return the seconds before the n-th new try, a little random, so that many runs do not come at once."""
-    return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * random.uniform(0.75, 1.25))
+    def pause_before(self, number: int) -> float:
+        """Return the seconds before the n-th new try, a little random, so that many runs do not come at once."""
+        return float(min(self.longest_pause, self.first_pause * 2 ** (number - 1)) * random.uniform(0.75, 1.25))

@@ -13,7 +13,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, UserError
 from ttrl.run_folder.folder import DRIFT_FILE, REDO_VARIABLE, RunFolder
 from ttrl.run_folder.metrics import PHASES, forget_rows
-from ttrl.run_folder.mirror_store import MirrorStore, patiently
+from ttrl.run_folder.mirror_store import MirrorStore
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,11 @@ def throw_away(folder: RunFolder, config: TrainConfig, first: int, store: Mirror
             "folder"
         )
     if store is not None:
-        keys = [key for key in patiently(store.keys) if _iteration_of(key) >= first]
-        markers = [key for key in keys if "/done/" in key]  # first: what has no marker is not there for whoever looks
-        patiently(lambda: store.remove(sorted(markers, key=_order_of, reverse=True)))  # a later one never without those before
-        patiently(lambda: store.remove(sorted(set(keys) - set(markers))))
+        keys = [key for key in store.patiently(store.keys) if _iteration_of(key) >= first]
+        # The last one first: a later marker is never there without those before, and what has none is not there for whoever looks.
+        markers = sorted((key for key in keys if "/done/" in key), key=_order_of, reverse=True)
+        store.patiently(lambda: store.remove(markers))
+        store.patiently(lambda: store.remove(sorted(set(keys) - set(markers))))
     forget_rows(folder.path, first)
     removed = folder.throw_away(first)
     logger.warning("%s: iterations %s were thrown away, to be done again", folder.path, ", ".join(map(str, sorted(removed))))

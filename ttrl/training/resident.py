@@ -1,13 +1,23 @@
-"""Run a recipe that stays up and trains one config after the other, as they appear in a folder (`ttrl.system.request_folder`).
+"""Keep a recipe up, and what it needs warm from one iteration to the next: the policy, its optimizer, the value head.
 
-Each rank looks for the next config by itself, so that no collective waits and times out while there is nothing to do; once they
-have seen it, they work as ranks always do. Any error ends the process with the same message as the one-shot form: memory may hold
-half a step by then.
+Configs appear one after the other in a folder (`ttrl.system.request_folder`). Each rank looks for the next by itself, so that no
+collective times out while there is nothing to do. Any error ends the process with the same message as the one-shot form: memory
+may hold half a step by then.
+
+An iteration names the files that it starts from, a model folder and a state. What is in memory is used instead if it is known to
+be the same: this process wrote it to these very files, or read it from them, and no file has changed since (by inode, size and
+times). Otherwise the files are read, as in a new process: after a kill, for an iteration that is trained again, for a file that
+was put there by hand, and for any changed setting. So both produce the same weights, bit for bit; with one exception: compiled
+layers, which may have been compiled for lengths of earlier iterations.
+
+If files hold less than memory does (weights or moments that are rounded when written), memory takes over what they hold.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -15,16 +25,145 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from omegaconf import OmegaConf
+from torch import distributed
 
 from ttrl.configs import GRPOConfig
+from ttrl.errors import TtrlError
 from ttrl.system.request_folder import RequestFolder
+from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, run_on_ranks
-from ttrl.training.residence import Residence
+from ttrl.training.policy.adapters import ADAPTER_FOLDER, base_folder
+from ttrl.training.policy.loading import load_policy, seed_dropout
+from ttrl.training.policy.policy import Policy, fill_parameters
+from ttrl.training.stepper import Stepper
 
 logger = logging.getLogger("ttrl.training")
+
+# Settings that change from iteration to iteration while model, optimizer and schedule stay the same.
+_OF_ONE_ITERATION = ("model", "state", "packed", "output_dir", "iteration", "follow", "sampler_model", "sampler_version")
+
+
+class Trained(NamedTuple):
+    """What training changes."""
+
+    policy: Policy
+    stepper: Stepper
+    values: ValueTraining | None
+
+
+def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
+    """Load what `config` starts from. A collective. Raises ModelFolderError, RunFolderError and ConfigError."""
+    policy = load_policy(config, here)
+    values = ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here) if config.value_head else None
+    return Trained(policy, Stepper(policy, config, here, config.state, values), values)
+
+
+Files = tuple[tuple[Any, ...], ...]
+"""Tells whether files are the same as before: name, device, inode, size, and times of content and entry of each."""
+
+
+class Residence:
+    """Holds what was trained until the next iteration asks for it; one per rank. Its methods are collectives.
+
+    trained = residence.enter(config)
+    …                                     # train, write checkpoint and state
+    residence.leave(config, trained)      # without it nothing is kept: half a step must not be continued
+    """
+
+    def __init__(self, here: Ranks) -> None:
+        self._here = here
+        self._kept: tuple[Trained, dict[str, Any], Files] | None = None
+
+    def enter(self, config: GRPOConfig) -> Trained:
+        """Return what `config` starts from: from memory if it is the same there, else from its files. Raises ModelFolderError,
+        RunFolderError and ConfigError as loading does."""
+        kept, self._kept = self._kept, None
+        same = kept is not None and kept[1] == _settings(config) and kept[2] == _inputs(config)
+        if self._agreed(same):
+            assert kept is not None
+            trained = kept[0]
+            if config.free_memory:
+                _move(trained, self._here.device)
+        else:
+            if kept is not None:
+                logger.info("the files or settings of this iteration are not what is in memory; loading %s", config.model)
+            del kept  # two models would not fit
+            gc.collect()
+            trained = load_trained(config, self._here)
+        seed_dropout(config, self._here)
+        return trained
+
+    def leave(self, config: GRPOConfig, trained: Trained) -> None:
+        """Keep what was trained for the iteration that continues from it. Call it after checkpoint and state were written."""
+        output = Path(config.output_dir)
+        written = dataclasses.replace(config, model=str(output / "checkpoint"), state=str(output / "state"))
+        if config.checkpoint_dtype != "fp32" and config.lora_rank is None:
+            fill_parameters(trained.policy.parameters_by_name(), written.model)
+        if config.optimizer == "adamw_8bit":
+            trained.stepper.load(output / "state")
+        self._keep(written, trained)
+
+    def prepare(self, config: GRPOConfig) -> None:
+        """Load what `config` starts from before it is asked for. What is wrong with it is left for the iteration to report."""
+        try:
+            self._keep(config, load_trained(config, self._here))
+        except (TtrlError, MemoryError, RuntimeError) as error:  # of memory: PyTorch has no class of its own for the CPU's
+            self._kept = None
+            logger.info("nothing is loaded yet: %s", error)
+
+    def _keep(self, config: GRPOConfig, trained: Trained) -> None:
+        if config.free_memory:
+            _move(trained, torch.device("cpu"))
+        self._kept = trained, _settings(config), _inputs(config)
+
+    def _agreed(self, mine: bool) -> bool:
+        """Return the first rank's answer: a file on its way to another host looks different there."""
+        answer = [mine]
+        if self._here.processes > 1:
+            distributed.broadcast_object_list(answer, device=self._here.device)
+        return answer[0]
+
+
+def _settings(config: GRPOConfig) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_ITERATION}
+
+
+def _inputs(config: GRPOConfig) -> Files:
+    """Return the facts of the files that a policy, an optimizer and a value head are loaded from."""
+    folders = [Path(config.model), Path(config.model, ADAPTER_FOLDER)]
+    if config.lora_rank is not None:
+        folders.append(Path(base_folder(config)))
+    weights = [found for number, folder in enumerate(folders) for found in _files(folder, str(number))]
+    state = [] if config.state is None else list(_files(Path(config.state), "state"))
+    return (*weights, *state)
+
+
+def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".distcp", ".metadata") or path.name == ".metadata":
+            if path.name == "canary.json":  # describes the weights, and holds none
+                continue
+            stat = path.stat()
+            yield label, path.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+@torch.no_grad()
+def _move(trained: Trained, device: torch.device) -> None:
+    """Move everything to another device, except what is on the CPU for good. Has run from CPU to CPU only; never run on a GPU."""
+    if not trained.stepper.lives_on_cpu:
+        trained.policy.to(device)
+        trained.stepper.move(device)
+        if trained.values is not None:
+            trained.values.move(device)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: Any) -> int:

@@ -15,7 +15,7 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import PackError, RunFolderError
 from ttrl.system.files import read_jsonl
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.residence import Residence
+from ttrl.training.resident import Residence
 
 pytestmark = pytest.mark.usefixtures("short_canaries")
 HERE = Ranks(0, 1, torch.device("cpu"))
