@@ -50,7 +50,7 @@ def throw_away(folder: RunFolder, config: TrainConfig, first: int, store: Mirror
         )
     if store is not None:
         keys = [key for key in store.patiently(store.keys) if _iteration_of(key) >= first]
-        # The last one first: a later marker is never there without those before, and what has none is not there for whoever looks.
+        # The last one first: a later marker is never there without those before. What has no marker is not there for anyone.
         markers = sorted((key for key in keys if "/done/" in key), key=_order_of, reverse=True)
         store.patiently(lambda: store.remove(markers))
         store.patiently(lambda: store.remove(sorted(set(keys) - set(markers))))
