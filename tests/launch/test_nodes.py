@@ -2,18 +2,17 @@
 
 import shutil
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from support.pretended_tune import PretendedTune
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, UserError
 from ttrl.launch import nodes
-from ttrl.launch.tune import tune_command
 
 
 def config(**settings) -> TrainConfig:
@@ -96,17 +95,10 @@ def start_trainer(run: Path, name: str, endpoint: str, start: dict | None = None
 
 def test_a_machine_joins_each_start_of_the_trainer_once(tmp_path: Path, monkeypatch, endpoint: str):
     """Real processes in the place of torchrun; the second one fails, which is for the leading node to say."""
-    started = []
-
-    def command(*arguments, **more):
-        started.append(tune_command(*arguments, **more)[3:])
-        # The first rank may be here: the leading node's bar is told how far it is all the same.
-        told = "import os; open(os.environ['TTRL_PROGRESS_FILE'], 'w').write('3 4')"
-        return [sys.executable, "-S", "-c", f"{told}; raise SystemExit({int(len(started) == 2)})"]
-
-    monkeypatch.setattr(nodes, "tune_command", command)
-    monkeypatch.setattr(nodes, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(nodes, "_FINISHED_SECONDS", 0.0)
+    # The first rank may be here: the leading node's bar is told how far it is all the same.
+    told = "import os; open(os.environ['TTRL_PROGRESS_FILE'], 'w').write('3 4')"
+    tune = PretendedTune(monkeypatch, tmp_path)
+    tune.runs(f"{told}; raise SystemExit('two' in sys.argv[-1])")
     said: list[str] = []
     run = tmp_path / "run"
     paths = [start_trainer(run, "one", endpoint)]
@@ -115,17 +107,17 @@ def test_a_machine_joins_each_start_of_the_trainer_once(tmp_path: Path, monkeypa
     def say(text: str) -> None:
         """The leading node: starts the trainer again where it failed, and ends the run after its second iteration."""
         said.append(text)
-        if text == "the trainer ended" and len(started) == 3:
+        if text == "the trainer ended" and len(tune.starts) == 3:
             (run / "metrics.jsonl").write_text('{"iteration": 2}\n')
         elif text == "the trainer ended" or "part of the trainer failed" in text:
-            paths.append(start_trainer(run, ("two", "three")[len(started) - 1], endpoint))
+            paths.append(start_trainer(run, ("two", "three")[len(tune.starts) - 1], endpoint))
 
-    assert nodes.join(run, say=say) == 3
-    assert [arguments[-1] for arguments in started] == [str(path / "start.yaml") for path in paths]
-    assert [arguments[arguments.index("--rdzv-id") + 1] for arguments in started] == ["one", "two", "three"]
+    assert nodes.join(run, say=say, look_seconds=0.01) == 3
+    assert [arguments[-1] for arguments in tune.starts] == [str(path / "start.yaml") for path in paths]
+    assert [arguments[arguments.index("--rdzv-id") + 1] for arguments in tune.starts] == ["one", "two", "three"]
     assert all(
         arguments[:3] == ["run", "--nproc_per_node", "4"] and "is_host=false,join_timeout=90" in arguments
-        for arguments in started
+        for arguments in tune.starts
     )
     assert (
         said[-1] == f"{run} is finished; joined 3 in all"
@@ -149,12 +141,9 @@ def test_a_trainer_that_does_not_answer_is_not_joined(tmp_path: Path, monkeypatc
 def test_a_part_of_a_trainer_that_is_over_is_stopped(tmp_path: Path, monkeypatch, endpoint: str):
     """Such as one that came when the leading node had just started another: it would wait for a meeting without others."""
     path = start_trainer(tmp_path / "run", "one", endpoint)
-    command = [sys.executable, "-S", "-c", f"import shutil, time; shutil.rmtree({str(path)!r}); time.sleep(1000)"]
-    monkeypatch.setattr(nodes, "tune_command", lambda *_, **__: command)
-    monkeypatch.setattr(nodes, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(nodes, "_GRACE_SECONDS", 0.0)
+    PretendedTune(monkeypatch, tmp_path).runs(f"import shutil, time; shutil.rmtree({str(path)!r}); time.sleep(1000)")
     said: list[str] = []
-    assert nodes.join(tmp_path / "run", patience=0.0, say=said.append) == 1
+    assert nodes.join(tmp_path / "run", patience=0.0, say=said.append, look_seconds=0.01, grace_seconds=0.0) == 1
     assert "the leading node has ended this trainer; its part here is stopped" in said
 
 

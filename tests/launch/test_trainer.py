@@ -3,18 +3,15 @@
 import errno
 import os
 import signal
-import sys
-import textwrap
 import threading
 import time
 
 import pytest
 import yaml
+from support.pretended_tune import PretendedTune
 
 from ttrl import TrainConfig
 from ttrl.errors import StorageError, TrainerError
-from ttrl.launch import trainer as trainer_module
-from ttrl.launch import tune as tune_module
 from ttrl.launch.trainer import Trainer
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
@@ -61,14 +58,8 @@ for number in itertools.count(1):
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """`made("resident")`: a trainer, ended after the test; `made.config(number, **more)`: an iteration's config."""
-    trainers, script = [], tmp_path / "recipe.py"
-    script.write_text(textwrap.dedent(RECIPE))
-
-    def fake_command(config_path, *, torchrun_args=(), **_):
-        return [sys.executable, str(script), *torchrun_args, str(config_path)]
-
-    for module in (trainer_module, tune_module):
-        monkeypatch.setattr(module, "tune_command", fake_command)
+    trainers = []
+    PretendedTune(monkeypatch, tmp_path).runs(RECIPE)
 
     def make(form="resident", **settings):
         config = TrainConfig(run=str(tmp_path / "run"), model="m", iterations=3, trainer=form, **settings)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.pretended_tune import PretendedTune
 from tqdm.auto import tqdm
 
 from ttrl.errors import ConfigError, StorageError, TrainerError
-from ttrl.launch import tune as tune_module
-from ttrl.launch.tune import GRPO_RECIPE, SFT_RECIPE, tune, wait_for_process
+from ttrl.launch.tune import GRPO_RECIPE, SFT_RECIPE, follow_progress, tune, wait_for_process
 
 
 def run(tmp_path, code, pbar=False):
@@ -24,19 +24,8 @@ def run(tmp_path, code, pbar=False):
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    """Replaces the recipe's process by a script of the test's: a function that sets it and returns the arguments it was given."""
-    original, given = tune_module.wait_for_process, []
-
-    def set_code(code):
-        def wait(command, log_path, **kwargs):
-            assert command[:3] == [sys.executable, "-m", "torchtune._cli.tune"]
-            given.append(command[3:])
-            original([sys.executable, "-c", textwrap.dedent(code), *command[3:]], log_path, **kwargs)
-
-        monkeypatch.setattr(tune_module, "wait_for_process", wait)
-        return given
-
-    return set_code
+    """Replaces the recipe's process by a script of the test's: `recipe.runs(code)`, `recipe.starts`."""
+    return PretendedTune(monkeypatch, tmp_path)
 
 
 SAVE = """
@@ -50,16 +39,16 @@ print("saved")
 
 
 def test_a_recipe_that_succeeds(tmp_path, recipe):
-    given = recipe(SAVE)
+    recipe.runs(SAVE)
     config = {"output_dir": str(tmp_path), "lr": 1e-5, "state": None, "betas": [0.9, 0.95]}
     assert tune(config, tmp_path / "grpo.yaml") == tmp_path / "checkpoint"
-    assert given == [["run", GRPO_RECIPE, "--config", str(tmp_path / "grpo.yaml")]]
+    assert recipe.starts == [["run", GRPO_RECIPE, "--config", str(tmp_path / "grpo.yaml")]]
     assert yaml.safe_load((tmp_path / "grpo.yaml").read_text()) == config
     assert (tmp_path / "train.log").read_text() == "saved\n"
 
 
 def test_torchrun_and_another_recipe_and_log(tmp_path, recipe):
-    given = recipe(SAVE)
+    recipe.runs(SAVE)
     tune(
         {"output_dir": str(tmp_path)},
         tmp_path / "sft.yaml",
@@ -68,18 +57,20 @@ def test_torchrun_and_another_recipe_and_log(tmp_path, recipe):
         torchrun_args=["--nnodes", "2"],
         log_path=tmp_path / "other.log",
     )
-    assert given == [["run", "--nproc_per_node", "2", "--nnodes", "2", SFT_RECIPE, "--config", str(tmp_path / "sft.yaml")]]
+    assert recipe.starts == [
+        ["run", "--nproc_per_node", "2", "--nnodes", "2", SFT_RECIPE, "--config", str(tmp_path / "sft.yaml")]
+    ]
     assert (tmp_path / "other.log").is_file()
 
 
 def test_success_without_a_checkpoint_is_no_success(tmp_path, recipe):
-    recipe("print('nothing to do')")
+    recipe.runs("print('nothing to do')")
     with pytest.raises(TrainerError, match="left no checkpoint in"):
         tune({"output_dir": str(tmp_path)}, tmp_path / "grpo.yaml")
 
 
 def test_a_failed_recipe_is_an_error_even_where_a_checkpoint_lies(tmp_path, recipe):
-    recipe(SAVE + "sys.exit(1)")
+    recipe.runs(SAVE + "sys.exit(1)")
     with pytest.raises(TrainerError, match=r"exit code 1"):
         tune({"output_dir": str(tmp_path)}, tmp_path / "grpo.yaml")
 
@@ -152,11 +143,11 @@ def test_the_bar_follows_the_progress_file(tmp_path, capsys):
     with tqdm(desc="x", total=None, file=open(os.devnull, "w")) as bar:
         for content in ("", "3", "a b", "3 10 4"):
             progress.write_text(content)
-            tune_module._follow(progress, bar)
+            follow_progress(progress, bar)
             assert (bar.n, bar.total) == (0, None)
         for content, expected in (("3 10", (3, 10)), ("7 10", (7, 10)), ("7 12", (7, 12))):
             progress.write_text(content)
-            tune_module._follow(progress, bar)
+            follow_progress(progress, bar)
             assert (bar.n, bar.total) == expected
 
 

@@ -3,10 +3,10 @@ ends, whatever waits for what, and comes to the same as without pauses. On fake 
 
 import os
 import random
-import sys
 import time
 
 import pytest
+from support.pretended_tune import PretendedTune
 
 from ttrl.launch import trainer
 from ttrl.system.files import digest, read_jsonl
@@ -40,10 +40,8 @@ for number in itertools.count(1):
 @pytest.fixture
 def run(world, monkeypatch, tmp_path):
     """`run(seed)`: what a run with these pauses came to; without any for None."""
-    script = tmp_path / "recipe.py"
-    script.write_text(RECIPE)
+    PretendedTune(monkeypatch, tmp_path).runs(RECIPE)
     world.trainer_class = trainer.Trainer
-    monkeypatch.setattr(trainer, "tune_command", lambda config_path, **_: [sys.executable, str(script), str(config_path)])
     serve, iterations = vars(type(world))["note"], int(os.environ.get("TTRL_STRESS_ITERATIONS", "6"))
 
     def made(seed):

@@ -37,12 +37,7 @@ PROGRESS_FILE = "progress"
 ARRIVED = "arrived-"
 """Next to it, one such file from each node that starts its part: so that the leading one can say who is missing."""
 _ENDED = "the leading node has ended this trainer"
-_LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 3.0
-_FINISHED_SECONDS = 2.0
-"""Between looks into what the run has done so far, which take a while."""
-_GRACE_SECONDS = 15.0
-"""Between the end of a meeting and that of what still works for it here: processes that are not stuck end by themselves."""
 
 
 def write_meeting(folder: Path, config: TrainConfig, nproc_per_node: int) -> None:
@@ -115,8 +110,18 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def join(run: str | os.PathLike[str], *, patience: float = 600.0, say: Callable[[str], None] = logger.info) -> int:
+def join(
+    run: str | os.PathLike[str],
+    *,
+    patience: float = 600.0,
+    say: Callable[[str], None] = logger.info,
+    look_seconds: float = 0.2,
+    grace_seconds: float = 15.0,
+) -> int:
     """Train with the run in folder `run`, which another node leads, whenever its trainer is up; return how often it was.
+
+    look_seconds: between looks for a trainer; ten times as many between those into what the run has done so far. grace_seconds:
+    between the end of a meeting and that of what still works for it here: processes that are not stuck end by themselves.
 
     Ends when the run that it took part in is finished, or after `patience` seconds in which there was no trainer to join. A
     trainer that fails, or cannot be reached yet, is not an error here: the leading node says what it was, and may start it again.
@@ -133,7 +138,7 @@ def join(run: str | os.PathLike[str], *, patience: float = 600.0, say: Callable[
     say(f"waiting for the trainer of {folder}")
     while True:
         if time.monotonic() >= look_again:
-            look_again = time.monotonic() + _FINISHED_SECONDS
+            look_again = time.monotonic() + 10 * look_seconds
             if seen and _is_finished(folder):
                 say(f"{folder} is finished; joined {len(seen)} in all")
                 return len(seen)
@@ -148,11 +153,11 @@ def join(run: str | os.PathLike[str], *, patience: float = 600.0, say: Callable[
             if time.monotonic() - waiting_since > patience:
                 say(f"no trainer of {folder} to join for {patience:g} s; joined {len(seen)} in all")
                 return len(seen)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(look_seconds)
             continue
         path, meeting = found
         seen.add(path.name)
-        _take_part(folder, path, meeting, say)
+        _take_part(folder, path, meeting, say, look_seconds, grace_seconds)
         waiting_since = time.monotonic()
 
 
@@ -208,7 +213,9 @@ def _check_place(path: Path, meeting: dict[str, Any]) -> None:
             raise UserError(f"nproc_per_node is {wanted}, but this machine has {gpus} GPUs; every node needs as many")
 
 
-def _take_part(folder: Path, path: Path, meeting: dict[str, Any], say: Callable[[str], None]) -> None:
+def _take_part(
+    folder: Path, path: Path, meeting: dict[str, Any], say: Callable[[str], None], look_seconds: float, grace_seconds: float
+) -> None:
     endpoint = str(meeting["endpoint"])
     try:
         _check_place(path, meeting)
@@ -228,7 +235,7 @@ def _take_part(folder: Path, path: Path, meeting: dict[str, Any], say: Callable[
     # torchrun may make any machine's process the first rank, which says how far it is: to the bar of the leading one.
     with TrainerProcess(command, log, path / PROGRESS_FILE, network_environment(endpoint)) as process:
         try:
-            ended = _wait(process, path)
+            ended = _wait(process, path, look_seconds, grace_seconds)
         except (TrainerError, StorageError) as error:
             if (path / MEETING_FILE).exists():
                 say(f"this node's part of the trainer failed; waiting for the next one: {error}")
@@ -238,7 +245,7 @@ def _take_part(folder: Path, path: Path, meeting: dict[str, Any], say: Callable[
             say("the trainer ended" if ended else f"{_ENDED}; its part here is stopped")
 
 
-def _wait(process: TrainerProcess, path: Path) -> bool:
+def _wait(process: TrainerProcess, path: Path, look_seconds: float, grace_seconds: float) -> bool:
     """Wait until this node's part has ended; return False where it has not some time after the meeting was over: then it waits
     for processes that are gone or, having come too late, for others at a meeting that nobody else will come to."""
     gone_since = None
@@ -247,7 +254,7 @@ def _wait(process: TrainerProcess, path: Path) -> bool:
             gone_since = None
         elif gone_since is None:
             gone_since = time.monotonic()
-        elif time.monotonic() - gone_since > _GRACE_SECONDS:
+        elif time.monotonic() - gone_since > grace_seconds:
             return False
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(look_seconds)
     return True

@@ -175,11 +175,11 @@ class TrainerProcess:
         shown = pbar and sys.stderr.isatty()
         with tqdm(desc=pbar_desc, bar_format="{desc}: {elapsed}", leave=False, disable=not shown) as bar:
             while not done():
-                _follow(self.progress, bar)
+                follow_progress(self.progress, bar)
                 time.sleep(_POLL_SECONDS)
 
 
-def _follow(progress: Path, bar: "tqdm[Any]") -> None:
+def follow_progress(progress: Path, bar: "tqdm[Any]") -> None:
     """Show the time until the recipe says how much there is to do, then a bar."""
     if bar.disable:
         return
