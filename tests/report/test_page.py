@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 from safetensors.torch import save_file
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.pictures.page import packed_row_html
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.records import Sample, TaskResult, TokenizedResult
 from ttrl.report import charts
-from ttrl.report import samples as report_samples
 from ttrl.report.conversations import shown_messages, template
 from ttrl.report.page import leave_report, write_report
 from ttrl.run_folder import reader
@@ -446,8 +447,8 @@ def test_hundreds_of_iterations_become_means_in_bars_and_stay_small(tmp_path: Pa
     assert len(html) < 2_000_000
 
 
-def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn is pictures/page.py's matter; here: the newest pack, its first row, one string per token."""
+def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path) -> None:
+    """What is drawn is pictures/page.py's matter; here: the newest pack, its first row."""
     folder = make_run(tmp_path / "run", [0.5, 0.6, 0.7])
     sequences = [
         TokenizedResult(
@@ -464,29 +465,23 @@ def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path, monkeypatch: pyte
         for number in range(4)
     ]
     path = folder / "iterations" / "0002" / "packed.safetensors"
-    packed_tensors_from_tokenized_results(sequences, seq_len=4, pad_id=0).save(path)
-    drawn: list[tuple[list[int], int, Any]] = []
-
-    def draw(packed: Any, row: int, token_text: Any, max_positions: int) -> str:
-        drawn.append((packed.tokens.tolist(), row, token_text))
-        return '<svg viewBox="0 0 1 1"><title>a packed row</title></svg>'
-
-    monkeypatch.setattr("ttrl.data.pictures.page.packed_row_html", draw)
-    text = page_of(folder).text
-    assert drawn == [([[5, 6, 7, 0]], 0, None)]  # no tokenizer in this run folder
-    assert "Row 1 of 4 of iteration 2" in text and "a packed row" in text
+    packed = packed_tensors_from_tokenized_results(sequences, seq_len=4, pad_id=0)
+    packed.save(path)
+    assert "Row 1 of 4 of iteration 2" in page_of(folder).text
+    picture = packed_row_html(packed.rows([0]), 0, None, max_positions=600)  # no tokenizer in this run folder
+    assert picture in (folder / "report.html").read_text(encoding="utf-8")
     path.write_bytes(b"gone")
     assert "cannot be read as safetensors" in page_of(folder).text  # the rest of the report is still there
 
 
-def test_a_report_reads_nothing_again_that_did_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_reads_nothing_again_that_did_not_change(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", [0.5, 0.6, 0.7])
     before = write_report(folder).read_text(encoding="utf-8")
-    opened: list[str] = []
-    real = report_samples.sample_lines
-    monkeypatch.setattr(report_samples, "sample_lines", lambda path: opened.append(str(path)) or real(path))
+    for path in folder.glob("iterations/*/rollouts.jsonl"):  # other contents that look like the same file
+        status, text = path.stat(), path.read_text(encoding="utf-8")
+        path.write_text(text.replace('"', "'"), encoding="utf-8")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert write_report(folder).read_text(encoding="utf-8") == before
-    assert not [path for path in opened if path.endswith("rollouts.jsonl")]
     lines = [sample(f"new{task}", text=f"changed-{task}") for task in range(4)]
     write_lines(folder / "iterations" / "0002" / "rollouts.jsonl", lines)
     assert "changed-3" in page_of(folder).text

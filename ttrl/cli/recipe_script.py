@@ -138,11 +138,8 @@ def _tiny(
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
     """Shrink the recipe; a byte is a token of the tiny model, so the shortest tasks are taken."""
 
-    def length(task: Task) -> int:
-        return sum(len(str(message["content"]).encode()) for message in task.messages)
-
     def shortest(some: Sequence[Task]) -> list[Task]:
-        return sorted(some, key=length)[:_TINY_TASKS]
+        return sorted(some, key=lambda task: sum(len(str(one["content"]).encode()) for one in task.messages))[:_TINY_TASKS]
 
     folder = Path(config.run) / "tiny_model"
     if make and not (folder / "config.json").exists():

@@ -27,7 +27,6 @@ T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
 Source: TypeAlias = str | os.PathLike[str]
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
@@ -210,8 +209,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
         for name, row in data.items():
             yield f"{path}, {name!r}", {"id": name, **row}
     elif isinstance(data, list):
-        for number, row in enumerate(data, 1):
-            yield f"{path}, row {number}", row
+        yield from _numbered(str(path), data)
     else:
         raise TaskError(f"{path}: it holds {short(data, 120)}; it must hold a list of rows, or an object of objects by their ids")
 
@@ -219,10 +217,10 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file), 1):
+            for place, row in _numbered(str(path), csv.DictReader(file)):
                 if None in row or None in row.values():
-                    raise TaskError(f"{path}, row {number}: it has not as many columns as the first line has names")
-                yield f"{path}, row {number}", row
+                    raise TaskError(f"{place}: it has not as many columns as the first line has names")
+                yield place, row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TaskError(f"{path}: cannot be read: {error}") from None
 
@@ -233,8 +231,11 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         raise TaskError(f"{path}: cannot be read: {error}") from None
-    for number, row in enumerate(rows, 1):
-        yield f"{path}, row {number}", row
+    yield from _numbered(str(path), rows)
+
+
+def _numbered(where: str, rows: Iterable[T]) -> Iterator[tuple[str, T]]:
+    return ((f"{where}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
@@ -243,6 +244,7 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
 }
+SUFFIXES = tuple(_READERS)
 
 
 def _one_each(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -278,7 +280,7 @@ def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str
             f"{where}: cannot be loaded from the Hugging Face hub: {type(error).__name__}: {first}. Without a network, "
             "download it elsewhere and give the path of its file"
         ) from error
-    return where, ((f"{where}, {split}, row {number}", dict(row)) for number, row in enumerate(rows, 1))
+    return where, _numbered(f"{where}, {split}", map(dict, rows))
 
 
 def _check_hub(where: str) -> None:

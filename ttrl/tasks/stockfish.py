@@ -58,14 +58,12 @@ class Stockfish:
         status = os.stat(program)  # another version in its place is another engine
         key = (f"{program} {status.st_size} {status.st_mtime_ns} {self.nodes}", fen, move)
         with self._kept() as kept:
-            if kept is not None:
-                row = kept.execute("SELECT points FROM points WHERE engine = ? AND fen = ? AND move = ?", key).fetchone()
-                if row is not None:
-                    return float(row[0])
+            row = kept.execute("SELECT points FROM points WHERE engine = ? AND fen = ? AND move = ?", key).fetchone()
+        if row is not None:
+            return float(row[0])
         points = self._judge(chess.Board(fen), chess.Move.from_uci(move))
         with self._kept() as kept:
-            if kept is not None:
-                kept.execute("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?)", (*key, points))
+            kept.execute("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?)", (*key, points))
         return points
 
     def _program(self) -> str:
@@ -75,16 +73,14 @@ class Stockfish:
         return found
 
     @contextlib.contextmanager
-    def _kept(self) -> Iterator[sqlite3.Connection | None]:
-        if self.cache is None:
-            yield None
-            return
+    def _kept(self) -> Iterator[sqlite3.Connection]:
+        path = self.cache or ":memory:"  # without a file, nothing outlives the block
         try:
-            with contextlib.closing(sqlite3.connect(self.cache, timeout=60)) as connection, connection:
+            with contextlib.closing(sqlite3.connect(path, timeout=60)) as connection, connection:
                 connection.execute(_TABLE)
                 yield connection
         except sqlite3.Error as error:
-            raise GraderError(f"the judge's cache {os.fspath(self.cache)}: {error}") from error
+            raise GraderError(f"the judge's cache {os.fspath(path)}: {error}") from error
 
     def _judge(self, board: "chess.Board", move: "chess.Move") -> float:
         program = self._program()

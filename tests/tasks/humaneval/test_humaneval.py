@@ -19,18 +19,13 @@ PROBLEM = HumanEvalProblem("x/1", PROMPT, "add", TEST, "    return a + b\n")
 FUNCTION = "def add(a, b):\n    return a + b"
 
 
-@pytest.fixture
-def unsafe(monkeypatch):
-    """Runs programs right here: these are ours."""
-
-    def run(source, limits):
-        try:
-            exec(source, {"__name__": "__main__"})
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - of any program
-            return sandbox.SandboxOutcome(False, type(error).__name__)
-        return sandbox.SandboxOutcome(True)
-
-    monkeypatch.setattr(humaneval, "run_sandboxed", run)
+def run_here(source, limits):
+    """Run a program without a sandbox: these are ours."""
+    try:
+        exec(source, {"__name__": "__main__"})
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - of any program
+        return sandbox.SandboxOutcome(False, type(error).__name__)
+    return sandbox.SandboxOutcome(True)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +69,13 @@ def unsafe(monkeypatch):
         ("    return a + b\n" + "#" * 200_000, False),
     ],
 )
-def test_grader(reply, unsafe, content, right):
-    assert HumanEvalGrader(PROBLEM)(reply(content))[0] == float(right)
+def test_grader(reply, content, right):
+    assert HumanEvalGrader(PROBLEM, run=run_here)(reply(content))[0] == float(right)
 
 
-def test_long_replies(grade_long_replies, monkeypatch):
-    monkeypatch.setattr(humaneval, "run_sandboxed", lambda source, limits: sandbox.SandboxOutcome(False, "ended"))
-    grade_long_replies(HumanEvalGrader(PROBLEM), "def add", "\ndef add", "```\ndef add(\n", "\ndef ")
+def test_long_replies(grade_long_replies):
+    grader = HumanEvalGrader(PROBLEM, run=lambda source, limits: sandbox.SandboxOutcome(False, "ended"))
+    grade_long_replies(grader, "def add", "\ndef add", "```\ndef add(\n", "\ndef ")
     assert read_code("x```python\ny\n```z", "add") == "y\n"
 
 

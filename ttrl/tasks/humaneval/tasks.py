@@ -4,13 +4,14 @@ Programs that a model wrote run in `ttrl.tasks.humaneval.sandbox` and nowhere el
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, load_rows, select, text_field
-from ttrl.tasks.humaneval.sandbox import SandboxLimits, run_sandboxed, why_not
+from ttrl.tasks.humaneval.sandbox import SandboxLimits, SandboxOutcome, run_sandboxed, why_not
 from ttrl.tasks.task import Choice, Task, question
 
 _PROMPT = (
@@ -42,13 +43,14 @@ class HumanEvalGrader:
 
     problem: HumanEvalProblem
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+    run: Callable[[str, SandboxLimits], SandboxOutcome] = field(default=run_sandboxed, repr=False)
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"ran": 1 unless time, memory or a crash ended it})."""
         code = read_code(reply_text(choice), self.problem.entry_point)
         if not code.strip() or len(code) > LONGEST:
             return 0.0, {"ran": 0.0}
-        outcome = run_sandboxed(program(self.problem, code), self.limits)
+        outcome = self.run(program(self.problem, code), self.limits)
         ended = outcome.reason.startswith(("out of", "ended", "MemoryError"))
         return float(outcome.passed), {"ran": float(not ended)}
 

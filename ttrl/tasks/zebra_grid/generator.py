@@ -110,18 +110,16 @@ def make_puzzle(
     """
     draft = make_draft(seed, houses, attributes, held_out)
     count = max(draft.houses.values()) + 1
-    by_house = [
-        [next(a.values[v.number] for v, house in draft.houses.items() if v.attribute == number and house == h)
-         for number, a in enumerate(draft.attributes)]
-        for h in range(count)
-    ]  # fmt: skip
+    rows = [[str(house + 1)] for house in range(count)]
+    for value, house in sorted(draft.houses.items()):
+        rows[house].append(draft.attributes[value.attribute].values[value.number])
     return {
         "id": f"zebra-{count}x{len(draft.attributes)}-{seed}",
         "size": f"{count}*{len(draft.attributes)}",
         "puzzle": _text(draft, count),
         "solution": {
             "header": ["House", *(attribute.name for attribute in draft.attributes)],
-            "rows": [[str(h + 1), *row] for h, row in enumerate(by_house)],
+            "rows": rows,
         },
     }
 
