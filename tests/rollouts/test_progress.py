@@ -35,7 +35,7 @@ def clock(monkeypatch):
 
 
 def test_the_line_and_its_summary(clock):
-    bar = Progress(8, "d", enabled=False, prices=Prices(1.0, 10.0))
+    bar = Progress(8, "d", None, Prices(1.0, 10.0))
     assert bar.line(200) == "d 0/8 |                  | 0:00<?  0 tok/s  $0.00  0 tokens"
     bar.add_tokens(1500, prompt=1000)
     bar.add_tokens(700)
@@ -56,7 +56,7 @@ def test_the_line_and_its_summary(clock):
 
 
 def test_what_matters_most_stays_in_narrow_terminals(clock):
-    bar = Progress(10, "iteration 3: sampling", enabled=False)
+    bar = Progress(10, "iteration 3: sampling", None)
     bar.add_sample(sample(0.25, metrics={"exact": 1.0}))
     bar.add_sample(sample(None))
     assert bar.line(60) == "iteration 3: sampling 2/10 0:00<0:00  reward 0.250  1 failed"
@@ -72,7 +72,7 @@ def test_what_matters_most_stays_in_narrow_terminals(clock):
     reward=st.floats(-1e9, 1e9),
 )
 def test_a_line_is_never_wider_than_its_terminal(width, description, total, names, reward):
-    bar = Progress(total, description, enabled=False, prices=Prices(1, 1))
+    bar = Progress(total, description, None, Prices(1, 1))
     bar.add_tokens(123456, 7)
     bar.add_sample(sample(reward, metrics=dict.fromkeys(names, reward)))
     assert disp_len(bar.line(width)) <= width
@@ -80,7 +80,7 @@ def test_a_line_is_never_wider_than_its_terminal(width, description, total, name
 
 
 def test_no_total(clock):
-    bar = Progress(None, "d", enabled=False)
+    bar = Progress(None, "d", None)
     bar.add_sample(sample(1.0))
     clock.time += 3700
     assert bar.line(200) == "d 1 1:01:40  reward 1.000  0 tok/s  0 tokens"
@@ -101,10 +101,9 @@ class Screen:
         self.last = line
 
 
-def test_at_most_ten_lines_a_second_and_a_rate_that_moves(clock, monkeypatch):
+def test_at_most_ten_lines_a_second_and_a_rate_that_moves(clock):
     screen = Screen()
-    monkeypatch.setattr(progress, "_screen", lambda: screen)
-    with Progress(10_000, "d", enabled=True) as bar:
+    with Progress(10_000, "d", screen) as bar:
         for _ in range(10_000):  # 10 s at 1,000 tokens/s, then 20 s at 100
             clock.time += 0.001
             bar.add_tokens(1)
@@ -118,10 +117,9 @@ def test_at_most_ten_lines_a_second_and_a_rate_that_moves(clock, monkeypatch):
     assert screen.last == "d: 0 of 10000 samples in 30.0 s, 12k new tokens (400 tok/s)"
 
 
-def test_an_interrupted_call_says_so(monkeypatch):
+def test_an_interrupted_call_says_so():
     screen = Screen()
-    monkeypatch.setattr(progress, "_screen", lambda: screen)
-    with pytest.raises(KeyboardInterrupt), Progress(2, "d", enabled=True) as bar:
+    with pytest.raises(KeyboardInterrupt), Progress(2, "d", screen) as bar:
         bar.add_sample(sample(1.0))
         raise KeyboardInterrupt
     assert screen.last.startswith("stopped: d: 1 of 2 samples")
@@ -151,7 +149,7 @@ def test_prices_that_are_none(value):
 def test_nothing_is_written_to_a_file(kit, capsys):
     from ttrl.tasks import Task
 
-    with Progress(2, "d", enabled=True) as bar:
+    with Progress(2, "d", progress.screen()) as bar:
         bar.add_sample(sample(1.0))
     assert capsys.readouterr().err == ""
     kit.run(kit.echo, [Task(messages=[{"role": "user", "content": "x"}], grader=lambda choice: 1.0)])
@@ -178,7 +176,7 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch, capsys, clock):
     shell = types.SimpleNamespace(kernel=object())
     ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    with Progress(2, "d", enabled=True) as bar:
+    with Progress(2, "d", progress.screen()) as bar:
         for _ in range(2):
             clock.time += 1.0
             bar.add_sample(sample(0.5))
@@ -188,7 +186,7 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch, capsys, clock):
     assert len(outputs[0]) >= 3
     assert capsys.readouterr().err == ""
     shell.kernel = None  # IPython in a terminal is a terminal
-    assert progress._screen() is None
+    assert progress.screen() is None
 
 
 def shown_in_a_terminal(script, columns):
@@ -215,7 +213,7 @@ def test_a_terminal_sees_it_and_pbar_false_hides_it(columns):
         from ttrl.rollouts import progress
         progress.REDRAW_SECONDS = 0.0
         for enabled in (True, False):
-            with progress.Progress(2, f"sampling {enabled}", enabled=enabled) as bar:
+            with progress.Progress(2, f"sampling {enabled}", progress.screen() if enabled else None) as bar:
                 bar.add_tokens(10)
                 for _ in range(2):
                     bar.add_sample(Sample(task_id="t", sample=0, messages=[], reward=0.5))

@@ -6,20 +6,19 @@ needs no ipywidgets and is kept in the saved notebook.
 """
 
 import math
-import numbers
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tqdm.std import tqdm
 from tqdm.utils import disp_len, disp_trim
 
 from ttrl.errors import UserError
 from ttrl.records import Sample
-from ttrl.text import one_line, si
+from ttrl.text import is_number, one_line, si
 
 REDRAW_SECONDS = 0.1
 RATE_WINDOW = 15.0  # seconds: long enough for answers that come whole, a group at a time
@@ -38,7 +37,7 @@ class Prices(NamedTuple):
     def of(cls, value: object) -> "Prices":
         """Read Prices or a pair of numbers (input, output). Raises UserError for anything else."""
         pair = tuple(value) if isinstance(value, tuple | list) else ()
-        if len(pair) != 2 or not all(_is_price(price) for price in pair):
+        if len(pair) != 2 or not all(is_number(price) and price >= 0 for price in pair):
             raise UserError(
                 f"prices is {value!r}; give (input, output), two finite numbers of at least 0: dollars per million prompt tokens "
                 "and per million completion tokens"
@@ -50,23 +49,19 @@ class Prices(NamedTuple):
         return (prompt * self.input + completion * self.output) / 1e6
 
 
-def _is_price(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
-
-
 class Progress:
     """Counts samples and tokens as they come, and shows them. A context manager, so that the line is closed on Ctrl-C too.
 
     total: how many samples will come; None where nobody knows (there is no ETA then).
-    enabled: False shows nothing, and neither does True where stderr is no terminal and no notebook listens.
+    screen: where to show them; None for nowhere.
     prices: for the spend; it is not shown without them.
 
     Belongs to one thread.
     """
 
-    def __init__(self, total: int | None, description: str, *, enabled: bool, prices: Prices | None = None) -> None:
+    def __init__(self, total: int | None, description: str, screen: "Screen | None", prices: Prices | None = None) -> None:
         self._total, self._description, self._prices = total, description, prices
-        self._screen = _screen() if enabled else None
+        self._screen = screen
         self._start = time.monotonic()
         self._next_draw = self._start
         self._marks: deque[tuple[float, int]] = deque([(self._start, 0)])
@@ -77,7 +72,7 @@ class Progress:
         self._metrics: dict[str, list[float]] = {}  # name: [sum, count]
 
     def __enter__(self) -> "Progress":
-        self._draw(self._start)
+        self._draw_if_due()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -93,8 +88,7 @@ class Progress:
         """Count new tokens of a server as they come (fewer, where they were lost with their stream); not those from a cache."""
         self._tokens += completion
         self._prompt_tokens += prompt
-        if self._screen is not None and (now := time.monotonic()) >= self._next_draw:
-            self._draw(now)
+        self._draw_if_due()
 
     def add_sample(self, sample: Sample, cached: bool = False) -> None:
         """Count a sample that is finished: graded, failed, or cut off by a token budget."""
@@ -114,8 +108,7 @@ class Progress:
         if (length := len(sample.token_ids or sample.logprobs or ())) and sample.finish_reason != "unfinished":
             self._lengths += length
             self._measured += 1
-        if self._screen is not None and (now := time.monotonic()) >= self._next_draw:
-            self._draw(now)
+        self._draw_if_due()
 
     def line(self, width: int, now: float | None = None) -> str:
         """Return the moving line in at most `width` columns: what matters most comes first, what has no room is left out."""
@@ -180,14 +173,28 @@ class Progress:
         then, tokens = self._marks[0]
         return max(0.0, (self._tokens - tokens) / max(now - then, 1e-9))
 
-    def _draw(self, now: float) -> None:
-        if self._screen is None:
+    def _draw_if_due(self) -> None:
+        if self._screen is None or (now := time.monotonic()) < self._next_draw:
             return
         self._next_draw = now + REDRAW_SECONDS
         while len(self._marks) > 1 and self._marks[1][0] <= now - RATE_WINDOW:
             self._marks.popleft()
         self._screen.show(self.line(self._screen.width(), now))
         self._marks.append((now, self._tokens))
+
+
+class Screen(Protocol):
+    """Where a line can be shown that is replaced by the next one."""
+
+    def width(self) -> int:
+        """Return the columns of a line."""
+        ...
+
+    def show(self, line: str) -> None: ...
+
+    def finish(self, line: str) -> None:
+        """Show the last line, which stays."""
+        ...
 
 
 class _Terminal:
@@ -234,7 +241,7 @@ class _Notebook:
         self.show(line)
 
 
-def _screen() -> _Terminal | _Notebook | None:
+def screen() -> Screen | None:
     """Return where somebody watches, or None: a moving line in a log file would be thousands of lines."""
     ipython = sys.modules.get("IPython")  # a notebook has loaded it; nobody else is made to
     shell = ipython.get_ipython() if ipython is not None else None

@@ -16,7 +16,7 @@ from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.transport import answer_identity, transport_for
 from ttrl.rollouts.graders.grading import Graders, Threads
 from ttrl.rollouts.partial import TokenBudget, check_continuable, first_part
-from ttrl.rollouts.progress import Prices, Progress
+from ttrl.rollouts.progress import Prices, Progress, screen
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.rollouts.sample_logs import SampleLogs
 from ttrl.rollouts.scheduling.lengths import Lengths
@@ -85,8 +85,8 @@ class Sampling:
         self.progress = Progress(
             None if total is None else total * self.n,
             settings.description,
-            enabled=bool(settings.pbar),
-            prices=self.prices,
+            screen() if settings.pbar else None,
+            self.prices,
         )
 
     def _check_budget(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ttrl.errors import UserError
-from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.client.wire import Answer, encoded
 from ttrl.version import __version__
 
 KEY_SCHEMA = 1
@@ -77,7 +77,6 @@ class Entry(NamedTuple):
 _ANSWER_FIELDS = tuple(field for field in Answer.__struct_fields__ if field != "choice")
 assert set(_ANSWER_FIELDS) <= set(EntryAbout.__struct_fields__), "EntryAbout must carry every field of Answer"
 _about_decoder = msgspec.json.Decoder(EntryAbout)
-_encoder = msgspec.json.Encoder()
 
 
 def _canonical(value: Any, where: str) -> Any:
@@ -128,22 +127,10 @@ def split_key(key: str) -> tuple[str, int] | None:
     return (match[2], int(match[3])) if match else None
 
 
-def _json_bytes(value: Any) -> bytes:
-    """Write JSON in one line. Lone surrogates, which UTF-8 does not have, are written as escapes."""
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode()
-
-
 def encode_entry(key: str, answer: Answer, request: Mapping[str, Any], written: datetime) -> bytes:
     """Return the entry to store under `key`. `written`: aware, UTC."""
     about = EntryAbout(key, written, __version__, **{field: getattr(answer, field) for field in _ANSWER_FIELDS})
-    try:
-        first = _encoder.encode(about)
-    except UnicodeEncodeError:  # lone surrogates, as they are, so that what is read is what was written
-        first = json.dumps(msgspec.to_builtins(about), ensure_ascii=False).encode("utf-8", "surrogatepass")
-    lines = b"\n".join((first, _json_bytes(_canonical(request, "request")), answer.choice))
+    lines = b"\n".join((encoded(about), encoded(_canonical(request, "request")), answer.choice))
     packed = gzip.compress(lines, COMPRESSION_LEVEL, mtime=0)
     return b"%s%d %s\n%s" % (_MAGIC, ENTRY_SCHEMA, hashlib.sha256(packed).hexdigest().encode(), packed)
 
@@ -177,5 +164,5 @@ def _read_about(line: bytes) -> EntryAbout:
         return _about_decoder.decode(line)
     except msgspec.ValidationError:
         raise
-    except (msgspec.DecodeError, UnicodeDecodeError):  # lone surrogates, which msgspec does not read
-        return msgspec.convert(json.loads(line.decode("utf-8", "surrogatepass")), EntryAbout)
+    except ValueError:  # lone surrogates, which msgspec does not read
+        return msgspec.convert(json.loads(line), EntryAbout)

@@ -19,6 +19,7 @@ from obstore.store import ObjectStore
 
 from ttrl.errors import UserError
 from ttrl.rollouts.cache.entries import DamagedEntry, Entry, decode_entry, split_key
+from ttrl.rollouts.client.wire import loads
 from ttrl.system.files import atomic_file
 from ttrl.system.object_store import Store, reason
 
@@ -218,7 +219,7 @@ def _delete(store: Store, opened: ObjectStore, names: list[str], dry_run: bool) 
 def _line(name: str, entry: Entry) -> bytes:
     about, split = entry.about, split_key(name)
     assert split is not None
-    choice: Any = _json_or_none(entry.choice)
+    choice: Any = loads(entry.choice)
     choice = choice if isinstance(choice, dict) else {}
     message = choice.get("message") or {}
     logprobs = choice.get("logprobs") or {}
@@ -227,7 +228,7 @@ def _line(name: str, entry: Entry) -> bytes:
         "sample": split[1],
         "written": about.written.isoformat(),
         "model": about.model,
-        "request": _json_or_none(entry.request),
+        "request": loads(entry.request),
         "text": message.get("content"),
         "tool_calls": message.get("tool_calls") or None,
         "finish_reason": choice.get("finish_reason"),
@@ -241,10 +242,3 @@ def _line(name: str, entry: Entry) -> bytes:
         return (json.dumps(row, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # lone surrogates
         return (json.dumps(row) + "\n").encode()
-
-
-def _json_or_none(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError:
-        return None

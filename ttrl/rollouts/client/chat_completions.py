@@ -13,6 +13,7 @@ from openai import NotGiven
 from openai.resources.chat.completions import AsyncCompletions
 
 from ttrl.errors import UserError
+from ttrl.text import is_number
 
 STALL_TIMEOUT = 120.0
 """Seconds without a byte after which a stream counts as broken."""
@@ -71,7 +72,7 @@ class ChatRequest:
             raise UserError(f"model is {model!r}; give the name under which the server serves it")
         _check_int("n", n, at_least=1)
         _check_int("max_retries", max_retries, at_least=0)
-        if not isinstance(stall_timeout, numbers.Real) or isinstance(stall_timeout, bool) or not 0 < stall_timeout < math.inf:
+        if not is_number(stall_timeout) or stall_timeout <= 0:
             raise UserError(f"stall_timeout is {stall_timeout!r}; give a positive number of seconds")
         kwargs = request_kwargs(params)
         kwargs.setdefault("logprobs", True)
@@ -170,13 +171,7 @@ def _check_int(name: str, value: object, *, at_least: int) -> None:
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    if value is None:
-        return
-    if (
-        not isinstance(value, numbers.Real)
-        or isinstance(value, bool)
-        or not (low <= float(value) <= high and math.isfinite(value))
-    ):
+    if value is not None and not (is_number(value) and low <= value <= high):
         above = f"and at most {high:g}" if math.isfinite(high) else "and finite"
         raise UserError(f"{name} is {value!r}; give a number of at least {low:g} {above}")
 

@@ -16,16 +16,6 @@ _RAW = "X-Stainless-Raw-Response"
 """The header with which the openai client marks requests whose answers it is not to parse."""
 
 
-def address_of(client: AsyncOpenAI) -> tuple[str, dict[str, str]]:
-    """Return (base URL without a slash at its end, identity)."""
-    base_url = str(client.base_url).rstrip("/")
-    identity = {"base_url": base_url}
-    for name in ("organization", "project"):
-        if getattr(client, name, None):
-            identity[name] = getattr(client, name)
-    return base_url, identity
-
-
 class ClientTransport:
     """Requests through an openai client as it is; only the parsing of answers, and the retries, are ours."""
 
@@ -33,7 +23,9 @@ class ClientTransport:
 
     def __init__(self, client: AsyncOpenAI) -> None:
         self._client: Any = client
-        self.base_url, self.identity = address_of(client)
+        self.base_url = str(client.base_url).rstrip("/")
+        given = {name: getattr(client, name) for name in ("organization", "project") if getattr(client, name)}
+        self.identity: dict[str, str] = {"base_url": self.base_url, **given}
 
     def __repr__(self) -> str:
         return f"ClientTransport(base_url={self.base_url!r})"

@@ -264,18 +264,15 @@ def _count(raw: bytes) -> tuple[Any, int | None]:
     """Return (index, tokens) of a choice."""
     try:
         counted = _counted_decoder.decode(raw)
-        if counted.token_ids is not None:
-            return counted.index, len(counted.token_ids)
-        return counted.index, count_entries(bytes(counted.logprobs))
     except ValueError:
-        pass
-    choice = loads(raw)
-    if not isinstance(choice, dict):
-        return None, None
-    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-    if isinstance(ids, list):
-        return choice.get("index"), len(ids)
-    return choice.get("index"), count_entries(json.dumps(logprobs).encode())
+        choice = loads(raw)
+        if not isinstance(choice, dict):
+            return None, None
+        ids = choice.get("token_ids")
+        raw_logprobs = msgspec.Raw(dumped(choice.get("logprobs")))
+        counted = _Counted(choice.get("index"), ids if isinstance(ids, list) else None, raw_logprobs)
+    tokens = count_entries(bytes(counted.logprobs)) if counted.token_ids is None else len(counted.token_ids)
+    return counted.index, tokens
 
 
 def count_entries(raw_logprobs: bytes) -> int | None:

@@ -9,8 +9,6 @@ everything all the same; only `isolated=True` helps.)
 import asyncio
 import contextvars
 import inspect
-import math
-import numbers
 import queue
 import threading
 import traceback
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError, describe
 from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
 from ttrl.tasks.task import Grade, Grader, Task
+from ttrl.text import is_number
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
@@ -174,20 +173,20 @@ class Graders:
     def __init__(
         self, *, isolated: bool = False, timeout: float = 60.0, memory: int | None = None, size: int | None = None
     ) -> None:
-        if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+        if not is_number(timeout) or timeout <= 0:
             raise UserError(f"grader_timeout is {timeout!r}; give a positive number of seconds")
-        if memory is not None and (not isinstance(memory, numbers.Integral) or isinstance(memory, bool) or memory < 2**20):
+        if memory is not None and (type(memory) is not int or memory < 2**20):
             raise UserError(f"grader_memory is {memory!r}; give a number of bytes of at least 1 MiB (1048576), or None for 2 GiB")
-        if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1):
+        if size is not None and (type(size) is not int or size < 1):
             raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
         self.isolated = isolated
         self.timeout: float = float(timeout)
         self._runner: IsolatedGraders | Threads
         if isolated:
-            count = min(usable_cores(), MOST_PROCESSES) if size is None else int(size)
-            self._runner = IsolatedGraders(timeout=self.timeout, memory=int(memory or DEFAULT_MEMORY), size=count)
+            count = min(usable_cores(), MOST_PROCESSES) if size is None else size
+            self._runner = IsolatedGraders(timeout=self.timeout, memory=memory or DEFAULT_MEMORY, size=count)
         else:
-            self._runner = Threads(GRADER_THREADS if size is None else int(size))
+            self._runner = Threads(GRADER_THREADS if size is None else size)
 
     def __enter__(self) -> "Graders":
         self._runner.__enter__()

@@ -21,6 +21,8 @@ PROBE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 5.0)
 PROBE_TIMEOUT = 5.0
 POLL_PAUSE = 1.0
 """Seconds between two looks at /metrics while requests are in flight."""
+LONGEST_RETRY_AFTER = 120.0
+"""A server's Retry-After is obeyed up to this many seconds."""
 ABANDON_AFTER = 30.0
 """Seconds after which requests in flight to a server that is out are moved: a machine that is gone closes no connection."""
 
@@ -100,7 +102,7 @@ class Server:
             self.room.refused(loop.time())
         if error.status == 429:
             if error.retry_after:
-                self.hold(error.retry_after)
+                self.hold(min(error.retry_after, LONGEST_RETRY_AFTER))
             self._faults = 0
             return False
         if not self.up:

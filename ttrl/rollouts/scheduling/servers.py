@@ -25,7 +25,8 @@ from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.scheduling.capacity import Load
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.open_files import OpenFiles
-from ttrl.rollouts.scheduling.server_state import Lease, Server
+from ttrl.rollouts.scheduling.server_state import LONGEST_RETRY_AFTER, Lease, Server
+from ttrl.text import is_number
 
 if TYPE_CHECKING:
     from ttrl.rollouts.client.transport import Transport
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY = 0.5
 """Seconds before the first retry; doubled each time, with up to a quarter taken off at random."""
 LONGEST_DELAY = 8.0
-LONGEST_RETRY_AFTER = 120.0
-"""A server's Retry-After is obeyed up to this many seconds."""
 FIRST_PATIENCE = 10.0
 """Seconds to wait for servers of which none has ever answered: the address is probably wrong."""
 _MOST_MOVES = 8
@@ -94,14 +93,12 @@ class Servers:
 
         Raises UserError for values that cannot be meant.
         """
-        if not transports:
-            raise UserError("no servers are given; give at least one client or base URL")
-        if isinstance(max_downtime, bool) or not isinstance(max_downtime, int | float) or not 0 <= max_downtime < float("inf"):
+        if not is_number(max_downtime) or max_downtime < 0:
             raise UserError(f"max_downtime is {max_downtime!r}; give a number of seconds of at least 0")
         self._semaphore = concurrency if isinstance(concurrency, asyncio.Semaphore) else None
         self._most: int | None = None
         if self._semaphore is None and concurrency is not None:
-            if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
+            if type(concurrency) is not int or concurrency < 1:
                 raise UserError(
                     f"concurrency is {concurrency!r}; give a number of requests of at least 1, an asyncio.Semaphore, or None"
                 )
@@ -182,7 +179,7 @@ class Servers:
                 lease.server.was_heard = True
                 raise _with_attempts(error, attempts + 1) from error
             others = self._others(lease.server)
-            is_out = await lease.server.failed(_shortened(error), has_others=others)
+            is_out = await lease.server.failed(_copied(error, str(error)), has_others=others)
             if is_out and moves < _MOST_MOVES:
                 moves += 1
                 continue
@@ -329,24 +326,17 @@ def _without_aborted(answers: list[Answer | None], base_url: str) -> list[Answer
     return kept
 
 
-def _shortened(error: RequestError) -> RequestError:
-    """Return the error without its traceback: it is kept for a message, and would keep alive whatever the frames hold."""
-    return RequestError(str(error), error.kind, status=error.status, retry_after=_bounded(error.retry_after))
-
-
-def _bounded(retry_after: float | None) -> float | None:
-    return None if retry_after is None else min(max(retry_after, 0.0), LONGEST_RETRY_AFTER)
+def _copied(error: RequestError, text: str) -> RequestError:
+    """Return the error with another text, without its traceback, which keeps alive whatever the frames hold."""
+    return RequestError(text, error.kind, status=error.status, retry_after=error.retry_after)
 
 
 def _with_attempts(error: RequestError, attempts: int) -> RequestError:
-    if attempts == 1:
-        return error
-    return RequestError(f"{error} ({attempts} attempts)", error.kind, status=error.status, retry_after=error.retry_after)
+    return error if attempts == 1 else _copied(error, f"{error} ({attempts} attempts)")
 
 
 def _delay(error: RequestError, attempts: int, *, elsewhere: bool) -> float:
     """Return the seconds to wait. elsewhere: another server may take it, so what this one asked for does not matter."""
-    asked = _bounded(error.retry_after)
-    if asked is not None and not elsewhere:
-        return asked
+    if error.retry_after is not None and not elsewhere:
+        return min(error.retry_after, LONGEST_RETRY_AFTER)
     return min(FIRST_DELAY * 2.0 ** min(attempts - 1, 16), LONGEST_DELAY) * (1.0 - 0.25 * random.random())
