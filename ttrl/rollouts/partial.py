@@ -16,11 +16,10 @@ Stop strings are looked for over the border too, and the completion is cut behin
 would have done. How the text is made exact is told in detokenize.py.
 """
 
-import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError, UserError
@@ -126,8 +125,7 @@ def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
     most = None if budget is None else budget.per_sample
     if most is None or (request.max_tokens is not None and request.max_tokens <= most):
         return request
-    name = "max_completion_tokens" if "max_completion_tokens" in request.parameters else "max_tokens"
-    parameters = {**request.parameters, name: most}
+    parameters = {**request.parameters, **request.limited(most)}
     if parameters.get("min_tokens"):  # a server refuses more than max_tokens
         parameters["min_tokens"] = min(parameters["min_tokens"], most)
     return dataclasses.replace(request, parameters=parameters)
@@ -156,8 +154,7 @@ class ContinueAttempt(Attempt):
             raise TokenizationError(f"{place}: it has no token ids, so it cannot be continued; sample with token_ids=True")
         if request.wants_logprobs and (sample.logprobs is None or len(sample.logprobs) != len(sample.token_ids)):
             raise TokenizationError(f"{place}: it was sampled without logprobs, and they are asked for now; ask as before")
-        number = sample.sample if self.number is None else self.number
-        going = _Continued(transport, request, sample, number, place, self.add, self.cut)
+        going = _Continued(self, transport, place)
         context = await going.tokenizer.context()
         limits = [request.max_tokens] if request.max_tokens is not None else []
         limits += [context - len(sample.prompt_token_ids)] if context is not None else []
@@ -169,57 +166,44 @@ class ContinueAttempt(Attempt):
         return [going.answer()]
 
 
-@dataclass
 class _Continued:
     """A completion while it goes on."""
 
-    transport: Transport
-    request: ChatRequest
-    sample: Sample
-    number: int
-    place: str
-    on_tokens: Callable[[int], None]
-    cut: asyncio.Event | None
-    ids: list[int] = field(init=False)
-    text: str = field(init=False)
-    entries: list[dict[str, Any]] = field(init=False)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    last: Piece | None = None
-    asked: int = 0
-    cached_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        self.prompt: list[int] = list(self.sample.prompt_token_ids or ())
-        self.ids, self.text = list(self.sample.token_ids or ()), self.sample.text
+    def __init__(self, attempt: ContinueAttempt, transport: Transport, place: str) -> None:
+        self.attempt, self.transport, self.place = attempt, transport, place
+        self.request, sample = attempt.request, attempt.sample
+        self.prompt: list[int] = list(sample.prompt_token_ids or ())
+        self.ids, self.text = list(sample.token_ids or ()), sample.text
+        # A sample keeps no token strings: people read them in the text, and programs have the ids.
+        self.entries = [_entry("", value) for value in sample.logprobs or ()] if self.request.wants_logprobs else []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.last: Piece | None = None
+        self.cached_tokens: int | None = None
         self.parameters = {name: value for name, value in self.request.cache_body([]).items() if value is not None}
         stop = self.parameters.get("stop") or []
         self.stops: list[str] = [stop] if isinstance(stop, str) else [one for one in stop if one]
         self.skip_special = bool(self.parameters.get("skip_special_tokens", True))
-        self.tokenizer = ServerTokenizer.of(self.transport, self.request.model)
-        # A sample keeps no token strings: people read them in the text, and programs have the ids.
-        logprobs = self.sample.logprobs if self.request.wants_logprobs else None
-        self.entries = [_entry("", value) for value in logprobs or ()]
+        self.tokenizer = ServerTokenizer.of(transport, self.request.model)
 
     async def run(self, limit: int, stop_at: int) -> None:
         """Ask until the completion has ended or has `stop_at` tokens; `limit` is where it would have ended anyway."""
         if len(self.ids) >= limit:
             self.finish_reason = "length"
-        while self.finish_reason is None and len(self.ids) < stop_at and not (self.cut is not None and self.cut.is_set()):
+        while self.finish_reason is None and len(self.ids) < stop_at and not self.attempt.is_cut:
             exact = await self._put_text_right()
-            left = stop_at - len(self.ids)
-            await self._go_on(left if exact else min(left, BRIDGE), exact)
-            assert self.last is not None
-            if self.finish_reason == "length" and len(self.ids) < limit and len(self.last.token_ids) >= self.asked:
+            asked = stop_at - len(self.ids) if exact else min(stop_at - len(self.ids), BRIDGE)
+            piece = await self._go_on(asked, exact)
+            if self.finish_reason == "length" and len(self.ids) < limit and len(piece.token_ids) >= asked:
                 self.finish_reason = None  # the budget's end, not the completion's
 
-    async def _go_on(self, max_tokens: int, exact: bool) -> None:
+    async def _go_on(self, max_tokens: int, exact: bool) -> Piece:
         """Make one request. Without `exact`, the text that comes back is of no use, nor are stop strings found in it."""
         piece = await ask(
             self.transport,
             self._body(max_tokens, with_stop=exact),
-            on_tokens=self.on_tokens,
-            cut=self.cut,
+            on_tokens=self.attempt.add,
+            cut=self.attempt.cut,
             stall_timeout=self.request.stall_timeout,
         )
         if self.request.wants_logprobs and len(piece.logprobs) != len(piece.token_ids):
@@ -227,7 +211,7 @@ class _Continued:
                 f"{self.transport.base_url}: {len(piece.token_ids)} token ids but {len(piece.logprobs)} logprobs", "malformed"
             )
         had, before = len(self.ids), self.text
-        self.last, self.asked = piece, max_tokens
+        self.last = piece
         self.cached_tokens = piece.cached_tokens if self.cached_tokens is None else self.cached_tokens
         self.ids += piece.token_ids
         self.entries += [_entry(t, v) for t, v in zip(piece.tokens, piece.logprobs, strict=True)]
@@ -238,6 +222,7 @@ class _Continued:
             self.text = await self._shown(self._ids_of_text(), self.text)
         if self.stops:
             await self._stop_over_the_border(had, before)
+        return piece
 
     def _body(self, max_tokens: int, *, with_stop: bool) -> dict[str, Any]:
         body = {name: value for name, value in self.parameters.items() if name in _SAME}
@@ -250,7 +235,8 @@ class _Continued:
         if self.parameters.get("min_tokens"):
             body["min_tokens"] = min(max(0, self.parameters["min_tokens"] - len(self.ids)), max_tokens)
         if self.parameters.get("seed") is not None:
-            made_of = f"{self.parameters['seed']}/{self.number}/{self.prompt}/{self.ids}"
+            number = self.attempt.sample.sample if self.attempt.number is None else self.attempt.number
+            made_of = f"{self.parameters['seed']}/{number}/{self.prompt}/{self.ids}"
             body["seed"] = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:7], "big")
         return body
 
@@ -305,12 +291,12 @@ class _Continued:
             "stop_reason": self.stop_reason,
             "token_ids": self.ids,
         }
-        last = self.last
+        last = self.last or Piece(model=self.request.model)
         return Answer(
             choice=encoded(choice),
-            completion_id=last.completion_id if last is not None else "",
-            created=last.created if last is not None else 0,
-            model=last.model if last is not None else self.request.model,
+            completion_id=last.completion_id,
+            created=last.created,
+            model=last.model,
             prompt_token_ids=self.prompt,
             prompt_tokens=len(self.prompt),
             cached_tokens=None if self.cached_tokens is None else min(self.cached_tokens, len(self.prompt)),

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from ttrl.errors import UserError
 from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.cache.completions import Cache
-from ttrl.rollouts.client.stream import OnChunk
+from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.progress import Prices
 

@@ -12,11 +12,10 @@ from openai.types.chat import ChatCompletion
 from ttrl.errors import UserError
 from ttrl.records import Endpoint, Sample
 from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
-from ttrl.rollouts.client.assembly import STOPPED_EARLY
+from ttrl.rollouts.client.assembly import STOPPED_EARLY, OnChunk
 from ttrl.rollouts.client.attempts import ChatAttempt
 from ttrl.rollouts.client.chat_completions import STALL_TIMEOUT, ChatRequest, plain
 from ttrl.rollouts.client.choices import chat_completion, read_choice, writable
-from ttrl.rollouts.client.stream import OnChunk
 from ttrl.rollouts.client.transport import Transport, answer_identity, transport_for
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.ledger import NOT_TO_KEEP

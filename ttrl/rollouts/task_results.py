@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from ttrl.errors import TaskError
 from ttrl.records import TaskResult
-from ttrl.rollouts.client.stream import OnChunk
+from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.group import Group, TaskOutcome
 from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.partial import TokenBudget

@@ -4,7 +4,8 @@ Text, ids and log-probabilities are collected in pieces and joined when somebody
 no more than one of a short one; the log-probabilities' JSON is kept as the server wrote it.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -25,6 +26,8 @@ from ttrl.rollouts.client.wire import (
     loads,
 )
 
+OnChunk: TypeAlias = Callable[[Any, Any], object]
+"""on_chunk(chunk, completion): the new chunk, and the completion so far with it. StopIteration ends the chunk's choices."""
 STOPPED_EARLY = "stopped_early"
 """The finish_reason of choices that `on_chunk` ended."""
 
@@ -97,19 +100,23 @@ class LiveMessage:
 
     def __init__(self) -> None:
         self.role = "assistant"
-        self._texts: dict[str, list[str]] = {"content": []}
+        self._content: list[str] = []
+        self._texts: dict[str, list[str]] = {"content": self._content}
         """Pieces of the texts that have begun; those of each are joined when somebody looks."""
         self.tool_calls: list[ToolCallDelta] | None = None
         self.function_call: FunctionDelta | None = None
 
     def add(self, delta: Delta) -> None:
         if delta.content is not None:
-            self._texts["content"].append(delta.content)
+            self._content.append(delta.content)
         if delta.role:
             self.role = delta.role
-        for name in _TEXTS[1:]:
-            if (piece := getattr(delta, name)) is not None:
-                self._texts.setdefault(name, []).append(piece)
+        if delta.refusal is not None:
+            self._texts.setdefault("refusal", []).append(delta.refusal)
+        if delta.reasoning is not None:
+            self._texts.setdefault("reasoning", []).append(delta.reasoning)
+        if delta.reasoning_content is not None:
+            self._texts.setdefault("reasoning_content", []).append(delta.reasoning_content)
         if delta.tool_calls:
             for part in delta.tool_calls:
                 self._add_tool_call(part)
@@ -221,19 +228,34 @@ class LiveCompletion:
 
     object = "chat.completion"
 
-    def __init__(self, n: int = 1) -> None:
+    def __init__(self, n: int = 1, on_chunk: OnChunk | None = None, on_tokens: Callable[[int], None] | None = None) -> None:
+        self._n, self._on_chunk, self._on_tokens = n, on_chunk, on_tokens
         self.id = ""
         self.created = 0
         self.model = ""
         self.choices: list[LiveChoice] = []
         self.usage: Usage | None = None
         self.prompt_token_ids: list[int] | None = None
-        self._n = n
         self._by_index: dict[int, LiveChoice] = {}
         self._ended_here: set[int] = set()
         """Choices whose end by `on_chunk` is known; further chunks of them are ignored."""
 
-    def add(self, chunk: Chunk) -> int:
+    def take(self, chunk: Chunk, shown: Any = None) -> bool:
+        """Add a chunk; True where everything has ended, and something of it here. shown: what `on_chunk` sees instead."""
+        had_choices = bool(chunk.choices)
+        tokens = self._add(chunk)
+        if tokens and self._on_tokens is not None:
+            self._on_tokens(tokens)
+        if self._on_chunk is None or (had_choices and not chunk.choices):
+            return False
+        try:
+            self._on_chunk(chunk if shown is None else shown, self)
+        except StopIteration:
+            self._stop([part.index for part in chunk.choices or ()])
+            return self.is_complete
+        return False
+
+    def _add(self, chunk: Chunk) -> int:
         """Add a chunk and return how many tokens it brought. Parts of choices that were ended here are taken out of it."""
         if not self.id and chunk.id:
             self.id, self.created, self.model = chunk.id, chunk.created or 0, chunk.model or ""
@@ -258,7 +280,7 @@ class LiveCompletion:
         self.choices.sort(key=lambda choice: choice.index)
         return choice
 
-    def stop(self, indexes: list[int]) -> None:
+    def _stop(self, indexes: list[int]) -> None:
         """End the choices that `on_chunk` has marked since; where it has marked none, those of these indexes."""
         marked = [choice for choice in self.choices if choice.stopped_early and choice.index not in self._ended_here]
         for choice in marked or [self._by_index[index] for index in indexes if index in self._by_index]:

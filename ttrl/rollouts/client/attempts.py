@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.errors import RequestError
+from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.chat_completions import ChatRequest
-from ttrl.rollouts.client.stream import OnChunk, stream_answers
+from ttrl.rollouts.client.stream import stream_answers
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, loads, read_answers
 

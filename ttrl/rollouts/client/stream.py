@@ -4,20 +4,17 @@ import asyncio
 import inspect
 import json
 from collections.abc import AsyncIterable, Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from openai import BaseModel
 from openai.types.chat import ChatCompletion
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.client.assembly import LiveCompletion
+from ttrl.rollouts.client.assembly import LiveCompletion, OnChunk
 from ttrl.rollouts.client.choices import chat_completion
 from ttrl.rollouts.client.http_errors import timeout_error
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, Chunk, decoded_chunk, encoded, loads, read_answers
-
-OnChunk: TypeAlias = Callable[[Any, Any], object]
-"""on_chunk(chunk, completion): the new chunk, and the completion so far with it. StopIteration ends the chunk's choices."""
 
 LAST_BYTES = 0.25
 """Seconds to wait after [DONE] for the end of the HTTP body, with which the connection can be used again."""
@@ -139,16 +136,27 @@ async def stream_answers(
 
     Raises RequestError.
     """
-    live = LiveCompletion(n)
+    live, place = LiveCompletion(n, on_chunk, on_tokens), transport.base_url
     if cut is not None and cut.is_set():
         return live.answers()
-    place = transport.base_url
 
     def take(data: bytes) -> bool:
-        return _take(decoded_chunk(data, place), live, on_chunk, on_tokens)
+        return live.take(decoded_chunk(data, place))
 
     events = await read_events(transport, "/chat/completions", body, take, live, stall_timeout=stall_timeout, cut=cut)
-    return live.answers() if events is None else _ended(live, events, n, place, on_chunk, on_tokens)
+    if events is None:
+        return live.answers()
+    data, rest = events.end()
+    if not live.choices and not data and rest.strip():  # no stream at all: the server does not know how, or this is a web page
+        answers = read_answers(rest, n, place)
+        if on_tokens is not None:
+            on_tokens(sum(answer.completion_tokens or 0 for answer in answers if answer is not None))
+        return answers
+    if data != b"[DONE]" and loads(data) is not None:  # otherwise it is half an event: what is missing shows below
+        take(data)
+    if not live.is_finished:
+        raise broken_stream(place, bool(live.choices))
+    return live.answers()
 
 
 class Assembly(Protocol):
@@ -215,49 +223,10 @@ async def read_events(
         raise
 
 
-def _ended(
-    live: LiveCompletion, events: Events, n: int, place: str, on_chunk: OnChunk | None, on_tokens: Callable[[int], None] | None
-) -> list[Answer | None]:
-    """Return the answers of a stream that has come to its end. Raises RequestError where its completion has not."""
-    data, rest = events.end()
-    if not live.choices and not data and rest.strip():  # no stream at all: the server does not know how, or this is a web page
-        answers = read_answers(rest, n, place)
-        if on_tokens is not None:
-            on_tokens(sum(answer.completion_tokens or 0 for answer in answers if answer is not None))
-        return answers
-    if data != b"[DONE]" and loads(data) is not None:  # otherwise it is half an event: what is missing shows below
-        _take(decoded_chunk(data, place), live, on_chunk, on_tokens)
-    if not live.is_finished:
-        raise broken_stream(place, bool(live.choices))
-    return live.answers()
-
-
 def broken_stream(place: str, has_begun: bool) -> RequestError:
     """Return the error of a stream whose end came too early."""
     what = "in the middle of a completion" if has_begun else "before anything came"
     return RequestError(f"{place}: the stream ended {what}", "connection")
-
-
-def _take(
-    chunk: Chunk,
-    live: LiveCompletion,
-    on_chunk: OnChunk | None,
-    on_tokens: Callable[[int], None] | None,
-    shown: Any = None,
-) -> bool:
-    """Add a chunk; True where everything has ended, and something of it here. shown: what `on_chunk` sees instead."""
-    had_choices = bool(chunk.choices)
-    tokens = live.add(chunk)
-    if tokens and on_tokens is not None:
-        on_tokens(tokens)
-    if on_chunk is None or (had_choices and not chunk.choices):
-        return False
-    try:
-        on_chunk(chunk if shown is None else shown, live)
-    except StopIteration:
-        live.stop([part.index for part in chunk.choices or ()])
-        return live.is_complete
-    return False
 
 
 async def consume_chat_completion_stream(
@@ -276,11 +245,11 @@ async def consume_chat_completion_stream(
     Raises RequestError where the stream ends before its completion does, or holds what is no chunk; whatever the stream or
     `on_chunk` raises comes through.
     """
-    live = LiveCompletion(n)
+    live = LiveCompletion(n, on_chunk)
     try:
         async for item in stream:
             chunk = item if isinstance(item, Chunk) else decoded_chunk(_chunk_json(item), "stream")
-            if _take(chunk, live, on_chunk, None, shown=item):
+            if live.take(chunk, shown=item):
                 break
     finally:
         close = getattr(stream, "close", None) or getattr(stream, "aclose", None)
