@@ -168,6 +168,7 @@ class TaskResults(Sequence[TaskResult]):
         """Counted anew at each access, so that it follows changes of the samples (about a microsecond per sample)."""
         samples = self.samples
         graded = [sample for sample in samples if sample.reward is not None]
+        rewards = [reward for result in self._results for reward in result.rewards]
         metrics: dict[str, list[float]] = {}
         for sample in graded:
             for name, value in sample.metrics.items():
@@ -194,7 +195,7 @@ class TaskResults(Sequence[TaskResult]):
                 if sample.turns
                 for turn in sample.turns[1:]
             ),
-            mean_reward=_mean([sample.reward for sample in graded if sample.reward is not None]),
+            mean_reward=sum(rewards) / len(rewards) if rewards else None,
             metrics={name: sum(values) / len(values) for name, values in metrics.items()},
             prompt_tokens=sum(u.prompt for u in usage),
             completion_tokens=sum(u.completion for u in usage),
@@ -243,10 +244,6 @@ def reason(sample: Sample) -> str:
         (sample.error or "no reward and no reason").split("\n", 1)[0].replace(f"{where(sample.task_id, sample.sample)}: ", "", 1)
     )
     return line if len(line) <= 200 else line[:199] + "…"
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def is_unfinished(sample: Sample) -> bool:

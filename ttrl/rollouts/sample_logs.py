@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def sample_text(sample: Sample) -> str:
         parts.append(f"{_title('error')}\n{sample.error}")
     if sample.turns is not None:
         return "\n\n".join(part.rstrip("\n") for part in parts + _turns(sample)) + "\n"
-    parts += [f"{_title(_role(message))}\n{_message(message)}" for message in sample.messages]
+    parts += _messages(sample.messages)
     end = f" ({sample.finish_reason})" if sample.finish_reason else ""
     parts.append(f"{_title('answer' + end)}\n{sample.text}")
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
@@ -84,17 +85,16 @@ def _turns(sample: Sample) -> list[str]:
                 _title(f"turn {number}: another conversation" if turn.follows is None else f"turn {number}: goes on elsewhere")
             )
         messages += turn.messages
-        parts += [f"{_title(_role(message))}\n{_message(message)}" for message in messages]
+        parts += _messages(messages)
         about = [turn.finish_reason or "no finish reason", f"{turn.num_tokens} tokens"]
         about += ["a new sequence"] if number and turn.continues is None and turn.prompt_token_ids is not None else []
-        reply = dict(turn.reply)
         for name in ("reasoning", "reasoning_content"):
-            if isinstance(thought := reply.get(name), str):
+            if isinstance(thought := turn.reply.get(name), str):
                 parts.append(f"{_title(f'turn {number}: {name}')}\n{thought}")
         title = _title(f"turn {number}: answer ({', '.join(about)})")
-        parts.append(f"{title}\n{_message(reply)}")
+        parts.append(f"{title}\n{_message(turn.reply)}")
         messages = []
-    return parts + [f"{_title(_role(message))}\n{_message(message)}" for message in messages]
+    return parts + _messages(messages)
 
 
 def _head(sample: Sample) -> str:
@@ -106,11 +106,8 @@ def _head(sample: Sample) -> str:
         rows.append(("weights version", _versions(sample)))
     if sample.prompt_token_ids is not None:
         rows.append(("prompt tokens", str(len(sample.prompt_token_ids))))
-    count = (
-        len(sample.token_ids) if sample.token_ids is not None else len(sample.logprobs) if sample.logprobs is not None else None
-    )
-    if count is not None:
-        rows.append(("completion tokens", str(count)))
+    if (tokens := sample.logprobs if sample.token_ids is None else sample.token_ids) is not None:
+        rows.append(("completion tokens", str(len(tokens))))
     known = [logprob for logprob in sample.logprobs or () if not math.isnan(logprob)]
     if known:
         unknown = len(sample.logprobs or ()) - len(known)
@@ -125,14 +122,15 @@ def _versions(sample: Sample) -> str:
     """Return "3", or "2 (120 tokens), 3 (45 tokens)" where it was continued."""
     if not sample.token_versions:
         return str(sample.weights_version)
-    counts: dict[int, int] = {}
-    for version in sample.token_versions:
-        counts[version] = counts.get(version, 0) + 1
-    return ", ".join(f"{version} ({count} tokens)" for version, count in counts.items())
+    return ", ".join(f"{version} ({count} tokens)" for version, count in Counter(sample.token_versions).items())
 
 
 def _title(text: str) -> str:
     return f"{'── ' + text + ' ':─<{len(_RULE)}}"
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"{_title(_role(message))}\n{_message(message)}" for message in messages]
 
 
 def _role(message: Mapping[str, Any]) -> str:

@@ -100,7 +100,8 @@ class Cache:
             try:
                 answer = decode_entry(key, data).answer()
             except DamagedEntry as error:
-                self._damaged(store, key, error)
+                self.stats.damaged += 1
+                self._warn_once(store, error.kind, f"the entry {key} is not used: {error}. It counts as a miss")
                 continue
             self.stats.hits += 1
             for earlier in self.stores[:number]:
@@ -156,27 +157,12 @@ class Cache:
                 self._failed(store, "written", error)
                 return False
 
-    def _damaged(self, store: Store, key: str, error: DamagedEntry) -> None:
-        self.stats.damaged += 1
-        if self._first(store.shown, error.kind):
-            log.warning(
-                "cache %s: the entry %s is not used: %s. It counts as a miss; more of this kind are counted, not reported.",
-                store.shown,
-                key,
-                error,
-            )
-
     def _failed(self, store: Store, what: str, error: Unavailable) -> None:
-        if not error.skipped and self._first(store.shown, what):
-            log.warning(
-                "cache %s cannot be %s: %s. The run goes on without it; more failures are counted, not reported.",
-                store.shown,
-                what,
-                error,
-            )
+        if not error.skipped:
+            self._warn_once(store, what, f"it cannot be {what}: {error}. The run goes on without it")
 
-    def _first(self, store: str, kind: str) -> bool:
-        """Return True once per store and kind."""
-        known = len(self._reported)
-        self._reported.add((store, kind))
-        return len(self._reported) > known
+    def _warn_once(self, store: Store, kind: str, text: str) -> None:
+        """Report the first of each kind that a store meets."""
+        if (store.shown, kind) not in self._reported:
+            self._reported.add((store.shown, kind))
+            log.warning("cache %s: %s; more of this kind are counted, not reported.", store.shown, text)

@@ -56,7 +56,7 @@ class HTTPTransport:
         return (root_of(self.base_url) if root else self.base_url) + path
 
     async def post(self, path: str, body: Mapping[str, Any] | None, *, root: bool = False, timeout: float | None = None) -> bytes:
-        """Return the whole body of a successful answer. root: the path lies above /v1. body: None for a GET."""
+        """Make a request as `Transport.post` says; body: None for a GET."""
         method, data = ("GET", None) if body is None else ("POST", encoded(body))
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT, sock_read=self.read_timeout)
         url = self._url(path, root)
@@ -70,7 +70,6 @@ class HTTPTransport:
             raise self.explained(error, timeout) from error
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
-        """Return the whole body of a successful answer."""
         return await self.post(path, None, root=root, timeout=timeout)
 
     @contextlib.asynccontextmanager

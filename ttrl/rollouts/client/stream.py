@@ -163,14 +163,10 @@ class Assembly(Protocol):
     """What is put together from a stream."""
 
     @property
-    def is_finished(self) -> bool:
-        """Everything that has begun has ended."""
-        ...
+    def is_finished(self) -> bool: ...  # everything that has begun has ended
 
     @property
-    def is_complete(self) -> bool:
-        """Nothing more can come."""
-        ...
+    def is_complete(self) -> bool: ...  # nothing more can come
 
 
 async def read_events(
