@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 from support.tiny_models import load_policy_in
@@ -73,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
 
 def sample(server, tasks, **arguments):
     async def main():
-        async with server.client() as client:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
             return await get_task_results(tasks, client, "m", pbar=False, **arguments)
 
     return asyncio.run(main())

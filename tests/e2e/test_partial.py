@@ -7,6 +7,7 @@ import asyncio
 import copy
 import random
 
+import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -75,7 +76,7 @@ def tasks(count=12, seed=0):
 
 def sample(server, given, params, **options):
     async def run():
-        async with server.client() as client:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
             return await get_task_results(given, client, "policy", params=params, pbar=False, **options)
 
     return asyncio.run(run())
@@ -179,7 +180,7 @@ def test_groups_with_seeds_are_continued_whole(server):
     assert sum(a.token_ids != b.token_ids for a, b in zip(again.samples, once_more.samples, strict=True)) <= 1
 
     async def scored(s):
-        async with server.client() as client:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
             body = {"model": "policy", "prompt": [*s.prompt_token_ids, *s.token_ids], "max_tokens": 1}
             return await client.completions.create(**body, extra_body={"prompt_logprobs": 0})
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from ttrl import InferenceEarlyStop, Task, get_chat_completion, get_task_results
@@ -36,7 +37,7 @@ def tasks(count: int, prompt: str = "say something about") -> list[Task]:
 
 def sample(server: VLLMServer, given: list[Task], **arguments):
     async def main():
-        async with server.client() as client:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
             return await get_task_results(given, client, "m", pbar=False, **arguments)
 
     return asyncio.run(main())
@@ -125,7 +126,7 @@ def test_the_cache_serves_this_policy_and_no_other(server, tmp_path):
         sample(server, tasks(1), **{**arguments, "weights_digest": None})
 
     async def one():
-        async with server.client() as client:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
             return await get_chat_completion(
                 client, tasks(1)[0].messages, "m", token_ids=True, sample=1, **{k: v for k, v in arguments.items()}
             )

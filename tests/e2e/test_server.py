@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 import torch
@@ -135,7 +136,7 @@ def status_without_key(server: VLLMServer, method: str, path: str, key: str | No
 
 def test_chat_completion_equals_transformers(server, first):
     async def ask():
-        async with server.client() as client:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
             return await client.chat.completions.create(
                 model="policy",
                 messages=[{"role": "user", "content": "Sort: cab"}],

@@ -1,12 +1,13 @@
 """A trainer that is killed is started again, a limited number of times; one that fails by itself ends the run."""
 
+import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from ttrl.errors import TrainerDiedError, TrainerError
-from ttrl.launch import tune as tune_module
+from ttrl.launch.tune import TrainerProcess
 from ttrl.system.files import TEMPORARY_PREFIX
 
 
@@ -84,11 +85,9 @@ def test_one_that_dies_while_it_waits_ends_nothing(world):
     ],
 )
 def test_what_counts_as_killed(tmp_path, code, command, log, kind):
-    process = tune_module.TrainerProcess(["true", *command], tmp_path / "log", tmp_path / "progress")
-    (tmp_path / "log").write_text(log)
-    process._child = SimpleNamespace(
-        poll=lambda: code, log_path=tmp_path / "log", log_tail=lambda lines: log, command=["true", *command]
-    )
-    with pytest.raises(TrainerError) as caught:
-        process.ended()
+    program = f"import os, sys; print({log!r}, flush=True); sys.exit({code}) if {code} > 0 else os.kill(os.getpid(), {-code})"
+    process = TrainerProcess([sys.executable, "-S", "-c", program, *command], tmp_path / "log", tmp_path / "progress")
+    with pytest.raises(TrainerError) as caught, process:
+        while not process.ended():
+            time.sleep(0.01)
     assert type(caught.value) is kind

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -96,7 +95,7 @@ def wait_for_process(command: Sequence[str], log_path: Path, *, progress: Path, 
         process.show(process.ended, pbar=pbar, pbar_desc=pbar_desc)
 
 
-class TrainerProcess:
+class TrainerProcess(ChildProcess):
     """A trainer, or its torchrun, from its start to its end. It does not outlive ours.
 
         with TrainerProcess(command, log_path, progress) as process:
@@ -113,41 +112,29 @@ class TrainerProcess:
         # resident trainer of the tiny model holds 690 to 840 MiB over 40 iterations of ever new lengths, and no more at the end.
         defaults = {"OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
         environment = defaults | dict(os.environ) | {_PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
+        super().__init__(command, log_path, env=environment)
         self.progress = progress
         self._task_log: tuple[Path, int, int] | None = None
-        self._child = ChildProcess(command, log_path, env=environment)
 
-    def start(self) -> "TrainerProcess":
-        """Start it. Raises UserError where the command cannot be executed, StorageError where the log cannot be written."""
-        self._child.start()
-        return self
-
-    def stop(self) -> None:
-        """End it with all of its descendants, after a second by force: its files are whole at any time, or not there. Harmless
-        when repeated."""
-        self._child.stop(timeout=1.0)
-
-    def __enter__(self) -> "TrainerProcess":
-        return self.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
+    def stop(self, timeout: float = 1.0) -> int | None:
+        """End it with all of its descendants, by force after a second: its files are whole at any time, or not there."""
+        return super().stop(timeout)
 
     def log_task_to(self, path: Path | None) -> None:
         """Say where its errors are to be quoted from: what it does from now on it logs at the end of `path`; what is not its work
         on the task goes to its own log as before (None: everything does)."""
-        sizes = [log.stat().st_size if log is not None and log.exists() else 0 for log in (path, self._child.log_path)]
+        sizes = [log.stat().st_size if log is not None and log.exists() else 0 for log in (path, self.log_path)]
         self._task_log = None if path is None else (path, sizes[0], sizes[1])
 
     def ended(self) -> bool:
         """Return False while it runs, True once it has ended well. Raises TrainerError or StorageError where it failed."""
-        returncode = self._child.poll()
+        returncode = self.poll()
         if returncode is None:
             return False
         if returncode == 0:
             return True
-        path, before = self._child.log_path, ""
-        tail = self._child.log_tail(200)  # torchrun adds a page of its own to what a rank said
+        path, before = self.log_path, ""
+        tail = self.log_tail(200)  # torchrun adds a page of its own to what a rank said
         if self._task_log is not None:
             log, start, own_start = self._task_log
             if of_task := log_tail(log, start, 200):
@@ -157,18 +144,16 @@ class TrainerProcess:
         said = next((line for line in reversed(tail.splitlines()) if any(f"{name}: " in line for name in _ERRORS)), None)
         if said is not None and "StorageError: " in said:
             raise StorageError(said[said.index("StorageError: ") + len("StorageError: ") :])
-        if (full := full_disk(self._child.log_path)) is not None:
+        if (full := full_disk(self.log_path)) is not None:
             raise full  # it could not even say so: its log lies there too
         last_lines = "\n".join(tail.splitlines()[-30:])
         ending = f"exit code {returncode}" if returncode > 0 else f"killed by signal {-returncode}"
         if returncode == -9:
             ending += ", perhaps for want of memory"
         # What torchrun says of a process of its own; with several machines it may not know why another one's are gone.
-        killed = returncode < 0 or re.search(r"Signal \d+ \(SIG", self._child.log_tail(200)) is not None
-        kind = TrainerDiedError if said is None and (killed or "--nnodes" in self._child.command) else TrainerError
-        raise kind(
-            f"the trainer failed ({ending}): {' '.join(self._child.command)}{before}\nThe end of its log, {path}:\n{last_lines}"
-        )
+        killed = returncode < 0 or re.search(r"Signal \d+ \(SIG", self.log_tail(200)) is not None
+        kind = TrainerDiedError if said is None and (killed or "--nnodes" in self.command) else TrainerError
+        raise kind(f"the trainer failed ({ending}): {' '.join(self.command)}{before}\nThe end of its log, {path}:\n{last_lines}")
 
     def show(self, done: Callable[[], bool], *, pbar: bool, pbar_desc: str) -> None:
         """Wait until `done`, with a bar that follows the microbatches."""

@@ -9,15 +9,12 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.records import Endpoint
 from ttrl.server.auth import FENCE_HEADER, FENCE_PATH
 from ttrl.server.model_folder import ADAPTER_FOLDER, weights_digest
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 ADAPTER_NAME = "policy-adapter"
 """Name under which an adapter is served next to its base."""
@@ -73,22 +70,6 @@ class ServerConnection:
         last `open_to`: the server refuses them when it has others."""
         version = self.version if version is None else version
         return Endpoint(self.base_url, self.api_key, {} if version is None else {FENCE_HEADER: version})
-
-    def client(self, **options: Any) -> "AsyncOpenAI":
-        """Make an OpenAI client for this server; `options` go to AsyncOpenAI (by default an hour's timeout and no proxy).
-
-        After `open_to` was called, its requests are for those weights: the server refuses them once it has others.
-        """
-        import openai
-
-        options.setdefault("timeout", 3600.0)
-        if self.version is not None:
-            options["default_headers"] = {FENCE_HEADER: self.version, **options.get("default_headers", {})}
-        if "http_client" not in options:
-            # openai 3 has moved to httpx2, whose connection pool is the better one.
-            kind = getattr(openai, "DefaultAsyncHttpx2Client", None) or openai.DefaultAsyncHttpxClient
-            options["http_client"] = kind(trust_env=False, timeout=options["timeout"])
-        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     def request(
         self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None

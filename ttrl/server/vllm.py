@@ -54,7 +54,7 @@ class VLLMServer(ServerConnection):
     """A vLLM server for one model; started by `start()` or as a context manager, stopped by handle.
 
         with VLLMServer("models/m", served_model_name="policy", log_path="runs/NAME/logs/server.log", dtype="float32") as server:
-            completion = await server.client().chat.completions.create(model="policy", ...)
+            results = await get_task_results(tasks, server.endpoint(), "policy", ...)
 
     model_folder: a Hugging Face model folder, or a hub name such as "org/name".
     dtype: "float32", "bfloat16", "float16" or "auto" (vLLM's choice: half precision, for float32 weights too).

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from ttrl.errors import StorageError, UserError
 from ttrl.system import process_guard
@@ -67,7 +67,7 @@ class ChildProcess:
         self._buffer = b""
         self._log_start = 0
 
-    def start(self) -> "ChildProcess":
+    def start(self) -> Self:
         """Start the child. Raises UserError when the command cannot be executed, StorageError when the log cannot be written."""
         if self._guard is not None:
             raise RuntimeError(f"{self.command[0]} was started already; a ChildProcess is started once")
@@ -142,7 +142,7 @@ class ChildProcess:
     def log_tail(self, n_lines: int = 30) -> str:
         return log_tail(self.log_path, self._log_start, n_lines)
 
-    def __enter__(self) -> "ChildProcess":
+    def __enter__(self) -> Self:
         return self if self._guard is not None else self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
