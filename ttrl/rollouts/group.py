@@ -15,7 +15,7 @@ from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.attempts import ChatAttempt
 from ttrl.rollouts.client.choices import openai_choice, read_choice, writable
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.graders.grading import call, type_and_message
+from ttrl.rollouts.graders.grading import type_and_message
 from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.partial import ContinueAttempt, extend
 from ttrl.rollouts.play import Play
@@ -74,7 +74,7 @@ class Group:
         """Show the finished group to the caller's `transform` and `on_task_done`."""
         settings, transformed = self.s.settings, None
         if settings.transform is not None:
-            transformed, error = await call(settings.transform, result, threads=self.s.transform_thread, timeout=None)
+            transformed, error = await self.s.transform_thread.call(settings.transform, result)
             if error is not None:
                 self.s.count_other("transform", result.task_id, error)
                 transformed = error

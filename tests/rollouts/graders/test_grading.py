@@ -9,14 +9,14 @@ import time
 import pytest
 
 from ttrl.errors import GraderError
-from ttrl.rollouts.graders.grading import MAX_ERROR_LENGTH, Threads, grade
+from ttrl.rollouts.graders.grading import MAX_ERROR_LENGTH, Threads
 from ttrl.tasks import Grade, Task
 
 
 def run(grader, timeout=5.0, choice="the choice"):
     async def main():
-        with Threads(4) as threads:
-            return await grade(grader, choice, where="task 't', sample 2", threads=threads, timeout=timeout)
+        with Threads(4, timeout) as threads:
+            return await threads.grade(grader, choice, "task 't', sample 2")
 
     return asyncio.run(main())
 
@@ -66,8 +66,8 @@ def test_a_sync_grader_does_not_block_the_loop():
         return float(loop_ran.wait(20))
 
     async def main():
-        with Threads(2) as threads:
-            grades = [asyncio.ensure_future(grade(waits, "c", where="w", threads=threads, timeout=30)) for _ in range(2)]
+        with Threads(2, timeout=30) as threads:
+            grades = [asyncio.ensure_future(threads.grade(waits, "c", "w")) for _ in range(2)]
             await asyncio.sleep(0.01)
             loop_ran.set()
             return [(await g).reward for g in grades]
@@ -165,16 +165,16 @@ def test_hanging_graders_do_not_use_up_the_threads():
     release = threading.Event()
 
     async def main():
-        with Threads(2) as threads:
+        with Threads(2, timeout=1.0) as threads:
 
-            async def reward(grader, timeout):
+            async def reward(grader):
                 try:
-                    return (await grade(grader, "c", where="w", threads=threads, timeout=timeout)).reward
+                    return (await threads.grade(grader, "c", "w")).reward
                 except GraderError:
                     return None
 
-            hanging = [reward(lambda choice: release.wait(), 0.05) for _ in range(6)]
-            good = [reward(lambda choice: 1.0, 60.0) for _ in range(6)]
+            hanging = [reward(lambda choice: release.wait()) for _ in range(6)]
+            good = [reward(lambda choice: 1.0) for _ in range(6)]
             return await asyncio.gather(*hanging, *good)
 
     try:
@@ -189,8 +189,8 @@ def test_waiting_for_a_thread_is_not_held_against_a_grader():
         return 1.0
 
     async def main():
-        with Threads(1) as threads:
-            grades = [grade(takes_a_moment, "c", where="w", threads=threads, timeout=2.0) for _ in range(8)]
+        with Threads(1, timeout=2.0) as threads:
+            grades = [threads.grade(takes_a_moment, "c", "w") for _ in range(8)]
             return [g.reward for g in await asyncio.gather(*grades)]
 
     assert asyncio.run(main()) == [1.0] * 8  # the last one waits for longer than it may take

@@ -76,9 +76,11 @@ class _Thread:
 
 
 class Threads:
-    """Up to `size` concurrent sync calls. A context manager; leaving it waits for nothing."""
+    """Up to `size` concurrent sync calls, async ones on the loop, each within `timeout` seconds. A context manager; leaving it
+    waits for nothing."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, timeout: float | None = None) -> None:
+        self.timeout = timeout
         self._slots = asyncio.Semaphore(size)
         self._idle: list[_Thread] = []
 
@@ -89,14 +91,14 @@ class Threads:
         while self._idle:
             self._idle.pop().stop()
 
-    async def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> CallOutcome:
-        """Call a function. Raises TookTooLong after `timeout` seconds of running; waiting for a slot does not count."""
+    async def run(self, function: Callable[..., Any], *args: Any) -> CallOutcome:
+        """Call a function in a thread. Raises TookTooLong; waiting for a slot does not count."""
         async with self._slots:
             worker = self._idle.pop() if self._idle else _Thread()
             future = worker.start(function, args)
             try:
                 # Not asyncio.timeout: where a busy loop looks at the clock late, that throws away an outcome that is there.
-                await asyncio.wait({future}, timeout=timeout)
+                await asyncio.wait({future}, timeout=self.timeout)
             except asyncio.CancelledError:
                 worker.stop()
                 raise
@@ -107,53 +109,52 @@ class Threads:
             self._idle.append(worker)
             return future.result()
 
+    async def call(self, function: Callable[..., Any], argument: Any) -> CallOutcome:
+        """Call a sync function in a thread, an async one on the loop. Raises TookTooLong, and nothing that it raises."""
+        try:
+            if is_async(function):
+                value = function(argument)
+            else:
+                value, raised = await self.run(function, argument)
+                if raised is not None:
+                    return None, raised
+            if inspect.isawaitable(value):
+                limit = asyncio.timeout(self.timeout)
+                try:
+                    async with limit:
+                        value = await value
+                except TimeoutError:
+                    if limit.expired():
+                        raise TookTooLong from None
+                    raise
+        except TookTooLong:
+            raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # it is we who are being cancelled, not something inside the function
+            return None, error
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
+            return None, error
+        return value, None
+
+    async def grade(self, grader: Grader, choice: "Choice", where: str) -> Grade:
+        """Grade one choice, as `Graders.grade` does."""
+        try:
+            output, error = await self.call(grader, choice)
+        except TookTooLong:
+            took = f"the grader took longer than {self.timeout:g} s"
+            raise GraderError(f"{where}: {took}; make it faster or raise grader_timeout") from None
+        if error is not None:
+            raise GraderError(f"{where}: the grader raised {describe(error)}\n{own_traceback(error)}")
+        return Grade.of(output, where)
+
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether it is an `async def` function, or an object whose `__call__` is; others may still return an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-async def call(function: Callable[..., Any], argument: Any, *, threads: Threads, timeout: float | None) -> CallOutcome:
-    """Call a sync function in a thread, an async one on the loop. Raises TookTooLong, and nothing that the function raises."""
-    try:
-        if is_async(function):
-            value = function(argument)
-        else:
-            value, raised = await threads.run(function, argument, timeout=timeout)
-            if raised is not None:
-                return None, raised
-        if inspect.isawaitable(value):
-            limit = asyncio.timeout(timeout)
-            try:
-                async with limit:
-                    value = await value
-            except TimeoutError:
-                if limit.expired():
-                    raise TookTooLong from None
-                raise
-    except TookTooLong:
-        raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # it is we who are being cancelled, not something inside the function
-        return None, error
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
-        return None, error
-    return value, None
-
-
-async def grade(grader: Grader, choice: "Choice", *, where: str, threads: Threads, timeout: float) -> Grade:
-    """Grade one choice in a thread or on the loop, as `Graders.grade` does; `timeout` is in seconds."""
-    try:
-        output, error = await call(grader, choice, threads=threads, timeout=timeout)
-    except TookTooLong:
-        raise GraderError(f"{where}: the grader took longer than {timeout:g} s; make it faster or raise grader_timeout") from None
-    if error is not None:
-        raise GraderError(f"{where}: the grader raised {describe(error)}\n{own_traceback(error)}")
-    return Grade.of(output, where)
 
 
 class Graders:
@@ -179,14 +180,12 @@ class Graders:
             raise UserError(f"grader_memory is {memory!r}; give a number of bytes of at least 1 MiB (1048576), or None for 2 GiB")
         if size is not None and (type(size) is not int or size < 1):
             raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
-        self.isolated = isolated
-        self.timeout: float = float(timeout)
         self._runner: IsolatedGraders | Threads
         if isolated:
             count = min(usable_cores(), MOST_PROCESSES) if size is None else size
-            self._runner = IsolatedGraders(timeout=self.timeout, memory=memory or DEFAULT_MEMORY, size=count)
+            self._runner = IsolatedGraders(timeout=timeout, memory=memory or DEFAULT_MEMORY, size=count)
         else:
-            self._runner = Threads(GRADER_THREADS if size is None else size)
+            self._runner = Threads(GRADER_THREADS if size is None else size, timeout)
 
     def __enter__(self) -> "Graders":
         self._runner.__enter__()
@@ -202,9 +201,7 @@ class Graders:
         returns something other than a finite number.
         """
         assert task.grader is not None
-        if isinstance(self._runner, IsolatedGraders):
-            return await self._runner.grade(task.grader, choice, where)
-        return await grade(task.grader, choice, where=where, threads=self._runner, timeout=self.timeout)
+        return await self._runner.grade(task.grader, choice, where)
 
 
 def type_and_message(error: BaseException) -> str:

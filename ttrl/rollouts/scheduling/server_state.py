@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from ttrl.errors import RequestError
@@ -30,10 +30,10 @@ ABANDON_AFTER = 30.0
 class Lease:
     """One request in flight."""
 
-    __slots__ = ("affinity", "load", "scope", "server")
+    __slots__ = ("load", "scope", "server")
 
-    def __init__(self, server: "Server", load: Load, affinity: Hashable) -> None:
-        self.server, self.load, self.affinity = server, load, affinity
+    def __init__(self, server: "Server", load: Load) -> None:
+        self.server, self.load = server, load
         self.scope = asyncio.timeout(None)
         """Ends the request when its server is given up."""
 

@@ -221,7 +221,7 @@ class Servers:
             raise
 
     def _lease(self, server: Server, load: Load, affinity: Hashable) -> Lease:
-        lease = Lease(server, load, affinity)
+        lease = Lease(server, load)
         server.leases.add(lease)
         server.room.add(load, asyncio.get_running_loop().time())
         self._in_flight += 1
