@@ -18,7 +18,7 @@ from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_
 from ttrl.errors import ConfigError, DivergedError, ModelFolderError, PackError, RunFolderError, TrainerMemoryError
 from ttrl.system.files import read_jsonl
 from ttrl.training import prepass
-from ttrl.training.models import read_config
+from ttrl.training.models.architecture import read_config
 from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.loading import load_policy

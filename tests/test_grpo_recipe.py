@@ -13,7 +13,8 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import DivergedError, ModelFolderError, RunFolderError
 from ttrl.system.files import read_jsonl
-from ttrl.training.models import read_config, to_hugging_face_names
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.weights import to_hugging_face_names
 from ttrl.training.parallel.distributed import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,7 +21,8 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
-from ttrl.training.models import build_decoder, read_config
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.decoder import build_decoder
 from ttrl.training.policy.lora import apply_lora, is_adapter
 
 ROOT = Path(__file__).parents[1]

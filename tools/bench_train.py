@@ -43,7 +43,7 @@ from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_
 from ttrl.records import TokenizedResult
 from ttrl.training.kernels import attention, cpu_products
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.models import build_decoder
+from ttrl.training.models.decoder import build_decoder
 from ttrl.training.policy.policy import HeadOptions, Policy
 
 MODELS = {  # layers, width, heads, key/value heads, feed-forward width, vocabulary

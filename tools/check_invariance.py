@@ -30,7 +30,8 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.training.batches import updates
-from ttrl.training.models import read_config, to_hugging_face_names
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.weights import to_hugging_face_names
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks, grid
 from ttrl.training.parallel.sharding import full_tensor

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.training.kernels.attention import attention_plan
-from ttrl.training.models import build_decoder, read_config, to_hugging_face_names
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.decoder import build_decoder
+from ttrl.training.models.weights import to_hugging_face_names
 from ttrl.training.policy.policy import fill_parameters
 
 VOCAB = 97

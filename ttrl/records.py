@@ -15,10 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def _null_if_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 @dataclass(kw_only=True)
 class Turn:
     """One reply of the model within a sample of several turns (those of a task's `rollout`).
@@ -97,7 +93,7 @@ class Sample:
         if self.turns is not None:
             row["turns"] = [dict(vars(turn)) for turn in self.turns]
         if self.logprobs is not None:
-            row["logprobs"] = [_null_if_nan(logprob) for logprob in self.logprobs]
+            row["logprobs"] = [None if math.isnan(logprob) else logprob for logprob in self.logprobs]
         return row
 
     @classmethod

@@ -36,7 +36,7 @@ from ttrl.training.counts import token_counts, work_counts
 from ttrl.training.faults import Finite, memory_advice
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.metrics import Sums
-from ttrl.training.models import read_config
+from ttrl.training.models.architecture import read_config
 from ttrl.training.parallel.distributed import Ranks, derived_generator, run_recipe
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy

@@ -17,7 +17,7 @@ from ttrl.costs.parameters import adapter_parameters, decoder_parameters
 from ttrl.costs.storage import iteration_bytes, server_memory, token_cache_bytes
 from ttrl.errors import ModelFolderError
 from ttrl.training.kernels import logprobs
-from ttrl.training.models import build_decoder
+from ttrl.training.models.decoder import build_decoder
 from ttrl.training.models.weights import stored_as
 from ttrl.training.policy.lora import apply_lora, is_adapter
 from ttrl.training.policy.policy import Policy

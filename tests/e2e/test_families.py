@@ -9,7 +9,8 @@ from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sync_weights, verify_canary
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.models import build_decoder, read_config
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.decoder import build_decoder
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import Policy, fill_parameters
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ttrl.records import TokenizedResult
-from ttrl.training.models import build_decoder, read_config
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.decoder import build_decoder
 from ttrl.training.policy.policy import Policy, fill_parameters
 
 VOCAB = check_parity.VOCAB

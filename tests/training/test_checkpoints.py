@@ -10,7 +10,8 @@ from support.tiny_models import load_policy_in, native_layout
 from transformers import AutoModelForCausalLM
 
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.models import iter_weights, read_config
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.weights import iter_weights
 from ttrl.training.parallel.distributed import Ranks
 
 HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))

@@ -9,7 +9,7 @@ from ttrl.configs import TrainingConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed import normaliser
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.models import to_hugging_face_names
+from ttrl.training.models.weights import to_hugging_face_names
 from ttrl.training.objective.losses import clipped_ratio_loss
 
 CASES = {

@@ -9,7 +9,7 @@ from support.tiny_models import VOCAB, load_policy_in
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.models import to_hugging_face_names
+from ttrl.training.models.weights import to_hugging_face_names
 
 
 def tree_of_samples(seed: int):

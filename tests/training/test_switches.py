@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ttrl.errors import ConfigError, ModelFolderError
 from ttrl.training.batches import updates
-from ttrl.training.models import iter_weights
+from ttrl.training.models.weights import iter_weights
 from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, learning_rate, make_optimizer
 from ttrl.training.parallel.distributed import ranks
 from ttrl.training.policy.activations import PRODUCTS

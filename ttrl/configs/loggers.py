@@ -14,10 +14,7 @@ _TORCHTUNE_NEEDS: dict[str, str | None] = {
     "StdoutLogger": None, "DiskLogger": None, "TensorBoardLogger": "tensorboard", "WandBLogger": "wandb",
     "CometLogger": "comet_ml",
 }  # fmt: skip
-_ARGUMENTS: dict[str, set[str]] = {
-    "stdout": set(),
-    "tensorboard": {"log_dir"},
-}
+_ARGUMENTS: dict[str, set[str]] = {"stdout": set(), "tensorboard": {"log_dir"}}
 """Which arguments an entry may have; "wandb" passes everything on to wandb.init."""
 
 

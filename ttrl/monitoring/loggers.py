@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ttrl.configs.base import without_secrets
 from ttrl.configs.loggers import normalised
 from ttrl.errors import ConfigError
-from ttrl.run_folder.metrics import STATE_FILE, _read_seen
+from ttrl.run_folder.metrics import STATE_FILE, read_seen
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
 from ttrl.text import flat
@@ -42,10 +42,8 @@ class MetricLogger(Protocol):
 
 
 def flattened(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy".
-
-    Figures by weights version are left out: they would have other names in each iteration.
-    """
+    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy", without figures by weights version,
+    whose names differ in each iteration."""
     return {
         name: float(value)
         for name, value in flat(_without_versions(row), "/").items()
@@ -70,7 +68,7 @@ class Loggers:
     def __init__(self, named: Sequence[tuple[str, MetricLogger]], state: Path) -> None:
         self._named, self._path = list(named), state
         self._failed: set[str] = set()
-        self._seen = _read_seen(state)
+        self._seen = read_seen(state)
 
     def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Give each logger the rows that it has not seen yet, in order. Call it after each iteration. Never raises."""
@@ -105,10 +103,8 @@ class Loggers:
 
 
 def make_loggers(entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]) -> Loggers:
-    """Make the loggers of a run, from `TrainConfig.loggers`.
-
-    folder: the run's. config: what W&B shows as the run's config. Raises ConfigError where one cannot be made, with what to do.
-    """
+    """Make the loggers of a run in `folder`, from `TrainConfig.loggers`; W&B shows `config` as the run's. Raises ConfigError
+    where one cannot be made, with what to do."""
     made: list[tuple[str, MetricLogger]] = []
     problems = []
     for number, entry in enumerate(entries):

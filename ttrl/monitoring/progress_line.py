@@ -46,17 +46,13 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
     if row.get("completion_tokens"):
         speed = f", {row['tokens_per_second']:.0f}/s" if row["tokens_per_second"] is not None else ""
         parts.append(f"{row['completion_tokens']} tokens{speed}")
-    parts.append(_time(row))
+    total = row["seconds"]["total"]
+    phases = [f"{phase} {value:.1f}" for phase, value in row["seconds"].items() if phase != "total" and value >= 0.05]
+    if total and "dead_seconds" in row:
+        phases.append(f"dead {percent(row['dead_seconds'] / total)}")
+    parts.append(f"{total:.1f} s ({', '.join(phases)})")  # phases that overlap take longer together than the whole iteration
     name = f"iteration {row['iteration']:3d}" if row["iteration"] else "before       "
     return f"{name}  " + "  ".join(parts)
-
-
-def _time(row: dict[str, Any]) -> str:
-    """Return the time and its parts; phases that overlap take longer together than the whole iteration."""
-    total, phases = row["seconds"]["total"], seconds_by_phase(row["seconds"])
-    if total and "dead_seconds" in row:
-        phases += f"{', ' if phases else ''}dead {percent(row['dead_seconds'] / total)}"
-    return f"{total:.1f} s ({phases})"
 
 
 def training_details(row: dict[str, Any]) -> str:
@@ -83,8 +79,3 @@ _DETAILS = (
     ("sampler_trainer.p999", "|Δ logprob|", False),
     ("sampler_trainer.own_weights.p999", "under the sampler's weights", False),
 )
-
-
-def seconds_by_phase(seconds: dict[str, float]) -> str:
-    """Return "sample 1.5, train 6.1"."""
-    return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if phase != "total" and value >= 0.05)

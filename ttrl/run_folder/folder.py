@@ -124,10 +124,7 @@ class RunFolder:
 
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
-        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, self._marked)
-
-    def _marked(self) -> None:
-        self.on_mark()
+        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, lambda: self.on_mark())
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
         """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming the owner where another

@@ -115,11 +115,11 @@ STATE_FILE = "loggers.json"
 def forget_rows(folder: Path, first: int) -> None:
     """Make loggers log the rows of the iterations from `first` on again, which are done again. Raises StorageError."""
     state = folder / "logs" / STATE_FILE
-    if seen := _read_seen(state):
+    if seen := read_seen(state):
         write_json(state, {"seen": {name: min(last, first - 1) for name, last in seen.items()}})
 
 
-def _read_seen(state: Path) -> dict[str, int]:
+def read_seen(state: Path) -> dict[str, int]:
     """Return the last iteration that each logger was given."""
     try:
         return {str(name): int(last) for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()}

@@ -24,10 +24,8 @@ class Kept:
 
 
 def kept_of(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig, newest: int) -> Kept:
-    """Return what the rules of `config` keep after iteration `newest`; of later policies, everything is kept.
-
-    rows: of metrics.jsonl, from which the best are told; without validation there are none.
-    """
+    """Return what the rules of `config` keep after iteration `newest`, with the best told by `rows` of metrics.jsonl; of later
+    policies, everything is kept."""
     trained = folder.trained_until(newest)
     last = trained[: config.keep_checkpoints]
     every = [] if config.keep_every is None else [number for number in trained if number and number % config.keep_every == 0]

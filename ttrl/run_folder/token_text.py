@@ -12,10 +12,8 @@ FILE_NAME = "tokenizer.json"
 
 
 def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
-    """Return what turns token ids into text, by a tokenizer.json of a checkpoint or of the configured model; None without one.
-
-    The iteration's own checkpoint is looked at first; all checkpoints of a run have the same tokenizer.
-    """
+    """Return what turns token ids into text, by a tokenizer.json of a checkpoint (the iteration's own first, but all are the
+    same) or of the configured model; None without one."""
     folders = [run.iteration_folder(iteration) / "checkpoint"]
     folders += sorted((run.folder / "iterations").glob("*/checkpoint"), reverse=True)
     if model := model_name(run):

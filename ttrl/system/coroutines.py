@@ -16,7 +16,8 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asked = False
+        self.asked = False
+        """Whether `cancel` was called."""
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
     def use(self) -> None:
@@ -26,20 +27,16 @@ class Cancellation:
     def cancel(self) -> None:
         """End the coroutine that runs, and every one that is begun later, with asyncio.CancelledError. From any thread."""
         with self._lock:
-            self._asked = True
+            self.asked = True
             if self._running is not None:
                 loop, task = self._running
                 loop.call_soon_threadsafe(task.cancel)
-
-    @property
-    def asked(self) -> bool:
-        return self._asked
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         with self._lock:
-            if self._asked:
+            if self.asked:
                 coroutine.close()
                 raise asyncio.CancelledError
             self._running = (asyncio.get_running_loop(), task)
@@ -51,10 +48,8 @@ class Cancellation:
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where a loop runs already (a notebook): then in a thread.
-
-    In a thread with a Cancellation, it raises asyncio.CancelledError when that is cancelled.
-    """
+    """Run a coroutine to its end, also where a loop runs already (a notebook): then in a thread. Where a Cancellation is in use,
+    it raises asyncio.CancelledError when that is cancelled."""
     cancellation: Cancellation | None = getattr(_here, "cancellation", None)
     if cancellation is not None:
         return asyncio.run(cancellation.run(coroutine))

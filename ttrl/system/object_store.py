@@ -91,10 +91,8 @@ class _Health:
 
 
 class Store:
-    """One object store: whole objects in and out, and a pause for a store that fails again and again.
-
-    shown: the address without credentials, for people.
-    """
+    """One object store: whole objects in and out, and a pause for a store that fails again and again. shown: its address without
+    credentials."""
 
     def __init__(
         self, address: str | os.PathLike[str], *, what: str = "a cache", request_timeout: timedelta = REQUEST_TIMEOUT
@@ -215,10 +213,8 @@ class Store:
                 return None
 
     async def create(self, key: str, data: bytes) -> bool:
-        """Write an object unless there is one; return False where there is one already. Raises Unavailable.
-
-        A store that knows no conditional writes (some S3 look-alikes, file systems without hard links) overwrites instead.
-        """
+        """Write an object unless there is one; return False where there is one already. Raises Unavailable. A store that knows no
+        conditional writes (some S3 look-alikes, file systems without hard links) overwrites instead."""
         async with self._trying(self._writing):
             store = self.open(make=True)
             assert store is not None

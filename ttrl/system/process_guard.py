@@ -116,11 +116,8 @@ def end_processes(
     seconds: float = 20.0,
     pause: float = 0.05,
 ) -> list[ProcessId]:
-    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what is left `seconds` later.
-
-    With `first`, that one process is asked alone, so that it can end its own children in its own order; the others are asked once
-    it is gone. `reap` is called between looks, every `pause` seconds.
-    """
+    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what is left `seconds` later. `first` is
+    asked alone, so that it can end its own children in its own order. `reap` is called between looks, every `pause` seconds."""
     start, asked = time.monotonic(), set()
     while True:
         reap()

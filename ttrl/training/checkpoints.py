@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ttrl.configs import TrainingConfig
+from ttrl.data.packing.packed_file import read_tensor
 from ttrl.system.files import atomic_folder, json_text
 from ttrl.training.canary import CANARY_FILE, compute_canary, known_continuation
-from ttrl.training.models.weights import composite_of, iter_stored, layout_of, read_stored, stored_as
+from ttrl.training.models.weights import composite_of, iter_stored, layout_of, stored_as
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.adapters import ADAPTER_FOLDER, base_folder, gather_adapter, merged_weight
 from ttrl.training.policy.lora import adapted, is_adapter
@@ -46,12 +47,7 @@ class CheckpointTensor(NamedTuple):
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
     """Copy the files of a model folder other than weights; its config will say that these are of `dtype`."""
     for path in sorted(source.iterdir()):
-        if (
-            path.is_file()
-            and not path.name.endswith(_WEIGHT_SUFFIXES)
-            and path.name != CANARY_FILE
-            and not path.name.startswith(".")
-        ):
+        if path.is_file() and path.name != CANARY_FILE and path.name[0] != "." and not path.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, target / path.name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
@@ -85,7 +81,7 @@ def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[
     others, layout = [], composite.layouts[0]
     for file, name, tensor in iter_stored(folder):
         if name.startswith(composite.frozen):
-            others.append(CheckpointTensor(name, tensor.nbytes, functools.partial(read_stored, folder / file, name)))
+            others.append(CheckpointTensor(name, tensor.nbytes, functools.partial(read_tensor, folder / file, name)))
         elif (found := layout_of(name, composite)) is not None and not name.startswith("lm_head."):
             layout, _ = found
     renamed = []

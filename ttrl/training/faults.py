@@ -17,6 +17,7 @@ from ttrl.costs.memory import Device, Workload
 from ttrl.costs.memory import savings as savings_by_setting
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import DivergedError, ModelFolderError, TrainerMemoryError
+from ttrl.text import gib
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.parallel.distributed import Ranks, model_shape
 from ttrl.training.parallel.sharding import local_part
@@ -24,11 +25,8 @@ from ttrl.training.policy.policy import Policy
 
 
 def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: int = 1) -> dict[str, float]:
-    """Return the bytes of a process's peak that each other setting would save, by the setting, the largest first.
-
-    seq_len: positions of a packed row. ranks: processes that train on different rows. Empty where the model's config.json does
-    not say its shape.
-    """
+    """Return the bytes of a process's peak that each other setting would save, the largest first, for rows of `seq_len` positions
+    and `ranks` with different rows. Empty where the model's config.json does not say its shape."""
     device: Device = "cuda" if cuda else "cpu"
     try:
         shape, workload = model_shape(config.model), Workload(row_length=seq_len)
@@ -42,7 +40,7 @@ def advice(config: TrainingConfig, seq_len: int) -> str:
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     ranks = int(os.environ.get("WORLD_SIZE", "1")) // config.tensor_parallel
     found = savings(config, seq_len, cuda=cuda, ranks=max(1, ranks))
-    parts = [f"{name} would save about {saved / 2**30:.2g} GiB" for name, saved in found.items()]
+    parts = [f"{name} would save about {gib(saved)}" for name, saved in found.items()]
     return f"with rows of {seq_len} positions, " + (", ".join(parts) or "shorter rows would save most")
 
 
@@ -129,15 +127,11 @@ def memory_advice(config: TrainingConfig, seq_len: int) -> Iterator[None]:
     """Turn running out of memory into TrainerMemoryError, which says what setting would save how much."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
-        raise TrainerMemoryError(f"the GPU's memory ran out ({first_line(error)}); {advice(config, seq_len)}") from error
     except MemoryError as error:
         raise TrainerMemoryError(f"the memory of this process ran out; {advice(config, seq_len)}") from error
-    except RuntimeError as error:  # PyTorch has no class of its own for the CPU's allocator
-        if "DefaultCPUAllocator" not in str(error):
+    except RuntimeError as error:
+        on_cuda = isinstance(error, torch.cuda.OutOfMemoryError)
+        if not on_cuda and "DefaultCPUAllocator" not in str(error):  # PyTorch has no class of its own for it
             raise
-        raise TrainerMemoryError(f"this machine's memory ran out ({first_line(error)}); {advice(config, seq_len)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+        whose, first_line = "the GPU's" if on_cuda else "this machine's", str(error).strip().split("\n")[0]
+        raise TrainerMemoryError(f"{whose} memory ran out ({first_line}); {advice(config, seq_len)}") from error

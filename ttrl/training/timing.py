@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import resource
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,11 +16,8 @@ from ttrl.training.parallel.distributed import Ranks
 
 
 class Stopwatch:
-    """Seconds by part, added up until they are read.
-
-    On CUDA, where kernels run behind Python's back, a part is measured by events on the stream, which are waited for only in
-    `take`; never run on a GPU.
-    """
+    """Seconds by part, added up until they are read. On CUDA, a part is measured by events on the stream, which are waited for
+    only in `take`; never run on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -55,8 +51,7 @@ class Stopwatch:
 
 def memory_peaks(device: torch.device) -> dict[str, int]:
     """Return bytes: "host" is the largest resident size of this process so far, "cuda" the most that PyTorch had allocated."""
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB, on macOS bytes
-    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if device.type == "cuda":
         peaks["cuda"] = torch.cuda.max_memory_allocated(device)
     return peaks
@@ -109,11 +104,8 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
 
 @functools.cache
 def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], counting a multiplication and an addition as one
-    each.
-
-    Measured once in a process. On CUDA with a synchronisation around each product; never run on a GPU.
-    """
+    """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication and an addition counted as one
+    each. Measured once in a process; never run on a GPU."""
     tokens, k, n = shape
     x, w = torch.ones(tokens, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
     fastest, taken, rounds = float("inf"), 0.0, 0

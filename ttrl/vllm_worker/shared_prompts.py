@@ -9,6 +9,7 @@ so that vLLM's own kernels write and read every sequence's cache. The result has
 second, fourth, eighth … step that shares is computed vLLM's own way as well; a difference, or an error in any step, ends this for
 good."""
 
+import functools
 import logging
 from typing import Any
 
@@ -77,7 +78,7 @@ class SharedPrompts:
         self._first: Tensor | None = None  # for each row, the first token that it stands for
         self.active, self.saved, self._steps = True, 0, 0  # steps that shared
         for layer in layers.values():
-            layer.forward = _Expanded(self, layer.forward)
+            layer.forward = functools.partial(self._attend, layer.forward)
         runner._model_forward = self
 
     def __call__(self, input_ids: Any = None, positions: Any = None, **others: Any) -> Any:
@@ -141,23 +142,19 @@ class SharedPrompts:
             return None
         return torch.from_numpy(rows), torch.from_numpy(np.concatenate(first))
 
-
-class _Expanded:
-    """An attention layer's `forward`, which receives every token of the step, and returns those that stand for others."""
-
-    def __init__(self, shared: SharedPrompts, forward: Any) -> None:
-        self._shared, self._forward = shared, forward
-
-    def __call__(self, query: Tensor, key: Tensor | None, value: Tensor | None, *others: Any, **named: Any) -> Tensor:
-        rows, first = self._shared._rows, self._shared._first
+    def _attend(
+        self, forward: Any, query: Tensor, key: Tensor | None, value: Tensor | None, *others: Any, **named: Any
+    ) -> Tensor:
+        """Give an attention layer's `forward` every token of the step; return those that stand for others."""
+        rows, first = self._rows, self._first
         out: Tensor
         if rows is None:
-            out = self._forward(query, key, value, *others, **named)
+            out = forward(query, key, value, *others, **named)
             return out
         if others or named:
             raise RuntimeError(
                 f"attention with {len(others)} and {sorted(named)} more arguments: share no prompts for this model"
             )
         key, value = (None if part is None else part[rows] for part in (key, value))
-        out = self._forward(query[rows], key, value)[first]
+        out = forward(query[rows], key, value)[first]
         return out

@@ -10,14 +10,9 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import native_layout
 
 from ttrl.errors import ModelFolderError
-from ttrl.training.models import (
-    architecture,
-    build_decoder,
-    check_same_architecture,
-    iter_weights,
-    read_config,
-    to_hugging_face_names,
-)
+from ttrl.training.models.architecture import architecture, check_same_architecture, read_config
+from ttrl.training.models.decoder import build_decoder
+from ttrl.training.models.weights import iter_weights, to_hugging_face_names
 from ttrl.training.policy.policy import fill_parameters
 
 

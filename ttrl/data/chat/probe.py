@@ -62,10 +62,8 @@ class Probe:
 
 
 def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
-    """Make a probe of an assistant's message. `unused` is a word that occurs nowhere in the conversation or template.
-
-    A message without any text gets a mark for its (empty) content.
-    """
+    """Make a probe of an assistant's message; one without any text gets a mark for its (empty) content. `unused` is a word that
+    occurs nowhere in the conversation or template."""
     probe = Probe(dict(message))
 
     def mark(part: str, text: str) -> str:
@@ -108,10 +106,7 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
         probe.message["content"] = marked("text", content)
     elif isinstance(content, list):
         probe.message["content"] = [
-            part | {"text": marked("text", part["text"])}
-            if isinstance(part, dict) and isinstance(part.get("text"), str)
-            else part
-            for part in content
+            part | {"text": marked("text", part["text"])} if _has_text(part) else part for part in content
         ]
     if calls := message.get("tool_calls"):
         probe.message["tool_calls"] = [_marked_call(call, leaves) for call in calls]

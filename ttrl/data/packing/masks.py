@@ -54,10 +54,7 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
 
 def dense_mask(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     """Return bool [B, T, T], True where the token of the row may attend to the token of the column: the reference for all other
-    ways.
-
-    Takes memory quadratic in T: for tests, and for short rows.
-    """
+    ways. Takes memory quadratic in T: for tests, and for short rows."""
     position = torch.arange(group_ids.shape[1], device=group_ids.device)
     ends = subtree_ends(group_ids, parent_ids)
     return (position <= position.unsqueeze(1)) & (position.unsqueeze(1) < ends.unsqueeze(1))

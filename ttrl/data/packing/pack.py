@@ -14,9 +14,6 @@ The rules of the format, all of which `PackedTensors.check` tests on every pack:
 - Nothing is added: the end-of-turn token is trained where the server's ids contain it, that is, where it was sampled.
 
 A sample of n tokens whose last token is trained takes n - 1 positions, alone in its row.
-
-Here: the options and the order of the work. flat_samples.py reads the samples, prefix_tree.py finds what they share, placement.py
-chooses their rows, row_layout.py writes the tensors.
 """
 
 import contextlib
@@ -137,17 +134,18 @@ def _check_options(
     shortest_shared: int,
     multiple: int,
 ) -> None:
-    if aggregation not in get_args(Aggregation):
-        raise PackError(f"aggregation is {aggregation!r}; choose one of {', '.join(get_args(Aggregation))}")
+    for name, value, kinds in (
+        ("aggregation", aggregation, Aggregation),
+        ("too_long", too_long, TooLong),
+        ("share", share, Share),
+    ):
+        if value not in get_args(kinds):
+            raise PackError(f"{name} is {value!r}; choose one of {', '.join(get_args(kinds))}")
     if (aggregation == "constant") != (constant_length is not None) or (constant_length is not None and constant_length < 1):
         raise PackError(
             f"aggregation {aggregation!r} with constant_length {constant_length}; 'constant' needs a constant_length of at least "
             "1 token, the others take none"
         )
-    if too_long not in get_args(TooLong):
-        raise PackError(f"too_long is {too_long!r}; choose one of {', '.join(get_args(TooLong))}")
-    if share not in get_args(Share):
-        raise PackError(f"share is {share!r}; choose one of {', '.join(get_args(Share))}")
     if seq_len < 1:
         raise PackError(f"seq_len is {seq_len}; a row needs at least 1 position")
     if shortest_shared < 1:

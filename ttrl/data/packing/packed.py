@@ -1,8 +1,7 @@
 """The packed tensors themselves: what a row holds, how rows are taken, padded and trimmed, and their sample table.
 
 Everything is aligned at the position that *predicts*: `labels[b, t]`, `logprobs[b, t]`, `advantages[b, t]` all speak of the token
-that follows position t in its sample. Nothing downstream shifts a tensor. How samples come to be laid out: packing.py. What must
-hold: packed_check.py. On disk: packed_file.py.
+that follows position t in its sample. Nothing downstream shifts a tensor. How samples are laid out: pack.py.
 
 Shapes: B rows, T positions of a row (seq_len).
 """

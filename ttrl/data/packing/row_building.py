@@ -55,10 +55,8 @@ def fill(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of indices: largest sizes first, each into the fullest bin that still has room for it.
-
-    Of two bins that it returns, the contents always add up to more than `capacity`.
-    """
+    """Return bins of indices: largest sizes first, each into the fullest bin that still has room for it. The contents of two bins
+    always add up to more than `capacity`."""
     assert all(0 < size <= capacity for size in sizes), f"sizes must lie in 1..{capacity}"
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free, bin), sorted: the first entry with enough room is the best fit
@@ -143,10 +141,8 @@ def by_cost(parts: Iterable[Part]) -> list[Part]:
 
 
 def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[Row]:
-    """Build rows one after another: the largest part that is left, and whole parts that fill the row.
-
-    Where `worth_split` or more positions are left then, a part is cut so that a piece with its own setup fills them best.
-    """
+    """Build rows one after another: the largest part that is left, and whole parts that fill the row. Where `worth_split` or more
+    positions are left then, a part is cut so that a piece with its own setup fills them best."""
     pool = by_cost(parts)
     costs = [part.cost for part in pool]
     rows = []

@@ -7,21 +7,3 @@ blocks        norms, attention and layers
 decoder       torchtune's skeleton with these parts in it
 weights       parameters from safetensors and back, under either naming
 """
-
-from ttrl.training.models.architecture import Architecture, architecture, check_same_architecture, read_config
-from ttrl.training.models.decoder import Decoder, build_decoder
-from ttrl.training.models.families import FAMILIES
-from ttrl.training.models.weights import check_weights, iter_weights, to_hugging_face_names
-
-__all__ = [
-    "FAMILIES",
-    "Architecture",
-    "Decoder",
-    "architecture",
-    "build_decoder",
-    "check_same_architecture",
-    "check_weights",
-    "iter_weights",
-    "read_config",
-    "to_hugging_face_names",
-]

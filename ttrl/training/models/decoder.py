@@ -16,10 +16,8 @@ from ttrl.training.models.rope import RotaryEmbedding
 
 
 class Decoder(TransformerDecoder):
-    """torchtune's decoder with one RoPE computation per pass, and hidden states as its output.
-
-    Dropout is never applied, whatever the config says: what is trained must be what samples.
-    """
+    """torchtune's decoder with one RoPE computation per pass, and hidden states as its output. Dropout is never applied, whatever
+    the config says: what is trained must be what samples."""
 
     rope: RotaryEmbedding
     config: PretrainedConfig

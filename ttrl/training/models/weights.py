@@ -103,12 +103,6 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
             raise ModelFolderError(f"{folder / file} cannot be read ({error}); copy or download it again") from error
 
 
-def read_stored(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt") as tensors:
-        tensor: Tensor = tensors.get_tensor(name)
-    return tensor
-
-
 def composite_of(folder: str | Path) -> Composite | None:
     """Return what a model folder holds besides text; None if nothing."""
     return COMPOSITES.get(json.loads((Path(folder) / "config.json").read_text())["model_type"])

@@ -51,7 +51,6 @@ class Objective:
 
     @property
     def kl_in_loss(self) -> float:
-        """The coefficient of KL in the loss at this step; 0 if it is in the reward."""
         return self.kl_coefficient if self.config.kl_in == "loss" else 0.0
 
     @property
@@ -75,12 +74,10 @@ class Objective:
 
     @property
     def needs_prepass(self) -> bool:
-        """True where tokens are chosen over the whole optimizer step, from a pass without gradient; see `choose`."""
         return self.config.objective in ("clip_cov", "kl_cov")
 
     @property
     def needs_start_logprobs(self) -> bool:
-        """True where log-probabilities of the trainer's policy at the start of the iteration take part in the loss."""
         return self.config.off_policy != "none"
 
     @property
@@ -90,13 +87,11 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """True where log-probabilities of the reference model are needed at this step: for its rewards, or to estimate KL."""
         estimate = self.kl_in_loss > 0 and self.config.kl_estimator != "full"
         return estimate or self.kl_in_reward > 0 or self.config.token_rewards == "implicit"
 
     @property
     def needs_divergence_grad(self) -> bool:
-        """True where KL over the whole vocabulary is part of the loss."""
         return self.kl_in_loss > 0 and self.config.kl_estimator == "full"
 
     @property

@@ -26,10 +26,8 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 class OptimizerInBackward:
-    """One optimizer per parameter, stepped as soon as the backward pass has the parameter's gradient, which is freed at once.
-
-    Works with one backward pass a step. A gradient that is not finite spoils its parameter: the norm tells when it is too late.
-    """
+    """One optimizer per parameter, stepped and freed as soon as the backward pass has its gradient; for one backward pass a step.
+    A gradient that is not finite spoils its parameter: the norm tells when it is too late."""
 
     def __init__(self, groups: list[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
         self.by_parameter: dict[nn.Parameter, torch.optim.Optimizer] = {}
@@ -85,11 +83,8 @@ def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Opti
 
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
-    """Make AdamW (arXiv 1711.05101), or what the config says; weight decay on matrices only, not on norms and biases. Make it
-    after the policy has its final place: its state lives where the parameters do.
-
-    8 bits and the CPU's memory (torchao): never run on a GPU.
-    """
+    """Make AdamW (arXiv 1711.05101), or what the config says, for a policy in its final place; weight decay on matrices only, not
+    on norms and biases. 8 bits and the CPU's memory (torchao): never run on a GPU."""
     parameters = [parameter for parameter in policy.parameters_by_name().values() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -113,11 +108,7 @@ def clip_and_step(
     policy: Policy, optimizer: Optimizer, config: TrainingConfig, global_step: int, *, lr_scale: float = 1.0
 ) -> float:
     """Clip, step at the learning rate of `global_step` times `lr_scale`, and zero the gradients. Returns the global gradient norm
-    before clipping.
-
-    Where that is not finite the step is not taken, and the gradients are thrown away: look at the norm. (An optimizer that works
-    in the backward pass has taken it by then.)
-    """
+    before clipping; where that is not finite the step was not taken (but by an optimizer that works in the backward pass)."""
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer.finish_step()
     norm = clip_gradients(policy.parameters(), config.max_grad_norm)

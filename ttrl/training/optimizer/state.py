@@ -94,11 +94,8 @@ def save_state(
     state_format: str = "auto",
     beside: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """Write the state and state.json, atomically as one folder. A collective: all ranks must call it.
-
-    state_format: as in TrainingConfig. beside: writes what else belongs in the folder; called on the first rank. Raises
-    StorageError.
-    """
+    """Write the state and state.json, atomically as one folder. A collective. state_format: as in TrainingConfig. beside: writes
+    what else belongs in the folder; called on the first rank. Raises StorageError."""
     size = sum(2 * 4 * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     if state_format == "sharded" or (state_format == "auto" and ranks.processes > 1 and size > WHOLE_STATE_LIMIT):
         _save_sharded(Path(folder), dict(state_tensors(policy, optimizer)), global_step, ranks, beside)

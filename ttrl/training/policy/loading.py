@@ -8,7 +8,8 @@ once however many processes it runs.
 import torch
 
 from ttrl.configs import TrainingConfig
-from ttrl.training.models import build_decoder, read_config
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.decoder import build_decoder
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.sharding import materialise, shard
 from ttrl.training.policy.activations import checkpoint_layers, offload_activations

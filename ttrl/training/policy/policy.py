@@ -17,7 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.kernels.logprobs import IGNORE, ReferenceHead, TokenLoss, run_head
-from ttrl.training.models import Decoder, check_same_architecture, check_weights, iter_weights, read_config
+from ttrl.training.models.architecture import check_same_architecture, read_config
+from ttrl.training.models.decoder import Decoder
+from ttrl.training.models.weights import check_weights, iter_weights
 from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part
 from ttrl.training.policy.lora import AdaptedLinear
 from ttrl.training.policy.value_head import ValueHead

@@ -17,11 +17,9 @@ FILE_NAME = "value_head.safetensors"
 
 
 class ValueHead(nn.Module):
-    """A two-layer perceptron, hidden states [N, D] → values [N], in fp32 whatever the decoder computes in. The last layer starts
-    at 0, so that the first values are 0 and the first advantages are plain returns.
-
-    width: of its hidden layer; None: that of the hidden states. grad_in_decoder: whether the value loss trains the decoder too.
-    """
+    """A two-layer perceptron, hidden states [N, D] → values [N], in fp32. The last layer starts at 0, so that the first values
+    are 0. width: of its hidden layer; None: that of the hidden states. grad_in_decoder: whether the value loss trains the decoder
+    too."""
 
     def __init__(self, dim: int, width: int | None = None, *, grad_in_decoder: bool = False) -> None:
         super().__init__()
