@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ttrl.loop.plan_probe import ProcessMemory
+from ttrl.loop.probe import ProcessMemory
 from ttrl.report.plan import PlanOutcome, outcomes
 from ttrl.system.files import read_jsonl
 from ttrl.text import gib

@@ -16,8 +16,8 @@ from ttrl.loop.plan import plan
 from ttrl.plans import machine as plan_machine
 from ttrl.plans.lengths import Assumptions, lognormal
 from ttrl.plans.machine import Machine
-from ttrl.plans.making import make_plan, read_model_config, write_plan
 from ttrl.plans.measured import measured_in_run
+from ttrl.plans.planner import make_plan, read_model_config, write_plan
 from ttrl.report.plan import outcomes, plan_table
 from ttrl.system.files import read_jsonl
 from ttrl.training.counts import work_counts
@@ -30,7 +30,7 @@ HERE = Machine("a machine", False, 16e9, 50e9, 20e9, "measured")
 @pytest.fixture(autouse=True)
 def no_measurement(monkeypatch):
     """The speed of this machine decides about seconds alone, which no test looks at."""
-    monkeypatch.setattr("ttrl.plans.making.this_machine", lambda config, product: HERE)
+    monkeypatch.setattr("ttrl.plans.planner.this_machine", lambda config, product: HERE)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_a_cache_without_room(big, monkeypatch):
 
 
 def test_a_disk_without_room(big, monkeypatch):
-    monkeypatch.setattr("ttrl.plans.making.free_bytes", lambda path: 10**9)
+    monkeypatch.setattr("ttrl.plans.planner.free_bytes", lambda path: 10**9)
     assert warned("the disk is too small", plan(config_of(big)))
     assert not warned("the disk", plan(config_of(big, device="cuda"), gpu="h100"))  # it is not this machine's
 

@@ -30,7 +30,7 @@ from ttrl.loop.pack import pack
 from ttrl.loop.sampling import Sampler, SamplingOrder
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
-from ttrl.plans.making import write_plan
+from ttrl.plans.planner import write_plan
 from ttrl.records import TaskResult
 from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder

@@ -7,8 +7,8 @@ from typing import Any
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.plans.lengths import Assumptions
-from ttrl.plans.making import make_plan
 from ttrl.plans.plan import Plan
+from ttrl.plans.planner import make_plan
 from ttrl.tasks.task import Task
 
 __all__ = ["Assumptions", "Plan", "plan"]
@@ -46,7 +46,7 @@ def plan(
     made = make_plan(config, tasks, validation_tasks, assumptions=assumptions, **options)
     if not probe:
         return made
-    from ttrl.loop.plan_probe import probe as run_probe
+    from ttrl.loop.probe import probe as run_probe
 
     probed = run_probe(made, config, assumptions or Assumptions(), list(tasks), list(validation_tasks))
     return make_plan(config, tasks, validation_tasks, assumptions=assumptions, probed=probed, **options)

@@ -10,8 +10,8 @@ from ttrl.configs.run import TrainConfig
 from ttrl.costs.memory import IMPORTS, Device, Workload, savings, training_memory
 from ttrl.costs.storage import server_memory
 from ttrl.errors import UserError
+from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
-from ttrl.plans.work import Work
 from ttrl.server.cpu import cpu_batch, cpu_cache_bytes
 
 _GIB = 2**30

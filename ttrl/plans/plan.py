@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttrl.plans.counts import PlannedFlops, Work
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import PLAN_FILE
 from ttrl.plans.memory import PlannedMemory
 from ttrl.plans.seconds import PlannedSeconds
-from ttrl.plans.work import PlannedFlops, Work
 from ttrl.system.files import write_json
 from ttrl.text import duration, gib, si_spaced
 

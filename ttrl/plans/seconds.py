@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
+from ttrl.plans.counts import PlannedFlops, Work
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import Seconds
 from ttrl.plans.memory import PlannedMemory
-from ttrl.plans.work import PlannedFlops, Work
 
 # On CPU: measured with models of 1 and 30 million parameters on two cores. On CUDA: assumed, from others' published figures.
 _TRAINING_SHARE = {False: 0.4, True: 0.35}

@@ -5,9 +5,9 @@ from typing import Any
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
+from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
 from ttrl.plans.memory import PlannedMemory
-from ttrl.plans.work import Work
 from ttrl.text import gib
 
 _BADLY_FILLED = 0.7

@@ -3,9 +3,9 @@
 import pytest
 
 from ttrl.errors import TtrlError, UserError
-from ttrl.loop import plan_probe
+from ttrl.loop import probe as probe_module
 from ttrl.loop.plan import plan
-from ttrl.loop.plan_probe import ProcessMemory, _kind, _scaled
+from ttrl.loop.probe import ProcessMemory, _kind, _scaled
 from ttrl.plans.lengths import Assumptions
 from ttrl.plans.measured import Seconds
 
@@ -13,8 +13,8 @@ from ttrl.plans.measured import Seconds
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """The speed of this machine is not looked at, and two iterations show what four do."""
-    monkeypatch.setattr(plan_probe, "PROBE_SECONDS", 1e9)
-    monkeypatch.setattr(plan_probe, "_ITERATIONS", 2)
+    monkeypatch.setattr(probe_module, "PROBE_SECONDS", 1e9)
+    monkeypatch.setattr(probe_module, "_ITERATIONS", 2)
 
 
 def test_a_probe_is_a_run_of_its_own(world, tmp_path):
@@ -33,7 +33,7 @@ def test_a_probe_is_a_run_of_its_own(world, tmp_path):
 
 
 def test_long_iterations_are_probed_in_part(world, monkeypatch):
-    monkeypatch.setattr(plan_probe, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(probe_module, "PROBE_SECONDS", 0.0)
     made = plan(world.config(tasks_per_iteration=8), world.tasks(8), probe=True)
     sampled = {prompt for _, prompt in world.requests}
     assert len(sampled) == 8 and len(world.requests) == 2 * 4  # two iterations of four tasks

@@ -20,9 +20,9 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.loop.train import train
 from ttrl.plans.lengths import Assumptions, completion_mean, run_lengths
-from ttrl.plans.making import Probed, iteration_folders
 from ttrl.plans.measured import Seconds, measured_in_run, signal_share
 from ttrl.plans.plan import Plan
+from ttrl.plans.planner import Probed, iteration_folders
 from ttrl.tasks.task import Task
 
 PROBE_SECONDS = 90.0

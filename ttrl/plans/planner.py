@@ -17,6 +17,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
+from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
 from ttrl.plans.lengths import Assumptions, IterationLengths, assumed_lengths, run_lengths, task_lengths
 from ttrl.plans.machine import gpu_named, this_machine
@@ -25,7 +26,6 @@ from ttrl.plans.memory import memory_of
 from ttrl.plans.plan import Plan
 from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of
-from ttrl.plans.work import Work, flops_of, pack, work_of
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import free_bytes
 from ttrl.tasks.task import Task
