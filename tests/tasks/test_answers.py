@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttrl.tasks.answers import after_thinking, last_number, marked, tagged
+from ttrl.tasks.answers import after_thinking, last_number, marked
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_thinking():
 
 
 def test_tags_stay_in_place_where_lower_case_is_longer():
-    assert tagged("İİİ<ANSWER>x</ANSWER>") == "x"
+    assert marked("İİİ<ANSWER>x</ANSWER>") == "x"
 
 
 def test_all_gsm8k_answers_are_read(shared):

@@ -35,7 +35,6 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands."""
     description = "Train a language model by reinforcement learning on your own machine."
     parser = argparse.ArgumentParser(prog="ttrl", description=description)
     parser.add_argument("--version", action="version", version=f"ttrl {__version__}")

@@ -43,7 +43,6 @@ class CheckResult:
 
 
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> list[CheckResult]:
-    """Check that Python is 3.11 or newer."""
     fact = ".".join(str(part) for part in version)
     if version < (3, 11):
         return [CheckResult("bad", "Python", f"{fact}; ttrl needs 3.11 or newer", "make PYTHON=python3.12 install")]
@@ -89,7 +88,6 @@ def check_versions(tested: Mapping[str, str], installed: Mapping[str, str]) -> l
 
 
 def has_gpu() -> bool:
-    """Tell whether an NVIDIA GPU answers."""
     if shutil.which("nvidia-smi") is None:
         return False
     try:
@@ -233,7 +231,6 @@ def check_disk(folder: Path, free: float) -> list[CheckResult]:
 
 
 def check_port() -> list[CheckResult]:
-    """Check that this process can reach a server on 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]

@@ -37,7 +37,6 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until interrupted."""
     from ttrl.server.serve import serve, vllm_arguments
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
@@ -63,7 +62,6 @@ def add_join(parser: argparse.ArgumentParser) -> None:
 
 
 def run_join(arguments: argparse.Namespace) -> int:
-    """Take part until there is nothing to take part in."""
     from ttrl.launch.nodes import join
 
     join(arguments.run, patience=arguments.patience, say=_say)

@@ -36,7 +36,6 @@ def add_view(parser: argparse.ArgumentParser) -> None:
 
 
 def run_view(arguments: argparse.Namespace) -> int:
-    """Show packed rows as a page, a picture or text."""
     from ttrl.report.view import open_pack
     from ttrl.text import spans
 

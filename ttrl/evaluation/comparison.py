@@ -49,11 +49,9 @@ class Comparison:
     """"first", "second": evaluations that ended before all of their sets were asked."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary that `json` can write as it is."""
         return dataclasses.asdict(self)
 
     def table(self) -> str:
-        """Return the table for a terminal."""
         rows = [
             ["tasks", "n", "score", "first", "second", "difference", f"{percent(self.confidence)} interval", "p", "better/worse"]
         ]

@@ -133,7 +133,6 @@ class EvalResult:
     confidence: float = 0.95
 
     def __getitem__(self, name: str) -> SetResult:
-        """Return the set of this name."""
         found = next((one for one in self.sets if one.name == name), None)
         if found is None:
             raise KeyError(f"{name!r}; there are {', '.join(one.name for one in self.sets)}")

@@ -81,7 +81,6 @@ class ShownAnswer:
 
     @property
     def facts(self) -> list[str]:
-        """Return what is said below it."""
         sample = self.sample
         facts = [f"{name} {compact(value)}" for name, value in sample.metrics.items() if isinstance(value, int | float)]
         if sample.finish_reason:
@@ -94,7 +93,6 @@ class ShownAnswer:
 
     @property
     def reward(self) -> str:
-        """Return the reward in few digits, or ""."""
         return compact(self.sample.reward) if isinstance(self.sample.reward, int | float) else ""
 
 
@@ -107,7 +105,6 @@ class Page:
 
     @property
     def prompt(self) -> Shown[Message]:
-        """Return the task's messages."""
         return shown_messages((message, "prompt") for message in self.answers[0].sample.messages)
 
     @functools.cached_property
@@ -150,7 +147,7 @@ def _pages_of(run: RunData, number: int) -> list[Page]:
     stamp = tuple(stamp_of(folder / name) for name in ("rollouts.jsonl", "packed.safetensors", TRAINER_FILE))
     if (known := _PAGES.get(folder)) is not None and known[0] == stamp:
         return known[1]
-    pages = sample_pages(run, number, some_samples(folder / "rollouts.jsonl", TRAINING))
+    pages = sample_pages(run, number, some_samples(folder / "rollouts.jsonl", TRAINING, stamp[0]))
     if len(_PAGES) > 12:
         _PAGES.clear()
     _PAGES[folder] = stamp, pages

@@ -6,7 +6,7 @@ from typing import Any
 from ttrl.monitoring.finding import Finding
 from ttrl.monitoring.findings import findings
 from ttrl.report.conversations import Page, sample_pages
-from ttrl.report.samples import examples
+from ttrl.report.samples import examples, stamp_of
 from ttrl.run_folder.folder import DRIFT_FILE
 from ttrl.run_folder.reader import RunData
 
@@ -25,7 +25,8 @@ def _example_pages(run: RunData, finding: Finding) -> list[Page]:
     if finding.examples is None:
         return []
     for number in run.numbers_with("rollouts.jsonl")[:-6:-1]:
-        if samples := examples(run.iteration_folder(number) / "rollouts.jsonl", finding.examples):
+        path = run.iteration_folder(number) / "rollouts.jsonl"
+        if samples := examples(path, finding.examples, stamp_of(path)):
             return sample_pages(run, number, samples)
     return []
 

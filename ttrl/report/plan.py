@@ -40,7 +40,6 @@ class PlanOutcome:
         return not self.planned or abs(self.real / self.planned - 1) <= NEAR
 
     def cells(self) -> list[str]:
-        """Return the row of the table."""
         ratio = f"{self.real / self.planned:.2f}{'' if self.is_near else ' *'}" if self.planned else ""
         return [self.name, self.write(self.planned), self.write(self.real), ratio, self.source]
 

@@ -195,13 +195,9 @@ def parsed(line: bytes) -> Sample | None:
         return None
 
 
-def some_samples(path: Path, most: int) -> list[Sample]:
-    """Return at most `most` samples of the file, at even distances."""
-    return _some_samples(path, most, stamp_of(path))
-
-
 @functools.lru_cache(maxsize=16)
-def _some_samples(path: Path, most: int, stamp: tuple[int, int]) -> list[Sample]:
+def some_samples(path: Path, most: int, stamp: tuple[int, int]) -> list[Sample]:
+    """Return at most `most` samples of the file, at even distances. stamp: that of the file."""
     lines = sample_lines(path)
     return [sample for index in spread(len(lines), most) if (sample := parsed(lines[index])) is not None]
 
@@ -210,7 +206,7 @@ def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample,
     """Return samples of the same tasks from two validation files."""
     lines = sample_lines(after)
     pairs = []
-    for sample in some_samples(before, most):
+    for sample in some_samples(before, most, stamp_of(before)):
         mark = b'"task_id": ' + json.dumps(sample.task_id, ensure_ascii=False).encode("utf-8", "surrogatepass")
         escaped = b'"task_id": ' + json.dumps(sample.task_id).encode()
         line = next((line for line in lines if mark in line[:2000] or escaped in line[:2000]), None)
@@ -219,13 +215,9 @@ def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample,
     return pairs
 
 
-def examples(path: Path, kind: Examples, most: int = 2) -> list[Sample]:
-    """Return samples of the file that show a finding."""
-    return _examples(path, kind, most, stamp_of(path))
-
-
 @functools.lru_cache(maxsize=64)
-def _examples(path: Path, kind: Examples, most: int, stamp: tuple[int, int]) -> list[Sample]:
+def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) -> list[Sample]:
+    """Return samples of the file that show a finding. stamp: that of the file."""
     lines = sample_lines(path)
     rewards = [_reward(line) for line in lines]
     known = [reward for reward in rewards if reward is not None]

@@ -52,7 +52,6 @@ class PackView:
         return Path(path)
 
     def text(self, width: int) -> str:
-        """Return the rows for a terminal of `width` columns."""
         from ttrl.data.pictures.text import packed_rows_text
 
         return packed_rows_text(self.packed, self.rows, self.token_text, self.title, width=width)

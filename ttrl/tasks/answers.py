@@ -48,19 +48,14 @@ def after_thinking(text: str) -> str:
     return text if end < 0 else text[end + len("</think>") :]
 
 
-def tagged(text: str, tag: str = "answer") -> str | None:
-    """Return what stands in the last `<answer>` tags, open ones included (a stop string cuts the closing tag off), or None."""
-    return latest(text, find_tagged(text, tag))
-
-
-def find_tagged(text: str, tag: str = "answer") -> tuple[int, int] | None:
-    """Return (start, end) of what `tagged` returns."""
+def find_tagged(text: str) -> tuple[int, int] | None:
+    """Return (start, end) of what the last `<answer>` tags hold, open ones too (a stop string cuts the closing tag off)."""
     lower = ascii_lower(text)
-    start = lower.rfind(f"<{tag}>")
+    start = lower.rfind("<answer>")
     if start < 0:
         return None
-    start += len(tag) + 2
-    end = lower.find(f"</{tag}>", start)
+    start += len("<answer>")
+    end = lower.find("</answer>", start)
     return start, len(text) if end < 0 else end
 
 

@@ -44,7 +44,6 @@ class ARCPuzzle:
     test: tuple[Pair, ...]
 
     def cells(self) -> int:
-        """Count the cells of all its grids."""
         return sum(len(grid) * len(grid[0]) for pair in self.train + self.test for grid in (pair.input, pair.output))
 
 
@@ -159,8 +158,6 @@ def get_arc_agi_tasks(
     augment: any of "rotations", "reflections", "colours": each training puzzle is shown under a random one of them, all of its
         grids alike; the seed decides. Validation and test are never changed.
     max_cells: leaves out puzzles with more cells in all of their grids, which is about half the tokens of the prompt.
-
-    Raises TaskError.
     """
     check_name("split", split, ("train", "validation", "test"), "arc_agi")
     check_share("partial_credit", partial_credit)
@@ -179,7 +176,6 @@ def get_arc_agi_tasks(
 
 
 def write_prompt(puzzle: ARCPuzzle) -> str:
-    """Write demonstrations, test inputs, and what to do."""
     parts = [f"Input:\n{write_grid(pair.input)}\n\nOutput:\n{write_grid(pair.output)}" for pair in puzzle.train]
     if len(puzzle.test) == 1:
         parts.append(f"Test input:\n{write_grid(puzzle.test[0].input)}")

@@ -174,7 +174,6 @@ def _key(position: Position) -> str:
 
 
 def write_prompt(fen: str, style: Style) -> str:
-    """Write what is asked about a position."""
     if style == "P":
         return f"P: {fen}"
     return _PLAIN.format(fen=fen, side="White" if fen.split()[1] == "w" else "Black")

@@ -26,7 +26,6 @@ class Clauses:
         self._last = 0
 
     def new_variable(self) -> int:
-        """Return a new variable."""
         self._last += 1
         return self._last
 

@@ -102,7 +102,6 @@ def write_number(value: Fraction) -> str:
 
 
 def write_answer(solution: str, number: str, style: Style) -> str:
-    """Write a worked solution in the form that the style asks for."""
     if style == "r1":
         return f"<think>{solution}</think>\n<answer>{number}</answer>"
     return f"{solution}\n" + (f"\\boxed{{{number}}}" if style == "boxed" else f"#### {number}")
@@ -126,8 +125,6 @@ def get_gsm8k_tasks(
     few_shot: solved problems before each question, as turns of the conversation, from the train file's training part, never the
         question itself; the same ones for every question.
     format_reward, flexible: see `GSM8KGrader`; 0 <= format_reward <= 1.
-
-    Raises TaskError.
     """
     check_name("split", split, ("train", "validation", "test"), "gsm8k")
     check_name("style", style, INSTRUCTIONS, "gsm8k")

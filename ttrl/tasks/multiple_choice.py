@@ -191,8 +191,6 @@ def get_arc_tasks(
         "choices" (a list of texts, or {"text": [...], "label": [...]}), and "answer" (its place from 0, or its letter) or
         "answerKey".
     style: "letter" (the letter alone), "reasoning" (its last line is "Answer: X"), "r1" (think and answer tags).
-
-    Raises TaskError.
     """
     files = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
     return _tasks("arc", split, n, seed, path, "ARC-Challenge" if challenge else "ARC-Easy", files, style, ())
@@ -229,7 +227,6 @@ def _key(question: MultipleChoiceQuestion) -> str:
 
 
 def write_prompt(question: MultipleChoiceQuestion, style: str) -> str:
-    """Write the question, its options by letter, and how to answer."""
     options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, question.choices))
     return f"{question.question}\n\n{options}\n\n{INSTRUCTIONS[style]}"
 

@@ -40,7 +40,6 @@ class ConnectionsPuzzle:
     groups: tuple[tuple[str, ...], ...]
 
     def words(self) -> list[str]:
-        """Return all sixteen words."""
         return [word for group in self.groups for word in group]
 
 
@@ -122,8 +121,6 @@ def get_nyt_connections_tasks(
         game's own "cards", or one object of {theme: words}. Or there is a row for each word, with "Game ID" (or "id"), "Word" and
         "Group Name"; or a row for each group, with "level" (from the lowest on, game after game), "category" and "words".
     liberal: see `ConnectionsGrader`.
-
-    Raises TaskError.
     """
     check_name("split", split, ("train", "validation", "test"), _NAME)
     rows = load_rows(path, lambda row: row, splits=("train",))

@@ -58,7 +58,9 @@ def _import_file(path: Path, reference: str, option: str) -> ModuleType:
         raise UserError(f"{option} {reference}: {path} is not a file")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as for a script, so that it can import its neighbours
-    taken = path.stem in sys.stdlib_module_names or not path.stem.isidentifier() or _is_other(path)
+    loaded = sys.modules.get(path.stem)  # another module of that name must not be replaced
+    is_other = loaded is not None and getattr(loaded, "__file__", None) != str(path)
+    taken = path.stem in sys.stdlib_module_names or not path.stem.isidentifier() or is_other
     name = f"replayed_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}" if taken else path.stem
     with _explained(reference, option, path.name):
         spec = importlib.util.spec_from_file_location(name, path)
@@ -72,12 +74,6 @@ def _import_file(path: Path, reference: str, option: str) -> ModuleType:
             raise
         return module
     raise AssertionError
-
-
-def _is_other(path: Path) -> bool:
-    """Return whether another module of the file's name is loaded, which must not be replaced."""
-    module = sys.modules.get(path.stem)
-    return module is not None and getattr(module, "__file__", None) != str(path)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ LONGEST = 64
 
 
 def sort_letters(word: str) -> str:
-    """Return the right answer."""
     return "".join(sorted(word))
 
 

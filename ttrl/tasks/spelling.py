@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, last_line, reply_text, tagged
+from ttrl.tasks.answers import after_thinking, find_tagged, last_line, latest, reply_text
 from ttrl.tasks.datasets import Source, check_count, check_name, check_share, read_text
 from ttrl.tasks.task import Choice, Task, question, solved
 from ttrl.tasks.words import get_words, in_validation, pick
@@ -53,7 +53,7 @@ def read_letters(text: str) -> list[str]:
     Words before a colon in the same line are left out: "plum: p-l-u-m".
     """
     text = after_thinking(text)
-    part = tagged(text)
+    part = latest(text, find_tagged(text))
     text = (last_line(text) if part is None else part).rpartition(":")[2]
     if len(text) > 8 * LONGEST:
         return []
@@ -77,8 +77,6 @@ def get_spelling_tasks(
 
     train: the seed decides, words may come twice. validation: the same for every seed, no two alike.
     path: a file of words, one a line; those that are not letters alone are left out. Without it, generated words.
-
-    Raises TaskError.
     """
     check_name("split", split, ("train", "validation"), "spelling")
     check_share("partial_credit", partial_credit)

@@ -172,7 +172,9 @@ def test_as_another_user_than_root():
     program = sandbox._CHILD.read_text(encoding="utf-8").replace(
         "    order = ", "    os.setgid(1234); os.setuid(1234); _prctl(_DUMPABLE, 1)\n    order = ", 1
     )
-    order = '{"source": "import os; assert os.getuid() == 0", "passed": "x", "seconds": 9, "cpu": 9, "memory": 300000000, '
+    order = (
+        '{"source": "import os; assert os.getuid() == 0", "passed": "x", "seconds": 9, "cpu_seconds": 9, "memory": 300000000, '
+    )
     order += '"processes": 2, "disk": 100000, "folders": ["/lib", "/lib64", "/usr/lib"]}'
     done = subprocess.run([sys.executable, "-ISc", program], input=order, capture_output=True, text=True, cwd="/", check=False)
     assert done.stdout == '{"passed": "x"}', done

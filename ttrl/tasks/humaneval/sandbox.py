@@ -13,6 +13,7 @@ program in the same process as its tests can always tell them lies. macOS and Wi
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -75,16 +76,7 @@ def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOu
     if not sys.platform.startswith("linux"):
         raise GraderError(f"sandbox: {sys.platform} has no namespaces; programs of a model are run on Linux only")
     passed = secrets.token_hex(16)
-    order = {
-        "source": source,
-        "passed": passed,
-        "seconds": limits.seconds,
-        "cpu": limits.cpu_seconds,
-        "memory": limits.memory,
-        "processes": limits.processes,
-        "disk": limits.disk,
-        "folders": _folders(),
-    }
+    order = {"source": source, "passed": passed, "folders": _folders(), **dataclasses.asdict(limits)}
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(_CHILD)],
         stdin=subprocess.PIPE,

@@ -30,7 +30,7 @@ _LONGEST_REASON = 2000
 
 
 def main() -> NoReturn:
-    """Read {"source", "passed", "seconds", "cpu", "memory", "processes", "disk", "folders"} from stdin; answer on stdout."""
+    """Read {"source", "passed", "folders"} and the limits from stdin; answer on stdout."""
     order = json.loads(sys.stdin.buffer.read())
     answer = os.dup(1)
     try:
@@ -153,7 +153,7 @@ def _program(order: dict[str, Any], answer: int) -> NoReturn:
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     limits = {
-        resource.RLIMIT_CPU: order["cpu"],
+        resource.RLIMIT_CPU: order["cpu_seconds"],
         resource.RLIMIT_AS: order["memory"],
         resource.RLIMIT_NPROC: order["processes"] + 2,  # and the two above it
         resource.RLIMIT_FSIZE: order["disk"],

@@ -1,11 +1,12 @@
 """Clues: true sentences about a scene, and what each says in clauses.
 
 Kinds: associational (whose motive), spatial (where, beside, in the same room), temporal (moves, stays, together at least once)
-and logical (or; if and only if). A clue's clauses hold only if its switch, a variable, is true: so clues can be left out.
+and logical (or; if and only if).
 """
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from ttrl.tasks.temporal_clue.rules import Rules, Subject
@@ -14,15 +15,14 @@ from ttrl.tasks.words import pick
 
 
 class Clue(NamedTuple):
-    """A sentence without its capital and full stop, and the function that adds what it says under a switch."""
+    """A sentence without its capital and full stop, and the function that returns what it says: clauses, all of them true."""
 
     text: str
-    add: Callable[[Rules, int], None]
+    says: Callable[[Rules], Iterable[list[int]]]
     reach: int = 1
     """0 for a fact that stands by itself, 1 for a relation that must be combined with others."""
 
     def sentence(self) -> str:
-        """Return the text as the prompt has it."""
         return f"{self.text[:1].upper()}{self.text[1:]}."
 
 
@@ -30,7 +30,6 @@ Maker = Callable[[random.Random, Scene], Clue | None]
 
 
 def draw_clue(rng: random.Random, scene: Scene) -> Clue:
-    """Draw a random true clue."""
     has = {"all": True, "moves": scene.moves, "motives": bool(scene.motives)}
     makers = [(maker, weight) for maker, weight, scenes in _MAKERS if has[scenes]]
     while True:
@@ -76,22 +75,24 @@ def _placed(rng: random.Random, scene: Scene) -> Clue:
     r = _room_of(rng, scene, subject, t)
     return Clue(
         f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}",
-        lambda rules, switch: rules.clauses.add([-switch, rules.was_at(subject, t, r)]),
+        lambda rules: [[rules.was_at(subject, t, r)]],
         reach=0,
     )
 
 
-def _some_holder(rules: Rules, switch: int, subject: Subject) -> list[tuple[int, int]]:
-    """Return (condition, mover) pairs, one of which must have its condition true if the switch is."""
-    if subject.kind == "mover":
-        return [(switch, subject.number)]
-    pairs = []
+def _for_some(rules: Rules, subject: Subject, says: Callable[[int], Iterable[list[int]]]) -> Iterator[list[int]]:
+    """Say of one of those that the subject may be what `says` gives for a mover."""
+    conditions = []
     for holder, mover in rules.holders(subject):
-        condition = rules.clauses.new_variable()
-        rules.clauses.add([-condition, holder])
-        pairs.append((condition, mover))
-    rules.clauses.add([-switch, *(condition for condition, _ in pairs)])
-    return pairs
+        conditions.append(condition := rules.clauses.new_variable())
+        yield [-condition, holder]
+        yield from ([-condition, *clause] for clause in says(mover))
+    yield conditions
+
+
+def _apart(rules: Rules, mover: int, other: Subject) -> list[list[int]]:
+    """Say that `other` is not this mover: nobody is in the same room as themselves."""
+    return [[-holder] for holder, another in rules.holders(other) if another == mover]
 
 
 def _moved(rng: random.Random, scene: Scene) -> Clue | None:
@@ -105,17 +106,15 @@ def _moved(rng: random.Random, scene: Scene) -> Clue | None:
     carried = [x for x in things if mover != scene.victim and scene.where[x.movers(scene)[0]][t - 1 : t + 1] == (before, after)]
     thing = pick(rng, carried) if carried and rng.random() < 0.6 else None
 
-    def add(rules: Rules, switch: int) -> None:
-        for condition, one in _some_holder(rules, switch, subject):
-            rules.clauses.add([-condition, rules.at[one][t - 1][before]])
-            rules.clauses.add([-condition, rules.at[one][t][after]])
+    def says(rules: Rules) -> Iterator[list[int]]:
+        yield from _for_some(rules, subject, lambda one: [[rules.at[one][t - 1][before]], [rules.at[one][t][after]]])
         if thing is not None:
-            rules.clauses.add([-switch, rules.was_at(thing, t - 1, before)])
-            rules.clauses.add([-switch, rules.was_at(thing, t, after)])
+            yield [rules.was_at(thing, t - 1, before)]
+            yield [rules.was_at(thing, t, after)]
 
     taking = f" {thing.text(scene)}" if thing is not None else ""
     route = f"from the {scene.rooms[before]} to the {scene.rooms[after]}"
-    return Clue(f"{subject.text(scene)} moved{taking} {route}{scene.at(t)}", add, reach=0)
+    return Clue(f"{subject.text(scene)} moved{taking} {route}{scene.at(t)}", says, reach=0)
 
 
 def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
@@ -129,47 +128,30 @@ def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
     if last == first:
         return None
     r = steps[first]
-
-    def add(rules: Rules, switch: int) -> None:
-        for t in range(first, last + 1):
-            rules.clauses.add([-switch, rules.was_at(subject, t, r)])
-
-    return Clue(f"{subject.text(scene)} was {_in(scene, r)} from {scene.times[first]} to {scene.times[last]}", add, reach=0)
+    return Clue(
+        f"{subject.text(scene)} was {_in(scene, r)} from {scene.times[first]} to {scene.times[last]}",
+        lambda rules: [[rules.was_at(subject, t, r)] for t in range(first, last + 1)],
+        reach=0,
+    )
 
 
 def _never(rng: random.Random, scene: Scene) -> Clue | None:
     subject, r = _subject(rng, scene), int(rng.random() * len(scene.rooms))
     if len(mine := subject.movers(scene)) > 1 or r in scene.where[mine[0]]:
         return None
-
-    def add(rules: Rules, switch: int) -> None:
-        for t in range(len(scene.times)):
-            rules.clauses.add([-switch, -rules.was_at(subject, t, r)])
-
-    return Clue(f"{subject.text(scene)} was {'never' if scene.moves else 'not'} {_in(scene, r)}", add)
+    return Clue(
+        f"{subject.text(scene)} was {'never' if scene.moves else 'not'} {_in(scene, r)}",
+        lambda rules: [[-rules.was_at(subject, t, r)] for t in range(len(scene.times))],
+    )
 
 
-def _two(rng: random.Random, scene: Scene) -> tuple[Subject, Subject] | None:
-    """Draw two subjects of different names; the second is exactly one mover."""
+def _two(rng: random.Random, scene: Scene, *, both_single: bool = False) -> tuple[Subject, Subject] | None:
+    """Draw two subjects of different names; the second, or each of them, is exactly one mover."""
     one, other = _subject(rng, scene), _subject(rng, scene)
-    if one == other or len(other.movers(scene)) > 1:
+    if one == other or len(other.movers(scene)) > 1 or (both_single and len(one.movers(scene)) > 1):
         return None
     # "The murderer was in the same room as the murderer's name" would give the solution away, or say nothing.
     return None if set(one.movers(scene)) & set(other.movers(scene)) else (one, other)
-
-
-def _holders_apart(rules: Rules, switch: int, one: Subject, other: Subject) -> list[tuple[int, int]]:
-    """Return `_some_holder` of `one` where it is not the same mover as `other`: nobody is in the same room as themselves."""
-    pairs = _some_holder(rules, switch, one)
-    for condition, mover in pairs:
-        if other.kind == "mover":
-            if other.number == mover:
-                rules.clauses.add([-condition])
-        else:
-            for holder, another in rules.holders(other):
-                if another == mover:
-                    rules.clauses.add([-condition, -holder])
-    return pairs
 
 
 def _same_room(rng: random.Random, scene: Scene) -> Clue | None:
@@ -181,19 +163,21 @@ def _same_room(rng: random.Random, scene: Scene) -> Clue | None:
     if scene.where[other.movers(scene)[0]][t] not in places:
         return None
 
-    def add(rules: Rules, switch: int) -> None:
-        theirs = rules.rooms_of(other, t)
-        for condition, mover in _holders_apart(rules, switch, one, other):
-            for r, mine in enumerate(rules.at[mover][t]):
-                rules.clauses.add([-condition, -mine, theirs[r]])
-                rules.clauses.add([-condition, mine, -theirs[r]])
+    def says(rules: Rules, mover: int) -> Iterator[list[int]]:
+        yield from _apart(rules, mover, other)
+        for mine, theirs in zip(rules.at[mover][t], rules.rooms_of(other, t), strict=True):
+            yield [-mine, theirs]
+            yield [mine, -theirs]
 
-    return Clue(f"{one.text(scene)} was in the same room as {other.text(scene)}{scene.at(t)}", add)
+    return Clue(
+        f"{one.text(scene)} was in the same room as {other.text(scene)}{scene.at(t)}",
+        lambda rules: _for_some(rules, one, functools.partial(says, rules)),
+    )
 
 
 def _beside(rng: random.Random, scene: Scene) -> Clue | None:
-    pair, t = _two(rng, scene), _time(rng, scene)
-    if pair is None or len(pair[0].movers(scene)) > 1:
+    pair, t = _two(rng, scene, both_single=True), _time(rng, scene)
+    if pair is None:
         return None
     one, other = pair
     place, base = (scene.where[x.movers(scene)[0]][t] for x in pair)
@@ -202,23 +186,19 @@ def _beside(rng: random.Random, scene: Scene) -> Clue | None:
         return None
     direction = directions[0]
 
-    def add(rules: Rules, switch: int) -> None:
+    def says(rules: Rules) -> Iterator[list[int]]:
         mine, theirs = rules.rooms_of(one, t), rules.rooms_of(other, t)
-        reached = set()
-        for r, there in enumerate(theirs):
-            beside = scene.neighbour(r, direction)
-            reached.add(beside)
-            rules.clauses.add([-switch, -there] if beside is None else [-switch, -there, mine[beside]])
-        for r, here in enumerate(mine):
-            if r not in reached:
-                rules.clauses.add([-switch, -here])
+        beside = [scene.neighbour(r, direction) for r in range(len(scene.rooms))]
+        for there, r in zip(theirs, beside, strict=True):
+            yield [-there] if r is None else [-there, mine[r]]
+        yield from ([-here] for r, here in enumerate(mine) if r not in beside)
 
-    return Clue(f"{one.text(scene)} was in the room just {direction} of {other.text(scene)}{scene.at(t)}", add)
+    return Clue(f"{one.text(scene)} was in the room just {direction} of {other.text(scene)}{scene.at(t)}", says)
 
 
 def _together(rng: random.Random, scene: Scene) -> Clue | None:
-    pair = _two(rng, scene)
-    if pair is None or len(pair[0].movers(scene)) > 1:
+    pair = _two(rng, scene, both_single=True)
+    if pair is None:
         return None
     one, other = pair
     mine, theirs = (scene.where[x.movers(scene)[0]] for x in pair)
@@ -227,16 +207,15 @@ def _together(rng: random.Random, scene: Scene) -> Clue | None:
         return None
     room = pick(rng, shared)
 
-    def add(rules: Rules, switch: int) -> None:
-        _holders_apart(rules, switch, one, other)
-        meetings = []
-        for t in range(len(scene.times)):
-            meetings.append(meeting := rules.clauses.new_variable())
-            rules.clauses.add([-meeting, rules.was_at(one, t, room)])
-            rules.clauses.add([-meeting, rules.was_at(other, t, room)])
-        rules.clauses.add([-switch, *meetings])
+    def says(rules: Rules) -> Iterator[list[int]]:
+        yield from _for_some(rules, one, lambda mover: _apart(rules, mover, other))
+        meetings = [rules.clauses.new_variable() for _ in scene.times]
+        for t, meeting in enumerate(meetings):
+            yield [-meeting, rules.was_at(one, t, room)]
+            yield [-meeting, rules.was_at(other, t, room)]
+        yield meetings
 
-    return Clue(f"{one.text(scene)} and {other.text(scene)} were {_in(scene, room)} together at least once", add)
+    return Clue(f"{one.text(scene)} and {other.text(scene)} were {_in(scene, room)} together at least once", says)
 
 
 def _logical(rng: random.Random, scene: Scene) -> Clue | None:
@@ -252,16 +231,12 @@ def _logical(rng: random.Random, scene: Scene) -> Clue | None:
     if statements[0] == statements[1] or not (any(truths) if or_clue else truths[0] == truths[1]):
         return None
 
-    def add(rules: Rules, switch: int) -> None:
+    def says(rules: Rules) -> list[list[int]]:
         first, second = (rules.was_at(*statement) for statement in statements)
-        if or_clue:
-            rules.clauses.add([-switch, first, second])
-        else:
-            rules.clauses.add([-switch, first, -second])
-            rules.clauses.add([-switch, -first, second])
+        return [[first, second]] if or_clue else [[first, -second], [-first, second]]
 
     texts = [f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}" for subject, t, r in statements]
-    return Clue((" or " if or_clue else " if and only if ").join(texts), add)
+    return Clue((" or " if or_clue else " if and only if ").join(texts), says)
 
 
 def _motive(rng: random.Random, scene: Scene) -> Clue:
@@ -269,7 +244,7 @@ def _motive(rng: random.Random, scene: Scene) -> Clue:
     m = scene.motive_of[s]
     return Clue(
         f"{scene.suspects[s]} was motivated by {scene.motives[m]}",
-        lambda rules, switch: rules.clauses.add([-switch, rules.motive[s][m]]),
+        lambda rules: [[rules.motive[s][m]]],
         reach=0,
     )
 
@@ -279,22 +254,20 @@ def told_facts(scene: Scene) -> dict[str, Clue]:
     facts = {
         "weapon": Clue(
             f"{VICTIM} was killed with the {scene.weapons[scene.murder_weapon]}",
-            lambda rules, switch: rules.clauses.add([-switch, rules.weapon[scene.murder_weapon]]),
+            lambda rules: [[rules.weapon[scene.murder_weapon]]],
         )
     }
     if scene.moves:
         facts["time"] = Clue(
             f"{VICTIM} was murdered at {scene.times[scene.murder_time]}",
-            lambda rules, switch: rules.clauses.add([-switch, rules.time[scene.murder_time]]),
+            lambda rules: [[rules.time[scene.murder_time]]],
         )
     if scene.motives:
         motive = scene.motive_of[scene.murderer]
-
-        def add(rules: Rules, switch: int) -> None:
-            for murderer, own in zip(rules.murderer, rules.motive):
-                rules.clauses.add([-switch, -murderer, own[motive]])
-
-        facts["motive"] = Clue(f"the murderer was motivated by {scene.motives[motive]}", add)
+        facts["motive"] = Clue(
+            f"the murderer was motivated by {scene.motives[motive]}",
+            lambda rules: [[-murderer, own[motive]] for murderer, own in zip(rules.murderer, rules.motive)],
+        )
     return facts
 
 

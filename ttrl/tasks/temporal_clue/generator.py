@@ -110,7 +110,8 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
             return None
         for clue in clues[len(switches) :]:
             switches.append(switch := clauses.new_variable())
-            clue.add(rules, switch)
+            for clause in clue.says(rules):
+                clauses.add([-switch, *clause])
     # Facts that stand by themselves are left out a little earlier: what remains makes one think of several at once.
     order = {switch: rng.random() + _FACTS_FIRST * clue.reach for switch, clue in zip(switches, clues)}
     by_switch = dict(zip(switches, clues))

@@ -55,6 +55,8 @@ class Rules:
         self.murderer, self.weapon = each(scene.suspects), each(scene.weapons)
         self.time, self.room = each(scene.times), each(scene.rooms)
         self.motive = [each(scene.motives) for _ in scene.motive_of]
+        self.true = clauses.new_variable()
+        clauses.add([self.true])
         self._role_at: dict[tuple[Subject, int], list[int]] = {}
         self._some_at: dict[tuple[Subject, int, int], int] = {}
         for places in self.at:
@@ -132,12 +134,13 @@ class Rules:
         return self._role_at[subject, t]
 
     def holders(self, subject: Subject) -> list[tuple[int, int]]:
-        """Return (variable that says that this mover has the role, mover) for a subject that is a role."""
+        """Return (variable that says that it is this mover, mover) of all that the subject may be."""
+        if subject.kind == "mover":
+            return [(self.true, subject.number)]
         if subject.kind == "murderer":
             return [(variable, s) for s, variable in enumerate(self.murderer)]
         if subject.kind == "murder weapon":
             return [(variable, self.scene.weapon(w)) for w, variable in enumerate(self.weapon)]
-        assert subject.kind == "motive", "a mover is nobody's role"
         return [(own[subject.number], s) for s, own in enumerate(self.motive)]
 
     def was_at(self, subject: Subject, t: int, r: int) -> int:

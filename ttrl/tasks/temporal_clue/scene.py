@@ -104,10 +104,10 @@ class Scene:
     """Rooms in a row of the board."""
     motive_of: tuple[int, ...]
     """By suspect; empty without motives."""
-    where: tuple[tuple[int, ...], ...]
-    murderer: int
-    murder_weapon: int
-    murder_time: int
+    where: tuple[tuple[int, ...], ...] = ()
+    murderer: int = 0
+    murder_weapon: int = 0
+    murder_time: int = 0
 
     @property
     def victim(self) -> int:
@@ -135,7 +135,6 @@ class Scene:
         return len(self.suspects) + 1 + w
 
     def motive_count(self, m: int) -> int:
-        """Count the suspects who have it."""
         return self.motive_of.count(m)
 
     def neighbour(self, r: int, direction: str) -> int | None:
@@ -163,24 +162,14 @@ def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
     start = (18 + int(rng.random() * 6)) * 60 + (0 if step == 60 else 30 * int(rng.random() * 2))
     rooms = tuple(shuffled(rng, ROOMS)[: size.rooms])
     width = next(width for width in range(1, size.rooms + 1) if width * width >= size.rooms)
+    times = tuple(_clock(start + step * t) for t in range(size.times))
+    house = Scene(suspects, (), rooms, times, motives, width, motive_of)
     for _ in range(100_000):
-        scene = Scene(
-            suspects=suspects,
-            weapons=tuple(shuffled(rng, WEAPONS)[: size.weapons]),
-            rooms=rooms,
-            times=tuple(_clock(start + step * t) for t in range(size.times)),
-            motives=motives,
-            width=width,
-            motive_of=motive_of,
-            where=(),
-            murderer=0,
-            murder_weapon=0,
-            murder_time=0,
-        )
-        where = _walk(rng, scene, size.times)
-        if chances := _chances(scene, where):
+        scene = replace(house, weapons=tuple(shuffled(rng, WEAPONS)[: size.weapons]))
+        scene = replace(scene, where=_walk(rng, scene))
+        if chances := _chances(scene):
             murderer, weapon, time = pick(rng, chances)
-            return replace(scene, where=where, murderer=murderer, murder_weapon=weapon, murder_time=time)
+            return replace(scene, murderer=murderer, murder_weapon=weapon, murder_time=time)
     raise TaskError(f"temporal-clue: no murder is possible in {size}; give fewer suspects, or more rooms or weapons")
 
 
@@ -190,12 +179,12 @@ def _clock(minutes: int) -> str:
     return f"{(hour + 11) % 12 + 1:02d}:{minute:02d} {'AM' if hour < 12 else 'PM'}"
 
 
-def _walk(rng: random.Random, scene: Scene, times: int) -> tuple[tuple[int, ...], ...]:
+def _walk(rng: random.Random, scene: Scene) -> tuple[tuple[int, ...], ...]:
     """Let everybody stay or move to a neighbouring room; a weapon may go with a suspect who leaves its room."""
     rooms = range(len(scene.rooms))
     where = [[pick(rng, rooms)] for _ in range(scene.movers)]
     people = len(scene.suspects) + 1
-    for _ in range(1, times):
+    for _ in scene.times[1:]:
         for steps in where[:people]:
             steps.append(steps[-1] if rng.random() < 0.35 else pick(rng, scene.neighbours(steps[-1])))
         for steps in where[people:]:
@@ -204,9 +193,9 @@ def _walk(rng: random.Random, scene: Scene, times: int) -> tuple[tuple[int, ...]
     return tuple(map(tuple, where))
 
 
-def _chances(scene: Scene, where: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+def _chances(scene: Scene) -> list[tuple[int, int, int]]:
     """Return (suspect, weapon, time) where the suspect and the victim are alone in a room with the weapon."""
-    chances = []
+    chances, where = [], scene.where
     suspects = range(len(scene.suspects))
     for t in range(len(scene.times)):
         room = where[scene.victim][t]

@@ -48,8 +48,6 @@ def get_temporal_clue_tasks(
     Without it puzzles are made here, a dozen a second: `ttrl tasks generate temporal-clue` makes files of them in parallel.
         size: how large; None: sizes are mixed. scope: "answers", or "night" for puzzles like the published ones, which take
         longer to make (`ttrl.tasks.temporal_clue.generator`). validation: the same ones for every seed, never one of train.
-
-    Raises TaskError.
     """
     check_name("split", split, ("train", "validation"), "temporal_clue")
     if path is not None:

@@ -44,8 +44,6 @@ def get_zebra_grid_tasks(
         held out for validation; in a folder, train and validation are files of their own.
     Without it puzzles are made here: 2 to 6 houses and attributes, drawn at random where not given. validation: the same ones for
         every seed, never one of train.
-
-    Raises TaskError.
     """
     check_name("split", split, ("train", "validation"), "zebra_grid")
     if path is not None:
