@@ -2,12 +2,12 @@
 
 import concurrent.futures
 import json
+import sys
 
 import pytest
 
 from ttrl.errors import TaskError
 from ttrl.tasks.humaneval import sandbox
-from ttrl.tasks.humaneval import tasks as humaneval
 from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem, get_humaneval_tasks, parse_row, read_code
 
 WHY_NOT = sandbox.why_not()
@@ -99,8 +99,8 @@ def test_bad_rows(tmp_path, changes, words):
 def test_no_tasks_without_a_sandbox(tmp_path, monkeypatch):
     row = {"task_id": "x/1", "prompt": PROMPT, "entry_point": "add", "test": TEST, "canonical_solution": "    pass"}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
-    monkeypatch.setattr(humaneval, "why_not", lambda: "sandbox: not here")
-    with pytest.raises(TaskError, match="sandbox: not here"):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(TaskError, match="sandbox: darwin has no namespaces"):
         get_humaneval_tasks(path=tmp_path / "x.jsonl")
 
 
