@@ -30,10 +30,8 @@ def make_tiny_model(
     context: int = 512,
     tied: bool = False,
 ) -> Path:
-    """Write a randomly initialised model and its tokenizer to `folder`, atomically; returns the folder.
-
-    `width` is the hidden size, `context` the longest sequence in tokens. The weights depend on `seed` alone.
-    """
+    """Write a randomly initialised model and its tokenizer to `folder`, atomically; returns the folder. `width` is the hidden
+    size, `context` the longest sequence in tokens. The weights depend on `seed` alone."""
     logging.getLogger("torchao").setLevel(logging.ERROR)  # it complains of missing CUDA extensions when transformers loads it
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

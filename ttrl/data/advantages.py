@@ -56,11 +56,8 @@ def group_advantages(
     std_floor: float = 1e-6,
     clip: float | None = None,
 ) -> list[float]:
-    """Return the advantages of one group's samples, in order; see the head of this module. Zeros where all rewards are equal.
-
-    Raises ConfigError for a method that is unknown or needs more than one group ("batch": `batch_advantages`), UserError for a
-    reward that is not finite.
-    """
+    """Return the advantages of one group's samples, in order. Raises ConfigError for a method that is unknown or needs more than
+    one group ("batch": `batch_advantages`), UserError for a reward that is not finite."""
     if method not in ("std", "mean", "leave_one_out"):
         more = "; 'batch' needs all groups at once (batch_advantages)" if method == "batch" else ""
         raise ConfigError("advantages", [f"method is {method!r}; choose 'std', 'mean' or 'leave_one_out'{more}"])
@@ -74,13 +71,9 @@ def group_advantages(
 
 
 def batch_advantages(groups: Sequence[Sequence[float]], std_floor: float = 1e-6, clip: float | None = None) -> list[list[float]]:
-    """Return the advantages of every group: r - group mean, divided by the standard deviation of that over all samples.
-
-    REINFORCE++ with baseline (arXiv 2501.03262); the mean over the batch, which it subtracts too, is 0 after the groups' own. A
-    group without signal takes part in the standard deviation, with zeros; leave it out to have that of the others.
-
-    Raises UserError for a reward that is not finite.
-    """
+    """Return the advantages of every group: r - group mean, divided by the standard deviation of that over all samples
+    (REINFORCE++ with baseline, arXiv 2501.03262). A group without signal takes part in it, with zeros. Raises UserError for a
+    reward that is not finite."""
     centred = [_centred(rewards) for rewards in groups]
     scale = max(_std([value for group in centred for value in group]), std_floor)
     return [_cut([value / scale for value in group], clip) for group in centred]

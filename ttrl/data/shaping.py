@@ -32,20 +32,15 @@ def reward_power(reward: float, power: float) -> float:
 
 
 def surprise(logprobs: Sequence[float], until: int | None = None) -> float | None:
-    """Return the mean of -logp [nats per token] over the first `until` tokens (None: all); unknown logprobs (NaN) are skipped.
-
-    None where not one is known. It is not normalised: 0 for a completion that was certain, and with no upper end.
-    """
+    """Return the mean of -logp [nats per token] over the first `until` tokens (None: all), NaN left out; None where not one is
+    known."""
     known = [logprob for logprob in logprobs[:until] if math.isfinite(logprob)]
     return -math.fsum(known) / len(known) if known else None
 
 
 def with_surprise(reward: float, surprised: float | None, bonus: float) -> float:
-    """Return (1 - bonus)·reward + bonus·reward·surprised, bonus in [0, 1].
-
-    A sample without a known surprise has none (0), as one that was certain. Wrong answers (reward 0) stay at 0 however
-    surprising. The formula is meant for accuracies; as it stands, it makes a negative reward worse the more surprising it was.
-    """
+    """Return (1 - bonus)·reward + bonus·reward·surprised, bonus in [0, 1]; unknown surprises count as 0. Wrong answers (reward 0)
+    stay at 0. Meant for accuracies: a negative reward gets worse the more surprising it was."""
     return (1.0 - bonus) * reward + bonus * reward * (surprised or 0.0)
 
 

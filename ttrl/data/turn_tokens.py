@@ -51,11 +51,8 @@ class TokenSequence:
 
 
 def join(turns: list[TurnTokens]) -> list[TokenSequence]:
-    """Join turns to sequences in which every turn's tokens are trained once.
-
-    A turn continues the sequence of the turn that it continues, if nothing else does yet; else it begins one, whose prompt holds
-    the same tokens, untrained.
-    """
+    """Join turns to sequences in which every turn's tokens are trained once. A turn continues the sequence of the turn that it
+    continues, if nothing else does yet; else it begins one, whose prompt holds the same tokens, untrained."""
     sequences: list[TokenSequence] = []
     ends: list[tuple[int, int]] = []  # of each turn: its sequence, and the length up to its end
     for turn in turns:

@@ -103,14 +103,10 @@ class Judged(NamedTuple):
 
 
 def judged_figures(drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]) -> Judged | None:
-    """Return the figures of the tokens that were sampled by policy `version`, from which training starts; where there are none,
-    those that were compared under the weights of the older policy that sampled them; None where there are neither.
-
-    Figures of older run folders, which are not kept by version, are not judged. training: the run's settings of the recipe.
-
-    A base in 4 bits is not judged while the server has the starting model, whose numbers nobody has rounded: from the first
-    checkpoint on, both have the same.
-    """
+    """Return the figures of the tokens that policy `version` sampled, from which training starts; where there are none, those
+    that were compared under the weights of the older policy that sampled them; else None. Not judged: figures of older run
+    folders, which are not kept by version, and a base in 4 bits (`training`: the recipe's settings) while the server has the
+    starting model, which nobody has rounded."""
     drift, judged = drift or {}, None
     by_version, own = drift.get("by_version"), drift.get("own_weights")
     if isinstance(by_version, dict) and str(version) in by_version:

@@ -58,11 +58,8 @@ def rule(severity: Severity, advice: str, examples: Examples | None = None) -> C
 
 
 def findings(rows: Sequence[dict[str, Any]], config: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Return what stands out in a run.
-
-    rows: of metrics.jsonl, by iteration; whatever is missing or null in them is left out. config: config.yaml's content, for what
-    only it can say (limits that the person set).
-    """
+    """Return what stands out in a run. rows: of metrics.jsonl; whatever is missing or null in them is left out. config:
+    config.yaml's content, for limits that the person set."""
     history = History([row for row in rows if isinstance(row.get("iteration"), int)], dict(config or {}))
     found = [finding for one in RULES if (finding := one.finding(history)) is not None]
     return sorted(found, key=lambda finding: ("stop", "warn", "note").index(finding.severity))

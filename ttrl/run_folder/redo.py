@@ -31,12 +31,9 @@ def redo_asked(given: int | None) -> int | None:
 
 
 def throw_away(folder: RunFolder, config: TrainConfig, first: int, store: MirrorStore | None = None) -> None:
-    """Remove the iterations from `first` on, here and in the mirror. The folder must be held by this process.
-
-    Where `first` has no drift.json, because it was thrown away before or the number is wrong, nothing is touched and a warning
-    says so. Raises RunFolderError where what the iteration starts from is no longer there; OSError where the store cannot be
-    changed.
-    """
+    """Remove the iterations from `first` on, here and in the mirror. Where `first` has no drift.json, because it was thrown away
+    before or the number is wrong, nothing is touched and a warning says so. Raises RunFolderError where what the iteration starts
+    from is no longer there; OSError where the store cannot be changed."""
     iteration = folder.iteration(first)
     if not (iteration.path / DRIFT_FILE).is_file():
         logger.warning("%s has no %s, so nothing is thrown away for redo=%d", iteration.path, DRIFT_FILE, first)

@@ -131,8 +131,8 @@ class ChildProcess:
         return self.returncode
 
     def stop(self, timeout: float = 10.0) -> int | None:
-        """Ask the child to end (TERM), end what is left after `timeout` seconds (KILL), and return when all are gone. Return the
-        exit code: the child's own if it had ended before. Harmless when repeated; None if it was never started."""
+        """Ask the child to end (TERM), end what is left after `timeout` seconds (KILL), and return the exit code when all are
+        gone: the child's own if it had ended before, None if it was never started. Harmless when repeated."""
         if self._guard is not None and self.poll() is None:
             with contextlib.suppress(BrokenPipeError):  # the guard has just ended: its report is waiting
                 self._tell({"stop": timeout})
@@ -206,11 +206,8 @@ def log_tail(path: Path, start: int, n_lines: int) -> str:
 
 
 def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
-    """End the processes that killed runs left behind whose logs lie anywhere below `folder`; return their pids.
-
-    Processes are recognised by pid and start time, or by the random mark in their environment, both from the record files next to
-    the logs. Children of a ttrl process that is alive are left alone.
-    """
+    """End the processes that killed runs left behind whose logs lie anywhere below `folder`, recognised by pid and start time, or
+    by the random mark in their environment; return their pids. Children of a ttrl process that is alive are left alone."""
     ended = []
     for record_path in sorted(Path(folder).rglob("*" + RECORD_SUFFIX)):
         ended += _reap(record_path)

@@ -52,11 +52,9 @@ def effective_sample_size(weight_sum: float, weight_square_sum: float, count: fl
 
 
 def sampler_against_trainer(logprobs_N: Tensor, sampler_logprobs_N: Tensor) -> dict[str, float | int]:
-    """Measure how far the trainer's log-probabilities of the sampled tokens are from the sampler's, before any training.
-
-    Returns the mean and the 99.9th percentile of |difference| in nats, the effective sample size (Σw)²/Σw² of the weights
-    w = π_trainer/π_sampler as a share of the tokens, and how many tokens were compared and how many had no sampler logprob.
-    """
+    """Measure how far the trainer's log-probabilities of the sampled tokens are from the sampler's, before any training. Returns
+    the mean and the 99.9th percentile of |difference| in nats, the effective sample size (Σw)²/Σw² of the weights w =
+    π_trainer/π_sampler as a share of the tokens, and how many tokens were compared and how many had no sampler logprob."""
     known = ~torch.isnan(sampler_logprobs_N)
     difference = logprobs_N[known].double() - sampler_logprobs_N[known].double()
     result: dict[str, float | int] = {"tokens": int(known.sum()), "unknown": int((~known).sum())}

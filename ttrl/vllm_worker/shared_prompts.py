@@ -65,11 +65,8 @@ def _why_not(worker: Any) -> str | None:
 
 
 class SharedPrompts:
-    """Replaces the forward pass of one model runner.
-
-    active: until a difference or an error is found.
-    saved: tokens that were not computed.
-    """
+    """Replaces the forward pass of one model runner. active: until a difference or an error is found. saved: tokens not
+    computed."""
 
     def __init__(self, runner: Any, layers: dict[str, Any]) -> None:
         self._forward, self._name = runner._model_forward, next(iter(layers))

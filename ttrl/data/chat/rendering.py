@@ -109,10 +109,8 @@ class ChatTemplate:
 
     def prepared(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return `server_messages` in the form that this template reads: texts as lists of parts where it takes nothing else,
-        arguments of tool calls as JSON text where it refuses objects.
-
-        Raises TemplateRefusalError where the template refuses the conversation in any form.
-        """
+        arguments of tool calls as JSON text where it refuses objects. Raises TemplateRefusalError where the template refuses the
+        conversation in any form."""
         made = server_messages(messages)
         if self._wants_parts:
             made = [_with_parts(message) for message in made]

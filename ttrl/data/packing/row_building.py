@@ -175,10 +175,7 @@ def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[
 
 def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) -> list[Row]:
     """Place single items, the largest first, each into the row where least is left over, counting a setup paid once more as left
-    over.
-
-    Better than `join` where few items fit into a row: there a group's items seldom fill rows by themselves.
-    """
+    over: better than `join` where few items fit into a row, as a group's items then seldom fill rows by themselves."""
     order = sorted((-item.size, key, item.number, item) for key, (_, items) in enumerate(groups) for item in items)
     smallest = [min((item.size for item in items), default=0) for _, items in groups]
     rows: list[dict[int, list[Item]]] = []

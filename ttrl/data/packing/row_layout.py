@@ -67,10 +67,7 @@ def lay_out(
 
 def _depth_first(members: Sequence[int], tree: PrefixTree, end: Sequence[int]) -> Iterator[tuple[bool, int, int, int, int]]:
     """Yield the groups of a row in order: whether it is a shared node; a sample with its tokens; first position, one past the
-    last; its parent.
-
-    Branches follow each other by their first sample. Nodes with one child among `members` are left to that child.
-    """
+    last; its parent. Branches follow each other by their first sample; nodes with one child here are left to it."""
     parent_of, node_of = tree.parent, tree.node_of
     children: dict[int, list[int]] = {-1: []}  # of the nodes, and of no node (-1); a sample s stands there as -2 - s
     for sample in sorted(members):

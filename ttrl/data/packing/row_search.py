@@ -110,10 +110,8 @@ def disperse(rows: Sequence[Row], capacity: int, sources: int = _SOURCES) -> lis
 
 def pack(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int, seed: int = 0) -> list[Row]:
     """Build rows for groups (setup, items), each item of which fits into a row with its setup; a part's key is its group's index.
-
-    The best of a few ways: with whole parts, with parts cut wherever a row would not be full, and by single items;
-    where the rows are few, of some random ones as well, which depend on nothing but `seed`.
-    """
+    The best of a few ways: whole parts, parts cut wherever a row would not be full, single items; for few rows, random ones too,
+    which depend on nothing but `seed`."""
     parts = [part for key, (setup, items) in enumerate(groups) for part in split(key, setup, items, capacity)]
     if not parts:
         return []

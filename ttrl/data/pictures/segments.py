@@ -135,11 +135,8 @@ def figures_of_pack(packed: PackedTensors) -> RowFigures:
 
 
 def visible(text: str) -> str:
-    """Return a token's text for people: what cannot be seen, or would change how the rest is shown, as symbols or numbers.
-
-    Control characters become their symbols (␀, newline ↵, tab ⇥); other invisible ones (direction marks, joiners, lone
-    surrogates, private characters, line separators) their number, as ⟨200e⟩. Spaces stay.
-    """
+    """Return a token's text for people: control characters as their symbols (␀, newline ↵, tab ⇥), other invisible ones
+    (direction marks, joiners, lone surrogates, private characters, line separators) as numbers, ⟨200e⟩. Spaces stay."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else _symbol(c) for c in text)

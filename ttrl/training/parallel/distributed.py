@@ -142,11 +142,8 @@ def check_here(config: TrainingConfig, here: Ranks) -> None:
 
 @contextlib.contextmanager
 def ranks(config: TrainingConfig) -> Iterator[Ranks]:
-    """Join the process group that torchrun described in the environment, if any, and leave it at the end.
-
-    Raises ConfigError where the config asks for a device that is not there, or for what this device, this number of processes or
-    the model's shape cannot give; everything at once, before anything is loaded.
-    """
+    """Join the process group that torchrun described in the environment, if any, and leave it at the end. Raises ConfigError with
+    everything that the device, the number of processes or the model's shape cannot give, before anything is loaded."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     wanted = _device_for(config, world_size)
     if config.num_threads is not None:
@@ -168,11 +165,8 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
 
 
 def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = None) -> Ranks:
-    """Return this process's place in the data × tensor grid over the whole process group. Neighbours share layers: they are on
-    one machine.
-
-    timeout: of what they exchange.
-    """
+    """Return this process's place in the data × tensor grid over the whole process group, with a `timeout` of what they exchange.
+    Neighbours share layers: they are on one machine."""
     world_size = distributed.get_world_size()
     mesh = init_device_mesh(device.type, (world_size // tensor_ranks, tensor_ranks), mesh_dim_names=(DATA, TENSOR))
     if timeout is not None:  # a group that is made for a part of the grid has PyTorch's own, of gloo 30 minutes

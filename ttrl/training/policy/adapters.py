@@ -42,10 +42,9 @@ _THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "l
 
 
 def base_folder(config: TrainingConfig) -> str:
-    """Return the folder with the weights that stay frozen; `config.model` if there are no adapters.
-
-    Raises ModelFolderError if `config.model` holds neither that base nor an adapter, ConfigError if the adapter is of another
-    kind than the config's, or the config's reference is another model than the base."""
+    """Return the folder with the weights that stay frozen; `config.model` if there are no adapters. Raises ModelFolderError if
+    `config.model` holds neither that base nor an adapter, ConfigError if the adapter is of another kind than the config's, or the
+    config's reference is another model than the base."""
     if config.lora_rank is None:
         return config.model
     folder = Path(config.model, ADAPTER_FOLDER)

@@ -105,11 +105,8 @@ def plain(weight: Tensor) -> Tensor:
 
 def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
     """Freeze a decoder and put adapters on the matrices that the config names. Call it before sharding; on the meta device too:
-    adapters hold nothing yet.
-
-    Raises ConfigError where it has none of them, for a head that is the embedding, and for matrices that do not fit
-    into 4 bits.
-    """
+    adapters hold nothing yet. Raises ConfigError where it has none of them, for a head that is the embedding, and for matrices
+    that do not fit into 4 bits."""
     assert config.lora_rank is not None
     decoder.requires_grad_(False)
     found = {
