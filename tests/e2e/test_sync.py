@@ -44,7 +44,7 @@ def checkpoints(folder):
     for seed in (1, 2):
         checkpoint = make_tiny_model(folder / f"{seed:04}" / "checkpoint", seed=seed, layers=2, width=64, heads=2, tied=True)
         policy = load_policy(TrainingConfig(model=str(checkpoint), output_dir="", dtype="fp32", device="cpu"), HERE)
-        (checkpoint / "canary.json").write_text(json.dumps(compute_canary(policy, HERE.device)))
+        (checkpoint / "canary.json").write_text(json.dumps(compute_canary(policy, HERE.device, checkpoint)))
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
             assert "lm_head.weight" not in file.keys()  # noqa: SIM118
         made.append(checkpoint)

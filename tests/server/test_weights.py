@@ -9,7 +9,7 @@ import pytest
 
 from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
 from ttrl.server import weights
-from ttrl.server.canary import Canary, check_canary
+from ttrl.server.canary import Canary, Tolerance, check_canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.model_folder import weights_digest
 from ttrl.server.weights import sync_weights, verify_canary, verify_weights
@@ -170,17 +170,37 @@ def test_float32_tolerance(fake_server, checkpoints, shift, passes):
         assert check_canary(server, dataclasses.replace(canary, logprobs=logprobs)).passed
 
 
-@pytest.mark.parametrize("shift, passes", [(0.04, True), (0.06, False)])
-def test_half_tolerance_is_for_the_mean(fake_server, checkpoints, shift, passes):
+MEASURED = Tolerance(maximum=math.inf, mean=0.02, p99=0.1)
+
+
+@pytest.mark.parametrize(
+    "shift, positions, measured, passes",
+    [
+        (0.14, 300, None, True),
+        (0.16, 300, None, False),
+        (0.055, 300, MEASURED, True),  # three times what half precision costs on this model
+        (0.065, 300, MEASURED, False),
+        (0.35, 5, MEASURED, True),  # four times at the 99th percentile: a few positions
+        (0.45, 5, MEASURED, False),
+        (0.009, 300, Tolerance(math.inf, 0.0, 0.0), True),  # other kernels round where the trainer's do not
+        (0.011, 300, Tolerance(math.inf, 0.0, 0.0), False),
+    ],
+)
+def test_limits_in_half_precision_follow_from_what_it_costs(fake_server, checkpoints, shift, positions, measured, passes):
     canary = Canary.load(checkpoints[0])
-    moved = dataclasses.replace(
-        canary,
-        dtype="bfloat16",
-        logprobs=[None] + [value + shift for value in canary.logprobs[1:]],
-        greedy_logprobs=[value - shift for value in canary.greedy_logprobs],
-    )
+    moved = [value + shift if number < positions else value for number, value in enumerate(canary.logprobs[1:])]
+    greedy = [value - shift if positions == 300 else value for value in canary.greedy_logprobs]
+    changes = {"dtype": "bfloat16", "logprobs": [None, *moved], "greedy_logprobs": greedy, "half_precision": measured}
     with fake_server() as server:
-        assert check_canary(server, moved).passed is passes
+        assert check_canary(server, dataclasses.replace(canary, **changes)).passed is passes
+
+
+@pytest.mark.parametrize("measured", [{"mean": -1, "p99": 0}, {"mean": 0.1}, {"mean": 0.1, "p99": math.inf}, "much"])
+def test_a_measure_that_makes_no_sense_is_refused(checkpoints, tmp_path, measured):
+    content = json.loads((checkpoints[0] / "canary.json").read_text())
+    (tmp_path / "canary.json").write_text(json.dumps(content | {"half_precision": measured}))
+    with pytest.raises(ModelFolderError, match="is damaged"):
+        Canary.load(tmp_path)
 
 
 def test_a_server_that_stays_busy(fake_server, monkeypatch):

@@ -1,6 +1,7 @@
 """Every family against transformers: forward and gradient, one by one and packed with shared beginnings."""
 
 import json
+from pathlib import Path
 
 import check_parity
 import pytest
@@ -93,7 +94,10 @@ def test_the_recipes_context_reaches_the_rope(model_folder):
         policy = load_policy(TrainingConfig(**settings, context=context), Ranks(0, 1, torch.device("cpu")))
         expected = build_decoder(policy.decoder.config, context).rope(positions, torch.float32)["every_layer"]
         ours = policy.decoder.rope(positions, torch.float32)["every_layer"]
-        assert torch.equal(ours[0], expected[0]) and compute_canary(policy, torch.device("cpu"))["context"] == context
+        assert (
+            torch.equal(ours[0], expected[0])
+            and compute_canary(policy, torch.device("cpu"), Path(settings["model"]))["context"] == context
+        )
 
 
 def test_dynamic_rope_is_that_of_the_models_context_whatever_the_servers(model_folder):

@@ -304,9 +304,11 @@ class Phases:
 
 
 def _canary_made_in(path: Path) -> tuple[str, int | None] | None:
-    """Return dtype and context of a canary that lies in the starting model's folder; None where there is none."""
+    """Return dtype and context of a canary that lies in the starting model's folder; None where there is none, or one in half
+    precision that does not say what that costs."""
     try:
         content = json.loads(path.read_text())
-        return content["dtype"], content.get("context")
+        known = content["dtype"] == "float32" or content["half_precision"]
+        return (content["dtype"], content.get("context")) if known else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,10 +1,12 @@
 """The canary: what a checkpoint must compute, stored with it, so that a server can be checked after every weight sync.
 
-It has two parts, because a server can be wrong in two ways. The log-probabilities of a fixed sequence of random tokens show wrong
-or stale weights. A greedy continuation of that sequence shows stale keys and values too: requests for prompt log-probabilities
-skip a server's prefix cache, a continuation uses it.
+It has two parts, because a server can be wrong in two ways. The log-probabilities of a fixed text show wrong or stale weights. A
+greedy continuation of it shows stale keys and values too: requests for prompt log-probabilities skip a server's prefix cache, a
+continuation uses it.
 
-`python -m ttrl.training.canary --model FOLDER --output FILE` computes the canary of any model folder.
+`python -m ttrl.training.canary --model FOLDER --output FILE` computes the canary of any model folder, and measures how
+far bf16 is from fp32 on this model: the server's limits in half precision follow from that. The checkpoints that are trained from
+the folder keep its text and that measure.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import distributed
 
 from ttrl.configs import TrainingConfig
@@ -34,11 +37,63 @@ GREEDY_LENGTH = 8
 logger = logging.getLogger(__name__)
 
 
-def canary_tokens(vocab_size: int, max_length: int) -> list[int]:
-    """Return the same random tokens for every checkpoint of a model, so that a server that kept the keys and values of an older
-    one is caught."""
+# What language models read: prose, dialogue, numbers, code, lists, other languages.
+_TEXT = """The lighthouse keeper counted 214 steps to the top, and she climbed them twice a day for thirty-one years. "Does it \
+ever get lonely?" the children asked. "Only in November," she said, "when the fog hides the ships but not their horns."
+
+Question: A train leaves at 9:40 and arrives at 11:05. How long does the journey take?
+Answer: From 9:40 to 10:40 is one hour, and 25 minutes more makes 1 hour and 25 minutes, or 85 minutes.
+
+def median(values: list[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+{"name": "Ada", "age": 36, "city": "London", "languages": ["English", "French"], "active": true}
+
+Der Regen hörte gegen Abend auf. Il pleuvait encore quand le dernier train est parti. 東京は日本の首都です。
+
+1. Wash the rice until the water runs clear.
+2. Add one and a half cups of water for each cup of rice, and a pinch of salt.
+3. Bring it to a boil, cover the pot, and let it simmer for 18 minutes.
+
+In 1905 Einstein published four papers: on the photoelectric effect, Brownian motion, special relativity, and the equivalence of \
+mass and energy, E = mc^2. Water boils at 100 °C at sea level, but at about 71 °C on the summit of Mount Everest, where the air \
+pressure is only a third as high.
+"""
+_DISTINCT = 64  # fewer different tokens of the text: its letters are unknown to the model, or nearly its only tokens
+
+
+def canary_tokens(folder: Path, vocab_size: int, max_length: int) -> list[int]:
+    """Return the same tokens for every checkpoint of a model, so that a server that kept the keys and values of an older one is
+    caught: those of the canary in `folder`, else a text, else (without a tokenizer.json that knows its letters) random ones."""
     length = max(2, min(CANARY_LENGTH, max_length - GREEDY_LENGTH))
+    known = (_stored(folder).get("token_ids") or _text_tokens(folder))[:length]
+    if len(known) >= 2 and all(0 <= token < vocab_size for token in known):
+        return known
     return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _text_tokens(folder: Path) -> list[int]:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return []
+    try:
+        tokens: list[int] = Tokenizer.from_file(str(file)).encode(_TEXT).ids
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for everything
+        logger.warning("the canary is made of random tokens: %s cannot be read: %s", file, error)
+        return []
+    return tokens if len(set(tokens[:CANARY_LENGTH])) >= _DISTINCT else []
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    """Return the canary in a model folder; empty if there is none that can be read."""
+    try:
+        content = json.loads((folder / CANARY_FILE).read_text(encoding="utf-8"))
+        lists = {name: [int(token) for token in content[name]] for name in ("token_ids", "greedy_token_ids")}
+        return lists | {name: content[name] for name in ("half_precision",) if name in content}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 @torch.no_grad()
@@ -54,23 +109,24 @@ def _distributions(policy: Policy, tokens: list[int], first: int, device: torch.
     return out.logprobs.float().cpu()
 
 
-def compute_canary(policy: Policy, device: torch.device, guess: Sequence[int] = ()) -> dict[str, Any]:
+def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[str, Any]:
     """Return the content of canary.json: natural log-probabilities of each token given those before it, and a greedy continuation
     with its margins (the best token's log-probability less the second's). A collective if the policy is sharded.
 
-    guess: the continuation, such as that of the weights before. One pass shows all tokens that follow, so a right guess makes it
-    the only one; a wrong one is corrected from pass to pass, at least by its first wrong token (Jacobi decoding, arXiv
-    2305.10427).
+    folder: the model folder that the weights come from; what is in its canary is kept, or taken as a guess. The continuation is
+    guessed to be that of the weights before: one pass shows all tokens that follow, so a right guess makes it the only one, and
+    a wrong one is corrected from pass to pass, at least by its first wrong token (Jacobi decoding, arXiv 2305.10427).
     """
     decoder = policy.decoder
-    tokens = canary_tokens(decoder.tok_embeddings.num_embeddings, decoder.max_seq_len)
+    vocab_size, stored = decoder.tok_embeddings.num_embeddings, _stored(folder)
+    tokens = canary_tokens(folder, vocab_size, decoder.max_seq_len)
+    guess = [token for token in stored.get("greedy_token_ids", ()) if 0 <= token < vocab_size]
     greedy = [*guess, *[0] * GREEDY_LENGTH][:GREEDY_LENGTH]
     logprobs: list[float] = []
     for _ in range(GREEDY_LENGTH):
         distributions = _distributions(policy, tokens + greedy[:-1], len(tokens) - 1 if logprobs else 0, device)
         if not logprobs:
-            following = torch.tensor(tokens[1:]).unsqueeze(1)
-            logprobs = distributions[: len(following)].gather(1, following).squeeze(1).tolist()
+            logprobs = _chosen(distributions, tokens).tolist()
         best = distributions[-GREEDY_LENGTH:].topk(2)
         before, greedy = greedy, _same_everywhere(best.indices[:, 0]).tolist()
         if greedy[:-1] == before[:-1]:
@@ -90,7 +146,25 @@ def compute_canary(policy: Policy, device: torch.device, guess: Sequence[int] = 
         "greedy_token_ids": greedy,
         "greedy_logprobs": greedy_logprobs,
         "greedy_margins": margins,
+        **{name: stored[name] for name in ("half_precision",) if name in stored},
     }
+
+
+def _chosen(distributions: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the log-probability of each token but the first, [len(tokens) - 1]."""
+    following = torch.tensor(tokens[1:]).unsqueeze(1)
+    return distributions[: len(following)].gather(1, following).squeeze(1)
+
+
+def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> dict[str, float]:
+    """Return how far bf16 is from fp32 on this model: mean and 99th percentile of |difference| over the tokens, in nats."""
+    kept, found = policy.compute_dtype, []
+    for dtype in (torch.bfloat16, torch.float32):
+        policy.compute_dtype = dtype
+        found.append(_chosen(_distributions(policy, tokens, 0, device), tokens))
+    policy.compute_dtype = kept
+    differences = (found[0] - found[1]).abs()
+    return {"mean": float(differences.mean()), "p99": float(differences.quantile(0.99, interpolation="higher"))}
 
 
 def _same_everywhere(tokens: torch.Tensor) -> torch.Tensor:
@@ -100,15 +174,6 @@ def _same_everywhere(tokens: torch.Tensor) -> torch.Tensor:
     shared = [tokens.tolist()]
     distributed.broadcast_object_list(shared)
     return torch.tensor(shared[0])
-
-
-def known_continuation(folder: Path, vocab_size: int) -> list[int]:
-    """Return the greedy continuation in a model folder's canary, as a guess for the next one; empty if there is none."""
-    try:
-        stored = json.loads(Path(folder, CANARY_FILE).read_text(encoding="utf-8"))["greedy_token_ids"]
-        return [token for token in map(int, stored) if 0 <= token < vocab_size]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
 
 
 def main() -> int:
@@ -131,7 +196,9 @@ def main() -> int:
     ).check("canary")
 
     def write(config: TrainingConfig, here: Ranks) -> None:
-        write_json(arguments.output, compute_canary(load_policy(config, here), here.device))
+        policy = load_policy(config, here)
+        canary = compute_canary(policy, here.device, Path(config.model))
+        write_json(arguments.output, canary | {"half_precision": half_precision(policy, canary["token_ids"], here.device)})
 
     return run_on_ranks(lambda: config, write, logger)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing.packed_file import read_tensor
 from ttrl.system.files import atomic_folder, json_text
-from ttrl.training.canary import CANARY_FILE, compute_canary, known_continuation
+from ttrl.training.canary import CANARY_FILE, compute_canary
 from ttrl.training.models.weights import composite_of, iter_stored, layout_of, stored_as
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.adapters import ADAPTER_FOLDER, base_folder, gather_adapter, merged_weight
@@ -153,8 +153,7 @@ def save_checkpoint(
     With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with the tolerance of bfloat16;
     training continues from what is written, so small updates are lost.
     """
-    vocab_size = policy.decoder.tok_embeddings.num_embeddings
-    canary = compute_canary(policy, ranks.device, known_continuation(Path(start_folder), vocab_size))
+    canary = compute_canary(policy, ranks.device, Path(start_folder))
     dtype = _DTYPES[checkpoint_dtype]
     if checkpoint_dtype != "fp32":
         canary["dtype"] = "bfloat16"
