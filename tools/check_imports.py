@@ -82,7 +82,7 @@ HOUSE = {
     "training": _room(
         "training.kernels training.models training.objective training.optimizer training.parallel training.policy "
         "data.packing costs configs",
-        "torch torchao transformers safetensors omegaconf",
+        "torch torchao transformers tokenizers safetensors omegaconf",
     ),
     "training.kernels": _room("data.packing", "torch"),
     "training.parallel": _room("configs", "torch omegaconf"),
