@@ -4,13 +4,14 @@ It never outlives us: `python -m vllm.entrypoints.openai.api_server` runs below 
 imports vLLM or torch. Where training needs something else than vLLM's defaults, it is set here, and may be overridden by
 `extra_args`:
 
-- `--generation-config vllm`: the default takes temperature and top-k from the model's folder; - `--logprobs-mode
-processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from; -
-`--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted; - on
-CPU (`ttrl.server.cpu`), steps of up to 512 sequences for small models, a heap that does not return its pages after each step,
-`--enforce-eager`, and the worker inside the engine's process: healthy in 21 s instead of 37 to 70 s (no compiler run, two
-processes import torch instead of three), at the same speed. One OpenMP thread for each core but one, unbound: the API server
-needs a core, and a thread that waits for a busy core holds up all others (ten times slower on two cores with other work)."""
+- `--generation-config vllm`: the default takes temperature and top-k from the model's folder;
+- `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from;
+- `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted;
+- on CPU (`ttrl.server.cpu`): steps of up to 512 sequences for small models, a heap that keeps its pages, `--enforce-eager`, and
+  the worker inside the engine's process: healthy in 21 s instead of 37 to 70 s, at the same speed. One OpenMP thread for each
+  core but one, unbound: the API server needs a core, and a thread that waits for a busy core holds up all others (ten times
+  slower on two cores with other work).
+"""
 
 import contextlib
 import json
