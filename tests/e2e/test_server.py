@@ -232,11 +232,12 @@ def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
     """New weights, but keys and values of the old ones: only the greedy generation sees it."""
     sync_weights(server, first)
     monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
-    report, _, problem = weights._reload(server, second, weights.Canary.load(second))
+    canary = weights.Canary.load(second)
+    report, _, problem = weights._reload(server, second, canary, there=second, compare=True, asleep=False)
     assert not report.passed and "greedy token" in problem
     monkeypatch.undo()
     weights.reset_prefix_cache(server)
-    assert check_canary(server, weights.Canary.load(second)).passed
+    assert check_canary(server, canary).passed
 
 
 def test_a_checkpoint_that_vllm_refuses(server, first, folder):
