@@ -58,6 +58,7 @@ HOUSE = {
     # What passes between rooms, and what is known without running anything.
     "records": _room(),
     "tiny_model": _room("", "torch transformers tokenizers"),
+    "ready_models": _room("tiny_model", "torch transformers"),
     "configs": _room("", "yaml"),
     "costs": _room("configs"),
     "tasks": _room("records", "chess datasets pyarrow openai"),
@@ -101,22 +102,23 @@ HOUSE = {
     "run_folder": _room("configs", "yaml obstore tokenizers"),
     "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
     "plans": _room(
-        "run_folder costs data.packing server tasks configs records", "torch transformers huggingface_hub numpy psutil"
+        "run_folder costs data.packing server tasks ready_models configs records",
+        "torch transformers huggingface_hub numpy psutil",
     ),
     "report": _room("monitoring plans run_folder data.packing data.pictures configs records", "jinja2 markupsafe"),
     "launch": _room("run_folder server configs records", "torch psutil tqdm yaml"),
     "loop": _room(
         "launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders rollouts.scheduling "
-        "data data.chat data.packing server tasks tiny_model configs records",
+        "data data.chat data.packing server tasks ready_models tiny_model configs records",
         "torch transformers huggingface_hub numpy psutil",
     ),
-    "evaluation": _room("rollouts rollouts.cache rollouts.client server tasks records", "openai tqdm numpy"),
+    "evaluation": _room("rollouts rollouts.cache rollouts.client server tasks ready_models records", "openai tqdm numpy"),
     "replays": _room(
         "loop launch report run_folder rollouts rollouts.client rollouts.graders data tasks configs records", "numpy tqdm yaml"
     ),
     "cli": _room(
         "evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks tasks.temporal_clue "
-        "tasks.zebra_grid tiny_model configs records",
+        "tasks.zebra_grid ready_models tiny_model configs records",
         "openai tqdm yaml",
     ),
 }

@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the virtual environment to make or bring up to date")
     parser.add_argument(
-        "--extras", default="auto,dev,tasks", help="extras of pyproject.toml; auto: gpu where nvidia-smi works, else cpu"
+        "--extras", default="auto,dev,tasks,models", help="extras of pyproject.toml; auto: gpu where nvidia-smi works, else cpu"
     )
     arguments = parser.parse_args(argv)
     try:

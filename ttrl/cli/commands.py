@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from ttrl.cli import cache, evaluate, machine, plan, runs, tasks
+from ttrl.cli import cache, evaluate, machine, models, plan, runs, tasks
 from ttrl.errors import TtrlError
 from ttrl.version import __version__
 
@@ -25,6 +25,8 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     "plan": (plan.add_plan, "say what a run will take: memory, disk, FLOPs, time, money"),
     "replay": (runs.add_replay, "grade a run's rollouts again with a changed grader, and train on the new grades"),
     "eval": (evaluate.add_eval, "ask a model the tasks of one or more families: accuracy with intervals, pass@k, tokens, cost"),
+    "models": (models.add_models, "list and get the models that need no hub"),
+    "chat": (models.add_chat, "talk to a model, such as a checkpoint before and after training"),
     "compare": (evaluate.add_compare, "compare two evaluations task by task"),
     "serve": (machine.add_serve, "start a server that a run on another host joins"),
     "join": (machine.add_join, "train together with a run that another machine leads"),

@@ -37,11 +37,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
+    from ttrl.ready_models import ready_model
     from ttrl.server.serve import serve, vllm_arguments
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     serve(
-        arguments.model,
+        str(ready_model(arguments.model) or arguments.model),
         host=arguments.host,
         port=arguments.port,
         key_file=arguments.key_file or Path.home() / ".config" / "ttrl" / "server.key",

@@ -22,6 +22,7 @@ from typing import Any
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.evaluation.results import EvalResult, SetResult, read_result
+from ttrl.ready_models import READY_MODELS, ready_model
 from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.rollouts.client.transport import is_local
@@ -183,6 +184,7 @@ def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Tas
 def run_evaluation(config: EvalConfig) -> EvalResult:
     """Evaluate what a config says; see `evaluate`."""
     sets = checked_sets(config)
+    config = dataclasses.replace(config, model=str(ready_model(config.model) or config.model))
     result = EvalResult(model=config.model, settings=config.settings(), confidence=config.confidence)
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -255,7 +257,8 @@ class NamedTasks:
 def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     """Check everything and return the tasks. Raises ConfigError with all problems: settings, families, data, model folder."""
     problems = config.problems()
-    if isinstance(config.model, str) and config.model and not is_address(config.model):
+    local = isinstance(config.model, str) and config.model not in ("", *READY_MODELS) and not is_address(config.model)
+    if local:
         try:
             check_model_folder(config.model)
         except ModelFolderError as error:

@@ -22,6 +22,7 @@ from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.loggers import make_loggers
 from ttrl.plans.disk import check_disk
+from ttrl.ready_models import ready_model
 from ttrl.report.page import leave_report
 from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.run_folder.config_changes import allowed_names
@@ -175,8 +176,8 @@ def _checked(config: TrainConfig, tasks: Sequence[Task], validation_tasks: Seque
 
 
 def local_model(model: str) -> Path:
-    """Return the model's folder; download it from the hub where `model` is a name there. Raises ModelFolderError."""
-    folder = check_model_folder(model)
+    """Return the model's folder; get it where `model` is a name in READY_MODELS or on the hub. Raises ModelFolderError."""
+    folder = ready_model(model) or check_model_folder(model)
     if folder is None:
         from huggingface_hub import snapshot_download
 

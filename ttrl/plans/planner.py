@@ -26,6 +26,7 @@ from ttrl.plans.memory import memory_of
 from ttrl.plans.plan import Plan
 from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of
+from ttrl.ready_models import ready_model
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import free_bytes
 from ttrl.tasks.task import Task
@@ -68,6 +69,7 @@ def make_plan(
     config = config.check("TrainConfig")
     if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
         raise UserError(f"price_per_hour is {price_per_hour}; it must be a number, 0 or more")
+    config = dataclasses.replace(config, model=str(ready_model(config.model) or config.model))
     model = read_model_config(config.model)
     decoder, assumptions = decoder_parameters(model), assumptions or Assumptions()
     machine = gpu_named(gpu) if gpu is not None else None

@@ -280,6 +280,20 @@ def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dic
     return list({row[key]: row for row in rows}.values())
 
 
+def user_cache() -> Path:
+    """Return the folder for what is made once per user, and make it if need be. Raises OSError where there can be none, or one
+    whose files it would be unwise to use."""
+    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # which stays as it is where there is no home
+    if not os.path.isabs(parent):
+        raise FileNotFoundError(f"{parent} is not an absolute path; set XDG_CACHE_HOME or HOME")
+    folder = Path(parent, "ttrl")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to another user, or others can write to it; chown it, and chmod go-w")
+    return folder
+
+
 def digest(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ttrl.system.files import user_cache
+
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).parent.parent / "training" / "kernels" / "native_attention.c"
@@ -89,7 +91,7 @@ def _load(compiler: str) -> ctypes.CDLL:
     made_of = [compiler, *_FLAGS, platform.machine(), *platform.libc_ver()]  # a home may be shared by different systems
     name = f"attention-{hashlib.sha256(' '.join(made_of).encode() + _SOURCE.read_bytes()).hexdigest()[:16]}.so"
     try:
-        file = _cache() / name
+        file = user_cache() / name
         if not _is_whole(file):
             _compile(compiler, file)
         return ctypes.CDLL(os.fspath(file))
@@ -97,19 +99,6 @@ def _load(compiler: str) -> ctypes.CDLL:
         logger.warning("compiled for this process alone, since there is no usable cache: %s", error)
     with tempfile.TemporaryDirectory() as folder:  # what is loaded stays when its file goes
         return ctypes.CDLL(os.fspath(_compile(compiler, Path(folder, name))))
-
-
-def _cache() -> Path:
-    """Return our folder, made if need be. Raises OSError where there can be none, or one whose code it would be unwise to run."""
-    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # which stays as it is where there is no home
-    if not os.path.isabs(parent):
-        raise FileNotFoundError(f"{parent} is not an absolute path; set XDG_CACHE_HOME or HOME")
-    folder = Path(parent, "ttrl")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = folder.stat()
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to another user, or others can write to it; chown it, and chmod go-w")
-    return folder
 
 
 def _is_whole(file: Path) -> bool:

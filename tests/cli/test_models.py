@@ -1,0 +1,69 @@
+"""`ttrl chat`: a conversation with a model at an address."""
+
+import io
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from ttrl.cli.commands import main
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Streams how many messages it was sent, and the last one."""
+
+    def do_GET(self):
+        self._answer("application/json", json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}))
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        messages = request["messages"]
+        if messages[-1]["content"] == "too long":
+            return self._answer("application/json", json.dumps({"error": {"message": "no room"}}), 400)
+        self.server.asked.append(request)
+        parts = [f"{len(messages)} ", messages[-1]["content"].upper(), None]
+        chunks = [{"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"} for _ in parts]
+        for chunk, part in zip(chunks, parts, strict=True):
+            chunk["choices"] = [{"index": 0, "delta": {"content": part}, "finish_reason": None}]
+        chunks.append(chunks[0] | {"choices": []})  # usage comes without a choice
+        return self._answer("text/event-stream", "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n")
+
+    def _answer(self, kind, text, status=200):
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    server.asked = []
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def chat(server, monkeypatch, text, *more):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    return main(["chat", f"http://127.0.0.1:{server.server_port}/v1", *more])
+
+
+def test_a_conversation(server, monkeypatch, capsys):
+    assert chat(server, monkeypatch, "one\ntwo\n\nthree\n", "--system", "be short", "--max-tokens", "7") == 0
+    assert capsys.readouterr().out == "2 ONE\n4 TWO\n2 THREE\n"  # the empty line began anew
+    second = server.asked[1]["messages"]
+    assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
+    assert second[2]["content"] == "2 ONE" and server.asked[1]["max_tokens"] == 7 and server.asked[1]["temperature"] == 0
+
+
+def test_a_server_that_refuses(server, monkeypatch, capsys):
+    assert chat(server, monkeypatch, "too long\n") == 2
+    assert "m did not answer: " in (error := capsys.readouterr().err) and "no room" in error

