@@ -54,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     "countdown": Family("countdown:get_countdown_tasks", "exact"),
     "letter_counting": Family("letter_counting:get_letter_counting_tasks", "exact"),
     "sort_letters": Family("sort_letters:get_sort_letters_tasks", "exact"),
+    "structured_output": Family("structured_output:get_structured_output_tasks", "exact"),
     "spelling": Family("spelling:get_spelling_tasks", "exact"),
 }
 _MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # generated, or from a file that is given

@@ -1,0 +1,166 @@
+"""Structured output: what a sentence says, as a JSON object with given keys. Generated; easy to check, and a small chat model
+that has never been trained for it does it now and then.
+
+Held out are whole names, by a hash: no text of the validation split is about somebody of a training text.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.datasets import check_count, check_name, check_share
+from ttrl.tasks.task import Choice, Task, question
+from ttrl.tasks.words import in_validation, pick
+
+LONGEST = 2000
+"""Characters of a reply that is read."""
+_TRIES = 100_000  # to find texts that are not held out yet
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_NAMES = _words(
+    "Ada Adam Agnes Ahmed Aiko Akira Albert Alice Amina Andre Anita Anna Arjun Arthur Astrid Beatriz Ben Bianca Boris Bruno "
+    "Camila Carl Carmen Chen Chloe Clara Daniel Daria David Deniz Diego Dora Edith Elena Elias Elif Emil Emma Erik Esther Eva "
+    "Farah Felix Fiona Frank Freya Gita Grace Greta Gustav Hana Hassan Heidi Hugo Ida Igor Ines Ingrid Ivan Jack Jamal Jana "
+    "Jonas Julia Kai Karin Kenji Kira Lars Laura Leila Leo Lina Louis Lucia Luis Maja Marco Maria Mateo Maya Mei Milan Mina "
+    "Nadia Naomi Nils Nina Noah Olga Omar Oscar Paula Pedro Petra Priya Rafael Rania Rita Rosa Ruth Samir Sara Sofia Stefan "
+    "Tariq Tessa Theo Tomas Uma Vera Victor Wanda Yara Yusuf Zoe"
+)
+_POOLS: dict[str, Sequence[str | int]] = {
+    "age": range(18, 91),
+    "city": _words(
+        "Athens Bergen Berlin Bilbao Boston Cairo Cork Dakar Delhi Denver Dublin Geneva Ghent Hanoi Kyoto Lima Lisbon Lyon "
+        "Madrid Milan Mumbai Nairobi Naples Oslo Paris Porto Prague Quito Riga Rome Seoul Sofia Sydney Tunis Turin Vienna"
+    ),
+    "item": _words("apples books candles chairs hats lamps mugs notebooks pencils plates shirts spoons tiles umbrellas"),
+    "quantity": range(2, 40),
+    "nights": range(2, 15),
+    "weight": range(2, 60),
+    "price": range(5, 400),
+}
+_TEXTS: dict[str, tuple[str, ...]] = {
+    "name age city": (
+        "{name} is {age} years old and lives in {city}.",
+        "{name} moved to {city} last spring, at the age of {age}.",
+        "In {city} I met {name}, who had just turned {age}.",
+    ),
+    "customer item quantity": (
+        "{customer} ordered {quantity} {item} this morning.",
+        "Please send {quantity} {item} to {customer} by Friday.",
+        "We packed {quantity} of the {item} for {customer}.",
+    ),
+    "guest city nights": (
+        "{guest} will stay in {city} for {nights} nights.",
+        "A room in {city}, {nights} nights, was booked by {guest}.",
+        "For {nights} nights {guest} needs a hotel in {city}.",
+    ),
+    "sender city weight": (
+        "{sender} sent a parcel of {weight} kilos to {city}.",
+        "The parcel to {city} weighs {weight} kilos and comes from {sender}.",
+        "From {sender}, {weight} kilos, to be delivered in {city}.",
+    ),
+    "buyer item price": (
+        "{buyer} paid {price} dollars for the {item}.",
+        "The {item} went to {buyer} for {price} dollars.",
+        "For {price} dollars {buyer} got all of the {item}.",
+    ),
+}
+_PROMPT = "{text}\n\nWrite this as JSON with the keys {keys}."
+
+
+@dataclass(frozen=True)
+class StructuredOutputGrader:
+    """1.0 if the reply, after any thinking, is one JSON object with exactly these keys and values; for another object,
+    `valid_reward` and the rest in proportion to the keys that are right, of all keys that it has or should have; else 0.
+
+    lenient: the object may stand between other words or in a code block, numbers may be texts, and case does not count.
+    """
+
+    expected: Mapping[str, str | int]
+    valid_reward: float = 0.1
+    lenient: bool = False
+
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
+        """Return (reward, {"exact": 0 or 1, "valid": 1 if there is an object})."""
+        found = read_object(after_thinking(reply_text(choice)), anywhere=self.lenient)
+        if found is None:
+            return 0.0, {"exact": 0.0, "valid": 0.0}
+        right = sum(key in found and self._is_same(found[key], value) for key, value in self.expected.items())
+        share = right / len({**self.expected, **found})
+        reward = 1.0 if share == 1 else self.valid_reward + (1 - self.valid_reward) * share
+        return reward, {"exact": float(share == 1), "valid": 1.0}
+
+    def _is_same(self, found: object, expected: str | int) -> bool:
+        if self.lenient and isinstance(found, str | int) and not isinstance(found, bool):
+            return str(found).strip().casefold() == str(expected).casefold()
+        return type(found) is type(expected) and found == expected
+
+    def reference(self) -> str:
+        return json.dumps(dict(self.expected))
+
+
+def read_object(text: str, *, anywhere: bool = False) -> dict[str, Any] | None:
+    """Return the JSON object that a reply is; with `anywhere`, from its first "{" to its last "}". None where there is none, or
+    one with a key twice, and beyond LONGEST characters."""
+    text = text.strip()
+    if anywhere:
+        text = text[text.find("{") : text.rfind("}") + 1]
+    if len(text) > LONGEST:
+        return None
+    try:
+        found = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)  # NaN and the infinities are not JSON
+
+
+def get_structured_output_tasks(
+    split: Literal["train", "validation"] = "train",
+    n: int = 32,
+    seed: int = 0,
+    *,
+    valid_reward: float = 0.1,
+    lenient: bool = False,
+) -> list[Task]:
+    """Return `n` sentences with three facts each, to be written as JSON. valid_reward, lenient: see `StructuredOutputGrader`.
+
+    train: the seed decides. validation: the same for every seed, no two alike; more of them begin with the same ones. Raises
+    TaskError for impossible settings.
+    """
+    check_name("split", split, ("train", "validation"), "structured_output")
+    check_count(n)
+    check_share("valid_reward", valid_reward, below_one=True)
+    held_out = split == "validation"
+    names = [name for name in _NAMES if in_validation(f"structured_output {name}") == held_out]
+    rng = random.Random(f"structured_output {split} {'' if held_out else seed}")
+    tasks: dict[str, Task] = {}
+    for _ in range(n if not held_out else min(20 * n + 1000, _TRIES)):
+        keys = pick(rng, list(_TEXTS)).split()
+        facts = {key: pick(rng, _POOLS.get(key, names)) for key in keys}
+        text = pick(rng, _TEXTS[" ".join(keys)]).format(**facts)
+        if held_out and text in tasks:
+            continue
+        content = _PROMPT.format(text=text, keys=f'"{keys[0]}", "{keys[1]}" and "{keys[2]}"')
+        name = "structured_output/" + "-".join(map(str, facts.values()))
+        task = Task(question(content), StructuredOutputGrader(facts, valid_reward, lenient), id=name)
+        tasks[text if held_out else str(len(tasks))] = task
+        if len(tasks) == n:
+            return list(tasks.values())
+    raise TaskError(f"{n} {split} tasks of structured_output: found {len(tasks)}; ask for fewer")
