@@ -1,11 +1,13 @@
 """A line per request to a server, as JSON lines: what was asked of whom, what it cost, and how it ended."""
 
+import json
 import logging
 import os
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from ttrl.rollouts.client.choices import writable
 from ttrl.system.files import append_jsonl
@@ -25,6 +27,7 @@ class RequestsLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
+        self._whole = False  # whether the file is known to end with a newline
         self._reported = False
 
     def __repr__(self) -> str:
@@ -67,8 +70,21 @@ class RequestsLog:
         }
         try:
             with self._lock:
-                append_jsonl(self.path, row, durable=False)
+                self._write(row)
         except OSError as failure:
             if not self._reported:
                 self._reported = True
                 log.warning("requests log %s cannot be written: %s. The run goes on without it.", self.path, failure)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if not self._whole:  # a killed process may have left half a line, which must not end up in the middle of the file
+            append_jsonl(self.path, row)
+            self._whole = True
+            return
+        # In one piece, and nothing looked at: what `append_jsonl` would take for half a line may be one that another is writing.
+        line = (json.dumps(row, allow_nan=False) + "\n").encode("ascii")
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            self._whole = os.write(descriptor, line) == len(line)  # a full disk takes a part of it
+        finally:
+            os.close(descriptor)
