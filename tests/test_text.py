@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 
 from ttrl import text
@@ -50,3 +51,13 @@ def test_nested_values_get_one_name_each() -> None:
 
 def test_numbers_are_written_as_spans() -> None:
     assert text.spans([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7" and text.spans([]) == ""
+
+
+@pytest.mark.parametrize("value", [0, -1.5, numpy.float32(0.5), numpy.float64(2), numpy.int64(3)])
+def test_numbers(value: object) -> None:
+    assert text.is_number(value)
+
+
+@pytest.mark.parametrize("value", [True, numpy.True_, math.nan, math.inf, numpy.float32("nan"), 10**400, "1", None, 1j])
+def test_what_is_not_a_number(value: object) -> None:
+    assert not text.is_number(value)

@@ -95,11 +95,11 @@ def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
         raise ModelFolderError(
             f"smollm2-135m: transformers reads its file with packages that are missing: pip install {' '.join(missing)}"
         )
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it complains of missing CUDA extensions when transformers loads it
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it complains of missing CUDA extensions when transformers loads it
     disable_progress_bar()
     read: Any = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -112,7 +112,7 @@ def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     tokenizer.model_max_length = config.max_position_embeddings
-    with atomic_folder(folder) as temporary:
+    with atomic_folder(folder, 4 * sum(parameter.numel() for parameter in model.parameters())) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         Path(temporary, "SOURCE.md").write_text(

@@ -1,14 +1,18 @@
 """Values as text for people, the same everywhere: numbers, sizes, durations, shares; and one name for each nested value."""
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any, TypeGuard
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value is a finite number and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Tell whether a value is a finite number, NumPy's too, and not a bool, nor a whole number beyond any float."""
+    try:
+        return isinstance(value, int | float | numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def compact(value: float) -> str:

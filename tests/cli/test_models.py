@@ -5,9 +5,12 @@ import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
+import openai
 import pytest
 
 from ttrl.cli.commands import main
+from ttrl.cli.models import client_of
+from ttrl.records import Endpoint
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -67,3 +70,18 @@ def test_a_conversation(server, monkeypatch, capsys):
 def test_a_server_that_refuses(server, monkeypatch, capsys):
     assert chat(server, monkeypatch, "too long\n") == 2
     assert "m did not answer: " in (error := capsys.readouterr().err) and "no room" in error
+
+
+@pytest.mark.parametrize("uses_proxy", [False, True])
+def test_a_proxy_is_not_given_the_key_of_our_own_server(server, monkeypatch, uses_proxy):
+    """The server stands in for the proxy; nobody listens where the client believes it asks."""
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{server.server_port}")
+    for name in ("NO_PROXY", "no_proxy", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    endpoint = Endpoint("http://127.0.0.1:9/v1", "secret", {}, uses_proxy=uses_proxy)
+    with client_of(endpoint) as client:
+        if uses_proxy:
+            assert [model.id for model in client.models.list().data] == ["m"]
+        else:
+            with pytest.raises(openai.APIConnectionError):
+                client.with_options(max_retries=0).models.list()

@@ -11,7 +11,11 @@ from ttrl.errors import UserError
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL_OR_URL", help="a model folder or hub name, or a server's address (http://…/v1)")
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_URL",
+        help="a model folder, a name of `ttrl models` or on the hub, or a server's address (http://…/v1)",
+    )
     families = "families, with commas: gsm8k=data/gsm8k,letter_counting,sort_letters@train,my_task.py"
     parser.add_argument("--tasks", required=True, metavar="LIST", help=families)
     parser.add_argument("--n", type=int, metavar="N", help="at most so many tasks of each (all, or 200 of generated ones)")

@@ -69,7 +69,7 @@ def _made(make: Maker, seeds: list[str], processes: int) -> Iterator[dict[str, A
     # Spawned: a fork of a process with threads (tqdm has one) may hang.
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_leave_ctrl_c_to_the_parent)
     try:
-        yield from pool.map(make, seeds)
+        yield from pool.map(make, seeds, chunksize=1 + len(seeds) // 1000)  # all of these jobs are in memory at once
     except BrokenProcessPool as error:
         raise UserError(f"a process that makes puzzles was ended from outside ({error}); was there enough memory?") from error
     finally:

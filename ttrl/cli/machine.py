@@ -21,7 +21,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a model folder, or a name on the hub: the run's starting model")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a model folder, a name of `ttrl models` or on the hub: the run's starting model"
+    )
     host = "the address to listen on (127.0.0.1: this machine alone)"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     parser.add_argument("--port", type=int, metavar="N", help="the port (a free one)")

@@ -1,10 +1,15 @@
 """`ttrl models` and `ttrl chat`: models that need no hub, and a conversation with any model."""
 
 import argparse
+import contextlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import ServerError, UserError
+from ttrl.records import Endpoint
+
+if TYPE_CHECKING:
+    import openai
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +60,9 @@ def run_chat(arguments: argparse.Namespace) -> int:
     model = str(ready_model(arguments.model) or arguments.model)
     if not is_address(model):
         print("Starting a server (half a minute on a CPU) ...", file=sys.stderr, flush=True)
-    with serving(model, dtype=arguments.dtype) as served:
-        endpoint = served.endpoint
-        client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, default_headers=dict(endpoint.headers))
+    with contextlib.ExitStack() as stack:
+        served = stack.enter_context(serving(model, dtype=arguments.dtype))
+        client = stack.enter_context(client_of(served.endpoint))
         print("An empty line starts anew, Ctrl-D ends.", file=sys.stderr, flush=True)
         messages = list(start)
         while (text := _read_line()) is not None:
@@ -83,6 +88,18 @@ def run_chat(arguments: argparse.Namespace) -> int:
             print(flush=True)
             messages.append({"role": "assistant", "content": reply})
     return 0
+
+
+def client_of(endpoint: Endpoint) -> "openai.OpenAI":
+    """Return openai's client of a server; a proxy of the environment is given the key of no server of our own."""
+    import openai
+
+    return openai.OpenAI(
+        base_url=endpoint.base_url,
+        api_key=endpoint.api_key,
+        default_headers=dict(endpoint.headers),
+        http_client=openai.DefaultHttpxClient(trust_env=endpoint.uses_proxy),
+    )
 
 
 def _read_line() -> str | None:

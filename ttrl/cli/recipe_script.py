@@ -48,7 +48,7 @@ def script_arguments(
     parser.add_argument("--weight-sync", choices=("reload", "restart", "sleep"), default="reload")
     parser.add_argument("--nproc-per-node", type=int, default=1, help="trainer processes: one for each GPU (1)")
     if model is not None:
-        parser.add_argument("--model", default=model, help=f"a model folder, or a name on the hub ({model})")
+        parser.add_argument("--model", default=model, help=f"a model folder, a name of `ttrl models` or on the hub ({model})")
         parser.add_argument(
             "--tiny", action="store_true", help="try it out: one iteration of a tiny random model, on any machine"
         )

@@ -257,8 +257,7 @@ class NamedTasks:
 def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     """Check everything and return the tasks. Raises ConfigError with all problems: settings, families, data, model folder."""
     problems = config.problems()
-    local = isinstance(config.model, str) and config.model not in ("", *READY_MODELS) and not is_address(config.model)
-    if local:
+    if isinstance(config.model, str) and config.model not in ("", *READY_MODELS) and not is_address(config.model):
         try:
             check_model_folder(config.model)
         except ModelFolderError as error:

@@ -139,7 +139,9 @@ def read_model_config(model: str) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         if model.count("/") != 1 or model.startswith((".", "/")):
-            raise ModelFolderError(f"{model}: there is no model folder or config.json there, and it is not a name on the hub")
+            raise ModelFolderError(
+                f"{model}: there is no model folder or config.json there, and it is not a name of `ttrl models` or on the hub"
+            )
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

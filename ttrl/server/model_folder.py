@@ -31,7 +31,8 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
         if isinstance(path, str) and _HUB_NAME.fullmatch(path) and not path.startswith("."):
             return None
         raise ModelFolderError(
-            f"model folder {folder} does not exist; give the path of a Hugging Face model folder or a hub name"
+            f"model folder {folder} does not exist; give the path of a Hugging Face model folder, a name that `ttrl models` "
+            "lists, or a hub name"
         )
     if not folder.is_dir():
         raise ModelFolderError(f"model folder {folder} is a file; give the folder that holds config.json and the weights")

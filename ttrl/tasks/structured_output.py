@@ -18,7 +18,7 @@ from ttrl.tasks.words import in_validation, pick
 
 LONGEST = 2000
 """Characters of a reply that is read."""
-_TRIES = 100_000  # to find texts that are not held out yet
+_TRIES = 100_000  # to find another text that is held out
 
 
 def _words(text: str) -> tuple[str, ...]:

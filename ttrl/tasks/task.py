@@ -3,15 +3,13 @@
 import asyncio
 import hashlib
 import json
-import math
-import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 from ttrl.errors import GraderError, RolloutError, TaskError
 from ttrl.records import Sample
-from ttrl.text import short
+from ttrl.text import is_number, short
 
 if TYPE_CHECKING:
     from openai.types.chat import chat_completion
@@ -44,24 +42,20 @@ class Grade:
             reward, metrics = output
         else:
             reward = output
-        if not _is_finite_number(reward):
+        if not _is_reward(reward):
             raise GraderError(
                 f"{where}: the {who} returned {short(output, 80)}; a {who} returns a finite number or (number, metrics)"
             )
         if not isinstance(metrics, Mapping):
             raise GraderError(f"{where}: the {who}'s metrics are {short(metrics, 80)}; they must be a dict of names to numbers")
         for name, value in metrics.items():
-            if not isinstance(name, str) or not _is_finite_number(value):
+            if not isinstance(name, str) or not _is_reward(value):
                 raise GraderError(f"{where}: the {who}'s metric {name!r} is {short(value, 80)}; it must be a finite number")
         return cls(float(reward), {name: float(value) for name, value in metrics.items()})
 
 
-def _is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether it is a finite number: bool, int, float or NumPy scalar, and not a whole number beyond any float."""
-    try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:
-        return False
+def _is_reward(value: object) -> TypeGuard[float]:
+    return isinstance(value, bool) or is_number(value)
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class RolloutLimits:
         for name, value in (("turns", self.turns), ("tokens", self.tokens)):
             if (value is not None or name == "turns") and (type(value) is not int or value < 1):
                 raise TaskError(f"rollout limits: {name} is {value!r}; give a whole number of at least 1")
-        if not _is_finite_number(self.seconds) or isinstance(self.seconds, bool) or self.seconds <= 0:
+        if not is_number(self.seconds) or self.seconds <= 0:
             raise TaskError(f"rollout limits: seconds is {self.seconds!r}; give a positive number of seconds")
 
 

@@ -91,7 +91,7 @@ def _stored(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / CANARY_FILE).read_text(encoding="utf-8"))
         lists = {name: [int(token) for token in content[name]] for name in ("token_ids", "greedy_token_ids")}
-        return lists | {name: content[name] for name in ("half_precision",) if name in content}
+        return lists | {"half_precision": content.get("half_precision")}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -146,7 +146,7 @@ def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[s
         "greedy_token_ids": greedy,
         "greedy_logprobs": greedy_logprobs,
         "greedy_margins": margins,
-        **{name: stored[name] for name in ("half_precision",) if name in stored},
+        "half_precision": stored.get("half_precision"),
     }
 
 
