@@ -254,7 +254,7 @@ class VLLMServer(ServerConnection):
             arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)
         middleware = arguments.pop("middleware", None) or []
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-m", "ttrl.vllm_worker.serve"]
         for name, value in arguments.items():
             command += _flag(name, value)
         # Added last, so that it is the outermost: no other middleware sees a request without the key.
