@@ -1,14 +1,14 @@
 """Start one vLLM server: a process of its own with a random key on every path, on 127.0.0.1 unless told otherwise.
 
-It never outlives us: `python -m vllm.entrypoints.openai.api_server` runs below a guard (`ttrl.system.processes`). Nothing here
-imports vLLM or torch. Where training needs something else than vLLM's defaults, it is set here, and may be overridden by
+It never outlives us: vLLM's API server (`python -m ttrl.vllm_worker.serve`) runs below a guard (`ttrl.system.processes`). Nothing
+here imports vLLM or torch. Where training needs something else than vLLM's defaults, it is set here, and may be overridden by
 `extra_args`:
 
 - `--generation-config vllm`: the default takes temperature and top-k from the model's folder;
 - `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from;
 - `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted;
 - on CPU (`ttrl.server.cpu`): steps of up to 512 sequences for small models, a heap that keeps its pages, `--enforce-eager`, and
-  the worker inside the engine's process: healthy in 21 s instead of 37 to 70 s, at the same speed. One OpenMP thread for each
+  the worker inside the engine's process: healthy in 15 s instead of 37 to 70 s, at the same speed. One OpenMP thread for each
   core but one, unbound: the API server needs a core, and a thread that waits for a busy core holds up all others (ten times
   slower on two cores with other work).
 """

@@ -1,0 +1,48 @@
+"""What starts vLLM sooner: ranks without a compiler, and an engine that does not hold the API server's port."""
+
+import os
+import socket
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.e2e  # vLLM is imported
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 3), (300, 512), (5, 70_001)])
+def test_ranks(rows, columns):
+    from ttrl.vllm_worker.serve import count_at_least
+
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with ties
+    x[:, -1] = -torch.inf
+    for place in (0, columns - 1):
+        values = x[:, place : place + 1].clone()
+        found = count_at_least(x, values)
+        assert found.dtype == torch.int64
+        assert torch.equal(found, (x >= values).sum(-1))
+
+
+def test_a_port_does_not_stay_with_a_forked_process():
+    from ttrl.vllm_worker.serve import close_listening_sockets
+
+    gate, opened = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        port = server.getsockname()[1]
+        child = os.fork()
+        if child == 0:  # it lives on until the pipe says so
+            close_listening_sockets()
+            client.sendall(b"x")  # other connections are left alone
+            os.read(gate, 1)
+            os._exit(0)
+        try:
+            accepted, _ = server.accept()
+            with accepted:
+                assert accepted.recv(1) == b"x"
+            server.close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=10)
+        finally:
+            os.write(opened, b"x")
+            os.waitpid(child, 0)
+            os.close(gate)
+            os.close(opened)
