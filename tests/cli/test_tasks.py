@@ -76,10 +76,10 @@ def test_a_file_is_not_written_over(template: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("content", "reference", "message"),
     [
-        ("get_tasks = 3", "", "gives 3; it must be, or return, a list of ttrl.Task"),
-        ("def get_tasks(): return []", "", "gives []"),
-        ("def get_tasks(): return ['a']", "", "gives ['a']"),
-        ("def get_tasks(): 1 / 0", "", "raised ZeroDivisionError: division by zero"),
+        ("get_tasks = 3", "", "get_tasks is a int; give a list of Task"),
+        ("def get_tasks(): return []", "", "get_tasks: there are no tasks"),
+        ("def get_tasks(): return ['a']", "", "1 of 1 are not Tasks, the first is a str"),
+        ("def get_tasks(): 1 / 0", "", "calling it failed: ZeroDivisionError: division by zero"),
         ("def other(): pass", "", "has no 'get_tasks'"),
         ("import nothing_of_that_name", "", "nothing_of_that_name"),
         ("def get_tasks(): pass", ":others", "did you mean 'get_tasks'|has no 'others'"),

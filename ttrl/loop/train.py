@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ttrl.run_folder.redo import redo_asked
 from ttrl.server.model_folder import check_model_folder
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
-from ttrl.tasks.task import Task
+from ttrl.tasks.task import Task, task_list
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def train(
     RunFolderError, ServerError, TrainerError, DriftError and StorageError later. Whatever was finished stays, and nothing is left
     running.
     """
-    tasks, validation_tasks = _listed("tasks", tasks), _listed("validation_tasks", validation_tasks)
+    tasks, validation_tasks = task_list(tasks, "tasks"), task_list(validation_tasks, "validation_tasks")
     config = _checked(with_local_run(config), tasks, validation_tasks).resolved(cuda=torch.cuda.is_available())
     described = {
         name: {"count": len(given), "digest": _tasks_digest(name, given)}
@@ -117,18 +117,6 @@ def train(
             metrics=rows,
             report=leave_report(folder.path),
         )
-
-
-def _listed(name: str, given: Iterable[Task]) -> list[Task]:
-    if isinstance(given, Task | str) or not isinstance(given, Iterable):
-        raise TaskError(f"{name} is a {type(given).__name__}; give a list of Task")
-    listed = list(given)
-    wrong = [type(task).__name__ for task in listed if not isinstance(task, Task)]
-    if wrong:
-        raise TaskError(
-            f"{name}: {len(wrong)} of {len(listed)} are not Tasks, the first is a {wrong[0]}; make them with ttrl.Task(...)"
-        )
-    return listed
 
 
 def _tasks_digest(name: str, tasks: Sequence[Task]) -> str:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ttrl.errors import TaskError, UserError, describe
+from ttrl.errors import TaskError, UserError
 from ttrl.loop.carried import task_key
 from ttrl.loop.environment import git_commit
 from ttrl.records import Sample
 from ttrl.system.files import digest
-from ttrl.tasks.reference import load_reference
+from ttrl.tasks.reference import load_reference, tasks_of
 from ttrl.tasks.task import Task, WithSample
 
 ReplayGrader = Callable[..., Any]
@@ -43,7 +43,12 @@ class Regrader:
         if tasks is None:
             self._grader, self._takes_sample = found, _takes_sample(found, self.reference)
         else:
-            listed = _task_list(found, self.reference)
+            listed = tasks_of(found, f"--tasks {self.reference}")
+            if without := [task.id for task in listed if task.grader is None]:
+                raise TaskError(
+                    f"--tasks {self.reference}: {len(without)} of {len(listed)} have no grader, such as {without[0]!r}, as their "
+                    "rollout returns the reward; to grade their conversations again give a grader: --grader, or Task(grader=…)"
+                )
             self._tasks = {task_key(task.id, task.messages): task for task in reversed(listed)}  # of equal ones the first
             sources += [task.grader for task in listed]
         self.name = given.rpartition(":")[2].split(".")[-1] if isinstance(given, str) else getattr(found, "__name__", "grader")
@@ -119,28 +124,6 @@ def _takes_sample(grader: Any, shown: str) -> bool:
     if not accepts(1) and not accepts(2):
         raise UserError(f"grader {shown} takes ({', '.join(names)}); a grader takes (choice), or (choice, sample)")
     return accepts(2) and (not accepts(1) or names[1:2] == ["sample"])
-
-
-def _task_list(found: Any, shown: str) -> list[Task]:
-    """Return the tasks of a list, or of a function that makes one. Raises UserError, TaskError."""
-    if callable(found):
-        try:
-            found = found()
-        except Exception as error:
-            raise UserError(f"--tasks {shown}: calling it without arguments failed: {describe(error)}") from error
-    if isinstance(found, str | Task) or not isinstance(found, Iterable):
-        raise TaskError(f"--tasks {shown} is a {type(found).__name__}; give a list of Task, or a function that returns one")
-    listed = list(found)
-    if not listed:
-        raise TaskError(f"--tasks {shown}: there are no tasks")
-    if wrong := sum(not isinstance(task, Task) for task in listed):
-        raise TaskError(f"--tasks {shown}: {wrong} of {len(listed)} are not Tasks")
-    if without := [task.id for task in listed if task.grader is None]:
-        raise TaskError(
-            f"--tasks {shown}: {len(without)} of {len(listed)} have no grader, such as {without[0]!r}, as their rollout returns "
-            "the reward; to grade their conversations again give a grader: --grader, or Task(grader=…)"
-        )
-    return listed
 
 
 def _source_files(objects: Iterable[Any]) -> list[Path]:

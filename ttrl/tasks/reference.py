@@ -6,16 +6,16 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ttrl.errors import TaskError, UserError, describe
-from ttrl.tasks.task import Task
-from ttrl.text import short
+from ttrl.tasks.task import Task, task_list
 
 
 def load_reference(reference: str, option: str) -> tuple[Any, ModuleType]:
@@ -106,14 +106,23 @@ def load_tasks(reference: str, n: int) -> list[Task]:
     if reference.endswith(".py"):
         reference += f":{DEFAULT_NAME}"
     found, _ = load_reference(reference, "tasks try")
+    return tasks_of(found, reference, n)[:n]
+
+
+def tasks_of(found: Any, name: str, n: int | None = None) -> list[Task]:
+    """Return the tasks of a list that is not empty, or of a function that makes one: with n= where it takes that.
+
+    Raises UserError.
+    """
     if callable(found):
-        takes_n = "n" in inspect.signature(found).parameters
         try:
-            found = found(n=n) if takes_n else found()
+            found = found(n=n) if n is not None and "n" in inspect.signature(found).parameters else found()
         except UserError:
             raise
         except Exception as error:
-            raise TaskError(f"{reference} raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, Sequence) or not found or not all(isinstance(task, Task) for task in found):
-        raise TaskError(f"{reference} gives {short(found)}; it must be, or return, a list of ttrl.Task that is not empty")
-    return list(found[:n])
+            raise TaskError(f"{name}: calling it failed: {describe(error)}") from error
+    if isinstance(found, Iterator):
+        found = itertools.islice(found, n)  # it may have no end
+    if not (listed := task_list(found, name)):
+        raise TaskError(f"{name}: there are no tasks")
+    return listed

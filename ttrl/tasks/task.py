@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
@@ -125,6 +125,19 @@ class Task:
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
             self.id = "task-" + hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def task_list(given: Any, name: str) -> list[Task]:
+    """Return the tasks of `given`, a list or another iterable of them. Raises TaskError, with `name`, for anything else."""
+    if isinstance(given, Task | str) or not isinstance(given, Iterable):
+        raise TaskError(f"{name} is a {type(given).__name__}; give a list of Task")
+    listed = list(given)
+    wrong = [type(task).__name__ for task in listed if not isinstance(task, Task)]
+    if wrong:
+        raise TaskError(
+            f"{name}: {len(wrong)} of {len(listed)} are not Tasks, the first is a {wrong[0]}; make them with ttrl.Task(...)"
+        )
+    return listed
 
 
 def question(text: str) -> list[dict[str, Any]]:
