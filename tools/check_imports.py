@@ -54,6 +54,7 @@ HOUSE = {
     "errors": _room(),
     "text": _room(),
     "version": _room(),
+    "intervals": _room(),
     "system": _room("text", "safetensors obstore tqdm psutil"),  # safetensors' error class alone: it loads no torch
     # What passes between rooms, and what is known without running anything.
     "records": _room(),
@@ -82,14 +83,16 @@ HOUSE = {
     # The recipes and their parts: neither openai nor vllm.
     "training": _room(
         "training.kernels training.models training.objective training.optimizer training.parallel training.policy "
-        "data.packing costs configs",
+        "data.packing costs configs records",
         "torch torchao transformers tokenizers safetensors omegaconf",
     ),
     "training.kernels": _room("data.packing", "torch"),
     "training.parallel": _room("configs", "torch omegaconf"),
     "training.objective": _room("data data.packing configs", "torch numpy"),
     "training.models": _room("training.kernels", "torch torchtune transformers safetensors huggingface_hub"),
-    "training.policy": _room("training.models training.kernels training.parallel configs", "torch torchtune torchao safetensors"),
+    "training.policy": _room(
+        "training.models training.kernels training.parallel configs records", "torch torchtune torchao safetensors"
+    ),
     "training.optimizer": _room("training.policy training.parallel configs", "torch torchao safetensors"),
     "grpo_recipe": _room("training training.objective training.parallel data.packing configs", "torchtune omegaconf"),
     "sft_recipe": _room(
@@ -99,7 +102,7 @@ HOUSE = {
     ),
     "instruments": _room("data training records", "torch numpy"),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
-    "run_folder": _room("configs", "yaml obstore tokenizers"),
+    "run_folder": _room("configs intervals", "yaml obstore tokenizers"),
     "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
     "plans": _room(
         "run_folder costs data.packing server tasks ready_models configs records",
@@ -112,7 +115,9 @@ HOUSE = {
         "data data.chat data.packing server tasks ready_models tiny_model configs records",
         "torch transformers huggingface_hub numpy psutil",
     ),
-    "evaluation": _room("rollouts rollouts.cache rollouts.client server tasks ready_models records", "openai tqdm numpy"),
+    "evaluation": _room(
+        "intervals rollouts rollouts.cache rollouts.client server tasks ready_models records", "openai tqdm numpy"
+    ),
     "replays": _room(
         "loop launch report run_folder rollouts rollouts.client rollouts.graders data tasks configs records", "numpy tqdm yaml"
     ),

@@ -26,9 +26,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ttrl.configs import TrainingConfig
+from ttrl.records import CANARY_FILE
 from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import ServerConnection
-from ttrl.server.model_folder import CANARY_FILE
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.parallel.distributed import Ranks

@@ -14,6 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+CANARY_FILE = "canary.json"
+"""In a checkpoint: log-probabilities of a fixed text, which a server must reproduce (`ttrl.server.canary`)."""
+ADAPTER_FOLDER = "adapter"
+"""In a checkpoint: what it was merged from (`ttrl.training.policy.adapters`)."""
+
 
 @dataclass(kw_only=True)
 class Turn:

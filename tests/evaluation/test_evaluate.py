@@ -14,7 +14,7 @@ from ttrl import Task, cli, compare, evaluate
 from ttrl.errors import ConfigError, ServerError, UserError
 from ttrl.evaluation.evaluate import EvalConfig, _digest, checked_sets
 from ttrl.evaluation.families import FAMILIES, TaskSpec
-from ttrl.evaluation.intervals import wilson
+from ttrl.intervals import wilson
 
 
 class _Counter(BaseHTTPRequestHandler):

@@ -21,7 +21,6 @@ from ttrl.system.console import Console
 @dataclass
 class Canary:
     max_difference: float = 1e-6
-    mean_difference: float = 1e-7
 
 
 class FakeServer:
@@ -112,7 +111,7 @@ class Syncs:
             server.model_folder = folder
             server.start()
         self.step(f"sync by {mode}" + (" from sleep" if asleep else ""), server, remote_folder or folder)
-        return SyncReport(mode, 0.5, 1e-6, 1e-7, None, WeightComparison(7, 1))
+        return SyncReport(mode, 0.5, 1e-6, None, WeightComparison(7, 1))
 
     def sleep(self, server):
         if (error := self.fail.pop("sleep", None)) is not None:

@@ -10,8 +10,8 @@ from pathlib import PurePath
 from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.evaluation.intervals import Difference, paired_difference
 from ttrl.evaluation.results import aligned, read_result
+from ttrl.intervals import Difference, paired_difference
 from ttrl.text import flat, percent
 
 Key = tuple[str, str, int]

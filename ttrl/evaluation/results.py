@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.evaluation.intervals import Estimate, estimate_mean, pass_at_k
+from ttrl.intervals import Estimate, estimate_mean, pass_at_k
 from ttrl.records import Sample
 from ttrl.rollouts.results import TaskResults
 from ttrl.system.files import write_text

@@ -22,10 +22,9 @@ from ttrl.configs.machines import shares_of_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.launch.server_member import ServerMember, ServerTools
-from ttrl.records import Endpoint
+from ttrl.records import ADAPTER_FOLDER, Endpoint
 from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import cores_for_servers, is_cpu_build
-from ttrl.server.model_folder import ADAPTER_FOLDER
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
 

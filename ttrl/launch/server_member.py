@@ -197,7 +197,7 @@ class ServerMember:
             logger.warning("%s did not load the weights as it should at its start: %s", self.server.base_url, error)
             return None
         self.server.policy_folder = checkpoint
-        report = SyncReport("reload", 0.0, canary.max_difference, canary.mean_difference, None, comparison)
+        report = SyncReport("reload", 0.0, canary.max_difference, None, comparison)
         return _facts(report) | {"mode": "start"}
 
     def _start_anew(self, checkpoint: Path, died: ServerDiedError) -> dict[str, Any]:

@@ -31,11 +31,10 @@ from ttrl.loop.sampling import Sampler, SamplingOrder
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
 from ttrl.plans.planner import write_plan
-from ttrl.records import TaskResult
+from ttrl.records import CANARY_FILE, TaskResult
 from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES
-from ttrl.server.model_folder import CANARY_FILE
 from ttrl.system.console import Console, clock
 from ttrl.system.files import atomic_folder, read_jsonl, remove_leftovers, write_jsonl
 from ttrl.tasks.task import Task

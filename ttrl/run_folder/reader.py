@@ -6,7 +6,6 @@ an empty list here, and left out on the page.
 
 import copy
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from ttrl.errors import RunFolderError
+from ttrl.intervals import wilson
 from ttrl.run_folder.config_changes import HISTORY_FILE
 from ttrl.run_folder.folder import check_run_folder
 from ttrl.system.files import read_jsonl
@@ -128,21 +128,13 @@ def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def wilson(share: float, count: float, z: float = 1.96) -> tuple[float, float]:
-    """Return the 95% interval (Wilson's) of a share of `count` independent trials; good near 0 and 1, unlike share ± z·error."""
-    center = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, center - half), min(1.0, center + half)
-
-
 def interval(row: dict[str, Any], metric: str) -> tuple[float, float] | None:
     """Return the interval of a held-out share; None when it is not a share of successes or the count is unknown."""
     share, count = number(row, metric), number(row, "validation_samples")
     if share is None or count is None or count < 1 or not 0 <= share <= 1:
         return None
-    if abs(share * count - round(share * count)) > 1e-6 * count:
-        return None  # partial credit
-    return wilson(share, count)
+    right = round(share * count)
+    return wilson(right, count) if abs(share * count - right) <= 1e-6 * count else None  # partial credit
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ModelFolderError, ServerError
+from ttrl.records import CANARY_FILE
 from ttrl.server.connection import ServerConnection
-from ttrl.server.model_folder import CANARY_FILE
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,6 @@ class CanaryReport:
 
     passed: bool
     max_difference: float
-    mean_difference: float
     problem: str | None
     """Where and by how much it failed, with both numbers."""
 
@@ -174,7 +173,7 @@ def _compare(
             f"{exceeded[0]} |logprob difference| of the canary {exceeded[1]:.6g} > {exceeded[2]:g} ({name}); it is largest at "
             f"{where}: server {server:.6f}, trainer {trainer:.6f}"
         )
-    return CanaryReport(problem is None, largest, mean, problem)
+    return CanaryReport(problem is None, largest, problem)
 
 
 def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> dict[str, Any]:

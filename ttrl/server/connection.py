@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ServerDiedError, ServerError
-from ttrl.records import Endpoint
+from ttrl.records import ADAPTER_FOLDER, Endpoint
 from ttrl.server.auth import FENCE_HEADER, FENCE_PATH
-from ttrl.server.model_folder import ADAPTER_FOLDER, weights_digest
+from ttrl.server.model_folder import weights_digest
 
 ADAPTER_NAME = "policy-adapter"
 """Name under which an adapter is served next to its base."""

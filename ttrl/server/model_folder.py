@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ModelFolderError
+from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.system.files import digest
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
-CANARY_FILE = "canary.json"
-"""Log-probabilities of a fixed sequence, which a server must reproduce (`ttrl.server.canary`)."""
-ADAPTER_FOLDER = "adapter"
-"""What a checkpoint was merged from (`ttrl.training.policy.adapters`)."""
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 

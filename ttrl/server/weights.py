@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import ConfigError, ServerDiedError, ServerError, WeightSyncError
+from ttrl.records import ADAPTER_FOLDER
 from ttrl.server.canary import Canary, CanaryReport, check_canary, greedy_continuation
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
-from ttrl.server.model_folder import ADAPTER_FOLDER
 from ttrl.server.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ class SyncReport:
     seconds: float
     """Time for everything, proof and fallback included."""
     canary_max_difference: float
-    canary_mean_difference: float
     fell_back: str | None
     """Why a reload was followed by a restart, or None."""
     comparison: WeightComparison = WeightComparison()
@@ -99,7 +98,7 @@ def sync_weights(
         if fell_back is None:
             way: Mode = "adapter" if server.has_adapter else "reload"
             seconds = time.monotonic() - start
-            return SyncReport(way, seconds, report.max_difference, report.mean_difference, None, comparison)
+            return SyncReport(way, seconds, report.max_difference, None, comparison)
         if not isinstance(server, VLLMServer):
             raise WeightSyncError(
                 f"the server at {server.base_url} does not compute with the weights in {folder}: {fell_back}; it cannot be "
@@ -110,7 +109,7 @@ def sync_weights(
     after = f"a restart (the reload before it failed: {fell_back})" if fell_back else "a restart"
     report, comparison = verify_weights(server, folder, after=after, compare=compare)
     seconds = time.monotonic() - start
-    return SyncReport("restart", seconds, report.max_difference, report.mean_difference, fell_back, comparison)
+    return SyncReport("restart", seconds, report.max_difference, fell_back, comparison)
 
 
 def verify_weights(
@@ -162,7 +161,7 @@ def _reload(
     asleep: bool,
 ) -> tuple[CanaryReport, WeightComparison, str | None]:
     """Load weights in place; returns the canary's report, what was compared, and None or why a restart is needed."""
-    report, comparison = CanaryReport(False, math.inf, math.inf, None), WeightComparison()
+    report, comparison = CanaryReport(False, math.inf, None), WeightComparison()
     try:
         server.close_to_all()
         if asleep:

@@ -24,13 +24,13 @@ from torch import distributed
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ModelFolderError
+from ttrl.records import CANARY_FILE
 from ttrl.system.files import write_json
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.parallel.distributed import Ranks, run_on_ranks
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 
-CANARY_FILE = "canary.json"
 CANARY_LENGTH = 257  # two KV blocks of 128 tokens and one more, so that whole blocks are in the prefix cache
 GREEDY_LENGTH = 8
 

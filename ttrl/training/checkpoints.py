@@ -20,11 +20,12 @@ from torch import Tensor
 
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing.packed_file import read_tensor
+from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.system.files import atomic_folder, json_text
-from ttrl.training.canary import CANARY_FILE, compute_canary
+from ttrl.training.canary import compute_canary
 from ttrl.training.models.weights import composite_of, iter_stored, layout_of, stored_as
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.policy.adapters import ADAPTER_FOLDER, base_folder, gather_adapter, merged_weight
+from ttrl.training.policy.adapters import base_folder, gather_adapter, merged_weight
 from ttrl.training.policy.lora import adapted, is_adapter
 from ttrl.training.policy.policy import Policy
 

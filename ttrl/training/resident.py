@@ -33,10 +33,11 @@ from torch import distributed
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import TtrlError
+from ttrl.records import ADAPTER_FOLDER
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, run_on_ranks
-from ttrl.training.policy.adapters import ADAPTER_FOLDER, base_folder
+from ttrl.training.policy.adapters import base_folder
 from ttrl.training.policy.loading import load_policy, seed_dropout
 from ttrl.training.policy.policy import Policy, fill_parameters
 from ttrl.training.stepper import Stepper

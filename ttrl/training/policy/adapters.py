@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.errors import ConfigError, ModelFolderError
+from ttrl.records import ADAPTER_FOLDER
 from ttrl.system.files import write_json
 from ttrl.training.models.weights import check_weights, composite_of, files_of, stored_as
 from ttrl.training.parallel.distributed import derived_generator
@@ -32,7 +33,6 @@ from ttrl.training.parallel.sharding import copy_whole, full_tensor
 from ttrl.training.policy.lora import AdaptedLinear, adapted, is_adapter, merge, plain, without_adapters
 from ttrl.training.policy.policy import Policy, fill_parameters
 
-ADAPTER_FOLDER = "adapter"
 PEFT_FILE, WEIGHTS_FILE, OWN_FILE = "adapter_config.json", "adapter_model.safetensors", "ttrl_adapter.json"
 _PREFIX = "base_model.model."  # of peft's wrappers
 _THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}

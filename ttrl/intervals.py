@@ -1,4 +1,4 @@
-"""Confidence intervals of evaluations, and paired differences: plain Python, from the published formulas.
+"""Confidence intervals of held-out results, and paired differences: plain Python, from the published formulas.
 
 A task is drawn from many that might have been asked, and its k samples say how the model does on that task; so tasks, not
 samples, are what an evaluation has many of. Samples of one task resemble each other: an interval that took them for independent
@@ -41,7 +41,7 @@ class Estimate:
     num_tasks: int
 
 
-def wilson(right: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(right: float, count: float, confidence: float = 0.95) -> tuple[float, float]:
     """Return Wilson's score interval of a share: `right` of `count`, both ends within [0, 1]."""
     return _score_interval(right / count, count, statistics.NormalDist().inv_cdf(0.5 + confidence / 2))
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from ttrl.evaluation.intervals import (
+from ttrl.intervals import (
     _newcombe,
     estimate_mean,
     mcnemar,
@@ -29,6 +29,13 @@ def test_wilson_against_newcombe_1998() -> None:
     ):
         assert wilson(right, count) == pytest.approx((low, high), abs=5e-5)
     assert wilson(29, 29)[1] == 1.0 and wilson(0, 3)[0] == 0.0
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 10), (1.0, 10), (0.5, 200), (0.93, 200), (0.02, 50)])
+def test_wilsons_interval_solves_its_equation(share: float, count: int) -> None:
+    """Its bounds are the shares p at which |share − p| is exactly 1.96 standard errors under p itself."""
+    for bound in wilson(share * count, count):
+        assert abs(share - bound) == pytest.approx(1.959963985 * math.sqrt(bound * (1 - bound) / count), abs=1e-9)
 
 
 def test_t_against_tables() -> None:
