@@ -138,9 +138,9 @@ def config_of(**settings):
 def make(syncs, tmp_path):
     made = []
 
-    def make(look_seconds=0.01, **settings):
+    def make(look_seconds=0.01, console=None, **settings):
         tools = ServerTools(FakeVLLM, FakeServer, syncs.sync, syncs.verify, syncs.sleep, look_seconds, look_at_others_seconds=0.0)
-        made.append(PolicyServer(config_of(**settings), tmp_path / "logs", Console(quiet=True), tools))
+        made.append(PolicyServer(config_of(**settings), tmp_path / "logs", console or Console(quiet=True), tools))
         return made[-1]
 
     yield make
@@ -324,10 +324,13 @@ def test_stop_while_it_is_starting(make):
     assert not FakeVLLM.made[0].is_started and no_thread_is_left()
 
 
-def test_interrupted_while_waiting_for_the_start(make, monkeypatch):
+def test_interrupted_while_waiting_for_the_start(make):
+    class Interrupted(Console):
+        def waiting(self, *_):
+            raise KeyboardInterrupt
+
     FakeVLLM.slow = True
-    monkeypatch.setattr(Console, "waiting", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    server = make()
+    server = make(console=Interrupted())
     with pytest.raises(KeyboardInterrupt):
         server.serve(A)
     server.stop()

@@ -1,8 +1,8 @@
 """Loggers: every row once, whatever happens in between; what is wrong with an entry is said before a run starts."""
 
-import importlib.util
 import json
 import logging
+import sys
 
 import pytest
 from support.recorders import Recorder
@@ -129,7 +129,8 @@ def test_an_entry_that_is_wrong_is_said_before_a_run_starts(entry, said):
 
 
 def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for package in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
     assert logger_problems("wandb") == ["loggers: wandb needs the package wandb, which is not installed: pip install wandb"]
     (problem,) = logger_problems("torchtune.training.metric_logging.TensorBoardLogger")
     assert "pip install tensorboard" in problem

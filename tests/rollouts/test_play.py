@@ -567,22 +567,17 @@ def test_a_full_context_ends_it(kit):
     assert {sample.error.split(":")[0] for sample in full.samples} == {"RolloutLimitError"}
 
 
-def test_a_shorter_answer_is_asked_for_where_there_is_room(kit, monkeypatch):
-    from ttrl.rollouts import play
-
-    async def nine(error, transport, request, messages):
-        assert "maximum context length" in str(error)
-        return 9
-
-    monkeypatch.setattr(play, "room_left", nine)
+def test_a_shorter_answer_is_asked_for_where_there_is_room(kit):
     seen = []
 
     def answer(body):
+        if "max_tokens" not in body:  # /tokenize
+            return kit.Reply({"count": 31, "max_model_len": 40})
         return kit.error(400, TOO_LONG) if body["max_tokens"] > 9 else replies(body)
 
     tasks = [Task(SYSTEM, rollout=two_turns, id="t")]
     results, _ = kit.run(talking(answer, kit=kit, seen=seen), tasks, params={"max_tokens": 50})
-    assert results.samples[0].reward == 3.0 and [body["max_tokens"] for body in seen] == [50, 9, 50, 9]
+    assert results.samples[0].reward == 3.0 and [body.get("max_tokens") for body in seen] == [50, None, 9] * 2
 
 
 @pytest.mark.parametrize(

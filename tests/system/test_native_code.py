@@ -74,7 +74,7 @@ def test_without_a_usable_cache_each_process_compiles(trouble, cache, calls, mon
             os.chown(cache, 12345, -1)
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+        monkeypatch.setenv("HOME", "~")
     before = file.read_bytes()
     for number in (2, 3):
         kernel = native_code._find()
@@ -121,8 +121,9 @@ def test_what_doctor_says_where_there_is_none(environment, why, trouble, cache, 
         monkeypatch.setenv(name, value)
     kernel = native_code._find()
     assert kernel.library is None and why in kernel.why and kernel.trouble == trouble
-    monkeypatch.setattr(native_code, "attention_kernel", lambda: kernel)
+    native_code.attention_kernel.cache_clear()
     (finding,) = doctor.check_attention()
+    native_code.attention_kernel.cache_clear()
     assert finding.mark == ("note" if trouble else "ok") and bool(finding.advice) is bool(trouble)
     assert why in finding.fact
     assert not cache.exists()

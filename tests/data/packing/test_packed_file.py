@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from ttrl.data.packing import packed_check
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import HEADER_KEY
 from ttrl.errors import PackError
@@ -277,12 +278,12 @@ def test_a_shared_group_with_one_child_is_refused(tree):
         tree.check()
 
 
-def test_places_are_right_beyond_the_rows_that_are_checked_at_a_time(tree, monkeypatch):
-    monkeypatch.setattr("ttrl.data.packing.packed_check.CHUNK", 12)
-    padded = tree.pad_rows_to_multiple(3)
+def test_places_are_right_beyond_the_rows_that_are_checked_at_a_time(tree):
+    rows = packed_check.CHUNK // tree.seq_len + 2
+    padded = tree.pad_rows_to_multiple(rows)
     padded.check()
-    padded.tokens[2, 5] = 1
-    with pytest.raises(PackError, match="row 2, position 5: tokens is set in padding"):
+    padded.tokens[rows - 1, 5] = 1
+    with pytest.raises(PackError, match=f"row {rows - 1}, position 5: tokens is set in padding"):
         padded.check()
 
 

@@ -22,7 +22,7 @@ from openai.types.chat.chat_completion import Choice
 from ttrl.errors import GraderError, UserError
 from ttrl.records import Sample
 from ttrl.rollouts.client.choices import choice_of_sample
-from ttrl.rollouts.graders import isolated, processes, wire
+from ttrl.rollouts.graders import isolated, wire
 from ttrl.rollouts.graders.grading import MAX_ERROR_LENGTH, Graders
 from ttrl.tasks import Grade, Task
 
@@ -301,13 +301,11 @@ def test_what_cannot_be_loaded_says_so_each_time(bench):
     assert bench.grade(lambda choice: 1.0).reward == 1.0
 
 
-def test_many_graders_each_sent_once_while_it_is_known(make_bench, monkeypatch):
-    monkeypatch.setattr(processes, "_KEPT_GRADERS", 2)
-    monkeypatch.setattr(isolated, "_KEPT_PICKLES", 4)
-    made = make_bench(size=2)
-    rewards = made.grade_all([closure(k) for k in range(20)] * 3)
-    assert rewards == [k + 5.0 for k in range(20)] * 3
-    assert len(made.graders._runner._pickles) == 4
+def test_many_graders_each_sent_once_while_it_is_known(make_bench):
+    made, count = make_bench(size=2), isolated._KEPT_PICKLES + 50  # and so more than workers keep, too
+    rewards = made.grade_all([closure(k) for k in range(count)] + [closure(k) for k in range(100)])
+    assert rewards == [k + 5.0 for k in (*range(count), *range(100))]
+    assert len(made.graders._runner._pickles) == isolated._KEPT_PICKLES
 
 
 def test_a_grader_is_loaded_once_per_process(make_bench, tmp_path):

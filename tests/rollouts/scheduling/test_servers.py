@@ -791,7 +791,6 @@ async def listening(count: int = 1) -> AsyncIterator[Sequence[Listener]]:
 
 @pytest.fixture
 def quick(short_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "FIRST_DELAY", 0.01)
     monkeypatch.setattr(server_state, "PROBE_PAUSES", (0.02, 0.05))
 
 
