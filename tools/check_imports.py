@@ -93,7 +93,7 @@ HOUSE = {
     "training.policy": _room(
         "training.models training.kernels training.parallel configs records", "torch torchtune torchao safetensors"
     ),
-    "training.optimizer": _room("training.policy training.parallel configs", "torch torchao safetensors"),
+    "training.optimizer": _room("training.policy training.models training.parallel configs", "torch torchao safetensors"),
     "grpo_recipe": _room("training training.objective training.parallel data.packing configs", "torchtune omegaconf"),
     "sft_recipe": _room(
         "training training.kernels training.models training.objective training.parallel training.policy data.chat data.packing "

@@ -38,6 +38,8 @@ def test_a_marker_says_what_was_said_and_what_was_written(tmp_path):
     expected = {name: digest(one.path / name) for name in ("checkpoint/a", "checkpoint/deep/b", "train.jsonl")}
     assert content["files"] == expected
     assert content["phase"] == "train"
+    one.mark("train", ["checkpoint"], {}, {"checkpoint/a": "known from its writing", "elsewhere": "not written by this phase"})
+    assert one.files("train") == {"checkpoint/a": "known from its writing", "checkpoint/deep/b": expected["checkpoint/deep/b"]}
 
 
 def test_files_that_changed_after_their_marker(tmp_path):

@@ -5,13 +5,14 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from support.tiny_models import load_policy_in, native_layout
 from transformers import AutoModelForCausalLM
 
+from ttrl.system.files import digest
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.models.architecture import read_config
-from ttrl.training.models.weights import iter_weights
+from ttrl.training.models.weights import iter_weights, write_tensors
 from ttrl.training.parallel.distributed import Ranks
 
 HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
@@ -43,6 +44,9 @@ def test_there_and_back(family, max_shard_bytes, model_folder, tmp_path):
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in everything(tmp_path / "checkpoint").values())
         assert len(set(index["weight_map"].values())) > 2
 
+    said = json.loads((tmp_path / "checkpoint" / "canary.json").read_text())["files"]
+    assert said == {path.name: digest(path) for path in (tmp_path / "checkpoint").glob("*.safetensors")}
+
     before = AutoModelForCausalLM.from_pretrained(start)
     after, report = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", output_loading_info=True)
     assert not any(report.values())
@@ -53,6 +57,28 @@ def test_there_and_back(family, max_shard_bytes, model_folder, tmp_path):
 
     again = dict(iter_weights(tmp_path / "checkpoint"))
     assert all(torch.equal(tensor, again[name]) for name, tensor in dict(iter_weights(start)).items())
+
+
+def test_a_tensor_file_is_what_safetensors_writes(tmp_path):
+    """Byte for byte, names and shapes of all kinds included; and its digest is that of the file."""
+    base = torch.randn(6, 5)
+    one_type = {
+        "b.weight": base,
+        "a": base.T.contiguous(),
+        "größe": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        "é": base[2:4],
+    }
+    for metadata in (None, {"format": "pt"}):
+        written = write_tensors(tmp_path / "file", one_type, metadata)
+        theirs = save({name: tensor.clone() for name, tensor in one_type.items()}, metadata)  # it refuses shared memory
+        assert (tmp_path / "file").read_bytes() == theirs and written == digest(tmp_path / "file")
+    types = (torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.int64, torch.float16, torch.int8, torch.int32)
+    mixed = {f"{number}": torch.arange(1, 4).to(dtype) for number, dtype in enumerate(types)} | {"tied": base, "again": base.T}
+    write_tensors(tmp_path / "file", mixed)
+    read = load_file(tmp_path / "file")
+    assert read.keys() == mixed.keys()
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in mixed.items())
 
 
 def test_bf16_checkpoints(model_folder, tmp_path):

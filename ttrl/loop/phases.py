@@ -258,7 +258,8 @@ class Phases:
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
         self.timeline.add_training(began, clock(), steps)
         facts = {"seconds": clock() - began, "trained": True, "steps": steps}
-        iteration.mark("train", ["checkpoint", "state", "train.jsonl", "trainer_logprobs.safetensors"], facts)
+        files = ["checkpoint", "state", "train.jsonl", "trainer_logprobs.safetensors"]
+        iteration.mark("train", files, facts, _known_digests(iteration.path))
 
     def check_trainer(self) -> None:
         """Notice a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises
@@ -300,6 +301,15 @@ class Phases:
             "free_memory": config.trainer == "resident" and config.resolved_trainer_memory(config.device) == "free",
         }
         return config.recipe_config(values).to_dict()
+
+
+def _known_digests(iteration: Path) -> dict[str, str]:
+    """Return what the trainer says of the large files that it has just written (`ttrl.training.models.weights.write_tensors`)."""
+    known: dict[str, str] = {}
+    for name in (f"checkpoint/{CANARY_FILE}", "state/state.json"):
+        if (file := iteration / name).is_file():
+            known |= {f"{file.parent.name}/{of}": sha for of, sha in json.loads(file.read_text()).get("files", {}).items()}
+    return known
 
 
 def _canary_made_in(path: Path) -> tuple[str, int | None] | None:

@@ -97,14 +97,18 @@ class IterationFolder:
             ) from error
         return content
 
-    def mark(self, phase: str, files: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
-        """Say durably that a phase is done. `files` are names of files and folders of this iteration that it wrote. Raises
-        RunFolderError where another process has taken the run over, StorageError."""
+    def mark(
+        self, phase: str, files: Sequence[str], facts: dict[str, Any], known: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Say durably that a phase is done. `files` are names of files and folders of this iteration that it wrote; `known` are
+        digests, by name, that were computed while files were written, so that these are not read again. Raises RunFolderError
+        where another process has taken the run over, StorageError."""
+        known = known or {}
         tops = [self.path / name for name in files]
         paths = [path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]) if path.is_file()]
         names = [str(path.relative_to(self.path)) for path in paths]
-        with ThreadPoolExecutor(4) as threads:  # checkpoint and state at the same time: nothing else runs meanwhile
-            digests = dict(zip(names, threads.map(digest, paths), strict=True))
+        with ThreadPoolExecutor(4) as threads:  # a sharded state, an adapter: nothing else runs meanwhile
+            digests = dict(zip(names, threads.map(lambda name: known.get(name) or digest(self.path / name), names), strict=True))
         self._check_lock()
         write_json(self._path(phase), {"phase": phase, "finished": time.time(), "facts": facts, "files": digests})
         self._marked()

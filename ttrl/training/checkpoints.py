@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ttrl.configs import TrainingConfig
@@ -23,7 +22,7 @@ from ttrl.data.packing.packed_file import read_tensor
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.system.files import atomic_folder, json_text
 from ttrl.training.canary import compute_canary
-from ttrl.training.models.weights import composite_of, iter_stored, layout_of, stored_as
+from ttrl.training.models.weights import bytes_of, composite_of, iter_stored, layout_of, stored_as, write_tensors
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.adapters import base_folder, gather_adapter, merged_weight
 from ttrl.training.policy.lora import adapted, is_adapter
@@ -105,11 +104,13 @@ def _shards(entries: list[CheckpointTensor], max_bytes: int) -> list[list[Checkp
     return shards
 
 
-def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_bytes: int) -> dict[str, str]:
+def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_bytes: int) -> dict[str, dict[str, str]]:
     """Write shards, and their index if there are several. `folder` is None on ranks that only take part in gathering. Returns
-    name → SHA-256 of each tensor's bytes as they were in memory: what a server reads is held to it (`ttrl.vllm_worker`)."""
+    what canary.json says of them, as they were in memory. "weights": name → SHA-256 of each tensor's bytes, to which what a
+    server reads is held (`ttrl.vllm_worker`); "files": name → SHA-256 of each shard, for the run folder's marker."""
     shards = _shards(entries, max_bytes)
     weight_map: dict[str, str] = {}
+    files: dict[str, str] = {}
     digests: dict[str, Future[str]] = {}
     # Digests are computed during gathering and writing: SHA-256 is slower than most disks.
     with ThreadPoolExecutor(_HASHING_THREADS) as hashing:
@@ -119,23 +120,21 @@ def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_byt
             for entry in shard:
                 tensor = entry.gather()
                 if folder is not None:
-                    # A tied head is the embeddings' own memory; a file holds each tensor by itself.
-                    shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
-                    tensors[entry.name] = tensor.clone() if shared else tensor.contiguous()
+                    tensors[entry.name] = tensor.contiguous()
                     digests[entry.name] = hashing.submit(_digest, tensors[entry.name])
                 weight_map[entry.name] = file
             if folder is not None:
-                save_file(tensors, folder / file, metadata={"format": "pt"})
+                files[file] = write_tensors(folder / file, tensors, {"format": "pt"})
                 wait(digests.values())  # what they are of takes the room of the next shard
     if folder is not None and len(shards) > 1:
         metadata = {"total_size": sum(entry.size for entry in entries)}
         index = json_text({"metadata": metadata, "weight_map": weight_map})
         (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-    return {name: digest.result() for name, digest in digests.items()}
+    return {"weights": {name: digest.result() for name, digest in digests.items()}, "files": files}
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 def save_checkpoint(
@@ -168,7 +167,7 @@ def save_checkpoint(
         with atomic_folder(folder, sum(entry.size for entry in entries)) as temporary:
             copy_model_files(Path(start_folder), temporary, "float32" if checkpoint_dtype == "fp32" else "bfloat16")
             if merged:
-                canary["weights"] = _write_weights(temporary, entries, max_shard_bytes)
+                canary |= _write_weights(temporary, entries, max_shard_bytes)
             if adapter is not None:
                 adapter.write(temporary / ADAPTER_FOLDER)
             (temporary / CANARY_FILE).write_text(json_text(canary), encoding="utf-8")

@@ -53,6 +53,8 @@ def test_a_state_from_before_the_first_step_is_one_of_zeros(model_folder, packed
     save_state(tmp_path / "state", policy, optimizer, 0, ALONE)
     stored = load_file(tmp_path / "state" / "optimizer.safetensors")
     assert len(stored) == 3 * len(list(policy.parameters())) and all(not tensor.any() for tensor in stored.values())
+    said = json.loads((tmp_path / "state" / "state.json").read_text())["files"]
+    assert said == {"optimizer.safetensors": digest(tmp_path / "state" / "optimizer.safetensors")}
     fresh, _ = trained(model_folder(), packed, 1)
     resumed, _ = trained(model_folder(), packed, 1, state=tmp_path / "state")
     assert all(torch.equal(weight, fresh.full_weights()[name]) for name, weight in resumed.full_weights().items())
@@ -126,7 +128,7 @@ def test_a_state_is_replaced_as_a_whole_or_not_at_all(state_format, model_folder
     def full(*_args, **_options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ttrl.training.optimizer.state.save_file", full)
+    monkeypatch.setattr("ttrl.training.optimizer.state.write_tensors", full)
     monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", full)
     with pytest.raises(StorageError, match="could not write"):
         save_state(tmp_path / "state", policy, optimizer, 2, ALONE, state_format)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -28,6 +27,7 @@ from torchao.optim import AdamW8bit, CPUOffloadOptimizer
 
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.system.files import atomic_folder, json_text
+from ttrl.training.models.weights import write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part
@@ -107,9 +107,10 @@ def save_state(
             tensors[name] = whole.cpu().contiguous()
     if ranks.is_first:
         with atomic_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
-            save_file(tensors, temporary / "optimizer.safetensors")
+            files = {"optimizer.safetensors": write_tensors(temporary / "optimizer.safetensors", tensors)}
             beside(temporary)
-            (temporary / "state.json").write_text(json_text({"schema": 1, "global_step": global_step}), encoding="utf-8")
+            header = json_text({"schema": 1, "global_step": global_step, "files": files})
+            (temporary / "state.json").write_text(header, encoding="utf-8")
     ranks.barrier()
 
 
