@@ -100,10 +100,10 @@ def advantages_of(
         places = [place for place, result in enumerate(results) if len(result.rewards) > 1]
     kept, rewards = [results[place] for place in places], [compared[place] for place in places]
     if config.kind == "batch":
-        uncut, cut = batch_advantages(rewards, config.std_floor), batch_advantages(rewards, config.std_floor, config.clip)
+        uncut = batch_advantages(rewards, config.std_floor)
     else:
         uncut = [group_advantages(group, config.kind, config.std_floor) for group in rewards]
-        cut = [_cut(group, config.clip) for group in uncut]
+    cut = [_cut(group, config.clip) for group in uncut]
     low = _count_low_std([group for group in rewards if has_signal(group)], config)
     if low:
         logger.warning(

@@ -6,7 +6,6 @@ one, whatever ended the process before. The phases themselves: `ttrl.loop.phases
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import ConfigError, DriftError, TaskError, UserError
+from ttrl.errors import ConfigError, DriftError, UserError
 from ttrl.launch.policy_server import PolicyServer, make_server
 from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
@@ -76,7 +75,7 @@ def train(
     tasks, validation_tasks = task_list(tasks, "tasks"), task_list(validation_tasks, "validation_tasks")
     config = _checked(with_local_run(config), tasks, validation_tasks).resolved(cuda=torch.cuda.is_available())
     described = {
-        name: {"count": len(given), "digest": _tasks_digest(name, given)}
+        name: {"count": len(given), "digest": hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest()}
         for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
     }
     folder, console = RunFolder(config.run), Console(quiet=quiet)
@@ -117,17 +116,6 @@ def train(
             metrics=rows,
             report=leave_report(folder.path),
         )
-
-
-def _tasks_digest(name: str, tasks: Sequence[Task]) -> str:
-    """Return the digest of ids and messages in their order. Raises TaskError for what no file could hold."""
-    hashed = hashlib.sha256()
-    for task in tasks:
-        try:
-            hashed.update(json.dumps([task.id, task.messages], sort_keys=True, ensure_ascii=False, allow_nan=False).encode())
-        except (TypeError, ValueError) as error:
-            raise TaskError(f"{name}: task {task.id!r}: its id and messages cannot be written as JSON: {error}") from error
-    return hashed.hexdigest()
 
 
 def _checked(config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task]) -> TrainConfig:

@@ -8,7 +8,6 @@ The way of a task is in `ttrl.rollouts.group`; admission, balance and retries in
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import time
@@ -238,8 +237,5 @@ def checked_one_by_one(tasks: Iterable[Task]) -> Iterator[Task]:
     for number, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TaskError(f"tasks[{number}] is a {type(task).__name__}; give Task(messages, grader)")
-        try:  # now, not when hours of rollouts are to be written
-            json.dumps([task.id, task.messages], ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise TaskError(f"task {task.id!r}: its id and messages cannot be written as JSON: {error}") from error
+        task.as_json()  # it raises now, not when hours of rollouts are to be written
         yield task

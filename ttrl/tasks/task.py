@@ -126,6 +126,13 @@ class Task:
             content = json.dumps(self.messages, sort_keys=True, default=str)
             self.id = "task-" + hashlib.sha256(content.encode()).hexdigest()[:12]
 
+    def as_json(self) -> bytes:
+        """Return id and messages as JSON. Raises TaskError for what no file could hold."""
+        try:
+            return json.dumps([self.id, self.messages], sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise TaskError(f"task {self.id!r}: its id and messages cannot be written as JSON: {error}") from error
+
 
 def task_list(given: Any, name: str) -> list[Task]:
     """Return the tasks of `given`, a list or another iterable of them. Raises TaskError, with `name`, for anything else."""
