@@ -32,6 +32,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long begins first, lest one worker is left with it at the end; a test's time limit says how long that may be."""
+
+    def limit(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return float(marker.args[0]) if marker is not None else 0.0
+
+    items.sort(key=limit, reverse=True)
+
+
 def pytest_collection_finish() -> None:
     """What the imports made stays for ever: `gc.collect()` in a test need not look through all of torch, half a second long."""
     gc.collect()
