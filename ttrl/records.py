@@ -88,6 +88,11 @@ class Sample:
     turns: list[Turn] | None = None
     """The model's replies, where a rollout asked for them; None for a single answer to `messages`."""
 
+    @property
+    def where(self) -> str:
+        """How errors name it."""
+        return f"task {self.task_id!r}, sample {self.sample}"
+
     def to_json(self) -> dict[str, Any]:
         """Return what `json` can write as it is: unknown logprobs become null. It shares the messages with the sample."""
         # Not dataclasses.asdict, which copies every token id by itself: that took longer than all else that is done to a sample.
@@ -186,6 +191,11 @@ class TokenizedResult:
     finish_reason: str | None = None
     share: float = 1.0
     """Of the sample's generated tokens, the part that this sequence trains: below 1 where it is one of several."""
+
+    @property
+    def where(self) -> str:
+        """How errors name it."""
+        return f"task {self.task_id!r}, sample {self.sample}"
 
 
 @dataclass(frozen=True)

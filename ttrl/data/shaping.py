@@ -83,9 +83,7 @@ def shaped_rewards(result: TaskResult, config: AdvantageConfig, tokenizer: Any =
         assert sample.reward is not None
         reward = float(sample.reward)
         if not math.isfinite(reward):
-            raise UserError(
-                f"task {sample.task_id!r}, sample {sample.sample}: its reward is {reward}; rewards are finite numbers"
-            )
+            raise UserError(f"{sample.where}: its reward is {reward}; rewards are finite numbers")
         if power != 1.0:
             reward = reward_power(reward, power)
         if bonus:

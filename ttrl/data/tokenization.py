@@ -84,7 +84,7 @@ class TaskResultTokenizer:
         return [sequence for sample, advantage in pairs for sequence in self._tokenized(sample, advantage)]
 
     def _tokenized(self, sample: Sample, advantage: float) -> list[TokenizedResult]:
-        where = f"task {sample.task_id!r}, sample {sample.sample}"
+        where = sample.where
         assert sample.reward is not None
         turns = self._turns(where, sample)
         sequences = join(turns)

@@ -15,7 +15,7 @@ from ttrl.records import Sample, TaskResult
 from ttrl.replays.graders import Regrader
 from ttrl.rollouts.client.choices import choice_of_sample, writable
 from ttrl.rollouts.graders.grading import Graders
-from ttrl.rollouts.results import TaskResults, is_unfinished, where
+from ttrl.rollouts.results import TaskResults, is_unfinished
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
@@ -51,7 +51,7 @@ def grade(
                 assert task is not None
                 new.reward, new.metrics, new.error = None, {}, None
                 try:
-                    graded = await graders.grade(task, choice_of_sample(old), where(old.task_id, old.sample))
+                    graded = await graders.grade(task, choice_of_sample(old), old.where)
                     new.reward, new.metrics = graded.reward, graded.metrics
                 except GraderError as error:
                     new.error = writable(f"GraderError: {error}")

@@ -19,7 +19,7 @@ from ttrl.rollouts.graders.grading import type_and_message
 from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.partial import ContinueAttempt, extend
 from ttrl.rollouts.play import Play
-from ttrl.rollouts.results import TaskUsage, is_unfinished, where
+from ttrl.rollouts.results import TaskUsage, is_unfinished
 from ttrl.rollouts.scheduling.servers import Size
 
 
@@ -160,7 +160,7 @@ class Group:
 
     async def _finish(self, sample: Sample, answer: Answer, *, cached: bool = False, had: int = 0) -> None:
         """Fill in one sample, keep it in the cache, and grade it; or leave it open where the budget cut it off."""
-        place, s = where(sample.task_id, sample.sample), self.s
+        place, s = sample.where, self.s
         sample.cached = cached
         new = 0 if cached else (answer.completion_tokens or 0) - had
         self.usage.new_completion += new

@@ -31,7 +31,6 @@ from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
 from ttrl.rollouts.client.text_stream import Piece, ask
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, encoded
-from ttrl.rollouts.results import where
 
 BRIDGE = 16
 """Tokens that are asked for at first where the kept part ends within a character: behind it, stop strings and text are exact."""
@@ -149,7 +148,7 @@ class ContinueAttempt(Attempt):
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
         request, sample = self.request, self.sample
         check_continuable(request)
-        place = where(sample.task_id, sample.sample)
+        place = sample.where
         if not sample.prompt_token_ids or not sample.token_ids:
             raise TokenizationError(f"{place}: it has no token ids, so it cannot be continued; sample with token_ids=True")
         if request.wants_logprobs and (sample.logprobs is None or len(sample.logprobs) != len(sample.token_ids)):
@@ -312,7 +311,7 @@ def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
     had = len(sample.token_ids or ())
     versions = sample.token_versions or [sample.weights_version] * had
     read = Sample(task_id=sample.task_id, sample=sample.sample, messages=sample.messages)
-    place = where(sample.task_id, sample.sample)
+    place = sample.where
     read_choice(read, answer, place, token_ids=True, logprobs=sample.logprobs is not None)
     ids = read.token_ids or []
     if ids[:had] != sample.token_ids or read.prompt_token_ids != sample.prompt_token_ids:

@@ -29,7 +29,6 @@ from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.graders.grading import own_traceback, type_and_message
 from ttrl.rollouts.ledger import Ledger
-from ttrl.rollouts.results import where
 from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
 
@@ -80,7 +79,7 @@ class Play:
     def __init__(self, ledger: Ledger, sample: Sample) -> None:
         self.ledger, self.sample, self.s = ledger, sample, ledger.s
         self.task = ledger.job.task
-        self.place = where(sample.task_id, sample.sample)
+        self.place = sample.where
         self._replies: list[_Reply | None] = []
         """In the order in which they were asked for; None where none came."""
         self._generated = 0

@@ -233,16 +233,9 @@ class TaskResults(Sequence[TaskResult]):
         raise kind(f"all {len(samples)} samples of {len(self)} tasks failed, {count} of them with: {in_full}")
 
 
-def where(task_id: str, sample: int) -> str:
-    """Return how errors name a sample."""
-    return f"task {task_id!r}, sample {sample}"
-
-
 def reason(sample: Sample) -> str:
     """Return the first line of a failed sample's error without its place, so that equal failures count as one."""
-    line = (
-        (sample.error or "no reward and no reason").split("\n", 1)[0].replace(f"{where(sample.task_id, sample.sample)}: ", "", 1)
-    )
+    line = (sample.error or "no reward and no reason").split("\n", 1)[0].replace(f"{sample.where}: ", "", 1)
     return line if len(line) <= 200 else line[:199] + "…"
 
 

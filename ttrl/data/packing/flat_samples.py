@@ -54,10 +54,6 @@ class FlatSamples:
     """float32 [N], 0 where nothing is trained; None where no sample has any of its own."""
 
 
-def where(result: TokenizedResult) -> str:
-    return f"task {result.task_id!r}, sample {result.sample}"
-
-
 def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
     """Join the lists of all samples. Raises PackError, naming sample and token, where they do not belong together."""
     for result in results:
@@ -88,14 +84,14 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
         stop = begin + length
         first, end, num_trained = _write_mask(trained[begin:stop], result.assistant_mask, result.prompt_length)
         if first == 0:
-            raise PackError(f"{where(result)}, token 0: a trained first token, which nothing predicts")
+            raise PackError(f"{result.where}, token 0: a trained first token, which nothing predicts")
         before = min(first, result.prompt_length)
         logprobs[begin : begin + before] = np.nan
         _convert(result.logprobs[before:], logprobs, begin + before, result, "logprobs")
         spans.append((before, first, end, num_trained))
         _check_positions(result, counting)
         if not math.isfinite(result.advantage):
-            raise PackError(f"{where(result)}: an advantage that is not finite")
+            raise PackError(f"{result.where}: an advantage that is not finite")
     if tokens.min() < 0:
         _refuse(results, start, tokens < 0, "a negative token id")
     _refuse(results, start, np.isinf(logprobs), "an infinite logprob (NaN marks an unknown one)")
@@ -126,7 +122,7 @@ def _check_lengths(result: TokenizedResult) -> None:
     length = len(result.token_ids)
     if not len(result.assistant_mask) == len(result.input_pos) == len(result.logprobs) == length:
         raise PackError(
-            f"{where(result)}: {length} token ids, but {len(result.assistant_mask)} assistant_mask, {len(result.input_pos)} "
+            f"{result.where}: {length} token ids, but {len(result.assistant_mask)} assistant_mask, {len(result.input_pos)} "
             f"input_pos and {len(result.logprobs)} logprobs; all have one entry per token"
         )
     completion = length - result.prompt_length
@@ -136,12 +132,12 @@ def _check_lengths(result: TokenizedResult) -> None:
     ):
         if values is not None and len(values) != completion:
             raise PackError(
-                f"{where(result)}: {len(values)} {name} for {completion} completion tokens; there is one for each, or None where "
+                f"{result.where}: {len(values)} {name} for {completion} completion tokens; there is one for each, or None where "
                 f"all {same}"
             )
     if not 1 <= result.prompt_length <= length:
         raise PackError(
-            f"{where(result)}: prompt_length {result.prompt_length} of {length} tokens; a sample needs a prompt of at least "
+            f"{result.where}: prompt_length {result.prompt_length} of {length} tokens; a sample needs a prompt of at least "
             "one token, as the first generated token is predicted from the prompt's last"
         )
 
@@ -166,7 +162,7 @@ def _convert(values: Sequence[float], into: np.ndarray, at: int, result: Tokeniz
         with np.errstate(over="ignore"):
             into[at : at + len(found)] = found
     except (struct.error, OverflowError, TypeError, ValueError) as error:
-        raise PackError(f"{where(result)}: {name} must be {_KINDS[name]} ({error})") from error
+        raise PackError(f"{result.where}: {name} must be {_KINDS[name]} ({error})") from error
 
 
 def _write_mask(into: np.ndarray, mask: Sequence[bool], prompt_length: int) -> tuple[int, int, int]:
@@ -199,14 +195,14 @@ def _check_positions(result: TokenizedResult, counting: list[int]) -> None:
         right = np.array_equal(positions, np.arange(length))
     if not right:
         wrong = next(offset for offset, position in enumerate(positions) if position != offset)
-        raise PackError(f"{where(result)}, token {wrong}: input_pos that is not 0, 1, 2, …")
+        raise PackError(f"{result.where}, token {wrong}: input_pos that is not 0, 1, 2, …")
 
 
 def _refuse(results: Sequence[TokenizedResult], start: np.ndarray, wrong: np.ndarray, what: str) -> None:
     if wrong.any():
         at = int(wrong.argmax())
         owner = int(np.searchsorted(start, at, side="right")) - 1
-        raise PackError(f"{where(results[owner])}, token {at - start[owner]}: {what}")
+        raise PackError(f"{results[owner].where}, token {at - start[owner]}: {what}")
 
 
 def _of_completions(
@@ -237,7 +233,7 @@ def select(
     if too_long == "error" and long.any():
         first = int(long.argmax())
         raise PackError(
-            f"{where(results[first])} takes {positions[first]} positions (prompt {results[first].prompt_length} tokens), but "
+            f"{results[first].where} takes {positions[first]} positions (prompt {results[first].prompt_length} tokens), but "
             f"seq_len is {seq_len}, and {int(long.sum())} of {len(results)} samples are too long; raise seq_len to at least "
             f"{int(positions.max())}, or choose too_long='drop', 'truncate' or 'extend'"
         )
