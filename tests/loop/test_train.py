@@ -133,9 +133,10 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     captured = capfd.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert len(lines) == 3 and "entropy" in lines[2]
-    assert lines[0].startswith("before")
-    assert lines[1].startswith("iteration   1  reward 0.250, right 0.250  held-out reward 1.000  signal 2/2")
+    assert len(lines) == 4 and "entropy" in lines[3]
+    assert lines[0].startswith("starting vLLM and the trainer")
+    assert lines[1].startswith("before")
+    assert lines[2].startswith("iteration   1  reward 0.250, right 0.250  held-out reward 1.000  signal 2/2")
 
 
 def test_quiet_says_nothing(world, capfd):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from ttrl.cli import cache, evaluate, machine, models, plan, runs, tasks
 from ttrl.errors import TtrlError
+from ttrl.system.console import speak_in_lines
 from ttrl.version import __version__
 
 SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
@@ -48,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    speak_in_lines()
     arguments = make_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:

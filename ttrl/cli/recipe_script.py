@@ -22,6 +22,7 @@ from ttrl.launch.tune import tune
 from ttrl.loop.plan import plan
 from ttrl.loop.train import train
 from ttrl.run_folder.metrics import validation_metric
+from ttrl.system.console import speak_in_lines
 from ttrl.system.files import write_jsonl
 from ttrl.tasks.task import Grade, Task
 from ttrl.tiny_model import make_tiny_model
@@ -41,6 +42,7 @@ def script_arguments(
 
     `run` of what it returns is absolute; where the recipe has a model, it has `tiny`.
     """
+    speak_in_lines()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path(run), help=f"the run folder ({run})")
     parser.add_argument("--seed", type=int, default=0)

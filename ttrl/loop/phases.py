@@ -85,6 +85,7 @@ class Phases:
             return
         began = clock()
         self.server.start(self.model)
+        self.console.line("starting vLLM and the trainer; with a small model, validation begins in about half a minute")
         with atomic_folder(iteration.path / "checkpoint") as temporary:
             for path in sorted(self.model.iterdir()):
                 if path.is_file() and path.name != CANARY_FILE:

@@ -1,12 +1,20 @@
 """What a run says to the person at the terminal: a line per event, and a sign of life while something takes long."""
 
 import contextlib
+import io
 import sys
 import threading
 import time
 from collections.abc import Iterator
 
 from tqdm.auto import tqdm
+
+
+def speak_in_lines() -> None:
+    """Send each line of standard output and error as it is written; Python keeps 8 kB back where they are piped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not a notebook's, nor None
+            stream.reconfigure(line_buffering=True)
 
 
 class Console:
