@@ -249,7 +249,8 @@ def _differences(packed: Callable[..., Tensor], weight: Tensor, exact: bool) -> 
     # Sums with random signs: one element that is off by d is off by d in each. Products are exact; sums are rounded, in float32,
     # by about sqrt(columns)·2⁻²⁴ of the sum of magnitudes, and then to the weights' type.
     signs = torch.randint(2, (PROBES, columns), generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
-    wanted = signs.double() @ weight.double().T
-    rounding = 4 * math.sqrt(columns) * 2**-24 * weight.double().abs().sum(1) + torch.finfo(weight.dtype).eps * wanted.abs()
+    doubled = weight.double()  # once: it is twice the size of the weights
+    wanted = signs.double() @ doubled.T
+    rounding = 4 * math.sqrt(columns) * 2**-24 * doubled.norm(1, dim=1) + torch.finfo(weight.dtype).eps * wanted.abs()
     off = (packed(signs.to(weight.dtype), weight, None).double() - wanted).abs()
     return int((~(off <= rounding)).any(0).sum())
