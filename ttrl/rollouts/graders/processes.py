@@ -222,11 +222,13 @@ class Worker(asyncio.Protocol):
         """Take the keeper's word that the worker is gone (None: the keeper itself is)."""
         if not self.status.done():
             self.status.set_result(status)
-        # Children of a grader may keep the socket open; but the answer may have come just before, so that is read first. Without
-        # its keeper a worker cannot go on; if it had no grader yet, its choice can still be given to another one.
+        # Children of a grader may keep the socket open; but the answer may have come just before, or the order may be unread, so
+        # that is heard first (a lost connection by a callback of its own). Without its keeper a worker cannot go on; if it had
+        # no grader yet, its choice can still be given to another one.
         with contextlib.suppress(RuntimeError):  # the loop is closed
             kind = "not taken" if status is None and self._is_loading else "died"
-            self.status.get_loop().call_soon(self._fail, kind)
+            loop = self.status.get_loop()
+            loop.call_soon(loop.call_soon, self._fail, kind)
 
     def end(self) -> None:
         """Have the worker killed with all that it started. Harmless when repeated."""
