@@ -6,8 +6,10 @@ instead of 24, for 15 CPU seconds instead of 23; the first validation of a run a
 
 import contextlib
 import importlib
+import logging
 import multiprocessing
 import os
+import runpy
 import socket
 from typing import Any
 
@@ -15,15 +17,19 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handler shows what is below its own name
+
 _ROWS_AT_ONCE = 2**16  # elements: what fits into a core's cache
 
 
 def main() -> None:
     """Serve as the command line says."""
-    entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     if current_platform.is_cpu():
-        _start_sooner()
-    entry.main()
+        try:
+            _start_sooner()
+        except ImportError as error:
+            logger.warning("another vLLM than this was written for starts its own way, more slowly: %s", error)
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 
 def _start_sooner() -> None:
