@@ -51,6 +51,14 @@ def test_a_failed_reload_falls_back_to_a_restart(fake_server, checkpoints, behav
         assert re.search(reason, report.fell_back), report.fell_back
 
 
+def test_an_old_prefix_cache_is_seen_where_half_precision_hides_it(fake_server, checkpoints):
+    with fake_server("keep-cache") as server:
+        server.dtype = "bfloat16"
+        start = server.start
+        server.start = lambda: (setattr(server, "behaviour", "fine"), start())
+        assert "tokens came from the prefix cache, which was emptied" in sync_weights(server, checkpoints[1]).fell_back
+
+
 def test_a_mismatch_after_the_restart_stops_with_both_numbers(fake_server, checkpoints):
     new = checkpoints[1]
     (new / "weight").write_text("0.76")  # the weights are not those that the trainer computed with

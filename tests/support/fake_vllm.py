@@ -90,12 +90,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if "prompt_logprobs" in body:
             rows = [None] + [{str(t): {"logprob": -(t % 7) - weight - weight / 10}} for t in prompt[1:]]
             return self.answer(200, {"choices": [{"prompt_logprobs": rows}]})
+        usage = {"prompt_tokens_details": {"cached_tokens": len(prompt) - 1} if str(prompt) in state["cache"] else None}
         old = state["cache"].setdefault(str(prompt), state["weight"])
         count = body["max_tokens"]
         tokens = [1000 + i for i in range(count)]
         if behaviour == "other-token": tokens[-1] = 5
         logprobs = [-1.0 - weight - old / 10] * count
-        self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}]})
+        self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}], "usage": usage})
 
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """

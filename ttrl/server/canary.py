@@ -131,11 +131,15 @@ class CanaryReport:
     """Where and by how much it failed, with both numbers."""
 
 
-def check_canary(server: ServerConnection, canary: Canary) -> CanaryReport:
-    """Compare the server's log-probabilities of the canary with the trainer's; raises only if the server does not answer."""
+def check_canary(server: ServerConnection, canary: Canary, *, cache_is_empty: bool = False) -> CanaryReport:
+    """Compare the server's log-probabilities of the canary with the trainer's; raises only if the server does not answer.
+
+    cache_is_empty: its prefix cache was emptied just now, so tokens that it still takes from there are of old weights. In half
+    precision the numbers alone may not show that.
+    """
     name, tolerance = tolerance_for(canary, server.dtype)
     # The generation first: once the other request has recomputed the prompt, its blocks could hide stale ones in the cache.
-    greedy_ids, greedy_logprobs = greedy_continuation(server, canary)
+    greedy_ids, greedy_logprobs, cached = greedy_continuation(server, canary)
     prompt_logprobs = _prompt_logprobs(server, canary)
 
     rows: list[tuple[str, float, float]] = []  # where, server's, trainer's
@@ -154,6 +158,11 @@ def check_canary(server: ServerConnection, canary: Canary) -> CanaryReport:
                 )
             break  # a tie may be broken either way, but what follows another token cannot be compared
         rows.append((f"greedy token {step} ({token})", greedy_logprobs[step], canary.greedy_logprobs[step]))
+    if cache_is_empty and cached:
+        token_problem = token_problem or (
+            f"{cached} of the canary's {len(canary.token_ids)} tokens came from the prefix cache, which was emptied: keys and "
+            "values of the old weights"
+        )
     return _compare(rows, tolerance, name, token_problem)
 
 
@@ -178,26 +187,29 @@ def _compare(
 
 def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> dict[str, Any]:
     body = {"model": server.model_name, "prompt": canary.token_ids, "temperature": 0.0, **parameters}
-    choice: dict[str, Any] = server.request("POST", "/v1/completions", body)["choices"][0]
-    return choice
+    answer: dict[str, Any] = server.request("POST", "/v1/completions", body)
+    return answer
 
 
-def greedy_continuation(server: ServerConnection, canary: Canary) -> tuple[list[int], list[float]]:
-    """Return token ids and log-probabilities of the greedy continuation of the canary."""
+def greedy_continuation(server: ServerConnection, canary: Canary) -> tuple[list[int], list[float], int]:
+    """Return token ids and log-probabilities of the greedy continuation of the canary, and how many of the canary's tokens came
+    from the prefix cache (0 where the server does not say)."""
     count = len(canary.greedy_token_ids)
-    choice = _completion(server, canary, max_tokens=count, logprobs=0, ignore_eos=True, return_token_ids=True)
+    answer = _completion(server, canary, max_tokens=count, logprobs=0, ignore_eos=True, return_token_ids=True)
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    choice = answer["choices"][0]
     tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if len(tokens) != count or len(logprobs) != count:
         raise ServerError(
             f"the canary: asked for {count} tokens after {len(canary.token_ids)}, got {len(tokens)} ids and {len(logprobs)} "
             "logprobs; together they must fit into the server's max_model_len"
         )
-    return tokens, logprobs
+    return tokens, logprobs, details.get("cached_tokens") or 0
 
 
 def _prompt_logprobs(server: ServerConnection, canary: Canary) -> list[float]:
     """Return the log-probability of each of the canary's tokens given the tokens before it; NaN for the first."""
-    entries = _completion(server, canary, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+    entries = _completion(server, canary, max_tokens=1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
     if len(entries) != len(canary.token_ids):
         raise ServerError(f"the canary: {len(canary.token_ids)} tokens, but {len(entries)} prompt logprobs")
     logprobs = [math.nan]

@@ -177,7 +177,7 @@ def _reload(
         if compare:
             comparison = compare_weights(server, there, canary)
         if comparison.problem is None:
-            report = check_canary(server, canary)
+            report = check_canary(server, canary, cache_is_empty=True)
     except ServerDiedError:
         raise
     except ServerError as error:
