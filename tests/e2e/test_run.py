@@ -3,17 +3,16 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import yaml
+from support.killed_run import kill_all, wait_for
 from transformers import AutoModelForCausalLM
 
 from ttrl.data.packing.pack import PackedTensors
@@ -186,23 +185,6 @@ def test_a_finished_run_does_nothing_again(finished):
     assert (finished / "logs" / "server.log").read_bytes() == log  # no server was started
 
 
-def wait_for(condition, process: subprocess.Popen, log: Path, timeout: float = 600.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None, log.read_text()[-5000:]
-        assert time.monotonic() < deadline, "the moment never came: " + log.read_text()[-3000:]
-        time.sleep(0.0005)
-
-
-def kill_all(folder: Path, process: subprocess.Popen) -> None:
-    """kill -9 of the run and of all that it started, at once."""
-    everything = [process.pid, *(p.pid for p in psutil.Process(process.pid).children(recursive=True))]
-    for pid in everything:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
 def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
     """kill -9 three times in one run, each time of all processes; the same command continues in that iteration each time."""
     run, log, last = tmp_path / "run", tmp_path / "output.log", 3
@@ -212,7 +194,7 @@ def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
     (tmp_path / "hold-grades").touch()
     process = start(tmp_path, last)
     wait_for(lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 1, process, log)
-    kill_all(run, process)
+    kill_all(process)
     assert not (one / "done/rollouts.json").exists()
     kept = read_jsonl(partial)
     assert 1 <= len(kept) < 8
@@ -220,7 +202,7 @@ def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
 
     process = start(tmp_path, last)
     wait_for((two / "train.log").exists, process, log)  # the trainer of iteration 2 has just been started
-    kill_all(run, process)
+    kill_all(process)
     assert not (two / "done/train.json").exists() and (two / "done/pack.json").exists()
     done = {path: path.stat().st_mtime_ns for path in run.rglob("done/*.json")}
     for row in kept:  # what had been sampled before the first kill was kept
@@ -230,7 +212,7 @@ def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
     (tmp_path / "hold-state").touch()
     process = start(tmp_path, last)
     wait_for((torn / "checkpoint").exists, process, log)
-    kill_all(run, process)
+    kill_all(process)
     assert not (torn / "state").exists() and not (torn / "done/train.json").exists()
     (tmp_path / "hold-state").unlink()
     assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())  # nothing finished was done again
