@@ -30,7 +30,7 @@ from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
 from ttrl.training.models.weights import to_hugging_face_names
-from ttrl.training.policy.policy import fill_parameters
+from ttrl.training.policy.policy import Policy, fill_parameters
 
 VOCAB = 97
 _WIDTHS = {
@@ -155,6 +155,7 @@ def softmax_keeps_dtype() -> Iterator[None]:
 def reference_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     """transformers' model. In float64, norms are made to compute in float64 too, and so are the scales of embeddings."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model.get_input_embeddings().padding_idx = None  # else a pad token in a text, such as <|im_end|>, has no gradient
     for module in model.modules():
         if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
             eps = getattr(module, "variance_epsilon", None) or module.eps
@@ -199,20 +200,24 @@ def samples(seed: int = 0) -> list[TokenizedResult]:
 
 
 @dataclass(frozen=True)
-class Parity:
-    """Differences between ours and transformers'."""
+class Computed:
+    """What a model computes of samples: logits [T, V] of each, log-probabilities of its completion, and a gradient of those."""
 
-    largest_logit: float
-    logits: float
-    logprobs_packed: float
-    gradient_unpacked: float
-    gradient_packed: float
+    logits: list[Tensor]
+    logprobs: list[Tensor]
+    gradient: dict[str, Tensor]
+
+
+def _computed(logits: list[Tensor], logprobs: list[Tensor], gradient: dict[str, Tensor]) -> Computed:
+    """Without what the gradient was computed from, which a real model has gigabytes of."""
+    return Computed([part.detach() for part in logits], [part.detach() for part in logprobs], gradient)
 
 
 def _chosen(logits_TV: Tensor, result: TokenizedResult) -> Tensor:
-    """Log-probabilities of the completion's tokens."""
+    """Log-probabilities of the completion's tokens, in float32 at least."""
     n = result.prompt_length
-    return torch.log_softmax(logits_TV[n - 1 : -1], -1).gather(1, torch.tensor(result.token_ids[n:])[:, None])[:, 0]
+    rows = torch.log_softmax(logits_TV[n - 1 : -1], -1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+    return rows.gather(1, torch.tensor(result.token_ids[n:])[:, None])[:, 0]
 
 
 def _gradient(logprobs: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -224,52 +229,72 @@ def _gradient(logprobs: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def _largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert theirs.keys() <= ours.keys()
-    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+def largest_distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest ‖one - other‖ / ‖other‖ of a parameter."""
+    assert other.keys() <= one.keys()
+    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in other)
 
 
-def parity(folder: Path, dtype: torch.dtype) -> Parity:
-    """Both sides in `dtype`, over `samples`."""
-    results = samples()
+def transformers_computes(folder: Path, dtype: torch.dtype, results: list[TokenizedResult]) -> Computed:
+    """One by one."""
     with softmax_keeps_dtype():
         reference = reference_model(folder, dtype)
-        expected = [reference(torch.tensor([one.token_ids])).logits[0] for one in results]
-        their_logprobs = [_chosen(logits, one) for logits, one in zip(expected, results, strict=True)]
-        their_gradient = _gradient(their_logprobs, reference)
+        logits = [reference(torch.tensor([one.token_ids])).logits[0] for one in results]
+        logprobs = [_chosen(part, one) for part, one in zip(logits, results, strict=True)]
+        return _computed(logits, logprobs, _gradient(logprobs, reference))
 
+
+def ours_computes(folder: Path, dtype: torch.dtype, results: list[TokenizedResult], seq_len: int) -> tuple[Computed, Computed]:
+    """One by one, and packed into rows of that length, which has no logits. In bfloat16 as in training: parameters of float32."""
     config = read_config(folder)
     decoder = build_decoder(config)
     fill_parameters(dict(decoder.named_parameters()), folder)
-    decoder.to(dtype)
+    lower = dtype == torch.bfloat16
+    policy = Policy(decoder if lower else decoder.to(dtype), compute_dtype=dtype)
 
-    def logits_of(tokens: Tensor, group_ids: Tensor, parent_ids: Tensor, positions: Tensor) -> Tensor:
-        plan = attention_plan(group_ids, parent_ids, positions, dtype)
-        return decoder.logits(decoder.hidden_states(tokens, positions, plan))
-
-    ours = []
+    logits = []
     for one in results:
         tokens, alone = torch.tensor([one.token_ids]), torch.zeros(1, len(one.token_ids), dtype=torch.int64)
-        ours.append(logits_of(tokens, alone, alone, torch.tensor([one.input_pos]))[0])
-    our_logprobs = [_chosen(logits, one) for logits, one in zip(ours, results, strict=True)]
-    unpacked = to_hugging_face_names(_gradient(our_logprobs, decoder), config)
+        positions = torch.tensor([one.input_pos])
+        with torch.autocast("cpu", dtype) if lower else contextlib.nullcontext():
+            plan = attention_plan(alone, alone, positions, dtype)
+            logits.append(decoder.logits(decoder.hidden_states(tokens, positions, plan))[0])
+    logprobs = [_chosen(part, one) for part, one in zip(logits, results, strict=True)]
+    gradient = to_hugging_face_names(_gradient(logprobs, decoder), config)
+    one_by_one = _computed(logits, logprobs, gradient)
 
-    packed = packed_tensors_from_tokenized_results(results, seq_len=48, pad_id=0, shortest_shared=1)
-    logits = logits_of(packed.tokens, packed.group_ids, packed.parent_ids, packed.input_pos)
-    everywhere = torch.log_softmax(logits, -1).gather(-1, packed.labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    trained = packed.labels >= 0
-    by_name = {(results[n].task_id, results[n].sample): n for n in range(len(results))}
-    packed_logprobs = [torch.empty(0)] * len(results)
+    packed = packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, shortest_shared=1)
+    found = policy(packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos).logprobs
+    owners = packed.sample_ids[packed.labels >= 0]
+    by_name = {(one.task_id, one.sample): n for n, one in enumerate(results)}
+    logprobs = [torch.empty(0)] * len(results)
     for number, one in enumerate(packed.samples):
-        packed_logprobs[by_name[one.task_id, one.sample]] = everywhere[trained & (packed.sample_ids == number)]
-    packed_gradient = to_hugging_face_names(_gradient(packed_logprobs, decoder), config)
+        logprobs[by_name[one.task_id, one.sample]] = found[owners == number]
+    return one_by_one, _computed([], logprobs, to_hugging_face_names(_gradient(logprobs, decoder), config))
 
+
+@dataclass(frozen=True)
+class Parity:
+    """Differences between ours and transformers'."""
+
+    largest_logit: float
+    logits: float
+    logprobs_packed: float
+    gradient_unpacked: float
+    gradient_packed: float
+
+
+def parity(folder: Path, dtype: torch.dtype, results: list[TokenizedResult] | None = None, seq_len: int = 48) -> Parity:
+    """Both sides in `dtype`, over `samples`, or others."""
+    results = results or samples()
+    theirs = transformers_computes(folder, dtype, results)
+    ours, packed = ours_computes(folder, dtype, results, seq_len)
     return Parity(
-        largest_logit=max(float(logits.abs().max()) for logits in expected),
-        logits=max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)),
-        logprobs_packed=max(float((a - b).abs().max()) for a, b in zip(packed_logprobs, their_logprobs, strict=True)),
-        gradient_unpacked=_largest(unpacked, their_gradient),
-        gradient_packed=_largest(packed_gradient, their_gradient),
+        largest_logit=max(float(part.abs().max()) for part in theirs.logits),
+        logits=max(float((a - b).abs().max()) for a, b in zip(ours.logits, theirs.logits, strict=True)),
+        logprobs_packed=max(float((a - b).abs().max()) for a, b in zip(packed.logprobs, theirs.logprobs, strict=True)),
+        gradient_unpacked=largest_distance(ours.gradient, theirs.gradient),
+        gradient_packed=largest_distance(packed.gradient, theirs.gradient),
     )
 
 

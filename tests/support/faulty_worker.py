@@ -12,7 +12,8 @@ from ttrl.vllm_worker import WeightSync
 
 
 class FaultyWeightSync(WeightSync):
-    """The file TTRL_TEST_FAULT says what happens: {"old": true}, or {"tensor": NAME, "index": [0, 0], "add": 1e-4}."""
+    """The file TTRL_TEST_FAULT says what happens: {"old": true}, {"tensor": NAME, "index": [0, 0], "add": 1e-4},
+    {"zero": NAME}, or {"swap": [LAYER, LAYER]}."""
 
     def ttrl_load_weights(self, folder: str) -> None:
         path = Path(os.environ["TTRL_TEST_FAULT"])
@@ -29,13 +30,17 @@ class FaultyWeightSync(WeightSync):
 
             def damaged(*arguments: object) -> object:
                 for name, tensor in read(*arguments):
-                    if name == fault["tensor"]:
+                    if name == fault.get("tensor"):
                         tensor = tensor.clone()
                         tensor[tuple(fault["index"])] += fault["add"]
-                    yield name, tensor
+                    if name == fault.get("zero"):
+                        tensor = tensor * 0
+                    yield next((other[part] + name.removeprefix(part) for part in other if name.startswith(part)), name), tensor
 
             loader.get_all_weights = damaged
             return loader
 
+        first, second = fault.get("swap", ("", ""))  # as "model.layers.3."
+        other = {first: second, second: first} if first else {}
         original = inplace.get_model_loader
         return mock.patch.object(inplace, "get_model_loader", get_model_loader)
