@@ -283,6 +283,30 @@ def test_the_peak_is_measured_once_with_the_largest_product():
     assert matmul_peak((16, 32, 8), torch.float32, torch.device("cpu")) == peak
 
 
+def test_the_best_peak_of_a_machine_is_kept(tmp_path, monkeypatch):
+    """It was measured beside a busy server, or is; and a cache that cannot be used, or is damaged, costs nothing."""
+
+    def measured():
+        matmul_peak.cache_clear()
+        return matmul_peak((16, 32, 8), torch.float32, torch.device("cpu"))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured()
+    file = tmp_path / "ttrl" / "peaks.json"
+    (name,) = json.loads(file.read_text())
+    assert f"{torch.get_num_threads()} threads" in name and name.endswith("torch.float32 16x32x8")
+    file.write_text(json.dumps({name: 1e17, "other": 1.0}))
+    assert measured() == 1e17
+    assert json.loads(file.read_text()) == {name: 1e17, "other": 1.0}
+    for damaged in ("{", "[]", json.dumps({name: "fast"})):
+        file.write_text(damaged)
+        assert 0 < measured() < 1e16 and json.loads(file.read_text())[name] < 1e16
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    assert 0 < measured() < 1e16
+    matmul_peak.cache_clear()
+
+
 def test_ranges_and_effective_sample_sizes():
     values = Range()
     assert values.over_ranks(HERE) == (math.inf, -math.inf)

@@ -123,8 +123,8 @@ def dead_shares(run: RunData) -> list[float | None]:
 
 def utilisation(run: RunData) -> list[float | None]:
     """Return FLOPs of training over what the machine could have computed in the whole iteration, per row."""
-    speeds = zip(ratios(run, "train.flops", "seconds.total"), run.column("train.matmul_peak"), strict=True)
-    return [speed / peak if speed is not None and peak else None for speed, peak in speeds]
+    parts = zip(run.column("train.peak_share"), ratios(run, "train.seconds", "seconds.total"), strict=True)
+    return [share * part if share is not None and part is not None else None for share, part in parts]
 
 
 def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:

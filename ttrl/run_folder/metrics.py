@@ -59,7 +59,7 @@ def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
         values = [step[name] for step in steps if step.get(name) is not None and "skipped" not in step]
         train |= {name: sum(values) / len(values)} if values else {}
     train |= {"lr": steps[-1]["lr"], "steps": len(steps), "global_step": steps[-1]["global_step"]}
-    counts = ("flops", "padding_tokens", "logical_tokens")
+    counts = ("flops", "seconds", "padding_tokens", "logical_tokens")
     train |= {name: sum(step[name] for step in steps) for name in counts if name in steps[0]}
     train |= _added_up("seconds_by_part", sum, steps) | _added_up("memory_peaks", max, steps)
     skipped = sum("skipped" in step for step in steps)

@@ -2,16 +2,21 @@
 
 import contextlib
 import functools
+import json
+import platform
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ttrl.errors import StorageError
+from ttrl.system.files import user_cache, write_json
+from ttrl.training.kernels.cpu_products import fast, product
 from ttrl.training.parallel.distributed import Ranks
 
 
@@ -105,18 +110,55 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
 @functools.cache
 def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication and an addition counted as one
-    each. Measured once in a process; never run on a GPU."""
+    each: by each library that may compute it (on CPUs MKL and oneDNN), in this process or an earlier one of this user.
+
+    Beside a busy server a product takes several times as long, so the best of each processor, thread count, dtype and shape is
+    kept, in `peaks.json` of the user's cache. Measured once in a process; never run on a GPU."""
     tokens, k, n = shape
-    x, w = torch.ones(tokens, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+    x, w = torch.ones(tokens, k, dtype=dtype, device=device), torch.ones(n, k, dtype=dtype, device=device)
+    products: list[Callable[[], object]] = [lambda: torch.mm(x, w.T)]
+    if fast(x, w):
+        products.append(lambda: product(x, w))
+    seconds = min(_fastest(one, device) for one in products)
+    threads = "" if device.type == "cuda" else f" {torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()}"
+    return _best_ever(f"{_processor(device)}{threads} {dtype} {tokens}x{k}x{n}", 2.0 * tokens * k * n / seconds)
+
+
+def _fastest(compute: Callable[[], object], device: torch.device) -> float:
     fastest, taken, rounds = float("inf"), 0.0, 0
     while taken < SECONDS or rounds < 3:
         _wait(device)
         began = time.perf_counter()
-        torch.mm(x, w)
+        compute()
         _wait(device)
         elapsed = time.perf_counter() - began
         fastest, taken, rounds = min(fastest, elapsed), taken + elapsed, rounds + 1
-    return 2.0 * tokens * k * n / fastest
+    return fastest
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return platform.machine()
+
+
+def _best_ever(what: str, speed: float) -> float:
+    """Return the larger of `speed` and what is kept of earlier processes, and keep it."""
+    try:
+        file = user_cache() / "peaks.json"
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            best = max(speed, float(kept.get(what, 0.0)))
+        except (FileNotFoundError, ValueError, TypeError, AttributeError):  # none yet, or damaged: written anew
+            kept, best = {}, speed
+        if best > float(kept.get(what, 0.0)):
+            write_json(file, kept | {what: best})
+    except (OSError, StorageError):  # no cache: this process's own measurement
+        return speed
+    return best
 
 
 def _wait(device: torch.device) -> None:

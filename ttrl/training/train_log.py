@@ -61,7 +61,9 @@ class TrainLog:
         self._write(durable=False)
         speed = {"seconds": wall, "tokens_per_second": row["row_tokens"] / wall, "flops": flops, "flops_per_second": flops / wall}
         if self._peak is not None:
-            speed |= {"matmul_peak": self._peak, "peak_share": flops / wall / self._peak / self._here.processes}
+            own = flops / wall / self._here.processes
+            self._peak = max(self._peak, own)  # measured beside a busy server, with no better one known
+            speed |= {"matmul_peak": self._peak, "peak_share": own / self._peak}
         self._held = row | speed | {"seconds_by_part": parts, "memory_peaks": memory_peaks(self._here.device)}
 
     def close(self) -> None:
