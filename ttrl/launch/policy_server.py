@@ -24,7 +24,7 @@ from ttrl.errors import ServerDiedError, ServerError
 from ttrl.launch.server_member import ServerMember, ServerTools
 from ttrl.records import ADAPTER_FOLDER, Endpoint
 from ttrl.server.connection import ServerConnection
-from ttrl.server.cpu import cores_for_servers, is_cpu_build
+from ttrl.server.cpu import is_cpu_build, thread_variables
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
 
@@ -344,7 +344,7 @@ def _environments(config: TrainConfig) -> list[dict[str, str]]:
     if config.servers <= 1:
         return [{} for _ in range(config.servers)]
     if is_cpu_build():
-        return [{"OMP_NUM_THREADS": str(cores_for_servers(config.servers))} for _ in range(config.servers)]
+        return [thread_variables(config.servers) for _ in range(config.servers)]
     arguments = {name.replace("_", "-"): value for name, value in config.server.items()}
     if arguments.get("distributed-executor-backend") == "ray":  # Ray gives out the devices
         return [{} for _ in range(config.servers)]

@@ -9,8 +9,7 @@ here imports vLLM or torch. Where training needs something else than vLLM's defa
 - `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted;
 - on CPU (`ttrl.server.cpu`): steps of up to 512 sequences for small models, a heap that keeps its pages, `--enforce-eager`, and
   the worker inside the engine's process: healthy in 15 s instead of 37 to 70 s, at the same speed. One OpenMP thread for each
-  core but one, unbound: the API server needs a core, and a thread that waits for a busy core holds up all others (ten times
-  slower on two cores with other work).
+  core, unbound, that sleeps while it waits.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from typing import Any
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE
 from ttrl.server.connection import ServerConnection
-from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, usable_cores
+from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder
 from ttrl.system.processes import ChildProcess
 
@@ -271,7 +270,7 @@ class VLLMServer(ServerConnection):
                 defaults[CPU_CACHE_VARIABLE] = f"{cpu_cache_bytes() / 2**30:g}"
             own_binding = given.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
             if not own_binding and all(self.extra_args.get(name) in (None, 1) for name in _PARALLEL_ARGUMENTS):
-                defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(max(1, usable_cores() - 1))}
+                defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | thread_variables()
         if self.serves_adapters:
             defaults["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._private is None:
