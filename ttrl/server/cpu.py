@@ -59,8 +59,8 @@ def cpu_cache_bytes() -> float:
 def thread_variables(servers: int = 1) -> dict[str, str]:
     """Return OpenMP's variables for each of several servers on this machine's CPU: its share of the cores, by threads that sleep
     while they wait. Those that spin hold up all others when a core is busy with something else: 135M parameters on two cores
-    sampled 74 tokens/s with one thread, 129 with two that spin and 116 with two that sleep; with another process at work 77, fewer
-    than 14, and 79."""
+    sampled 74 tokens/s with one thread, 129 with two that spin and 116 with two that sleep; with another process at work 77,
+    fewer than 14, and 79."""
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // servers)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
