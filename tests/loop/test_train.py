@@ -203,7 +203,7 @@ def test_stop_at_without_validation_tasks(world):
 
 def test_things_that_are_no_tasks(world):
     task = world.tasks(1)[0]
-    refused(world, TaskError, "tasks: 2 of 3 are not Tasks, the first is a dict", tasks=[task, {"messages": []}, "x"])
+    refused(world, TaskError, "tasks: 2 of 3 are not Tasks, the first is of type dict", tasks=[task, {"messages": []}, "x"])
     refused(world, TaskError, "validation_tasks: 1 of 1", validation=[None])
     refused(world, TaskError, "tasks is a Task; give a list", tasks=task)
     refused(world, TaskError, "tasks is a method; give a list", tasks=world.tasks)

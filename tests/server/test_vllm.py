@@ -182,7 +182,9 @@ def test_the_command(checkpoints, tmp_path):
     assert "--generation-config vllm" in line and "--logprobs-mode raw_logprobs" in line and "processed" not in line
     assert line.endswith("--middleware a.B --middleware ttrl.server.auth.RequireKey") and "--host 127.0.0.1" in line
     assert server.api_key not in line
-    assert server._environment()["VLLM_API_KEY"] == server.api_key
+    environment = server._environment()
+    assert environment["VLLM_API_KEY"] == server.api_key
+    assert environment["VLLM_RPC_BASE_PATH"] == str(server._private)  # sockets go with the server
     with pytest.raises(ConfigError, match=r"api-key is set by ttrl(?s:.)*host is set by ttrl"):
         VLLMServer("m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"})
 

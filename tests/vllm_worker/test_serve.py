@@ -22,6 +22,23 @@ def test_ranks(rows, columns):
         assert torch.equal(found, (x >= values).sum(-1))
 
 
+def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
+    """Else a server would still start, in twice the time."""
+    from vllm.v1.engine import utils
+    from vllm.v1.sample import sampler
+
+    from ttrl.vllm_worker import serve
+
+    for owner, name in ((utils, "get_mp_context"), (sampler, "batched_count_greater_than")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, at the end
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+    serve._start_sooner()
+    assert utils.get_mp_context().get_start_method() == "fork"
+    assert "get_mp_context" in utils.CoreEngineProcManager.__init__.__code__.co_names
+    assert sampler.batched_count_greater_than is serve.count_at_least
+    assert "batched_count_greater_than" in sampler.Sampler.gather_logprobs.__code__.co_names
+
+
 def test_a_port_does_not_stay_with_a_forked_process():
     from ttrl.vllm_worker.serve import close_listening_sockets
 

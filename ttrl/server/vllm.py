@@ -275,6 +275,8 @@ class VLLMServer(ServerConnection):
             defaults["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._private is None:
             self._private = Path(tempfile.mkdtemp(prefix="ttrl-server-"))
+        if len(os.fsencode(self._private)) < 60:  # sockets' names have at most 107 bytes
+            defaults["VLLM_RPC_BASE_PATH"] = str(self._private)  # it leaves them behind
         fence = self._private / "weights"
         fence.unlink(missing_ok=True)  # it has not been synced yet
         own = {"VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key, FENCE_VARIABLE: str(fence)}

@@ -137,12 +137,12 @@ class Task:
 def task_list(given: Any, name: str) -> list[Task]:
     """Return the tasks of `given`, a list or another iterable of them. Raises TaskError, with `name`, for anything else."""
     if isinstance(given, Task | str) or not isinstance(given, Iterable):
-        raise TaskError(f"{name} is a {type(given).__name__}; give a list of Task")
+        raise TaskError(f"{name} is of type {type(given).__name__}; give a list of Task")
     listed = list(given)
     wrong = [type(task).__name__ for task in listed if not isinstance(task, Task)]
     if wrong:
         raise TaskError(
-            f"{name}: {len(wrong)} of {len(listed)} are not Tasks, the first is a {wrong[0]}; make them with ttrl.Task(...)"
+            f"{name}: {len(wrong)} of {len(listed)} are not Tasks, the first is of type {wrong[0]}; make them with ttrl.Task(...)"
         )
     return listed
 

@@ -194,7 +194,10 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     text += b" " * (-len(text) % 8)
     hashed = hashlib.sha256()
     with open(path, "wb") as file, ThreadPoolExecutor(1) as hashing:
+        waiting = []
         for part in (len(text).to_bytes(8, "little"), text, *(bytes_of(tensors[name]) for name in names)):
-            hashing.submit(hashed.update, part)
+            waiting.append(hashing.submit(hashed.update, part))
             file.write(part)
+        for one in waiting:
+            one.result()
     return hashed.hexdigest()
