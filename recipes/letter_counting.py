@@ -51,7 +51,6 @@ if __name__ == "__main__":
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
-        validation_temperature=0.0,
     )
     tasks = get_letter_counting_tasks("train", n=4096, seed=arguments.seed, max_length=LONGEST)
     held_out = get_letter_counting_tasks("validation", n=256, max_length=LONGEST)

@@ -33,7 +33,6 @@ if __name__ == "__main__":
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
-        validation_temperature=0.0,
         stop_at=0.92,
     )
     tasks = get_sort_letters_tasks("train", n=4096, seed=arguments.seed, length_exponent=2)

@@ -26,7 +26,6 @@ if __name__ == "__main__":
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
-        validation_temperature=0.0,
         stop_at=0.95,
     )
     tasks = get_structured_output_tasks("train", n=1024, seed=arguments.seed)

@@ -40,7 +40,6 @@ def run(steps: int, seed: int, arguments: argparse.Namespace) -> dict[str, float
             seed=seed,
             training={"lr": 1e-4, "updates_per_iteration": 4, "rows_per_microbatch": 8, "num_output_chunks": 1},
             validation_metric="exact",
-            validation_temperature=0.0,
             off_policy_steps=steps,
         )
         tasks = get_sort_letters_tasks("train", n=4096, seed=seed, length_exponent=2)

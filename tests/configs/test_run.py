@@ -145,6 +145,12 @@ def test_resolved_keeps_what_was_chosen():
     assert (made.device, made.dtype, made.num_threads) == ("cpu", "bf16", 3)
 
 
+def test_several_greedy_samples_are_refused():
+    [problem] = problems(validation_samples=4, validation_temperature=0)
+    assert "validation_temperature is 0 with 4 validation_samples" in problem
+    assert config(validation_samples=4).problems() == []
+
+
 def test_resolved_does_not_depend_on_the_cores_beyond_one():
     assert config(nproc_per_node=10_000).resolved(cuda=False).num_threads == 1
 

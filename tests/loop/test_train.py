@@ -17,7 +17,9 @@ from ttrl.errors import (
 )
 from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
+from ttrl.report.words import summary
 from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.reader import read_run
 from ttrl.system.files import digest
 
 
@@ -136,7 +138,23 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     assert len(lines) == 4 and "entropy" in lines[3]
     assert lines[0].startswith("starting vLLM and the trainer")
     assert lines[1].startswith("before")
-    assert lines[2].startswith("iteration   1  reward 0.250, right 0.250  held-out reward 1.000  signal 2/2")
+    assert lines[2].startswith(
+        "iteration   1  reward 0.250, right 0.250  held-out reward 1.000 (95%: 0.342 to 1.000; greedy, 2 tasks)  "
+    )
+
+
+@pytest.mark.parametrize(
+    ("samples", "temperature", "drawn_at", "said"),
+    [(1, None, 0.0, "greedy, 2 tasks"), (4, None, 0.7, "temperature 0.7, 2 tasks × 4"), (1, 1.0, 1.0, "temperature 1, 2 tasks")],
+)
+def test_held_out_samples_are_greedy_unless_there_are_several(world, samples, temperature, drawn_at, said):
+    asked = {"validation_samples": samples, "validation_temperature": temperature}
+    result = world.train(iterations=1, temperature=0.7, **asked)
+    assert world.temperatures == {"task": {0.7}, "held-out": {drawn_at}}
+    assert {row["validation_sampling"] for row in world.rows()} == {said}
+    low, high = world.rows()[1]["validation_intervals"]["right"]
+    assert 0 <= low <= world.rows()[1]["validation"]["right"] <= high <= 1
+    assert f"; {said})" in summary(read_run(result.run)) and said in result.report.read_text()
 
 
 def test_quiet_says_nothing(world, capfd):
@@ -205,8 +223,8 @@ def test_things_that_are_no_tasks(world):
     task = world.tasks(1)[0]
     refused(world, TaskError, "tasks: 2 of 3 are not Tasks, the first is of type dict", tasks=[task, {"messages": []}, "x"])
     refused(world, TaskError, "validation_tasks: 1 of 1", validation=[None])
-    refused(world, TaskError, "tasks is a Task; give a list", tasks=task)
-    refused(world, TaskError, "tasks is a method; give a list", tasks=world.tasks)
+    refused(world, TaskError, "tasks is of type Task; give a list", tasks=task)
+    refused(world, TaskError, "tasks is of type method; give a list", tasks=world.tasks)
     unwritable = Task([{"role": "user", "content": "x", "when": {1, 2}}], lambda choice: 1.0, id="odd")
     refused(
         world, TaskError, "task 'odd': its id and messages cannot be written as JSON", tasks=[unwritable], tasks_per_iteration=1

@@ -122,6 +122,14 @@ def test_a_setting_that_is_younger_than_the_run_folder_had_its_default_then(tmp_
         folder.remember_config(now | {"needed": 1}, defaults)
 
 
+def test_an_unset_validation_temperature_of_an_older_run_was_that_of_training(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": None})
+    with pytest.raises(RunFolderError, match=r"- validation_temperature: 0\.7\n  \+ validation_temperature: 0\.0\n"):
+        folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": 0.0})
+    folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": 0.7})
+
+
 @pytest.mark.parametrize("content", ["", "- a", "a: [", b"\xff\xfe\x00"])
 def test_a_damaged_config(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())

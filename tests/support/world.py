@@ -81,6 +81,7 @@ class FakeServer:
         if self.world.server_is_dead or prompt in self.world.refused:
             return http.Response(400, json={"error": {"message": "as told"}})
         self.world.requests.append((version, prompt))
+        self.world.temperatures.setdefault(prompt.split()[0], set()).add(body["temperature"])
         prompt_ids = self.world.tokenizer.encode(f"<|user|>{prompt}<|end|><|assistant|>")
         choices = []
         for k in range(body["n"]):
@@ -122,6 +123,8 @@ class World:
         self.events: list[str] = []
         self.requests: list[tuple[int, str]] = []
         """(version of the weights that answered, prompt)."""
+        self.temperatures: dict[str, set[float]] = {}
+        """By the first word of the prompts."""
         self.recipes: list[dict[str, Any]] = []
         """The recipe's config at each training."""
         self.step_facts: dict[int, dict[str, Any]] = {}

@@ -22,6 +22,7 @@ from ttrl.launch.tune import tune
 from ttrl.loop.plan import plan
 from ttrl.loop.train import train
 from ttrl.run_folder.metrics import validation_metric
+from ttrl.run_folder.reader import held_out_text
 from ttrl.system.console import speak_in_lines
 from ttrl.system.files import write_jsonl
 from ttrl.tasks.task import Grade, Task
@@ -125,11 +126,13 @@ def run_recipe(
         made.save(Path(config.run))  # the run's report holds it against what comes out
         return str(made)
     result = train(config, tasks=tasks, validation_tasks=validation_tasks)
-    scores = [score for row in result.metrics if (score := validation_metric(row, config)) is not None]
-    change = f"{scores[0]:.3f} before, {scores[-1]:.3f} after" if scores else "not known after"
+    rows = [row for row in result.metrics if validation_metric(row, config) is not None]
+    before, after = (held_out_text(row, config.validation_metric) for row in (rows[0], rows[-1])) if rows else ("", "")
+    change = f"{before} before, {after} after" if rows else "not known after"
+    iterations = result.metrics[-1]["iteration"]
     tried = "tried out, with chance added to the rewards of training\n" if getattr(arguments, "tiny", False) else ""
     return (
-        f"{tried}held-out {what}: {change} {result.metrics[-1]['iteration']} iterations\n"
+        f"{tried}held-out {what}: {change} {iterations} iteration{'s' * (iterations != 1)}\n"
         f"report:     {result.report}\n"
         f"checkpoint: {result.checkpoint}"
     )

@@ -80,7 +80,7 @@ class TrainConfig(Config):
     validation_samples: int = 1
     """Completions of each validation task."""
     validation_temperature: float | None = None
-    """None: the training temperature, so that validation measures the policy that is trained; 0: greedy."""
+    """None: 0, greedy, so that held-out results do not depend on luck; with several `validation_samples`, `temperature`."""
     validation_metric: str = "reward"
     """What the run's progress is measured by: "reward", or the name of one of the grader's metrics."""
     stop_at: float | None = None
@@ -222,6 +222,11 @@ class TrainConfig(Config):
         found = []
         if self.temperature == 0:
             found.append("temperature is 0; greedy samples of a task are all the same, so nothing could be learned from them")
+        if self.validation_temperature == 0 and self.validation_samples > 1:
+            found.append(
+                f"validation_temperature is 0 with {self.validation_samples} validation_samples, all the same; set "
+                "validation_samples to 1, or a temperature"
+            )
         if self.samples_per_task == 1:
             found.append("samples_per_task is 1; advantages compare the samples of a task, so there must be at least 2")
         if self.max_staleness is not None and self.tokens_per_iteration is None:
@@ -354,6 +359,13 @@ class TrainConfig(Config):
         """Return the iterations whose rollouts are sampled by the policy after iteration `number`."""
         return [later for later in range(number + 1, number + 3) if self.policy_of_rollouts(later) == number]
 
+    @property
+    def resolved_validation_temperature(self) -> float:
+        """What held-out samples are drawn at."""
+        if self.validation_temperature is not None:
+            return self.validation_temperature
+        return 0.0 if self.validation_samples == 1 else self.temperature
+
     def resolved_trainer_memory(self, device: str) -> Literal["keep", "free"]:
         """Return what `trainer_memory` means on a device, "cpu" or "cuda"."""
         if self.trainer_memory != "auto":
@@ -385,7 +397,7 @@ class TrainConfig(Config):
         return {name: value for name, value in values.items() if name not in ("run", "model", "iterations")}
 
     def resolved(self, cuda: bool) -> "TrainConfig":
-        """Return this config with everything that depends on the machine written out, so that config.yaml says what was run."""
+        """Return this config with everything that is not set written out, so that config.yaml says what was run."""
         device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
         return TrainConfig.parse(
             self.to_dict()
@@ -394,6 +406,7 @@ class TrainConfig(Config):
                 "dtype": self.dtype if self.dtype != "auto" else "bf16" if device == "cuda" else "fp32",
                 "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.nproc_per_node),
                 "trainer_memory": self.resolved_trainer_memory(device),
+                "validation_temperature": self.resolved_validation_temperature,
             },
             "config",
         )

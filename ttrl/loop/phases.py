@@ -22,6 +22,7 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerError, TrainerDiedError
+from ttrl.intervals import estimate_mean
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
 from ttrl.launch.tune import wait_for_process
@@ -202,16 +203,16 @@ class Phases:
             return
         synced = self._serve(number, "validate")
         began = clock()
-        temperature = self.config.validation_temperature
         asked = SamplingOrder(
             what=f"{number}: validating",
             n=self.config.validation_samples,
-            temperature=self.config.temperature if temperature is None else temperature,
+            temperature=self.config.resolved_validation_temperature,
             version=self.folder.policy_version(number),
         )
         results = self._sampler.sample(self.validation_tasks, asked)
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_rows())
         facts = {"seconds": clock() - began, **synced, "stats": results.stats.to_json()}
+        facts |= {"sampling": _sampled_how(asked, len(results)), "intervals": _intervals(results)}
         iteration.mark("validate", ["validation.jsonl"], facts)
 
     # Training
@@ -302,6 +303,19 @@ class Phases:
             "free_memory": config.trainer == "resident" and config.resolved_trainer_memory(config.device) == "free",
         }
         return config.recipe_config(values).to_dict()
+
+
+def _sampled_how(asked: SamplingOrder, tasks: int) -> str:
+    how = "greedy" if asked.temperature == 0 else f"temperature {asked.temperature:g}"
+    return f"{how}, {tasks} task{'s' * (tasks != 1)}" + (f" × {asked.n}" if asked.n > 1 else "")
+
+
+def _intervals(results: TaskResults) -> dict[str, tuple[float, float]]:
+    """Return the 95% interval of the reward and of each metric, where there is one."""
+    scores = [[s.metrics | {"reward": s.reward} for s in group.samples if s.reward is not None] for group in results]
+    names = {name for group in scores for score in group for name in score}
+    found = {name: estimate_mean([[score[name] for score in group if name in score] for group in scores]) for name in names}
+    return {name: (one.low, one.high) for name, one in found.items() if one.low is not None and one.high is not None}
 
 
 def _known_digests(iteration: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 from ttrl.configs.run import TrainConfig
 from ttrl.monitoring.finding import Finding
 from ttrl.run_folder.metrics import TOO_LONG_WORDS, validation_metric
-from ttrl.run_folder.reader import number
+from ttrl.run_folder.reader import held_out_text, number
 from ttrl.text import compact, percent
 
 
@@ -28,10 +28,10 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
         metrics = "".join(f", {name} {value:.3f}" for name, value in row["metrics"].items())
         parts.append(f"reward {row['reward']:.3f}{metrics}")
     if row.get("validation_reward") is not None:
-        held_out = validation_metric(row, config)
-        known = ", ".join(["reward", *row.get("validation", {})])
-        missing = f"no held-out metric {config.validation_metric!r} (there are: {known})"
-        parts.append(f"held-out {config.validation_metric} {held_out:.3f}" if held_out is not None else missing)
+        name, known = config.validation_metric, ", ".join(["reward", *row.get("validation", {})])
+        is_known = validation_metric(row, config) is not None
+        missing = f"no held-out metric {name!r} (there are: {known})"
+        parts.append(f"held-out {name} {held_out_text(row, name)}" if is_known else missing)
     if row["iteration"] and not row["trained"]:
         parts.append("no group had a signal: nothing trained")
     elif row["iteration"]:

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from ttrl.report import words
 from ttrl.report.charts import Series, line_chart, sparkline, stacked_bars
-from ttrl.run_folder.reader import PHASES, RunData, held_out_metric, interval, phase_columns
+from ttrl.run_folder.reader import PHASES, RunData, held_out_metric, held_out_sampling, interval, phase_columns
 from ttrl.text import compact
 
 MOST = 200
@@ -58,18 +58,24 @@ def learning(run: RunData) -> list[Figure]:
     options: dict[str, Any] = {"y_range": (0.0, 1.0) if all(0 <= value <= 1 for value in rewards) else None}
     held_out: list[Series] = []
     band, label, name = "", "exact match", "exact"
-    if (metric := held_out_metric(run)) is not None and metric.path != "validation_reward":
-        label, name = metric.label, metric.path.removeprefix("validation.")
+    if (metric := held_out_metric(run)) is not None:
         intervals = [interval(row, metric.path) for row in run.rows]
         low, high = ([one[side] if one else None for one in intervals] for side in (0, 1))
         has_band = any(one is not None for one in intervals)
-        band = f"95% interval of {label}" if has_band else ""
-        held_out.append(Series(label, run.column(metric.path), 1, low if has_band else None, high if has_band else None))
-    held_out.append(Series("reward", run.column("validation_reward"), 2, dashed=bool(held_out)))
+        band = f"95% interval of {metric.label}" if has_band else ""
+        color = 2 if metric.path == "validation_reward" else 1
+        held_out.append(
+            Series(metric.label, run.column(metric.path), color, low if has_band else None, high if has_band else None)
+        )
+        if color == 1:
+            label, name = metric.label, metric.path.removeprefix("validation.")
+            held_out.append(Series("reward", run.column("validation_reward"), 2, dashed=True))
     training = [Series(label, run.column(f"metrics.{name}"), 1), Series("reward", run.column("reward"), 2, dashed=True)]
     caption = "Tasks that are never trained on. Iteration 0 is the starting model."
+    if how := held_out_sampling(run):
+        caption += f" Sampled: {how}."
     if band:
-        caption += " The band: Wilson's interval, the samples taken as independent."
+        caption += " The band: where the mean would lie for other tasks of this kind, by Wilson's interval."
     before = "Mean over the samples of each iteration, before that iteration's update."
     return [*_lines(run, "Held out", caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
 

@@ -15,6 +15,7 @@ from ttrl.run_folder.reader import (
     PHASES,
     RunData,
     held_out_metric,
+    held_out_sampling,
     interval,
     number,
     phase_columns,
@@ -37,9 +38,9 @@ def _value(value: float, is_share: bool) -> str:
 def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
     """Say how the value moved, judged against the noise of the counts where they are known."""
     start, end = number(first, path) or 0.0, number(last, path) or 0.0
-    counts = [number(row, "validation_samples") for row in (first, last)]
-    if interval(first, path) is not None and interval(last, path) is not None and counts[0] and counts[1]:
-        noise = 1.96 * math.sqrt(start * (1 - start) / counts[0] + end * (1 - end) / counts[1])
+    before, after = interval(first, path), interval(last, path)
+    if before is not None and after is not None:
+        noise = math.hypot(before[1] - before[0], after[1] - after[0]) / 2
         if abs(end - start) <= noise:
             return "did not change beyond the noise: it went"
     if end == start:
@@ -58,9 +59,10 @@ def summary(run: RunData) -> str:
     seconds = total_seconds(run)
     time = f", {duration(seconds)} in all" if seconds else ""
     metric = held_out_metric(run)
-    is_share = False
+    is_share, how = False, None
     if metric is not None and (ends := _ends(run, metric.path)) is not None:
         path, name, is_share = metric.path, f"Held-out {metric.label}", metric.is_share
+        how = held_out_sampling(run)
     elif (ends := _ends(run, "reward")) is not None:
         path, name = "reward", "The training reward"
     else:
@@ -68,7 +70,9 @@ def summary(run: RunData) -> str:
     first, last = ends
     start, end = number(first, path) or 0.0, number(last, path) or 0.0
     span = interval(last, path)
-    bounds = f" (95% interval {percent(span[0])} to {percent(span[1])})" if span and is_share else ""
+    more = [f"95% interval {_value(span[0], is_share)} to {_value(span[1], is_share)}"] if span else []
+    more += [how] if how else []
+    bounds = f" ({'; '.join(more)})" if more else ""
     return (
         f"{name} {_verb(first, last, path)} from {_value(start, is_share)} to {_value(end, is_share)}{bounds} in {within}{time}."
         + _best(run, path, end, is_share)

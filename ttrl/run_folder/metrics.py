@@ -45,6 +45,7 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
         stats = done["validate"]["stats"]
         row |= {"validation_reward": stats["mean_reward"], "validation": stats["metrics"]}
         row |= {"validation_samples": stats["num_graded"], "validation_failed": stats["num_failed"]}
+        row |= {f"validation_{name}": done["validate"][name] for name in ("sampling", "intervals") if name in done["validate"]}
     syncs = [marker["sync"] for marker in done.values() if marker.get("sync")]
     return row | ({"sync": syncs[-1]} if syncs else {})
 

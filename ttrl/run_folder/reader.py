@@ -129,7 +129,11 @@ def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
 
 
 def interval(row: dict[str, Any], metric: str) -> tuple[float, float] | None:
-    """Return the interval of a held-out share; None when it is not a share of successes or the count is unknown."""
+    """Return the 95% interval of a held-out metric; None when it is not known."""
+    known = row.get("validation_intervals")
+    if isinstance(known, dict):
+        name = "reward" if metric == "validation_reward" else metric.removeprefix("validation.")
+        return (known[name][0], known[name][1]) if name in known else None
     share, count = number(row, metric), number(row, "validation_samples")
     if share is None or count is None or count < 1 or not 0 <= share <= 1:
         return None
@@ -146,6 +150,21 @@ class Metric:
     """In a legend: "exact match"."""
     is_share: bool
     """All its values lie between 0 and 1, and it is not a reward: shown in percent."""
+
+
+def held_out_text(row: dict[str, Any], name: str) -> str:
+    """Write a held-out metric, its interval, and how it was sampled: "0.484 (95%: 0.363 to 0.606; greedy, 64 tasks)"."""
+    path = "validation_reward" if name == "reward" else f"validation.{name}"
+    span, how = interval(row, path), row.get("validation_sampling")
+    more = [] if span is None else [f"95%: {span[0]:.3f} to {span[1]:.3f}"]
+    more += [how] if how else []
+    return f"{number(row, path):.3f}" + (f" ({'; '.join(more)})" if more else "")
+
+
+def held_out_sampling(run: RunData) -> str | None:
+    """Say how the newest held-out samples were drawn: "greedy, 64 tasks"; None for runs that did not note it."""
+    known = [row["validation_sampling"] for row in run.rows if isinstance(row.get("validation_sampling"), str)]
+    return known[-1] if known else None
 
 
 def held_out_metric(run: RunData) -> Metric | None:
