@@ -61,6 +61,21 @@ def test_type_checkers_see_the_same_names() -> None:
     assert seen == ttrl._HOME
 
 
+def test_train_says_what_it_does_before_it_loads_what_takes_seconds() -> None:
+    script = (
+        "import sys\nfrom ttrl import Task, TrainConfig, train\n"
+        "class Out:\n"
+        "    def write(self, text):\n"
+        "        sys.stderr.write(str('torch' in sys.modules) + ' ' + text)\n"
+        "        raise SystemExit\n"
+        "    flush = lambda self: None\n"
+        "sys.stdout = Out()\n"
+        "train(TrainConfig(run='runs/x', model='some/model', iterations=3), [])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr.startswith("False runs/x: 3 iterations of some/model")
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nothing_of_ours"):
         _ = ttrl.nothing_of_ours

@@ -30,7 +30,7 @@ _HOME = {
     "packed_tensors_from_tokenized_results": "ttrl.data.packing.pack",
     "plot_packed_tensors": "ttrl.data.pictures.plot",
     "tune": "ttrl.launch.tune",
-    "train": "ttrl.loop.train",
+    "train": "ttrl.loop.start",
     "plan": "ttrl.loop.plan",
     "replay": "ttrl.replays.replay",
     "evaluate": "ttrl.evaluation.evaluate",
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ttrl.evaluation.evaluate import evaluate
     from ttrl.launch.tune import tune
     from ttrl.loop.plan import plan
-    from ttrl.loop.train import train
+    from ttrl.loop.start import train
     from ttrl.records import Sample, TaskResult, TokenizedResult
     from ttrl.replays.replay import replay
     from ttrl.rollouts.cache.completions import Cache

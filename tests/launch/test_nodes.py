@@ -163,6 +163,12 @@ def test_a_trainer_that_ends_at_that_moment_is_no_error(tmp_path: Path, monkeypa
     assert nodes.join(tmp_path / "run", patience=0.0) == 1
 
 
+def test_a_run_that_is_not_there_yet_is_waited_for_and_that_is_said_at_once(tmp_path: Path):
+    said: list[str] = []
+    assert nodes.join(tmp_path / "later", patience=0.0, say=said.append) == 0
+    assert said[0] == f"{tmp_path}/later does not exist yet; waiting for a run there, for 0 s at most (--patience)"
+
+
 def test_a_run_that_is_not_on_this_machine(tmp_path: Path):
     with pytest.raises(RunFolderError, match="must lie on a file system that all nodes share"):
         nodes.join(tmp_path / "nowhere" / "run")

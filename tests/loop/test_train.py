@@ -135,7 +135,9 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     captured = capfd.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert len(lines) == 4 and "entropy" in lines[3]
+    assert len(lines) == 6 and "entropy" in lines[3]
+    folder = world.run / "iterations" / "0001" / "checkpoint"
+    assert lines[4:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
     assert lines[0].startswith("starting vLLM and the trainer")
     assert lines[1].startswith("before")
     assert lines[2].startswith(

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
+    print("ttrl eval: checking everything first ...", file=sys.stderr, flush=True)
     from ttrl.evaluation.evaluate import EvalConfig, run_evaluation
 
     logging.getLogger("ttrl.evaluation.evaluate").setLevel(logging.INFO)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
+    print(f"ttrl plan: reading {arguments.config}", file=sys.stderr, flush=True)
     from ttrl.cli.settings import read_config
     from ttrl.loop.plan import plan
     from ttrl.plans.lengths import Assumptions

@@ -10,6 +10,7 @@ trained, so chance is added to them there.
 import argparse
 import dataclasses
 import inspect
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,7 @@ from ttrl.cli.settings import with_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, UserError
 from ttrl.launch.tune import tune
-from ttrl.loop.plan import plan
-from ttrl.loop.train import train
+from ttrl.loop.start import train
 from ttrl.run_folder.metrics import validation_metric
 from ttrl.run_folder.reader import held_out_text
 from ttrl.system.console import speak_in_lines
@@ -66,6 +66,7 @@ def script_arguments(
     parser.add_argument("--plan", action="store_true", help="say what the run will take, by a short run; see docs/plan.md")
     arguments = parser.parse_args()
     arguments.run = arguments.run.absolute()
+    print(f"{parser.prog}: making the tasks", file=sys.stderr)
     return arguments
 
 
@@ -85,6 +86,7 @@ def supervised_start(
     Returns the model's folder; made once, and found there again afterwards.
     """
     if not (folder / "checkpoint" / "config.json").exists():
+        print(f"making a tiny model and warming it up with {steps} supervised steps; log: {folder / 'train.log'}")
         write_jsonl(folder / "examples.jsonl", [dict(one) for one in examples])
         config = {
             "model": str(make_tiny_model(folder / "random_model", seed=seed)),
@@ -122,6 +124,9 @@ def run_recipe(
         prompts = f"the longest prompt has {longest:,} characters"
         return f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are right"
     if arguments.plan:
+        from ttrl.loop.plan import plan  # loads PyTorch
+
+        print("planning, with a short run to measure (a minute or two)", file=sys.stderr)
         made = plan(config, tasks, validation_tasks, probe=True)
         made.save(Path(config.run))  # the run's report holds it against what comes out
         return str(made)
@@ -131,11 +136,7 @@ def run_recipe(
     change = f"{before} before, {after} after" if rows else "not known after"
     iterations = result.metrics[-1]["iteration"]
     tried = "tried out, with chance added to the rewards of training\n" if getattr(arguments, "tiny", False) else ""
-    return (
-        f"{tried}held-out {what}: {change} {iterations} iteration{'s' * (iterations != 1)}\n"
-        f"report:     {result.report}\n"
-        f"checkpoint: {result.checkpoint}"
-    )
+    return f"{tried}held-out {what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
 
 def _tiny(

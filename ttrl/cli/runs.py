@@ -70,6 +70,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
+    print(f"ttrl replay: reading {arguments.run}", file=sys.stderr, flush=True)
     from ttrl.replays.replay import replay
 
     names = ("grader", "tasks", "iterations", "output", "again", "skip_missing", "isolated", "grader_timeout")

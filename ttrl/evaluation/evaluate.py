@@ -187,6 +187,8 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
     config = dataclasses.replace(config, model=str(ready_model(config.model) or config.model))
     result = EvalResult(model=config.model, settings=config.settings(), confidence=config.confidence)
     started = time.monotonic()
+    if config.pbar and not is_address(config.model):
+        logger.info("starting a vLLM server for %s (half a minute or more)", config.model)
     with contextlib.ExitStack() as stack:
         samples = stack.enter_context(_samples(config.samples_file))
         served = stack.enter_context(

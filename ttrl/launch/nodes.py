@@ -135,7 +135,8 @@ def join(
     seen: set[str] = set()
     unreachable: set[str] = set()
     waiting_since = look_again = time.monotonic()
-    say(f"waiting for the trainer of {folder}")
+    there = f"waiting for the trainer of {folder}" if folder.exists() else f"{folder} does not exist yet; waiting for a run there"
+    say(f"{there}, for {patience:g} s at most (--patience)")
     while True:
         if time.monotonic() >= look_again:
             look_again = time.monotonic() + 10 * look_seconds

@@ -54,7 +54,10 @@ class Iterations:
             self._console.line(f"{self._folder.path} is finished; more iterations, or another stop_at, would continue it")
             return
         if self._rows:
-            self._console.line(f"continuing {self._folder.path} after iteration {max(self._rows)}")
+            self._console.line(
+                f"continuing {self._folder.path} after iteration {max(self._rows)}: starting vLLM and the trainer "
+                f"(half a minute or more; logs: {self._folder.path / 'logs'})"
+            )
         self._resumed = {n for n in numbers if n not in self._rows and self._phases.anything_done(n)}
         self._finished_at = clock()
         try:

@@ -86,7 +86,10 @@ class Phases:
             return
         began = clock()
         self.server.start(self.model)
-        self.console.line("starting vLLM and the trainer; with a small model, validation begins in about half a minute")
+        self.console.line(
+            "starting vLLM and the trainer; with a small model, validation begins in about half a minute "
+            f"(logs: {self.folder.path / 'logs'})"
+        )
         with atomic_folder(iteration.path / "checkpoint") as temporary:
             for path in sorted(self.model.iterdir()):
                 if path.is_file() and path.name != CANARY_FILE:

@@ -61,17 +61,7 @@ def train(
     take_over: bool = False,
     redo: int | None = None,
 ) -> RunResult:
-    """Train `config.model` on `tasks` by reinforcement learning; the same call on the same run folder continues it.
-
-    allow_changes: names of settings, such as "training.lr", that may differ from those that the run was begun with; or "all".
-    take_over: continue the run although its owner, which gives no sign of life, is on another machine.
-    redo: throw away this iteration, at which a run ended with DriftError, and all after it, and do them again.
-    (From a shell: TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1, TTRL_REDO=5.)
-
-    Raises ConfigError and TaskError for what is wrong with the arguments, before anything expensive starts; ModelFolderError,
-    RunFolderError, ServerError, TrainerError, DriftError and StorageError later. Whatever was finished stays, and nothing is left
-    running.
-    """
+    """Train: see `ttrl.loop.start.train`, which has said what follows."""
     tasks, validation_tasks = task_list(tasks, "tasks"), task_list(validation_tasks, "validation_tasks")
     config = _checked(with_local_run(config), tasks, validation_tasks).resolved(cuda=torch.cuda.is_available())
     described = {
@@ -109,13 +99,17 @@ def train(
         best = newest if best is None else folder.policy_version(best)
         if mirror is not None:
             mirror.bring_checkpoint(best)
-        return RunResult(
+        result = RunResult(
             run=folder.path,
             checkpoint=folder.checkpoint(newest),
             best_checkpoint=folder.checkpoint(best),
             metrics=rows,
             report=leave_report(folder.path),
         )
+        console.line(f"report:     {result.report}\ncheckpoint: {result.checkpoint}")
+        if best != newest:
+            console.line(f"the best:   {result.best_checkpoint}")
+        return result
 
 
 def _checked(config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task]) -> TrainConfig:

@@ -1,0 +1,41 @@
+"""`train` as users know it: says at once what it is about to do, and loads what takes seconds to load only then."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ttrl.configs.run import TrainConfig
+from ttrl.system.console import Console
+from ttrl.tasks.task import Task
+
+if TYPE_CHECKING:
+    from ttrl.loop.train import RunResult
+
+
+def train(
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    validation_tasks: Sequence[Task] = (),
+    *,
+    quiet: bool = False,
+    allow_changes: Sequence[str] = (),
+    take_over: bool = False,
+    redo: int | None = None,
+) -> "RunResult":
+    """Train `config.model` on `tasks` by reinforcement learning; the same call on the same run folder continues it.
+
+    validation_tasks: held out, never trained on; each policy is asked them.
+    quiet: say nothing on standard output.
+    allow_changes: names of settings, such as "training.lr", that may differ from those that the run was begun with; or "all".
+    take_over: continue the run although its owner, which gives no sign of life, is on another machine.
+    redo: throw away this iteration, at which a run ended with DriftError, and all after it, and do them again.
+    (From a shell: TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1, TTRL_REDO=5.)
+
+    Raises ConfigError and TaskError for what is wrong with the arguments, before anything expensive starts; ModelFolderError,
+    RunFolderError, ServerError, TrainerError, DriftError and StorageError later. Whatever was finished stays, and nothing is left
+    running.
+    """
+    what = f"{config.iterations} iteration{'s' * (config.iterations != 1)} of {config.model}"
+    Console(quiet=quiet).line(f"{config.run}: {what}; loading PyTorch first")
+    from ttrl.loop.train import train
+
+    return train(config, tasks, validation_tasks, quiet=quiet, allow_changes=allow_changes, take_over=take_over, redo=redo)
