@@ -58,6 +58,20 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     del sys.modules["sums_of_two"]
 
 
+def test_a_file_may_call_its_list_tasks_and_runs_once(tmp_path: Path) -> None:
+    path = tmp_path / "listed_tasks.py"
+    path.write_text(
+        "from ttrl import Task\nwith open(__file__ + '.runs', 'a') as file:\n    file.write('x')\n"
+        "tasks = [Task([{'role': 'user', 'content': 'q'}], lambda choice: 1.0, id='one')]\n"
+    )
+    try:
+        assert [task.id for task in load_tasks(str(path), 3)] == ["one"]
+        assert Path(f"{path}.runs").read_text() == "x"
+    finally:
+        sys.modules.pop("listed_tasks", None)
+        sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
+
+
 def test_without_replies_the_prompts_are_shown(template: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tasks", "try", str(template), "--n", "1"]) == 0
     text = capsys.readouterr().out

@@ -110,6 +110,8 @@ def test_an_evaluation_and_its_files(address: str, tmp_path: Path) -> None:
     table = result.table()
     assert "0.444" in table and "1 of 10 samples have no grade" in table and "no such word" in table
     assert "1 of 10 samples were cut off" in table
+    others = [name for name in fruit.metrics if name != fruit.score]
+    assert others and all(f"fruit: {name} {fruit.metrics[name].mean:.3f} (" in table for name in others[:1])
 
 
 def test_several_samples_and_pass_at_k(address: str) -> None:

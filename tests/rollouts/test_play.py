@@ -284,9 +284,8 @@ def test_a_chat_is_numbered_as_its_sample(kit, arguments):
 def test_the_examples_of_the_guide(kit):
     guide = (Path(__file__).parents[2] / "docs" / "multi_turn.md").read_text()
     game, tool = (block.split("```")[0] for block in guide.split("```python\n")[1:])
-    names = {"CALCULATOR": {"type": "function", "function": {"name": "f"}}, "run": lambda arguments: f"ran {arguments}"}
+    names = {}
     exec(game, names)
-    exec(tool, names)
 
     def guessing(body):
         """5, then one step in the direction of the hint."""
@@ -298,15 +297,17 @@ def test_the_examples_of_the_guide(kit):
     assert [(sample.reward, len(sample.turns)) for sample in results.samples] == expected
 
     def behaviour(body, attempt):
-        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        call = {"id": "c1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 20, "b": 31}'}}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        choice = kit.choice(0, "13314", **({"message": message} if body["messages"][-1]["role"] == "user" else {}))
+        choice = kit.choice(0, "It is 620.", **({"message": message} if body["messages"][-1]["role"] == "user" else {}))
         return kit.completion([choice], prompt_token_ids=rendered(body["messages"]))
 
-    tasks = [Task(SYSTEM, lambda choice: float(choice.message.content), rollout=names["calculate"], id="t")]
-    results, _ = kit.run(behaviour, tasks)
-    assert results.samples[0].reward == 13314.0
-    assert results.samples[0].turns[1].messages == [{"role": "tool", "tool_call_id": "c1", "content": "ran {}"}]
+    names = {}
+    exec(tool, names)  # it needs nothing of the first
+    results, _ = kit.run(behaviour, names["tasks"][:2])
+    assert [sample.reward for sample in results.samples] == [0.0, 1.0]
+    assert results.samples[0].turns[1].messages == [{"role": "tool", "tool_call_id": "c1", "content": "620"}]
+    assert names["run"]("none").startswith("error: ")
 
 
 # What goes wrong

@@ -44,7 +44,12 @@ def ask(path="/collective_rpc", headers=(), kind="http", key="right", monkeypatc
 @pytest.mark.parametrize("path", ["/collective_rpc", "/health/", "/Health", "//health", "/v1/models", "/metrics", ""])
 def test_without_the_key_nothing_is_reached(path, headers, monkeypatch):
     reached, sent = ask(path, headers, monkeypatch=monkeypatch)
-    assert reached == [] and sent[0]["status"] == 401
+    assert reached == [] and sent[0]["status"] == 401 and b"OPENAI_API_KEY" in sent[1]["body"]
+
+
+def test_an_address_without_v1_is_told_so(monkeypatch):
+    reached, sent = ask("/chat/completions", headers=[("authorization", "Bearer right")], monkeypatch=monkeypatch)
+    assert reached == [] and sent[0]["status"] == 404 and b"the server's address ends in /v1" in sent[1]["body"]
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])

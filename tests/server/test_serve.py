@@ -91,7 +91,15 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     os.kill(server._child.pid, signal.SIGKILL)
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1 and not server.is_started
-    assert said[1] == f"serving at {url}; the key is in {tmp_path / 'key'}"
+    assert said[1] == f"serving {checkpoints[0]} at {url}/v1, where it is called 'policy'"
+    assert said[2].endswith(f"export OPENAI_API_KEY=$(cat {tmp_path / 'key'})")
+
+
+def test_it_says_a_name_of_its_weights_for_caches(tmp_path):
+    said = []
+    serve_module._say_digest("org/some-model", "float32", said.append)
+    serve_module._say_digest(str(tmp_path), "float32", said.append)  # no model folder: vLLM has said why
+    assert len(said) == 1 and said[0].endswith("--weights-digest hub:org/some-model/float32")
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"no HTTP\r\n\r\n"])

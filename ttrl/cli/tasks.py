@@ -1,6 +1,7 @@
 """`ttrl tasks`: generate puzzles, start a task of one's own, try it."""
 
 import argparse
+import json
 from pathlib import Path
 
 
@@ -22,9 +23,11 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     new.set_defaults(run_command=run_new)
 
     attempt = commands.add_parser("try", help="show prompts, replies and grades of a task before any training")
-    attempt.add_argument("file", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks")
+    attempt.add_argument("file", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks or tasks")
     attempt.add_argument("--n", type=int, default=3, help="how many tasks (3)")
-    attempt.add_argument("--model", metavar="URL_OR_FOLDER", help="a server's address, or a model folder to start one for")
+    attempt.add_argument("--model", metavar="URL_OR_FOLDER", help="a server's address, a model folder or a name of `ttrl models`")
+    vllm = 'for a server that is started here: {"enable_auto_tool_choice": true, "tool_call_parser": "hermes"}'
+    attempt.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=vllm)
     attempt.add_argument("--reply", action="append", default=[], metavar="TEXT", help="grade this reply; may be repeated")
     attempt.add_argument("--samples", type=int, default=1, help="replies of the model to each task (1)")
     attempt.add_argument("--max-tokens", type=int, default=512, help="of one reply (512)")
@@ -54,5 +57,5 @@ def run_try(arguments: argparse.Namespace) -> int:
     from ttrl.tasks.reference import load_tasks
 
     tasks = load_tasks(arguments.file, arguments.n)
-    options = {name: getattr(arguments, name) for name in ("model", "samples", "max_tokens", "temperature")}
+    options = {name: getattr(arguments, name) for name in ("model", "samples", "max_tokens", "temperature", "server_args")}
     return 0 if try_tasks(tasks, print, replies=arguments.reply, **options) else 1

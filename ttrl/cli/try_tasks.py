@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from ttrl.errors import UserError
+from ttrl.ready_models import ready_model
 from ttrl.records import Sample
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.serving import is_address, serving
@@ -44,11 +45,13 @@ def try_tasks(
     samples: int = 1,
     max_tokens: int = 512,
     temperature: float = 1.0,
+    server_args: Mapping[str, Any] | None = None,
 ) -> bool:
     """Show each task's prompt, replies and grades; return True where every reply was graded.
 
-    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder, for which a vLLM server is started here; it
-        replies `samples` times to each task. None: the `replies` given are graded, and without any only the prompts are said.
+    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder or name, for which a vLLM server is started
+        here with `server_args`; it replies `samples` times to each task. None: the `replies` given are graded, and without any
+        only the prompts are said.
     Raises UserError, ServerError.
     """
     if model is None:
@@ -59,7 +62,7 @@ def try_tasks(
         if not is_address(model):
             say(f"starting a vLLM server for {model} (half a minute or more) ...")
         params = {"max_tokens": max_tokens, "temperature": temperature}
-        with serving(model) as served:
+        with serving(str(ready_model(model) or model), server_args=server_args) as served:
             options: dict[str, Any] = {"n": samples, "params": params, "token_ids": served.is_ours, "pbar": False}
             answers = [
                 result.samples for result in asyncio.run(get_task_results(tasks, served.endpoint, served.model, **options))

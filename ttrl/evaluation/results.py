@@ -165,6 +165,9 @@ class EvalResult:
         rows = [_line(one, ks, priced) for one in self.sets]
         lines = aligned([[*header, *(["cost"] if priced else [])], *rows])
         for one in self.sets:
+            others = {name: estimate for name, estimate in one.metrics.items() if name != one.score}
+            if others:
+                lines.append(f"{one.name}: " + ", ".join(f"{name} {_with_interval(one)}" for name, one in others.items()))
             if one.num_failed:
                 commonest = list(one.failures.items())[:3]
                 reasons = "; ".join(f"{count} × {reason.splitlines()[0][:150]}" for reason, count in commonest)
@@ -216,6 +219,10 @@ def _number(value: float | None) -> str:
 
 def _interval(estimate: Estimate) -> str:
     return "" if estimate.low is None or estimate.high is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
+
+
+def _with_interval(estimate: Estimate) -> str:
+    return f"{_number(estimate.mean)} ({span})" if (span := _interval(estimate)) else _number(estimate.mean)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -27,6 +27,7 @@ FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
 FENCE_PATH = "/ttrl/weights"
 """GET returns {"weights": those it is open to, or null}; POST, with the header, opens it to those; DELETE closes it."""
 FENCE_HEADER = "X-TTRL-Weights"
+_WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/completions", "/embeddings", "/responses"})
 _FENCE_HEADER = FENCE_HEADER.lower().encode()
 
 Scope = MutableMapping[str, Any]
@@ -54,7 +55,10 @@ class RequireKey:
         if not self._has_key(scope):
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
-            return await _answer(send, 401, {"error": "Unauthorized"}, (b"www-authenticate", b"Bearer"))
+            message = "Unauthorized: this server wants its key; OpenAI's clients and ttrl take it from OPENAI_API_KEY"
+            return await _answer(send, 401, _error(message, 401), (b"www-authenticate", b"Bearer"))
+        if scope.get("path") in _WITHOUT_V1:
+            return await _answer(send, 404, _error(f"there is no {scope['path']} here: the server's address ends in /v1", 404))
         wanted = next((value for name, value in scope["headers"] if name.lower() == _FENCE_HEADER), None)
         if scope.get("path") == FENCE_PATH and scope["type"] == "http":
             return await self._set_fence(scope["method"], wanted, send)
@@ -65,7 +69,7 @@ class RequireKey:
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1013, "reason": "other weights"})
             message = f"this server has other weights ({_text(has)}) than the request is for ({_text(wanted)}); sync it first"
-            return await _answer(send, 503, {"error": {"message": message, "type": "other_weights", "code": 503}})
+            return await _answer(send, 503, _error(message, 503, "other_weights"))
 
         async def send_while_open(message: MutableMapping[str, Any]) -> None:
             if self._opened() != opened:
@@ -116,6 +120,11 @@ class RequireKey:
 
 def _text(value: bytes | None) -> str:
     return "none that were proven" if value is None else value.decode("latin-1")
+
+
+def _error(message: str, code: int, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """Write an error as OpenAI does."""
+    return {"error": {"message": message, "type": kind, "code": code}}
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]) -> None:

@@ -8,19 +8,23 @@ Whoever has the key can make the server load any folder that it can read, and mo
 the worker. So every path but /health asks for the key, the key is in a file that only its owner can read, and other hosts can
 reach the server only if an address was named. It speaks plain HTTP: use a network that you trust, or a tunnel."""
 
+import contextlib
 import ipaddress
 import json
 import logging
 import os
 import secrets
+import shlex
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrl.errors import ServerDiedError, ServerStartError, UserError
+from ttrl.errors import ServerDiedError, ServerStartError, TtrlError, UserError
+from ttrl.server.model_folder import weights_digest
 from ttrl.server.vllm import HOST, VLLMServer
 
 logger = logging.getLogger(__name__)
@@ -106,9 +110,11 @@ def serve(
     deaths: list[float] = []
     with server:
         address = server.root_url if host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{server.port}"
-        say(f"serving at {address}; the key is in {key_file}")
+        say(f"serving {model} at {address}/v1, where it is called {SERVED_MODEL_NAME!r}")
+        say(f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat {shlex.quote(str(key_file))})")
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
+        threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights
         say(f'a run joins it with joined_servers=["{address}"] and a copy of that file as joined_key_file')
         while True:
             time.sleep(look_seconds)
@@ -127,6 +133,11 @@ def serve(
                     say(f"it did not start: {str(start_error).splitlines()[0]}")
                 else:
                     say(f"serving again at {address}")
+
+
+def _say_digest(model: str, dtype: str, say: Callable[[str], None]) -> None:
+    with contextlib.suppress(TtrlError, OSError):
+        say(f"its weights, for caches (until a run brings others): --weights-digest {weights_digest(model)}/{dtype}")
 
 
 def _is_loopback(host: str) -> bool:

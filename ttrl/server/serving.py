@@ -111,7 +111,9 @@ def _served_name(address: str, key: str, name: str | None, key_variable: str) ->
     except openai.OpenAIError as error:
         if name is not None and isinstance(error, openai.APIStatusError) and error.status_code in (404, 405):
             return name  # some providers list no models; a wrong name is then found by the first request
-        raise ServerError(f"{address}: {error} (most addresses end in /v1; the key is taken from {key_variable})") from error
+        known = key_variable in str(error) or "ends in /v1" in str(error)  # `ttrl serve` says it itself
+        hint = "" if known else f" (most addresses end in /v1; the key is taken from {key_variable})"
+        raise ServerError(f"{address}: {error}{hint}") from error
     if name is None and listed:
         return listed[0]
     if name is None:

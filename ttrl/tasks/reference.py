@@ -9,7 +9,7 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,12 +18,16 @@ from ttrl.errors import TaskError, UserError, describe
 from ttrl.tasks.task import Task, task_list
 
 
-def load_reference(reference: str, option: str) -> tuple[Any, ModuleType]:
-    """Load what a reference names; return it and the module it was named in."""
-    place, colon, name = reference.rpartition(":")
+def load_reference(reference: str, option: str, defaults: Sequence[str] = ()) -> tuple[Any, ModuleType]:
+    """Load what a reference names; return it and the module it was named in. defaults: names that FILE.py alone may mean; the
+    first that is there counts."""
+    alone = bool(defaults) and reference.endswith(".py")
+    place, colon, name = (reference, ":", defaults[0]) if alone else reference.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"{option} {reference}: give module:name or path/to/file.py:name, such as graders:strict")
     module = _import_file(Path(place), reference, option) if place.endswith(".py") else _import(place, reference, option)
+    if alone:
+        name = next((one for one in defaults if hasattr(module, one)), name)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -93,19 +97,18 @@ def _explained(reference: str, option: str, what: str) -> Iterator[None]:
         sys.argv = arguments
 
 
-DEFAULT_NAME = "get_tasks"
+_DEFAULT_NAMES = ("get_tasks", "tasks")
 
 
 def load_tasks(reference: str, n: int) -> list[Task]:
-    """Load the first `n` tasks of FILE.py, FILE.py:NAME or MODULE:NAME; NAME (default get_tasks) is a list or a function.
+    """Load the first `n` tasks of FILE.py, FILE.py:NAME or MODULE:NAME; NAME (get_tasks, else tasks) is a list or a function.
 
     A function is called with n= where it takes that. Raises UserError, TaskError.
     """
     if n < 1:
         raise UserError(f"--n is {n}; ask for at least one task")
-    if reference.endswith(".py"):
-        reference += f":{DEFAULT_NAME}"
-    found, _ = load_reference(reference, "tasks try")
+    found, _ = load_reference(reference, "tasks try", _DEFAULT_NAMES)
+    reference += f":{_DEFAULT_NAMES[0]}" if reference.endswith(".py") else ""
     return tasks_of(found, reference, n)[:n]
 
 

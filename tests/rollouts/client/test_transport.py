@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from ttrl.errors import RequestError, UserError
 from ttrl.records import Endpoint
-from ttrl.rollouts.client.http_errors import retry_after
+from ttrl.rollouts.client.http_errors import retry_after, status_error
 from ttrl.rollouts.client.http_transport import HTTPTransport
 from ttrl.rollouts.client.openai_transport import ClientTransport
 from ttrl.rollouts.client.transport import transport_for
@@ -101,6 +101,18 @@ def test_refusals(kit, kind, act, monkeypatch):
     expect(kit.Reply(b"", status=503), "HTTP 503: no words$", 503)
     expect(kit.Reply({"error": {"message": "no secret-key-123"}}, status=401), "HTTP 401: no ", 401)
     expect(kit.Reply({}, status=429, headers={"retry-after": "2.5"}), "HTTP 429", 429, 2.5)
+
+
+@pytest.mark.parametrize(("status", "hint"), [(401, "OPENAI_API_KEY"), (404, None), (400, None)])
+def test_what_is_likely_wrong_with_an_address(kit, status, hint):
+    """Of a client object nothing is said: its key comes from where its owner took it, and this address ends in /v1."""
+    for kind in KINDS:
+        with pytest.raises(RequestError) as caught:
+            run(kit, kind, lambda body, attempt: kit.error(status, "no"), post)
+        assert ("OPENAI_API_KEY" in str(caught.value)) == (hint is not None and kind in ("url", "endpoint"))
+        assert "most addresses" not in str(caught.value)
+    said = [str(status_error(place, 404, b"{}", {}, address=True)) for place in ("http://h:1", "http://h:1/v1")]
+    assert said[0].endswith("(most addresses end in /v1)") and not said[1].endswith(")")
 
 
 def test_retry_after():

@@ -35,14 +35,20 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-def status_error(place: str, status: int, body: bytes, headers: Mapping[str, str], secret: str = "") -> RequestError:
-    """Return a refusal, in the server's own words."""
+def status_error(
+    place: str, status: int, body: bytes, headers: Mapping[str, str], secret: str = "", *, address: bool = False
+) -> RequestError:
+    """Return a refusal, in the server's own words; where only an `address` was given, with what is likely wrong with that."""
     parsed = loads(body)
     error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
     words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     text = one_line(words or error or body.decode(errors="replace") or "no words")
     if len(secret) >= 8:
         text = text.replace(secret, "…")  # some servers repeat the key that they refuse
+    if address and status == 401 and "OPENAI_API_KEY" not in text:
+        text += " (an address's key is taken from OPENAI_API_KEY)"
+    if address and status == 404 and not place.rstrip("/").endswith("/v1") and "/v1" not in text:
+        text += " (most addresses end in /v1)"
     return RequestError(f"{place}: HTTP {status}: {text}", "status", status=status, retry_after=retry_after(headers))
 
 

@@ -95,7 +95,7 @@ class HTTPTransport:
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> RequestError:
         key = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return status_error(self.base_url, status, data, headers, key)
+        return status_error(self.base_url, status, data, headers, key, address=True)
 
     def explained(self, error: Exception, timeout: float | None = None) -> RequestError:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
