@@ -54,9 +54,9 @@ def test_every_machine_does_its_part_and_ends_with_the_leading_one(tmp_path: Pat
     monkeypatch.setattr(sys, "argv", [*lead, "--set", "lr=1e-3"])
     given = script_arguments(None, run="", iterations=1, model="", data="")
     assert (given.run, given.model, given.nproc_per_node, given.data) == (run, "/shared/model", 8, "/shared/data")
-    config = with_settings(TrainConfig(run=str(run), model="m", iterations=1, nproc_per_node=8), given.set)
+    config, problems = with_settings(TrainConfig(run=str(run), model="m", iterations=1, nproc_per_node=8), given.set)
     assert config.training == {"lr": 1e-3}
-    assert config.problems() == []
+    assert problems == config.problems() == []
     assert (config.processes, config.endpoint({}), config.servers) == (16, "10.0.0.1:29400", 0)
     assert config.joined_servers == ["http://10.0.0.3:8000", "http://10.0.0.4:8000"]
 

@@ -13,6 +13,7 @@ import ttrl
 PUBLIC = [
     "Cache",
     "Chat",
+    "GRPOConfig",
     "Grade",
     "InferenceEarlyStop",
     "PackedTensors",
@@ -70,10 +71,11 @@ def test_train_says_what_it_does_before_it_loads_what_takes_seconds() -> None:
         "        raise SystemExit\n"
         "    flush = lambda self: None\n"
         "sys.stdout = Out()\n"
-        "train(TrainConfig(run='runs/x', model='some/model', iterations=3), [])"
+        "config = TrainConfig(run='runs/x', model='tiny', iterations=3, tasks_per_iteration=1)\n"
+        "train(config, [Task([{'role': 'user', 'content': 'x'}], max)])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stderr.startswith("False runs/x: 3 iterations of some/model")
+    assert done.stderr.startswith("False runs/x: 3 iterations of tiny")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import runpy
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -63,18 +64,21 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 def test_tasks_and_settings(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--check", "--run", str(tmp_path / "run"), "--seed", "3", "--iterations", "2"]
+    arguments = ["--check", "--run", str(tmp_path / "run"), "--seed", "3", "--iterations", "2", "--set", "tasks_per_iteration=2"]
     if name in DATA:
         if name == "chess_moves":
             pytest.importorskip("chess")
         (tmp_path / "data").mkdir()
         DATA[name](tmp_path / "data")
         arguments += ["--data", str(tmp_path / "data")]
+    has_model = "model=arguments.model" in (ROOT / "recipes" / f"{name}.py").read_text()
+    if has_model:
+        arguments += ["--model", "tiny"]  # the recipe's own one cannot be reached everywhere
     run(name, monkeypatch, *arguments)
     text = capsys.readouterr().out
     assert "held out; the settings are right" in text
     assert not (tmp_path / "run").exists()
-    if "model=arguments.model" in (ROOT / "recipes" / f"{name}.py").read_text():
+    if has_model:
         if name not in ("spelling", "gsm8k"):
             return  # two of them are enough
         run(name, monkeypatch, *arguments, "--tiny")
@@ -117,6 +121,36 @@ def test_a_try_out_trains_and_says_what_came_of_it(
 def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="nproc_per_node is 0"):
         run("spelling", monkeypatch, "--check", "--run", str(tmp_path), "--nproc-per-node", "0")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("gsm8k", ["--data", "/not/there"], ["/not/there: no such file or folder"]),
+        (
+            "spelling",
+            ["--model", "/not/there", "--set", "max_token=9", "tasks_per_iteration=10000"],
+            ["did you mean 'max_tokens'?", "there are only 4096 tasks", "model folder /not/there does not exist"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("check", [True, False])
+def test_what_is_absent_is_said_in_sentences(
+    name: str, arguments: list[str], said: list[str], check: bool, tmp_path: Path
+) -> None:
+    """… and before torch is loaded, which takes longer than a person waits."""
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        str(ROOT / "recipes" / f"{name}.py"),
+        "--run",
+        str(tmp_path / "run"),
+        *arguments,
+    ]
+    done = subprocess.run([*command, "--check"] if check else command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "| torch\n" not in done.stderr
+    assert all(text in done.stderr for text in said) and not (tmp_path / "run").exists()
 
 
 def test_data_without_a_default_must_be_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

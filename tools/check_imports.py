@@ -116,7 +116,7 @@ HOUSE = {
         "torch transformers huggingface_hub numpy psutil",
     ),
     "evaluation": _room(
-        "intervals rollouts rollouts.cache rollouts.client server tasks ready_models records", "openai tqdm numpy"
+        "intervals rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
     ),
     "replays": _room(
         "loop launch report run_folder rollouts rollouts.client rollouts.graders data tasks configs records", "numpy tqdm yaml"

@@ -36,11 +36,13 @@ _HOME = {
     "evaluate": "ttrl.evaluation.evaluate",
     "compare": "ttrl.evaluation.comparison",
     "TrainConfig": "ttrl.configs.run",
+    "GRPOConfig": "ttrl.configs.recipe",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from ttrl.configs.recipe import GRPOConfig
     from ttrl.configs.run import TrainConfig
     from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
     from ttrl.data.pictures.plot import plot_packed_tensors

@@ -39,10 +39,15 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
+    from ttrl.configs.vllm_arguments import argument_problems
+    from ttrl.errors import ConfigError
     from ttrl.ready_models import ready_model
     from ttrl.server.serve import serve, vllm_arguments
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    given = vllm_arguments(arguments.vllm)
+    if refused := argument_problems(given):
+        raise ConfigError("--vllm", refused)
     serve(
         str(ready_model(arguments.model) or arguments.model),
         host=arguments.host,
@@ -51,7 +56,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         log_path=arguments.log,
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
-        arguments=vllm_arguments(arguments.vllm),
+        arguments=given,
         say=_say,
     )
     return 0

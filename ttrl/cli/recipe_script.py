@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from ttrl.cli.settings import with_settings
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import ConfigError, UserError
+from ttrl.errors import TtrlError, UserError
 from ttrl.launch.tune import tune
+from ttrl.loop.checks import checked
 from ttrl.loop.start import train
 from ttrl.run_folder.metrics import validation_metric
 from ttrl.run_folder.reader import held_out_text
-from ttrl.system.console import speak_in_lines
+from ttrl.system.console import errors_in_lines, speak_in_lines
 from ttrl.system.files import write_jsonl
 from ttrl.tasks.task import Grade, Task
 from ttrl.tiny_model import make_tiny_model
@@ -44,6 +45,7 @@ def script_arguments(
     `run` of what it returns is absolute; where the recipe has a model, it has `tiny`.
     """
     speak_in_lines()
+    errors_in_lines(TtrlError, KeyboardInterrupt)
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path(run), help=f"the run folder ({run})")
     parser.add_argument("--seed", type=int, default=0)
@@ -113,11 +115,10 @@ def run_recipe(
     """
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(config, tasks, validation_tasks, make=not arguments.check)
-    if settings := getattr(arguments, "set", ()):
-        config = with_settings(config, settings)
-    if arguments.check:
-        if problems := config.problems():
-            raise ConfigError("TrainConfig", problems)
+    config, problems = with_settings(config, getattr(arguments, "set", ()))
+    if arguments.check or problems:
+        has_model = getattr(arguments, "model", None) is not None and not arguments.tiny
+        checked(config, tasks, validation_tasks, model=has_model, problems=problems)
         if not tasks or not validation_tasks:
             raise UserError(f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?")
         longest = max(sum(len(str(message["content"])) for message in task.messages) for task in tasks)
@@ -150,7 +151,7 @@ def _tiny(
     folder = Path(config.run) / "tiny_model"
     if make and not (folder / "config.json").exists():
         make_tiny_model(folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT)
-    training = {**config.training, "rows_per_microbatch": 1}
+    training = {**config.recipe_settings, "rows_per_microbatch": 1}
     small: dict[str, Any] = {
         "tasks_per_iteration": _TINY_TASKS,
         "samples_per_task": 4,

@@ -1,6 +1,7 @@
 """What `ttrl plan` is given: a run folder, a run's config.yaml, or a recipe's config with the model that it is for."""
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,9 @@ def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, 
         raise UserError(f"{file} cannot be read as a config: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{file} holds a {type(values).__name__}; a config is a mapping of settings")
-    changes = _changes(settings)
+    changes, unknown = _changes(settings)
+    if unknown:
+        raise ConfigError("--set", unknown)
     if "iterations" in values or "tasks_per_iteration" in values:
         run = file.parent if (file.parent / "iterations").is_dir() else None
         return TrainConfig.parse(_changed(values, changes), str(file)), run, False
@@ -37,16 +40,24 @@ def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, 
     return _of_recipe(values | changes, file), None, True
 
 
-def with_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
-    """Return the config with other settings: "KEY=VALUE", of the run or else of the recipe. Raises UserError, ConfigError."""
-    return TrainConfig.parse(_changed(config.to_dict(), _changes(settings)), "--set")
+def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+    """Return the config with other settings, "KEY=VALUE" of the run or else of the recipe, and what is wrong with the result, one
+    line each. Raises UserError."""
+    changes, unknown = _changes(settings)
+    config, found = TrainConfig.examine(_changed(config.to_dict(), changes))
+    return config, unknown + found
 
 
-def _changes(settings: Sequence[str]) -> dict[str, Any]:
-    changes = dict(_setting(text) for text in settings)
-    if unknown := sorted(changes.keys() - _OF_RUN - _OF_RECIPE):
-        raise ConfigError("KEY=VALUE", [f"{name!r} is a setting neither of a run nor of the recipe" for name in unknown])
-    return changes
+def _changes(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that there are, and a problem for each of the others."""
+    changes, known = dict(_setting(text) for text in settings), _OF_RUN | _OF_RECIPE
+    unknown = []
+    for name in sorted(changes.keys() - known):
+        near = difflib.get_close_matches(name, known, n=1)
+        unknown.append(
+            f"{name!r} is a setting neither of a run nor of the recipe" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    return {name: value for name, value in changes.items() if name in known}, unknown
 
 
 def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

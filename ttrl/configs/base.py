@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -10,7 +11,41 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ttrl.configs.reference import Reference
 from ttrl.errors import ConfigError
+
+_C = typing.TypeVar("_C", bound="Config")
+
+
+def required() -> Any:
+    """Return a field that a file of settings must have, and that is "" where Python code leaves it out."""
+    return dataclasses.field(default="", metadata={"required": True})
+
+
+@typing.dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, required))
+def settings(cls: type[_C]) -> type[_C]:
+    """Make a dataclass of settings: its constructor names all mistakes at once, and help() explains every setting."""
+    made = dataclasses.dataclass(kw_only=True)(cls)
+    plain: Callable[..., None] = made.__init__
+
+    @functools.wraps(plain)
+    def init(self: _C, *args: Any, **given: Any) -> None:
+        own = dataclasses.fields(made)
+        if given.keys() - {field.name for field in own} or any(
+            _has_no_default(field) and field.name not in given for field in own
+        ):
+            config, found = made.examine(given)
+            raise ConfigError(made.__name__, found + config.local_problems())
+        vars(self)["_given"] = tuple(given)
+        plain(self, *args, **given)
+
+    type.__setattr__(made, "__init__", init)
+    type.__setattr__(made, "__doc__", Reference(made, made.__doc__ or ""))
+    return made
+
+
+def _has_no_default(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _describe(kind: Any) -> str:
@@ -22,9 +57,8 @@ def _describe(kind: Any) -> str:
         return "a mapping with names as keys"
     if typing.get_origin(kind) in (list, tuple):
         return "a list of which each is " + _describe(typing.get_args(kind)[0])
-    return {type(None): "null", str: "a string", int: "a whole number", float: "a number", bool: "true or false"}.get(
-        kind, str(kind)
-    )
+    known = {type(None): "null", str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+    return known.get(kind, f"a {kind.__name__}" if isinstance(kind, type) else str(kind))
 
 
 def _converted(value: Any, kind: Any) -> Any:
@@ -72,13 +106,27 @@ _STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}  # for wrong required
 class Config:
     """Base of the config dataclasses. Subclasses list what else can be wrong in `problems`."""
 
+    _given: typing.ClassVar[tuple[str, ...]] = ()
+
     def problems(self) -> list[str]:
         """Return what is wrong with the values beyond their types, one line each."""
+        return []
+
+    def local_problems(self) -> list[str]:
+        """Return what is wrong with them for the packages that are installed here, one line each."""
         return []
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> Self:
         """Make a config from plain values. Raises ConfigError with every problem: unknown and missing keys, types, ranges."""
+        config, found = cls.examine(values)
+        if found:
+            raise ConfigError(where, found)
+        return config
+
+    @classmethod
+    def examine(cls, values: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """Return a config in which defaults stand in for wrong values, and every problem, one line each."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         kinds = typing.get_type_hints(cls)
         found: list[str] = []
@@ -89,7 +137,7 @@ class Config:
                 found.append(f"unknown key {key!r}{hint}")
         converted: dict[str, Any] = {}
         for name, field in fields.items():
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            required = _has_no_default(field) or bool(field.metadata.get("required"))
             if name in values:
                 try:
                     converted[name] = _converted(values[name], kinds[name])
@@ -101,10 +149,7 @@ class Config:
             if required:
                 converted[name] = _STAND_INS[kinds[name]]
         config = cls(**converted)
-        found.extend(config.problems())
-        if found:
-            raise ConfigError(where, found)
-        return config
+        return config, found + config.problems()
 
     def check(self, where: str) -> Self:
         """Check a config that was made in Python as `parse` would. Raises ConfigError."""
@@ -129,6 +174,16 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for YAML."""
         return dataclasses.asdict(self)
+
+    def given(self) -> dict[str, Any]:
+        """Return the plain values that the constructor was given; of a copy, which is given all, those that are no defaults."""
+        own = {field.name: field for field in dataclasses.fields(self)}
+        if len(self._given) < len(own):
+            return {name: value for name, value in self.to_dict().items() if name in self._given}
+        plain = {
+            name: field.default_factory() if callable(field.default_factory) else field.default for name, field in own.items()
+        }
+        return {name: value for name, value in self.to_dict().items() if value != plain[name]}
 
 
 HIDDEN = "***"

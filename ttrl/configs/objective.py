@@ -1,13 +1,12 @@
 """What the recipe minimises: the part of GRPOConfig that chooses the objective. The formulas:
 `ttrl.training.objective.losses`."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from ttrl.configs.base import Config
+from ttrl.configs.base import Config, settings
 
 
-@dataclass(kw_only=True)
+@settings
 class ObjectiveConfig(Config):
     """The loss of a trained token, and what is added to it. The weights of tokens are stored with the packed tensors
     (`ttrl.data.packing.packed`); how rewards become advantages is decided before that (`ttrl.data.advantages`)."""

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
-from ttrl.configs.base import Config
+from ttrl.configs.base import Config, required, settings
 from ttrl.configs.objective import ObjectiveConfig
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
@@ -19,15 +19,16 @@ def _every_layer_matrix() -> list[LoRATarget]:
     return ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
 
 
-@dataclass(kw_only=True)
+@settings
 class TrainingConfig(Config):
     """The settings that both recipes share."""
 
-    model: str
+    model: str = required()
     """Folder of the model to start from, in Hugging Face layout."""
-    output_dir: str
+    output_dir: str = required()
     """Where checkpoint/, state/ and train.jsonl are written."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto": CUDA where there is a GPU, else the CPU."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the computation. Parameters and optimizer state are fp32 either way."""
     checkpoint_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -39,6 +40,7 @@ class TrainingConfig(Config):
     num_threads: int | None = None
     """CPU threads of each process; None leaves it to PyTorch. Part of what makes a run repeatable bit for bit."""
     seed: int = 0
+    """Of everything random, with iteration and rank: dropout, the order of rows."""
 
     # Optimizer
 
@@ -53,15 +55,21 @@ class TrainingConfig(Config):
     at a time. Excludes clipping, and more than one microbatch per step. If a step is skipped because a gradient is not finite,
     the parameters with finite gradients have been stepped all the same."""
     lr: float = 1e-5
+    """Learning rate of an optimizer step."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes on after `warmup_steps`: it stays, or falls to zero at `total_steps`."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to `lr`."""
     total_steps: int | None = None
     """Where linear and cosine schedules reach zero, in optimizer steps of the whole run."""
     beta1: float = 0.9
+    """AdamW: decay per step of the mean of gradients; in [0, 1)."""
     beta2: float = 0.95
+    """AdamW: decay per step of the mean of squared gradients; in [0, 1)."""
     eps: float = 1e-8
+    """AdamW: added to the root of that mean before it divides the step."""
     weight_decay: float = 0.0
+    """AdamW: each step also takes lr·weight_decay of each matrix from it; not of norms and biases."""
     max_grad_norm: float | None = 1.0
     """Global norm to which gradients are clipped; None: no clipping."""
     state_format: Literal["auto", "whole", "sharded"] = "auto"
@@ -246,11 +254,11 @@ class TrainingConfig(Config):
         return found
 
 
-@dataclass(kw_only=True)
+@settings
 class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """One iteration of `tune run ttrl/grpo_recipe`."""
 
-    packed: str
+    packed: str = required()
     """The packed.safetensors to train on. Reference log-probabilities that it holds are used instead of `reference_model`, which
     may then be left out; if it is given, it must be the model that they come from."""
     state: str | None = None
@@ -319,7 +327,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         return found
 
 
-@dataclass(kw_only=True)
+@settings
 class SFTConfig(TrainingConfig):
     """One run of `tune run ttrl/sft_recipe`."""
 

@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 import yaml
 
-from ttrl.configs.base import Config
+from ttrl.configs.base import Config, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.machines import endpoint_problem, server_address_problems, server_keys, slurm_endpoint
-from ttrl.configs.recipe import GRPOConfig
+from ttrl.configs.recipe import GRPOConfig, TrainingConfig
+from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError
 
 OFF_POLICY_CORRECTION = "token"
@@ -30,7 +31,7 @@ _OTHER_DISTRIBUTIONS = (
 """Sampling parameters that draw from another distribution than softmax(logits / temperature), which the trainer computes."""
 
 
-@dataclass(kw_only=True)
+@settings
 class TrainConfig(Config):
     """A run: `train(TrainConfig(...), tasks, validation_tasks)`."""
 
@@ -41,14 +42,18 @@ class TrainConfig(Config):
     iterations: int
     """How many times to sample, grade and train."""
     seed: int = 0
+    """Of everything random: the order of tasks, sampling, dropout. The same seed on the same machine makes the same run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer computes; "auto": on CUDA where there is a GPU. vLLM serves on the device that it was built for."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of servers and trainer; "auto" is bf16 on CUDA and fp32 on CPU."""
 
     # Sampling
 
     tasks_per_iteration: int = 32
+    """Tasks that an iteration samples, in a shuffled order that begins anew when all had their turn."""
     samples_per_task: int = 16
+    """Completions of each task: the group whose rewards are compared. At least 2."""
     max_tokens: int = 1024
     """The longest completion, in tokens."""
     tokens_per_iteration: int | None = None
@@ -58,6 +63,7 @@ class TrainConfig(Config):
     max_staleness: int | None = None
     """With `tokens_per_iteration`: unfinished groups whose oldest token is older than this many iterations are dropped."""
     temperature: float = 1.0
+    """Of training's samples: logits are divided by it, for sampler and trainer alike. Above 0."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}. Those that change the
     distribution (top_p, penalties, …) are refused: the trainer could not tell how likely the sampled tokens were."""
@@ -121,11 +127,13 @@ class TrainConfig(Config):
 
     # Training
 
-    training: dict[str, Any] = field(default_factory=dict)
-    """Settings of the recipe (`ttrl.configs.GRPOConfig`): lr, kl_coefficient, updates_per_iteration, rows_per_microbatch, …"""
+    training: dict[str, Any] | TrainingConfig = field(default_factory=dict)
+    """Settings of the recipe: {"lr": 1e-6, "kl_coefficient": 0.01}, or GRPOConfig(lr=1e-6, kl_coefficient=0.01), of which those
+    are taken that it is given. See `ttrl.GRPOConfig`."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length` per sample."""
     constant_length: int | None = None
+    """With `aggregation` "constant": the length in tokens by which a sample's sum is divided, such as `max_tokens`."""
     nproc_per_node: int = 1
     """Trainer processes on this machine, one per GPU; more than one shards the model over them."""
     num_threads: int | None = None
@@ -200,6 +208,14 @@ class TrainConfig(Config):
     such as {"name": "wandb", "project": "sorting", "mode": "offline"} or, with torchtune's names for its own loggers,
     {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md."""
 
+    def __post_init__(self) -> None:
+        self.training = self.recipe_settings
+
+    @property
+    def recipe_settings(self) -> dict[str, Any]:
+        """Return `training` as a dictionary, which it is once a config is made."""
+        return self.training.given() if isinstance(self.training, TrainingConfig) else self.training
+
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
         found = self.at_least(1, "iterations", "tasks_per_iteration", "samples_per_task", "max_tokens", "tokens_per_iteration")
@@ -260,7 +276,7 @@ class TrainConfig(Config):
         return []
 
     def _training_problems(self) -> list[str]:
-        found = [f"training: {name!r} is set by the loop" for name in self.training if name in SET_BY_THE_LOOP]
+        found = [f"training: {name!r} is set by the loop" for name in self.recipe_settings if name in SET_BY_THE_LOOP]
         if (self.aggregation == "constant") != (self.constant_length is not None):
             found.append(f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; they go together")
         try:
@@ -298,6 +314,10 @@ class TrainConfig(Config):
             except ConfigError as error:
                 found += error.problems
         return found
+
+    def local_problems(self) -> list[str]:
+        """Return what the vLLM that is installed would refuse, one line each."""
+        return [f"server: {problem}" for problem in argument_problems(self.server)]
 
     def node_problems(self, environment: Mapping[str, str] = os.environ) -> list[str]:
         """Return what is wrong with training on several machines, one line each."""
@@ -387,7 +407,7 @@ class TrainConfig(Config):
         """Return the recipe's config: `training`, and `values`, which the loop sets for an iteration. Raises ConfigError."""
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
         correction = {"off_policy": OFF_POLICY_CORRECTION} if self.off_policy_steps else {}
-        given = {key: value for key, value in self.training.items() if key not in SET_BY_THE_LOOP}
+        given = {key: value for key, value in self.recipe_settings.items() if key not in SET_BY_THE_LOOP}
         return GRPOConfig.parse({**placeholders, **correction, **given, "seed": self.seed, **values}, "training")
 
     @classmethod

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.evaluation.results import EvalResult, SetResult, read_result
@@ -30,6 +31,7 @@ from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.model_folder import check_model_folder, weights_digest
 from ttrl.server.serving import KEY_VARIABLE, address_problem, default_dtype, is_address, serving
+from ttrl.server.vllm import own_argument_problems
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import atomic_file
 from ttrl.tasks.reference import load_tasks
@@ -119,6 +121,8 @@ class EvalConfig:
         if self.prices is not None:
             found += _said(lambda: Prices.of(self.prices))
         found += _said(lambda: request_kwargs(self.sampling_params()))
+        refused = [*own_argument_problems(self.server_args), *argument_problems(self.server_args)]
+        found += [f"server_args: {problem}" for problem in refused]
         if self.cache is not None:
             found += _said(self._check_cache)
         if isinstance(self.model, str) and is_address(self.model):

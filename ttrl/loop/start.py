@@ -1,9 +1,11 @@
-"""`train` as users know it: says at once what it is about to do, and loads what takes seconds to load only then."""
+"""`train` as users know it: checks everything, says what it is about to do, and loads what takes seconds to load only then."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ttrl.configs.run import TrainConfig
+from ttrl.loop.checks import checked
+from ttrl.run_folder.mirror import with_local_run
 from ttrl.system.console import Console
 from ttrl.tasks.task import Task
 
@@ -34,8 +36,11 @@ def train(
     RunFolderError, ServerError, TrainerError, DriftError and StorageError later. Whatever was finished stays, and nothing is left
     running.
     """
+    config, tasks, validation_tasks = checked(config, tasks, validation_tasks)
+    config, console = with_local_run(config), Console(quiet=quiet)
     what = f"{config.iterations} iteration{'s' * (config.iterations != 1)} of {config.model}"
-    Console(quiet=quiet).line(f"{config.run}: {what}; loading PyTorch first")
-    from ttrl.loop.train import train
+    console.line(f"{config.run}: {what}; loading PyTorch first")
+    with console.interruptible(f"the same command continues {config.run}"):
+        from ttrl.loop.train import train
 
-    return train(config, tasks, validation_tasks, quiet=quiet, allow_changes=allow_changes, take_over=take_over, redo=redo)
+        return train(config, tasks, validation_tasks, quiet=quiet, allow_changes=allow_changes, take_over=take_over, redo=redo)

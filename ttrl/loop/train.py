@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import ConfigError, DriftError, UserError
-from ttrl.launch.policy_server import PolicyServer, make_server
+from ttrl.errors import DriftError, ModelFolderError
+from ttrl.launch.policy_server import PolicyServer
+from ttrl.loop.checks import checked
 from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.loggers import make_loggers
 from ttrl.plans.disk import check_disk
 from ttrl.ready_models import ready_model
 from ttrl.report.page import leave_report
-from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.run_folder.config_changes import allowed_names
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
@@ -34,7 +34,7 @@ from ttrl.run_folder.redo import redo_asked
 from ttrl.server.model_folder import check_model_folder
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
-from ttrl.tasks.task import Task, task_list
+from ttrl.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def train(
     take_over: bool = False,
     redo: int | None = None,
 ) -> RunResult:
-    """Train: see `ttrl.loop.start.train`, which has said what follows."""
-    tasks, validation_tasks = task_list(tasks, "tasks"), task_list(validation_tasks, "validation_tasks")
-    config = _checked(with_local_run(config), tasks, validation_tasks).resolved(cuda=torch.cuda.is_available())
+    """Train: see `ttrl.loop.start.train`, which has looked for the model and said what follows."""
+    config, tasks, validation_tasks = checked(config, tasks, validation_tasks, model=False)
+    config = with_local_run(config).resolved(cuda=torch.cuda.is_available())
     described = {
         name: {"count": len(given), "digest": hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest()}
         for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
@@ -112,46 +112,17 @@ def train(
         return result
 
 
-def _checked(config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task]) -> TrainConfig:
-    """Return the config, checked. Raises ConfigError with everything that can be known to be wrong before anything starts."""
-    problems: list[str] = []
-    try:
-        config = config.check("TrainConfig")
-    except ConfigError as error:
-        problems += error.problems
-    else:
-        try:
-            request_kwargs(config.sampling)
-        except UserError as error:
-            problems.append(f"sampling: {error}")
-        try:
-            make_server(config, Path(config.model), Path(config.run))
-        except ConfigError as error:
-            problems += [f"server: {problem}" for problem in error.problems]
-    if not tasks:
-        problems.append("there are no tasks to train on")
-    elif not problems and len(tasks) < config.tasks_per_iteration:
-        problems.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but there are only {len(tasks)} tasks")
-    if not problems and config.tokens_per_iteration is not None and (several := [task.id for task in tasks if task.rollout]):
-        problems.append(
-            f"tokens_per_iteration is {config.tokens_per_iteration}, but {len(several)} of {len(tasks)} tasks have a rollout "
-            f"(such as {several[0]!r}); a conversation cannot be cut off by a budget and continued later: leave "
-            "tokens_per_iteration out, and limit rollouts with Task(limits=RolloutLimits(tokens=…))"
-        )
-    if not problems and config.stop_at is not None and not validation_tasks:
-        problems.append("stop_at needs validation tasks")
-    if problems:
-        raise ConfigError("TrainConfig", problems)
-    return config
-
-
 def local_model(model: str) -> Path:
     """Return the model's folder; get it where `model` is a name in READY_MODELS or on the hub. Raises ModelFolderError."""
     folder = ready_model(model) or check_model_folder(model)
     if folder is None:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise ModelFolderError(f"{model} cannot be downloaded from the hub: {error}") from error
         check_model_folder(folder)
     return folder.absolute()
 

@@ -135,7 +135,7 @@ def check_drift(
     marker = folder.iteration(number).marker("train") or {}
     steps: list[dict[str, Any]] = marker.get("steps") or [{}]
     drift = steps[0].get("sampler_trainer")
-    judged = judged_figures(drift, folder.policy_version(number - 1), config.training)
+    judged = judged_figures(drift, folder.policy_version(number - 1), config.recipe_settings)
     path = folder.iteration(number).path / DRIFT_FILE
     if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
         path.unlink(missing_ok=True)  # of an earlier start, with other limits: the report would go on showing it

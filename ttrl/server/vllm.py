@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,6 +48,12 @@ _PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-p
 _PORT_ATTEMPTS = 3
 _STOP_SECONDS = 5.0  # half a second suffices, but vLLM waits without end for clients whose requests still run
 _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
+
+
+def own_argument_problems(names: Iterable[str]) -> list[str]:
+    """Return a problem for each argument of vLLM that is ttrl's to set, one line each."""
+    refused = sorted(_OWN_ARGUMENTS & {name.replace("_", "-") for name in names})
+    return [f"{name} is set by ttrl; there is an argument for it" for name in refused]
 
 
 class VLLMServer(ServerConnection):
@@ -104,8 +110,8 @@ class VLLMServer(ServerConnection):
         self._stopped = False
         self._private: Path | None = None  # a folder for what its processes share with each other and with nobody else
         self.worker_extension = self.extra_args.get("worker-extension-cls", WORKER_EXTENSION) is not None
-        if refused := sorted(_OWN_ARGUMENTS & self.extra_args.keys()):
-            raise ConfigError("server", [f"extra_args: {name} is set by ttrl; there is an argument for it" for name in refused])
+        if refused := own_argument_problems(self.extra_args):
+            raise ConfigError("server", [f"extra_args: {problem}" for problem in refused])
 
     # Life
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import TracebackType
 
 from tqdm.auto import tqdm
 
@@ -15,6 +16,24 @@ def speak_in_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not a notebook's, nor None
             stream.reconfigure(line_buffering=True)
+
+
+def errors_in_lines(*kinds: type[BaseException]) -> None:
+    """Show errors of these kinds that end the program by their message, without a traceback. Python's exit status stays: 1, and
+    for KeyboardInterrupt what a shell calls 130."""
+    usual = sys.excepthook
+    if usual is not sys.__excepthook__ and usual.__name__ != "show_in_lines":
+        return  # a debugger's, a notebook's
+
+    def show_in_lines(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, kinds):
+            usual(kind, error, trace)
+        elif issubclass(kind, KeyboardInterrupt):
+            sys.stderr.write(f"\n{str(error) or 'interrupted'}\n")
+        else:
+            sys.stderr.write(f"error: {error}\n")
+
+    sys.excepthook = show_in_lines
 
 
 class Console:
@@ -27,6 +46,17 @@ class Console:
         if not self.quiet:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def interruptible(self, way_on: str) -> Iterator[None]:
+        """Let a Ctrl-C say the way on, and in a script nothing else."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if not self.quiet:
+                error.args = (f"interrupted; {way_on}",)
+                errors_in_lines(KeyboardInterrupt)
+            raise
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:

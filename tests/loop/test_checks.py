@@ -1,0 +1,112 @@
+"""What is wrong with a run is said all at once, before torch is loaded; Ctrl-C in a script says the way on."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttrl import GRPOConfig, Task, TrainConfig, train
+from ttrl.errors import ConfigError, ModelFolderError
+from ttrl.loop import checks
+
+RIGHT = {"run": "runs/not_made", "model": "tiny", "iterations": 1, "tasks_per_iteration": 2}
+TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) for number in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"iteratons": 3, "seed": -1, "dtype": "fp64"}, ["did you mean 'iterations'?", "seed is -1", "dtype is 'fp64'"]),
+        (
+            {"sample_per_task": 4, "training": {"lrr": 1}, "server": {"max_num_sequences": 8}},
+            ["did you mean 'samples_per_task'?", "did you mean 'lr'?", "server: vLLM has no argument 'max_num_sequences'"],
+        ),
+        (
+            {"model": "/not/there", "tasks_per_iteration": 3, "server": {"gpu_memory_utilisation": 0.5}},
+            ["/not/there does not exist", "there are only 2 tasks", "did you mean 'gpu_memory_utilization'?"],
+        ),
+        (
+            {"server": {"max_num_seqs": "many", "enforce_eager": "yes", "gpu_memory_utilization": 90}},
+            ["vLLM wants a whole number", "vLLM wants true or false", "vLLM wants a number at most 1"],
+        ),
+        (
+            {"server": {"port": 8000}, "sampling": {"top_q": 1}, "stop_at": 0.9},
+            ["server: extra_args: port is set by ttrl", "did you mean 'top_p'?", "stop_at needs validation tasks"],
+        ),
+        (
+            {"model": "no slash here", "max_tokens": 0, "loggers": ["wanbd"]},
+            ["no slash here does not exist", "max_tokens is 0", "did you mean 'wandb'?"],
+        ),
+        (
+            {"training": GRPOConfig(lr=-1.0, kl_in="reward"), "iterations": "ten"},
+            ["lr is -1.0", "kl_in is 'reward', which does nothing", "iterations is 'ten'"],
+        ),
+        (
+            {"servers": 0, "nnodes": 2, "rdzv_endpoint": "here", "tasks_per_iteration": 64},
+            ["nobody would sample", "must be HOST:PORT", "there are only 2 tasks"],
+        ),
+        (
+            {"mirror": " ", "advantage_clip": 0, "model": "a/folder/deep/down"},
+            ["mirror is empty", "advantage_clip is 0.0", "a/folder/deep/down does not exist"],
+        ),
+        (
+            {"server": {"kv_cache_dtype": "fp7"}, "drift_limits": {"meen": 1}, "temperature": 0.0},
+            ["vLLM wants one of 'auto'", "unknown limit 'meen'", "temperature is 0"],
+        ),
+    ],
+    ids=range(1, 11),
+)
+def test_three_mistakes_are_named_at_once(wrong, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        train(TrainConfig(**RIGHT | wrong), TASKS)
+    assert [sum(text in problem for problem in caught.value.problems) for text in said] == [1, 1, 1], str(caught.value)
+    assert len(caught.value.problems) == 3 and not list(tmp_path.iterdir())
+
+
+def test_one_mistake_of_a_kind_of_its_own_keeps_its_kind():
+    with pytest.raises(ModelFolderError, match="not/there/at/all does not exist"):
+        train(TrainConfig(**RIGHT | {"model": "not/there/at/all"}), TASKS)
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [(ConnectionError("no route"), True), (type("ReadTimeout", (Exception,), {})("slow"), False)],
+)
+def test_a_model_on_the_hub_is_asked_for_and_a_slow_answer_is_none(error, refused, monkeypatch):
+    def model_info(self, model, timeout):
+        assert (model, timeout) == ("org/name", checks._HUB_SECONDS)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    if not refused:
+        return checks.check_model("org/name")
+    with pytest.raises(ModelFolderError, match=r"'org/name' is neither a folder here nor in the hub's cache, .*no route"):
+        checks.check_model("org/name")
+
+
+SCRIPT = """
+import sys, time
+from ttrl import Task, TrainConfig, train
+assert "torch" not in sys.modules
+import ttrl.loop.train
+def work(*_):
+    print("at work", flush=True)
+    time.sleep(60)
+ttrl.loop.train.local_model = work
+config = TrainConfig(run=sys.argv[1], model="tiny", iterations=1, tasks_per_iteration=1)
+train(config, [Task([{"role": "user", "content": "x"}], max)], quiet=False)
+"""
+
+
+def test_an_interrupted_script_says_how_to_go_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    script = subprocess.Popen([sys.executable, "-c", SCRIPT, run], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert script.stdout is not None and "loading PyTorch" in script.stdout.readline()
+    assert script.stdout.readline() == "at work\n"
+    script.send_signal(signal.SIGINT)
+    _, said = script.communicate(timeout=60)
+    assert said.strip().splitlines()[-1] == f"interrupted; the same command continues {run}" and "Traceback" not in said
+    assert script.returncode == -signal.SIGINT  # 130, in a shell

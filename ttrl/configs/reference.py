@@ -1,0 +1,127 @@
+"""What every setting means: read from the source of its class, where a docstring follows each field.
+
+For help(), `ttrl config` and docs/settings.md. A comment line between two fields is the heading of those below it.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a class."""
+
+    name: str
+    kind: str
+    """Its type, with the values that it may have where these are listed."""
+    default: str
+    """As Python writes it; "" where there is none."""
+    meaning: str
+    """"" where nobody wrote one."""
+    heading: str
+    """What it stands under; "" above the first heading."""
+
+    def text(self) -> str:
+        """Return it as help() shows it."""
+        meaning = textwrap.fill(self.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        return f"{self.name}: {self.kind}{f' = {self.default}' if self.default else ''}\n{meaning}"
+
+
+@functools.cache
+def settings_of(cls: type) -> tuple[Setting, ...]:
+    """Return the settings of a dataclass, those of its own class first, in the order of the source."""
+    written: dict[str, tuple[str, str]] = {}
+    for base in cls.__mro__:
+        if dataclasses.is_dataclass(base):
+            written = {**written, **{name: one for name, one in _written(base).items() if name not in written}}
+    fields: dict[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(cls)}
+    kinds = typing.get_type_hints(cls)
+    return tuple(
+        Setting(name, _kind(kinds[name]), _default(fields[name]), *words) for name, words in written.items() if name in fields
+    )
+
+
+def _kind(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(_literal(value) for value in typing.get_args(hint))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " | ".join(map(_kind, typing.get_args(hint)))
+    if arguments := typing.get_args(hint):
+        return f"{typing.get_origin(hint).__name__}[{', '.join(map(_kind, arguments))}]"
+    return {type(None): "None"}.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _literal(value: Any) -> str:
+    return repr(value).replace("'", '"')
+
+
+def _written(cls: type) -> dict[str, tuple[str, str]]:
+    """Return (meaning, heading) of each field in the source of a class; {} where there is no source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return {}
+    [node] = ast.parse(source).body
+    assert isinstance(node, ast.ClassDef)
+    lines, heading, end, found = source.splitlines(), "", node.body[0].lineno, {}
+    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+        above = [line.strip() for line in lines[end : statement.lineno - 1]]
+        if comments := [line.removeprefix("# ") for line in above if line.startswith("# ")]:
+            heading = " ".join(comments)
+        end = statement.end_lineno or end
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            value = following.value if isinstance(following, ast.Expr) else None
+            meaning = value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
+            found[statement.target.id] = re.sub(r"\s+", " ", meaning).strip(), heading
+    return found
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.metadata.get("required"):
+        return ""
+    if field.default_factory is not dataclasses.MISSING:
+        return _literal(field.default_factory())
+    return "" if field.default is dataclasses.MISSING else _literal(field.default)
+
+
+class Reference:
+    """A class's `__doc__`, with every setting explained; made when somebody asks."""
+
+    def __init__(self, cls: type, about: str) -> None:
+        self._cls, self._about = cls, about
+
+    def __get__(self, instance: object, owner: type) -> str:
+        lines, heading = [inspect.cleandoc(self._about)], ""
+        for setting in settings_of(self._cls):
+            if setting.heading != heading:
+                heading = setting.heading
+                lines.append(f"{heading}\n{'-' * min(len(heading), WIDTH)}")
+            lines.append(setting.text())
+        return "\n\n".join(lines)
+
+
+def as_markdown(about: str, classes: Sequence[tuple[str, type]]) -> str:
+    """Return a page with an entry for each setting of each class, under the given titles."""
+    lines = [about]
+    for title, cls in classes:
+        heading = ""
+        lines.append(f"## {title}")
+        for setting in settings_of(cls):
+            if setting.heading != heading:
+                heading = setting.heading
+                lines.append(f"**{heading}**")
+            default = f" = `{setting.default}`" if setting.default else ""
+            entry = f"- `{setting.name}`: `{setting.kind}`{default}. {setting.meaning}"
+            lines.append(textwrap.fill(entry, 130, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+    return "\n\n".join(lines) + "\n"

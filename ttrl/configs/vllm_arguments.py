@@ -1,0 +1,186 @@
+"""Arguments of vLLM, checked before it is started: it takes 20 s to refuse one.
+
+Read from the source of the vLLM that is installed, without importing it (which takes 5 s): the options of its parser, and type,
+values and bounds of the fields behind them. Whatever is not plain there is left to vLLM: nothing is refused that it would take.
+"""
+
+import ast
+import difflib
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ENGINE = "engine/arg_utils.py"
+_FRONTEND = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
+"""Where the server's own options are, in this version and in older ones."""
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> list[str]:
+    """Return what vLLM would refuse in {"max_num_seqs": 8, …}, one line each; [] where no vLLM is installed.
+
+    root: vLLM's folder; None: that of the one installed.
+    """
+    if root is None:
+        spec = importlib.util.find_spec("vllm")
+        root = Path(spec.origin).parent if spec is not None and spec.origin else None
+    known = _fields(root) if given and root is not None else {}
+    if not known or root is None:
+        return []
+    found = []
+    for name, value in given.items():
+        option = name.replace("-", "_")
+        plain = option.partition(".")[0].removeprefix("no_")
+        if plain in known:
+            found += [
+                f"{name} is {value!r}; vLLM wants {wanted}" for wanted in _wanted(root, known[plain], value) if plain == option
+            ]
+        elif not any(one.startswith(plain) for one in known):  # its parser takes beginnings of names
+            near = difflib.get_close_matches(plain, known, n=1)
+            found.append(f"vLLM has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return found
+
+
+@dataclass(frozen=True)
+class _Field:
+    """Where a config class of vLLM has the field behind an option; None where the parser does not take it from one."""
+
+    owner: str | None = None
+    name: str = ""
+
+
+@functools.cache
+def _fields(root: Path) -> dict[str, _Field]:
+    """Return every option of the server by its name with underscores; {} for a vLLM that is written in another way."""
+    engine = _tree(root / _ENGINE)
+    frontend = next((tree for path in _FRONTEND if (tree := _tree(root / path)) is not None), None)
+    if engine is None or frontend is None:
+        return {}
+    options: dict[str, _Field] = {}
+    for tree in (engine, frontend):
+        classes: dict[str, str] = {}  # names of variables, and the class whose fields they hold
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (owner := _owner(node.value)):
+                classes[node.targets[0].id] = owner
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+                for name in (one.value for one in node.args if isinstance(one, ast.Constant)):
+                    if isinstance(name, str) and name.startswith("--"):
+                        options[name[2:].replace("-", "_")] = _source(node, classes)
+    for node in frontend.body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
+            options |= {name: _Field() for name, _, _ in _annotated(node)}
+    return options if len(options) > 100 else {}
+
+
+def _tree(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+
+
+def _owner(value: ast.expr) -> str | None:
+    """Return X of `get_kwargs(X)`."""
+    match value:
+        case ast.Call(func=ast.Name(id="get_kwargs"), args=[ast.Name(id=owner)]):
+            return owner
+    return None
+
+
+def _source(call: ast.Call, classes: Mapping[str, str]) -> _Field:
+    """Return the field of `add_argument("--x", **model_kwargs["x"])`, also where its default is replaced."""
+    match [one for one in call.keywords if one.arg != "dest"]:
+        case [ast.keyword(arg=None, value=ast.Subscript(value=ast.Name(id=held), slice=ast.Constant(value=str(name))))] | [
+            ast.keyword(
+                arg=None,
+                value=ast.Dict(
+                    keys=[None, ast.Constant(value="default")],
+                    values=[ast.Subscript(value=ast.Name(id=held), slice=ast.Constant(value=str(name))), _],
+                ),
+            )
+        ] if held in classes:
+            return _Field(classes[held], name)
+    return _Field()
+
+
+def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr, ast.expr | None]]:
+    for one in node.body:
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            yield one.target.id, one.annotation, one.value
+
+
+@functools.cache
+def _definition(root: Path, field: _Field) -> tuple[frozenset[str], tuple[str, ...], dict[str, float]]:
+    """Return the types of a field as names, the values that a Literal lists, and its bounds; nothing where it is not plain."""
+    for path in sorted((root / "config").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if field.owner is None or not re.search(rf"^class {field.owner}\b", text, re.MULTILINE):
+            continue
+        tree = ast.parse(text)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name == field.owner:
+                for name, annotation, value in _annotated(node):
+                    if name == field.name:
+                        return *_types(annotation, tree), _bounds(value)
+    return frozenset(), (), {}
+
+
+def _types(annotation: ast.expr, tree: ast.Module) -> tuple[frozenset[str], tuple[str, ...]]:
+    match annotation:
+        case ast.BinOp(left=left, right=right, op=ast.BitOr()):
+            (first, some), (second, more) = _types(left, tree), _types(right, tree)
+            return first | second, some + more
+        case ast.Constant(value=None):
+            return frozenset({"None"}), ()
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=values):
+            listed = values.elts if isinstance(values, ast.Tuple) else [values]
+            texts = [one.value for one in listed if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            return frozenset({"Literal" if len(texts) == len(listed) else "?"}), tuple(texts)
+        case ast.Name(id="int" | "float" | "bool" | "str" as plain):
+            return frozenset({plain}), ()
+        case ast.Name(id=alias):
+            for node in tree.body:
+                match node:
+                    case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == alias:
+                        return _types(value, tree)
+                    case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if name == alias:
+                        return _types(value, tree)
+    return frozenset({"?"}), ()
+
+
+def _bounds(value: ast.expr | None) -> dict[str, float]:
+    """Return the bounds of `Field(default, gt=0, le=1)`."""
+    keywords = value.keywords if isinstance(value, ast.Call) else []
+    return {
+        one.arg: one.value.value
+        for one in keywords
+        if one.arg in _BOUNDS and isinstance(one.value, ast.Constant) and isinstance(one.value.value, int | float)
+    }
+
+
+def _wanted(root: Path, field: _Field, value: Any) -> list[str]:
+    """Return what vLLM wants in the place of a value; [] where it may take it."""
+    kinds, listed, bounds = _definition(root, field)
+    kinds -= {"None"}
+    if value is None or len(kinds) != 1:
+        return []
+    [kind] = kinds
+    if kind == "bool":
+        return [] if isinstance(value, bool) else ["true or false"]
+    if kind == "Literal":
+        same = {text.lower().replace("-", "_") for text in listed}
+        return [] if str(value).lower().replace("-", "_") in same else ["one of " + ", ".join(map(repr, listed))]
+    if kind not in ("int", "float"):
+        return []
+    number = isinstance(value, int | float) and not isinstance(value, bool) and (kind == "float" or value == int(value))
+    if not number:  # "8k" and "auto" are numbers to it
+        in_words = isinstance(value, str) and (re.search(r"\d|inf|nan", value) or value in ("auto", "", "None"))
+        return [] if in_words else ["a whole number" if kind == "int" else "a number"]
+    holds = {"gt": lambda least: value > least, "ge": lambda least: value >= least}
+    holds |= {"lt": lambda most: value < most, "le": lambda most: value <= most}
+    return [f"a number {_BOUNDS[name]} {limit:g}" for name, limit in bounds.items() if not holds[name](limit)]

@@ -1,0 +1,105 @@
+"""Everything that can be known to be wrong with a run, found at once, before torch is loaded or a server started."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ttrl.configs.run import TrainConfig
+from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, describe
+from ttrl.ready_models import READY_MODELS
+from ttrl.server.model_folder import check_model_folder
+from ttrl.server.vllm import own_argument_problems
+from ttrl.tasks.task import Task, task_list
+
+_HUB_SECONDS = 3.0
+
+
+def checked(
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    validation_tasks: Sequence[Task],
+    *,
+    model: bool = True,
+    problems: Sequence[str] = (),
+) -> tuple[TrainConfig, list[Task], list[Task]]:
+    """Return what a run is given, checked, with `model` also whether its model can be had. Raises ConfigError with all problems,
+    and those that were found before; TaskError or ModelFolderError for one of those alone."""
+    errors: list[UserError] = []
+
+    def listed(given: Sequence[Task], name: str) -> list[Task]:
+        try:
+            return task_list(given, name)
+        except TaskError as error:
+            errors.append(error)
+            return []
+
+    values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    config, found = TrainConfig.examine(values)  # defaults stand in for what is wrong, and are not complained of
+    problems = list(dict.fromkeys([*problems, *found]))
+    said = "\n".join(problems)
+    problems += [f"server: extra_args: {problem}" for problem in own_argument_problems(config.server.keys() - {"max_model_len"})]
+    problems += config.local_problems()
+    if config.sampling:
+        from ttrl.rollouts.client.chat_completions import request_kwargs  # loads openai
+
+        problems += _said(lambda: request_kwargs(config.sampling), "sampling: ")
+    tasks, validation_tasks = listed(tasks, "tasks"), listed(validation_tasks, "validation_tasks")
+    if not errors:
+        problems += _task_problems(config, tasks, validation_tasks, said)
+    if model and config.model:
+        try:
+            check_model(config.model)
+        except ModelFolderError as error:
+            errors.append(error)
+    if len(errors) == 1 and not problems:
+        raise errors[0]
+    if problems or errors:
+        raise ConfigError("TrainConfig", problems + [str(error) for error in errors])
+    return config, tasks, validation_tasks
+
+
+def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: list[Task], said: str) -> list[str]:
+    found = []
+    if not tasks:
+        found.append("there are no tasks to train on")
+    elif len(tasks) < config.tasks_per_iteration and "tasks_per_iteration is" not in said:
+        found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but there are only {len(tasks)} tasks")
+    if config.tokens_per_iteration is not None and (several := [task.id for task in tasks if task.rollout]):
+        found.append(
+            f"tokens_per_iteration is {config.tokens_per_iteration}, but {len(several)} of {len(tasks)} tasks have a rollout "
+            f"(such as {several[0]!r}); a conversation cannot be cut off by a budget and continued later: leave "
+            "tokens_per_iteration out, and limit rollouts with Task(limits=RolloutLimits(tokens=…))"
+        )
+    if config.stop_at is not None and not validation_tasks:
+        found.append("stop_at needs validation tasks")
+    return found
+
+
+def check_model(model: str) -> None:
+    """Check that a model can be had: a folder that is complete, a name in READY_MODELS, or one on the hub. Raises
+    ModelFolderError."""
+    if model not in READY_MODELS and check_model_folder(model) is None:
+        _check_hub(model)
+
+
+def _check_hub(model: str) -> None:
+    """Raise ModelFolderError where the hub says no, or cannot be reached; a slow answer is no answer."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            HfApi().model_info(model, timeout=_HUB_SECONDS)
+    except Exception as error:
+        status: Any = getattr(getattr(error, "response", None), "status_code", None)
+        if "Timeout" not in type(error).__name__ and (status is None or status < 500):
+            raise ModelFolderError(
+                f"model {model!r} is neither a folder here nor in the hub's cache, and the hub does not have it for us: "
+                f"{describe(error)}; give a model folder, or a name that `ttrl models` lists"
+            ) from error
+
+
+def _said(check: Callable[[], object], where: str) -> list[str]:
+    try:
+        check()
+    except UserError as error:
+        return [f"{where}{error}"]
+    return []
