@@ -212,6 +212,53 @@ def test_what_a_run_measured_is_taken():
     assert measured_in_run(rows[:2])["train"].seconds == 9.0
 
 
+def test_iterations_in_which_nothing_was_trained_say_nothing_of_training():
+    rows = [seconds_row(n, sample=2.0, train=0.0) | {"trained": False} for n in (1, 2, 3, 4)]
+    assert measured_in_run(rows).keys() == {"sample", "other"}
+    rows[2] = seconds_row(3, sample=4.0, train=5.0) | {"trained": True}
+    measured = {name: value.seconds for name, value in measured_in_run(rows).items()}
+    assert measured == {"sample": 4.0, "train": 5.0, "other": 0.5, "iteration": 9.5}
+
+
+def test_measured_seconds_count_for_the_same_model_device_and_settings_alone(world, big, capsys):
+    world.train(iterations=3)
+    capsys.readouterr()
+
+    def planned(*arguments):
+        assert main(["plan", str(world.run), "--json", *arguments]) == 0
+        made = json.loads(capsys.readouterr().out)
+        return {phase["source"] for phase in made["seconds"]["phases"].values()}, made
+
+    assert "run" in planned()[0] and "run" in planned("--set", "lr=1e-3", "iterations=9")[0]
+    for name, arguments in {
+        "model": ["--set", f"model={big}"],
+        "training.lora_rank": ["--set", "lora_rank=8"],
+        "gpu": ["--gpu", "H100"],
+        "dtype": ["--set", "dtype=bf16"],
+    }.items():
+        sources, made = planned(*arguments)
+        assert sources == {"rough"} and any("do not count" in line and name in line for line in made["warnings"])
+    assert planned("--set", f"model={big}")[1]["completions_from"] == "other"
+    config, _, _ = read_config(world.run, elsewhere=True)
+    assert (config.device, config.dtype, config.num_threads, config.trainer_memory) == ("auto", "auto", None, "auto")
+    assert read_config(world.run, ["trainer_memory=free"], elsewhere=True)[0].trainer_memory == "free"
+
+
+def test_a_recipes_config_is_planned_as_its_first_line_promises(big):
+    made = plan(read_config(ROOT / "recipe_configs" / "qwen2.5_7b.yaml", [f"model={big}"])[0], gpu="H100", recipe_only=True)
+    assert (made.work.seq_len, made.processes) == (16_384, 4) and not warned("does not fit", made)
+    assert f"in all            {made.memory.peak / 2**30:.3g} GiB of 74.5 GiB" in str(made)
+    config, _, _ = read_config(ROOT / "recipe_configs" / "llama3.3_70b.yaml", [f"model={big}", "seq_len=4096"])
+    assert (config.nnodes, config.nproc_per_node, config.seq_len) == (2, 8, 4096) and not config.problems()
+
+
+def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatch, capsys):
+    monkeypatch.setattr("ttrl.plans.planner.hub_is_out_of_reach", lambda: True)
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(ModelFolderError, match="could not be fetched from the hub"):
+        read_model_config("nobody-of-this-name/some-model")
+
+
 def test_phases_that_overlap_take_less_than_their_sum():
     rows = [{"iteration": n, "seconds": {"sample": 2.0, "validate": 2.0, "total": 3.0}} for n in range(4)]
     measured = {name: value.seconds for name, value in measured_in_run(rows).items()}
@@ -229,6 +276,7 @@ def test_what_does_not_fit_is_said_with_the_way_out(big):
     made = plan(config_of(big))
     assert warned("does not fit: trainer", made) and warned("lora_rank: 16 (adapters alone are trained) saves", made)
     assert warned("weight_sync: restart", made)
+    assert all(warned(f"{name} saves", made) for name in made.memory.savings) and len(made.memory.savings) > 4
     gpu = plan(config_of(big, device="cuda"), gpu="RTX4090")  # the server keeps its share while the trainer works
     assert warned("gpu_memory_utilization", gpu)
     adapters = {"lora_rank": 8, "lora_base_dtype": "nf4"}

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     speak_in_lines()
     arguments = make_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     try:
         return int(arguments.run_command(arguments))
     except TtrlError as error:

@@ -30,7 +30,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from ttrl.plans.lengths import Assumptions
     from ttrl.tasks.reference import load_tasks
 
-    config, run, recipe_only = read_config(arguments.config, arguments.set)
+    config, run, recipe_only = read_config(arguments.config, arguments.set, elsewhere=arguments.gpu is not None)
     tasks: list[Any] = []
     if arguments.tasks is not None:
         tasks = load_tasks(arguments.tasks, config.tasks_per_iteration * config.iterations)

@@ -14,13 +14,16 @@ from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.errors import ConfigError, UserError
 
 _OF_RUN = {field.name for field in dataclasses.fields(TrainConfig)}
+_OF_THE_MACHINE = ("device", "dtype", "num_threads", "trainer_memory")
+"""Settings that config.yaml of a run holds as the machine decided them."""
 _OF_RECIPE = {field.name for field in dataclasses.fields(GRPOConfig)}
 
 
-def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, Path | None, bool]:
+def read_config(path: Path, settings: Sequence[str] = (), *, elsewhere: bool = False) -> tuple[TrainConfig, Path | None, bool]:
     """Read a config; return it, the run folder it lies in (None where it is not one), and whether it is a recipe's alone.
 
-    settings: "KEY=VALUE", of the run or else of the recipe. Raises UserError, ConfigError.
+    settings: "KEY=VALUE", of the run or else of the recipe. elsewhere: for another machine, whose defaults take the place of what
+    a run folder's config.yaml says of the one that it ran on. Raises UserError, ConfigError.
     """
     file = path / "config.yaml" if path.is_dir() else path
     try:
@@ -34,10 +37,27 @@ def read_config(path: Path, settings: Sequence[str] = ()) -> tuple[TrainConfig, 
         raise ConfigError("--set", unknown)
     if "iterations" in values or "tasks_per_iteration" in values:
         run = file.parent if (file.parent / "iterations").is_dir() else None
+        if run is not None and (elsewhere or "device" in changes):
+            values |= {name: TrainConfig.defaults()[name] for name in _OF_THE_MACHINE}
         return TrainConfig.parse(_changed(values, changes), str(file)), run, False
     if not values.keys() & _OF_RECIPE:
         raise UserError(f"{file} is neither a run's config nor a recipe's: it has no setting of either")
-    return _of_recipe(values | changes, file), None, True
+    return _of_recipe(_promised(file) | values | changes, file), None, True
+
+
+def _promised(file: Path) -> dict[str, Any]:
+    """Return what the first line of a file of recipe_configs/ says: "# 16 x 141 GB GPU in 2 machines; rows of up to 8192 …"."""
+    with file.open(encoding="utf-8") as lines:
+        first = lines.readline()
+    found: dict[str, Any] = {}
+    if rows := re.search(r"rows of up to (\d+) positions", first):
+        found["seq_len"] = int(rows[1])
+    if gpus := re.match(r"# (\d+) x \d+ GB GPU(?: in (\d+) machines)?", first):
+        nodes = int(gpus[2] or 1)
+        found |= {"nproc_per_node": int(gpus[1]) // nodes} | (
+            {"nnodes": nodes, "rdzv_endpoint": "HOST:29500"} if nodes > 1 else {}
+        )
+    return found
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:

@@ -139,6 +139,10 @@ def savings(
         found[f"lora_rank: {LORA_RANK} (adapters alone are trained)"] = now - peak(lora_rank=LORA_RANK)
     if not (four_bits or config.optimizer_on_cpu):  # both are for one process
         found[f"{2 * ranks} processes with different rows"] = now - peak(2 * ranks)
+    half = workload.row_length // 2
+    if 0 < (workload.longest_sample or 0) <= half:
+        smaller = dataclasses.replace(workload, row_length=half, rows=2 * workload.rows)
+        found[f"seq_len: {half}"] = now - training_memory(model, config, smaller, device=device, ranks=ranks).peak
     worth = {name.replace("True", "true").replace("None", "null"): saved for name, saved in found.items() if saved > 0}
     return dict(sorted(worth.items(), key=lambda pair: -pair[1]))
 

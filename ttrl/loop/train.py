@@ -31,7 +31,7 @@ from ttrl.run_folder.metrics import best_iteration
 from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import prune
 from ttrl.run_folder.redo import redo_asked
-from ttrl.server.model_folder import check_model_folder
+from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
@@ -119,10 +119,11 @@ def local_model(model: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+        files, offline = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"], hub_is_out_of_reach()
         try:
-            folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+            folder = Path(snapshot_download(model, allow_patterns=files, local_files_only=offline))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ModelFolderError(f"{model} cannot be downloaded from the hub: {error}") from error
+            raise ModelFolderError(f"{model} cannot be downloaded from the hub: {NO_HUB if offline else error}") from error
         check_model_folder(folder)
     return folder.absolute()
 

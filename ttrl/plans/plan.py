@@ -22,6 +22,7 @@ _SOURCES = {
     "tasks": "of the tasks",
     "probe": "measured in a probe",
     "run": "measured in this run",
+    "other": "measured in the run, with another model",
     "rough": "rough",
 }
 
@@ -95,7 +96,8 @@ def plan_text(plan: Plan) -> str:
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
     if any(phase.source == "rough" for phase in seconds.phases.values()):
-        lines.append("Rough figures may be wrong by a factor of 3; --probe measures.")
+        share = "; the share of a GPU's speed that is reached is assumed" if plan.machine.cuda else "; --probe measures"
+        lines += textwrap.wrap(f"Rough figures may be wrong by a factor of 3{share}.", _WIDTH)
     if plan.warnings:
         lines.append("\nWorth knowing")
         for warning in plan.warnings:
@@ -106,7 +108,8 @@ def plan_text(plan: Plan) -> str:
 def _iteration(plan: Plan) -> list[str]:
     work, flops = plan.work, plan.flops
     per_task = round(work.samples / max(1, work.tasks))
-    lines = _row("samples", f"{work.samples:,} = {work.tasks} tasks × {per_task}")
+    assumed = "" if plan.with_server else " (assumed: a recipe's config does not say)"
+    lines = _row("samples", f"{work.samples:,} = {work.tasks} tasks × {per_task}{assumed}")
     lines += _row(
         "tokens sampled",
         f"{si_spaced(work.completion_tokens)} (mean {work.completion_mean:,.0f}, longest {work.completion_max:,}; "
@@ -150,7 +153,7 @@ def _memory(plan: Plan) -> list[str]:
         both = "both at the same time" if memory.together else "one after the other"
         lines += _row("in all", f"{gib(memory.peak)} ({both}) of {gib(memory.available)}")
     else:
-        lines += _row("in all", f"of {gib(memory.available)}")
+        lines += _row("in all", f"{gib(memory.peak)} of {gib(memory.available)}")
     disk = plan.disk
     each = f"checkpoint {gib(disk['checkpoint'])}, state {gib(disk['state'])} an iteration"
     if plan.with_server:

@@ -27,11 +27,20 @@ from ttrl.plans.plan import Plan
 from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of
 from ttrl.ready_models import ready_model
+from ttrl.run_folder.config_changes import changes
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach
 from ttrl.system.files import free_bytes
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+_NO_SECONDS = {
+    *("run", "iterations", "stop_at", "seed", "keep_checkpoints", "keep_best", "keep_every", "mirror", "loggers", "drift"),
+    *("drift_limits", "validation_metric", "validation_temperature", "training.lr", "training.kl_coefficient"),
+    *("trainer_restarts", "join_timeout", "joined_key_file", "joined_run"),
+}
+"""Settings that hardly change what an iteration takes."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,12 @@ def make_plan(
         lengths, measured = probed.lengths, probed.seconds
     else:
         lengths, measured = _lengths(config, assumptions, decoder, tasks, run, rows, tokenizer), measured_in_run(rows)
+    others = _differences(config, run, gpu) if measured and probed is None else []
+    if others:
+        measured = {}
+        if "model" in others:
+            sources = {name: getattr(lengths, name).replace("run", "other") for name in ("prompts_from", "completions_from")}
+            lengths = dataclasses.replace(lengths, **sources)
     counts = _task_counts(run)
     held_out = len(validation_tasks) or counts.get("validation_tasks", 0)
     packed = pack(config, lengths, decoder.shape.vocabulary)
@@ -94,6 +109,7 @@ def make_plan(
     seconds = seconds_of(config, rough, measured)
     notes = [
         *(() if probed is None else probed.warnings),
+        *([f"the run's measured seconds do not count for this plan: {', '.join(others[:6])} differ"] if others else ()),
         *warnings_of(model, config, recipe, work, memory, machine, disk, len(tasks) or counts.get("tasks")),
     ]
     return Plan(
@@ -146,10 +162,12 @@ def read_model_config(model: str) -> dict[str, Any]:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         try:
-            path = Path(hf_hub_download(model, "config.json"))
+            offline = hub_is_out_of_reach()
+            path = Path(hf_hub_download(model, "config.json", local_files_only=offline))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
+            why = NO_HUB if offline else error
             raise ModelFolderError(
-                f"{model}: not a model folder, and config.json could not be fetched from the hub: {error}"
+                f"{model}: not a model folder, and config.json could not be fetched from the hub: {why}"
             ) from error
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -163,6 +181,16 @@ def read_model_config(model: str) -> dict[str, Any]:
 def iteration_folders(run: Path) -> list[Path]:
     """Return the iteration folders of a run, ascending."""
     return sorted((run / "iterations").glob("[0-9]*"))
+
+
+def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list[str]:
+    """Return what differs between a plan and the run whose seconds were measured, of what seconds depend on."""
+    before = RunFolder(run).config() if run is not None else {}
+    if not before:
+        return []
+    before["model"] = str(ready_model(str(before.get("model"))) or before.get("model"))
+    changed = changes(TrainConfig.defaults() | before, config.to_dict())
+    return (["gpu"] if gpu is not None else []) + [name for name in changed if name not in _NO_SECONDS]
 
 
 def _cuda() -> bool:

@@ -45,11 +45,15 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
             who += f" and server ({gib(memory.server)}) together"
         elif memory.server > memory.trainer:
             who = f"the server ({gib(memory.server)})"
-        ways = [f"{name} saves {gib(saved)}" for name, saved in list(memory.savings.items())[:4]]
-        if memory.together and machine.cuda:
+        ways = [f"{name} saves {gib(saved)}" for name, saved in memory.savings.items()]
+        if memory.server_parts and machine.cuda:
             ways.insert(0, 'server: {"gpu_memory_utilization": ...} gives the server less')
-        if memory.together and config.weight_sync != "restart" and not config.off_policy_steps:
+        if memory.together and config.off_policy_steps:
+            ways.append("off_policy_steps: 0 with weight_sync: restart stops the server while the trainer works")
+        elif memory.together and config.weight_sync != "restart":
             ways.append("weight_sync: restart stops the server while the trainer works")
+        if memory.together and machine.cuda and config.resolved_trainer_memory("cuda") == "keep":
+            ways.append("trainer_memory: free gives the trainer's memory to the server while that works")
         found.append(f"does not fit: {who} need more than the {gib(memory.available)} {where}; " + "; ".join(ways))
     # A server by itself takes as much of a GPU as it is told to, which is no estimate.
     elif (memory.peak if memory.together else memory.trainer * memory.beside[0]) > _NEARLY_FULL * memory.available:

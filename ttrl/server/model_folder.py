@@ -4,8 +4,11 @@ import hashlib
 import json
 import os
 import re
+import socket
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ttrl.errors import ModelFolderError
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
@@ -37,6 +40,21 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
     if problems:
         raise ModelFolderError(f"model folder {folder} is incomplete:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return folder
+
+
+NO_HUB = "this machine does not know its name (no network?), and it is not in the cache; give a model folder"
+
+
+def hub_is_out_of_reach() -> bool:
+    """Return whether the hub's name is not known here, so that asking it would only cost half a minute of attempts. Behind a
+    proxy, the proxy knows."""
+    if urllib.request.getproxies():
+        return False
+    try:
+        socket.getaddrinfo(urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname, 443)
+    except OSError:
+        return True
+    return False
 
 
 def weights_digest(path: str | os.PathLike[str]) -> str:
