@@ -91,7 +91,7 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     os.kill(server._child.pid, signal.SIGKILL)
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1 and not server.is_started
-    assert said[1] == f"serving {checkpoints[0]} at {url}/v1, where it is called 'policy'"
+    assert said[1] == f"serving at {url}/v1, where {checkpoints[0]} is called 'policy'"
     assert said[2].endswith(f"export OPENAI_API_KEY=$(cat {tmp_path / 'key'})")
 
 

@@ -143,7 +143,7 @@ def savings(
     if 0 < (workload.longest_sample or 0) <= half:
         smaller = dataclasses.replace(workload, row_length=half, rows=2 * workload.rows)
         found[f"seq_len: {half}"] = now - training_memory(model, config, smaller, device=device, ranks=ranks).peak
-    worth = {name.replace("True", "true").replace("None", "null"): saved for name, saved in found.items() if saved > 0}
+    worth = {name.replace("True", "true").replace("None", "null"): saved for name, saved in found.items() if saved > 0.01 * now}
     return dict(sorted(worth.items(), key=lambda pair: -pair[1]))
 
 
