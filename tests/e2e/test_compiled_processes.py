@@ -35,8 +35,9 @@ def results(tmp_path_factory):
     """name → what its first process left."""
     root = tmp_path_factory.mktemp("compiled")
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=128, num_key_value_heads=2, **shape)).save_pretrained(root / "model")
+    # Few shapes, as each is compiled anew.
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=128, num_key_value_heads=4, **shape)).save_pretrained(root / "model")
     packed = packed_tensors_from_tokenized_results(random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0)
     packed.save(root / "packed.safetensors")
     common = {"lr": 1e-3, "max_grad_norm": 1e9, "rows_per_microbatch": 100}

@@ -361,6 +361,34 @@ def test_requests_move_from_a_machine_that_vanishes_without_a_word() -> None:
     virtual(main())
 
 
+def test_requests_move_from_a_machine_that_is_cut_off() -> None:
+    """What is sent to it gets no answer, not even a refusal, and its connections stay open; nothing new is sent."""
+
+    class CutOff(Fake):
+        is_cut = False
+
+        async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
+            if self.is_cut:
+                await asyncio.sleep(timeout)
+                raise RequestError("no answer", "timeout")
+            return b'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="65536",num_gpu_blocks="4096"} 1.0\n'
+
+    gone, other = CutOff(lambda number: 1e6, "gone"), Fake(name="other")
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        async with Servers([gone, other], concurrency=None) as pool:
+            sends = [asyncio.create_task(send(pool, max_retries=0)) for _ in range(20)]
+            await asyncio.sleep(0.5)
+            assert gone.in_flight > 0
+            gone.is_cut, began = True, loop.time()
+            await asyncio.gather(*sends)
+            return loop.time() - began
+
+    detection = server_state.POLL_PAUSE + 2 * server_state.PROBE_TIMEOUT
+    assert virtual(main()) < detection + server_state.ABANDON_AFTER + 15
+
+
 # Several servers
 
 

@@ -193,7 +193,7 @@ class Server:
         except RequestError as error:
             logger.debug("no metrics of %s: %s", self.base_url, error)
             self.was_heard |= error.kind in ("status", "malformed")
-            if error.kind == "connection" and self.up and self._examination is None:
+            if error.kind in ("connection", "timeout") and self.up and self._examination is None:
                 self.last_fault = error
                 self._examination = asyncio.get_running_loop().create_task(self._examine(rest=False))
             return error.kind != "status" or (error.status or 0) >= 500
