@@ -23,12 +23,9 @@ install:
 	@$(PYTHON) tools/install.py $(VENV)
 
 quickstart: install
-	@if $(RUN) -m ttrl.cli models get smollm2-135m; then \
-	  set -x; $(RUN) recipes/structured_output.py $(ARGS); \
-	else \
-	  echo "The real model cannot be had here, so a tiny one is trained instead (make quickstart-tiny)."; \
-	  set -x; $(RUN) recipes/sort_letters.py $(ARGS); \
-	fi
+	@if $(RUN) -m ttrl.cli models get smollm2-135m; then recipe=structured_output; else recipe=sort_letters; \
+	  echo "So a tiny model is trained instead: make quickstart-tiny."; fi; \
+	  set -x; $(RUN) recipes/$$recipe.py $(ARGS)
 
 quickstart-tiny: install
 	$(RUN) recipes/sort_letters.py $(ARGS)

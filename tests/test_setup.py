@@ -406,29 +406,47 @@ def test_a_python_that_is_too_old_is_told_so(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
-def test_the_makefile_installs_before_everything_and_passes_failures_on(tmp_path: Path) -> None:
-    """`make test` with a Python whose pytest fails must fail, and must not go on to the next step."""
-    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text(encoding="utf-8"), encoding="utf-8")
-    calls = tmp_path / "calls"
-    fake = tmp_path / "python"
-    fake.write_text(f'#!/bin/sh\necho "$@" >> "{calls}"\ncase "$*" in *"not e2e"*) exit 1;; esac\n', encoding="utf-8")
+def make(folder: Path, target: str, failing: str) -> tuple[int, list[str]]:
+    """Run the Makefile with a Python that fails where its arguments contain `failing`; return make's exit code and the calls."""
+    (folder / "Makefile").write_text((ROOT / "Makefile").read_text(encoding="utf-8"), encoding="utf-8")
+    calls, fake = folder / "calls", folder / "python"
+    fake.write_text(f'#!/bin/sh\necho "$@" >> "{calls}"\ncase "$*" in *"{failing}"*) exit 1;; esac\n', encoding="utf-8")
     fake.chmod(0o755)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").symlink_to(fake)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "s3_server.txt").write_text("moto\n", encoding="utf-8")
-    server = tmp_path / ".venv" / "s3" / "bin" / "moto_server"  # there already, so that make does not install it
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "python").symlink_to(fake)
+    (folder / "tests").mkdir()
+    (folder / "tests" / "s3_server.txt").write_text("moto\n", encoding="utf-8")
+    server = folder / ".venv" / "s3" / "bin" / "moto_server"  # there already, so that make does not install it
     server.parent.mkdir(parents=True)
     server.touch()
     # make hands variables of its command line to everything below it: those of a `make test` that runs this test, too
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MAKE") and not name.endswith("_OPTIONS")
     }
-    done = subprocess.run(
-        ["make", f"PYTHON={fake}", "test"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert calls.read_text().splitlines() == ["tools/install.py .venv", "-m pytest -n 2 --dist worksteal -m not e2e"]
+    command = ["make", f"PYTHON={fake}", target]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, calls.read_text().splitlines()
+
+
+def test_the_makefile_installs_before_everything_and_passes_failures_on(tmp_path: Path) -> None:
+    """`make test` with a Python whose pytest fails must fail, and must not go on to the next step."""
+    code, calls = make(tmp_path, "test", failing="not e2e")
+    assert code != 0
+    assert calls == ["tools/install.py .venv", "-m pytest -n 2 --dist worksteal -m not e2e"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "recipe"), [("nothing", "structured_output"), ("models get", "sort_letters")], ids=["reachable", "not reachable"]
+)
+def test_the_quickstart_trains_the_tiny_model_where_the_real_one_cannot_be_had(tmp_path: Path, failing: str, recipe: str) -> None:
+    code, calls = make(tmp_path, "quickstart", failing)
+    assert code == 0
+    assert calls == ["tools/install.py .venv", "-m ttrl.cli models get smollm2-135m", f"recipes/{recipe}.py"]
+
+
+def test_a_quickstart_that_fails_is_not_followed_by_another(tmp_path: Path) -> None:
+    code, calls = make(tmp_path, "quickstart", "structured_output")
+    assert code != 0 and calls[-1] == "recipes/structured_output.py"
 
 
 def test_ci_stops_at_the_first_failure() -> None:
