@@ -64,12 +64,12 @@ _TEXTS: dict[str, tuple[str, ...]] = {
     "sender city weight": (
         "{sender} sent a parcel of {weight} kilos to {city}.",
         "The parcel to {city} weighs {weight} kilos and comes from {sender}.",
-        "From {sender}, {weight} kilos, to be delivered in {city}.",
+        "{sender} wants {weight} kilos delivered to {city}.",
     ),
     "buyer item price": (
         "{buyer} paid {price} dollars for the {item}.",
         "The {item} went to {buyer} for {price} dollars.",
-        "For {price} dollars {buyer} got all of the {item}.",
+        "{buyer} bought {item} for {price} dollars.",
     ),
 }
 _PROMPT = "{text}\n\nWrite this as JSON with the keys {keys}."
