@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from ttrl.cli import cache, evaluate, machine, models, plan, runs, tasks
+from ttrl.cli import cache, config, evaluate, machine, models, plan, runs, tasks
 from ttrl.errors import TtrlError
 from ttrl.system.console import speak_in_lines
 from ttrl.version import __version__
@@ -24,6 +24,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     "report": (runs.add_report, "write a run's report.html again and print where it is"),
     "view": (runs.add_view, "look at the packed rows that an iteration was trained on"),
     "plan": (plan.add_plan, "say what a run will take: memory, disk, FLOPs, time, money"),
+    "config": (config.add_config, "say what a setting means: ttrl config max_tokens"),
     "replay": (runs.add_replay, "grade a run's rollouts again with a changed grader, and train on the new grades"),
     "eval": (evaluate.add_eval, "ask a model the tasks of one or more families: accuracy with intervals, pass@k, tokens, cost"),
     "models": (models.add_models, "list and get the models that need no hub"),

@@ -20,7 +20,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     families = "families, with commas: gsm8k=data/gsm8k,letter_counting,sort_letters@train,my_task.py"
     parser.add_argument("--tasks", required=True, metavar="LIST", help=families)
     parser.add_argument("--n", type=int, metavar="N", help="at most so many tasks of each (all, or 200 of generated ones)")
-    parser.add_argument("--samples", type=int, default=1, metavar="K", help="replies to each task (1)")
+    parser.add_argument("--samples-per-task", "--samples", type=int, default=1, metavar="K", help="replies to each task (1)")
     parser.add_argument("--pass-at", type=_whole_numbers, default=[], metavar="K,K", help="k of pass@k (1, 2, 4, … K)")
     parser.add_argument("--seed", type=int, default=0, help="which tasks of a train split (0)")
     option = "an option of a family: gsm8k.style=r1; may be repeated"
@@ -29,14 +29,14 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     asking.add_argument("--temperature", type=float, help="0 for one reply a task, 1 for several")
     asking.add_argument("--top-p", type=float)
     asking.add_argument("--max-tokens", type=int, metavar="N", help="of one reply (what the model's context has room for)")
-    asking.add_argument("--system", metavar="TEXT", help="a system message for every task")
+    asking.add_argument("--system-prompt", "--system", metavar="TEXT", help="a system message for every task")
     asking.add_argument("--params", type=_json_object, default={}, metavar="JSON", help='others: {"top_k": 20, "seed": 1}')
     asking.add_argument("--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="of its chat template")
     server = parser.add_argument_group("server")
-    server.add_argument("--model", dest="name", metavar="NAME", help="its name at that address (the first one listed)")
+    server.add_argument("--name", "--model", dest="name", metavar="NAME", help="its name at that address (the first one listed)")
     key = "the environment variable with its key (OPENAI_API_KEY)"
-    server.add_argument("--api-key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help=key)
-    server.add_argument("--dtype", help="for a server that is started here: float32, bfloat16, auto (float32 on CPU)")
+    server.add_argument("--key-variable", "--api-key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help=key)
+    server.add_argument("--dtype", help="for a server that is started here: fp32, bf16, auto (fp32 on CPU)")
     server.add_argument("--max-model-len", type=int, metavar="N", help="the same: tokens of prompt and reply")
     server.add_argument("--server-args", type=_json_object, default={}, metavar="JSON", help="the same: arguments of vLLM")
     server.add_argument("--server-log", type=Path, metavar="FILE", help="the same: where it logs")
@@ -70,9 +70,6 @@ def run_eval(arguments: argparse.Namespace) -> int:
     config = EvalConfig(
         **given,
         options=dict(map(_option, arguments.option)),
-        samples_per_task=arguments.samples,
-        system_prompt=arguments.system,
-        key_variable=arguments.api_key_env,
     )
     result = run_evaluation(config)
     print(result.table() + (f"\nwritten to {arguments.output}" if arguments.output is not None else ""))

@@ -30,7 +30,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     key_file = "the file with the key, made if it does not exist (~/.config/ttrl/server.key)"
     parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
     parser.add_argument("--log", type=Path, default=Path("ttrl_serve.log"), metavar="FILE", help="vLLM's log (./ttrl_serve.log)")
-    dtypes = ("auto", "float32", "bfloat16", "float16")
+    dtypes = ("auto", "fp32", "bf16", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="must be that of the run (auto)")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="the longest sequence (the model's)")
     vllm = "any other argument of vLLM; may be repeated"

@@ -42,10 +42,10 @@ def run_get(arguments: argparse.Namespace) -> int:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     model = "a checkpoint or another model folder, a name of `ttrl models` or on the hub, or a server's address (http://…/v1)"
     parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--system-prompt", "--system", dest="system", metavar="TEXT", help="a system message")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest words (0)")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one reply (512)")
-    parser.add_argument("--dtype", help="of the server: float32, bfloat16, auto (float32 on CPU)")
+    parser.add_argument("--dtype", help="of the server: fp32, bf16, auto (fp32 on CPU)")
     parser.set_defaults(run_command=run_chat)
 
 

@@ -63,6 +63,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-missing", action="store_true", help="with --tasks: leave out rollouts that have no task")
     parser.add_argument("--isolated", action="store_true", help="run graders in processes that can be ended")
     parser.add_argument("--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)")
+    parser.add_argument("--grader-memory", type=int, metavar="BYTES", help="with --isolated: of one grader process")
     parser.add_argument("--train", action="store_true", help="train again on the new grades")
     from_checkpoints = "with --train: start each iteration from the run's own checkpoint"
     parser.add_argument("--from-checkpoints", action="store_true", help=from_checkpoints)
@@ -73,7 +74,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     print(f"ttrl replay: reading {arguments.run}", file=sys.stderr, flush=True)
     from ttrl.replays.replay import replay
 
-    names = ("grader", "tasks", "iterations", "output", "again", "skip_missing", "isolated", "grader_timeout")
+    names = ("grader", "tasks", "iterations", "output", "again", "skip_missing", "isolated", "grader_timeout", "grader_memory")
     options = {name: getattr(arguments, name) for name in (*names, "train", "from_checkpoints")}
     replay(arguments.run, **options)
     return 0

@@ -29,7 +29,8 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     vllm = 'for a server that is started here: {"enable_auto_tool_choice": true, "tool_call_parser": "hermes"}'
     attempt.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=vllm)
     attempt.add_argument("--reply", action="append", default=[], metavar="TEXT", help="grade this reply; may be repeated")
-    attempt.add_argument("--samples", type=int, default=1, help="replies of the model to each task (1)")
+    replies = "replies of the model to each task (1)"
+    attempt.add_argument("--samples-per-task", "--samples", dest="samples", type=int, default=1, metavar="K", help=replies)
     attempt.add_argument("--max-tokens", type=int, default=512, help="of one reply (512)")
     attempt.add_argument("--temperature", type=float, default=1.0, help="of the sampling (1)")
     attempt.set_defaults(run_command=run_try)

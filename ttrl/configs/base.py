@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ttrl.configs.reference import Reference
+from ttrl.configs.reference import explained
 from ttrl.errors import ConfigError
 
 _C = typing.TypeVar("_C", bound="Config")
@@ -40,8 +40,7 @@ def settings(cls: type[_C]) -> type[_C]:
         plain(self, *args, **given)
 
     type.__setattr__(made, "__init__", init)
-    type.__setattr__(made, "__doc__", Reference(made, made.__doc__ or ""))
-    return made
+    return explained(made)
 
 
 def _has_no_default(field: "dataclasses.Field[Any]") -> bool:

@@ -95,6 +95,15 @@ def _default(field: "dataclasses.Field[Any]") -> str:
     return "" if field.default is dataclasses.MISSING else _literal(field.default)
 
 
+_T = typing.TypeVar("_T", bound=type)
+
+
+def explained(cls: _T) -> _T:
+    """Let help() explain every setting of a dataclass."""
+    type.__setattr__(cls, "__doc__", Reference(cls, cls.__doc__ or ""))
+    return cls
+
+
 class Reference:
     """A class's `__doc__`, with every setting explained; made when somebody asks."""
 
@@ -104,7 +113,7 @@ class Reference:
     def __get__(self, instance: object, owner: type) -> str:
         lines, heading = [inspect.cleandoc(self._about)], ""
         for setting in settings_of(self._cls):
-            if setting.heading != heading:
+            if setting.heading not in ("", heading):
                 heading = setting.heading
                 lines.append(f"{heading}\n{'-' * min(len(heading), WIDTH)}")
             lines.append(setting.text())
@@ -118,7 +127,7 @@ def as_markdown(about: str, classes: Sequence[tuple[str, type]]) -> str:
         heading = ""
         lines.append(f"## {title}")
         for setting in settings_of(cls):
-            if setting.heading != heading:
+            if setting.heading not in ("", heading):
                 heading = setting.heading
                 lines.append(f"**{heading}**")
             default = f" = `{setting.default}`" if setting.default else ""

@@ -9,6 +9,7 @@ print(result["gsm8k"].accuracy)
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttrl.configs.reference import explained
 from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
@@ -44,6 +46,7 @@ _SAME_ANSWERS = frozenset({"tensor-parallel-size", "pipeline-parallel-size", "da
 """Arguments of vLLM about where it computes, not what."""
 
 
+@explained
 @dataclass(kw_only=True)
 class EvalConfig:
     """The settings of an evaluation. `problems` finds everything wrong with them before a server starts."""
@@ -60,9 +63,11 @@ class EvalConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of families: {"gsm8k.style": "r1"}."""
     samples_per_task: int = 1
+    """Replies to each task."""
     temperature: float | None = None
-    """None: 0 for one sample a task, 1 for several."""
+    """Of sampling; None: 0 for one sample a task, 1 for several."""
     top_p: float | None = None
+    """Samples come from the likeliest tokens that together have this probability; None: from all."""
     max_tokens: int | None = None
     """Tokens of one reply; None: as many as fit the model's context."""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -76,29 +81,35 @@ class EvalConfig:
     key_variable: str = KEY_VARIABLE
     """The environment variable with an address's key. There is no other way to give a key, and none is ever written down."""
     dtype: str | None = None
-    """Of a server that is started; None: float32 on CPU, else vLLM's choice."""
+    """Of a server that is started: "fp32", "bf16", "auto" or vLLM's own names; None: fp32 on CPU, else vLLM's choice."""
     max_model_len: int | None = None
+    """The same: tokens of prompt and reply; None: the model's context."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Of vLLM, such as {"tensor_parallel_size": 2}."""
     server_log: str | os.PathLike[str] | None = None
+    """The file that a server started here logs to; None: one that is deleted with it."""
     cache: str | os.PathLike[str] | None = None
     """Where completions are kept: a folder, "s3://…". The same evaluation, or one of more tasks, goes on with what is there."""
     weights_digest: str | None = None
     """Names what an address on this machine serves, for the cache; a model folder is named by its contents."""
     concurrency: int | None = None
+    """Requests at a time; None: as many as fit the server's KV cache."""
     isolated: bool = False
     """Graders run in processes that can be ended."""
     grader_timeout: float = 60.0
+    """Seconds for one grade."""
     prices: tuple[float, float] | None = None
     """Dollars per million prompt and completion tokens."""
     pass_at: Sequence[int] = ()
     """k of pass@k, at most samples_per_task. None given, with several samples: 1, 2, 4, … and samples_per_task."""
     confidence: float = 0.95
+    """Of the intervals."""
     output: str | os.PathLike[str] | None = None
     """The JSON, rewritten after each family."""
     samples_file: str | os.PathLike[str] | None = None
     """Every sample as a line of JSON, as in a run's rollouts.jsonl."""
     pbar: bool = True
+    """Show progress."""
 
     def problems(self) -> list[str]:
         """Return what is wrong, apart from the tasks and the model folder."""
@@ -181,8 +192,13 @@ def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Tas
     """
     known = {one.name for one in dataclasses.fields(EvalConfig)}
     if unknown := [name for name in settings if name not in known]:
-        raise ConfigError("evaluate", [f"no setting {name!r}; there are {', '.join(sorted(known))}" for name in unknown])
+        raise ConfigError("evaluate", [_unknown(name, known) for name in unknown])
     return run_evaluation(EvalConfig(model=model, tasks=tasks, **settings))
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}")
 
 
 def run_evaluation(config: EvalConfig) -> EvalResult:

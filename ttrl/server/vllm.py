@@ -45,6 +45,8 @@ _OWN_ARGUMENTS = frozenset(
     {"model", "model-tag", "host", "port", "uds", "api-key", "served-model-name", "dtype", "max-model-len", "seed"}
 )
 _PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "distributed-executor-backend")
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""vLLM's names of those that ttrl's other settings have."""
 _PORT_ATTEMPTS = 3
 _STOP_SECONDS = 5.0  # half a second suffices, but vLLM waits without end for clients whose requests still run
 _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
@@ -63,7 +65,7 @@ class VLLMServer(ServerConnection):
             results = await get_task_results(tasks, server.endpoint(), "policy", ...)
 
     model_folder: a Hugging Face model folder, or a hub name such as "org/name".
-    dtype: "float32", "bfloat16", "float16" or "auto" (vLLM's choice: half precision, for float32 weights too).
+    dtype: "fp32", "bf16", "fp16" (or vLLM's names of them) or "auto" (vLLM's choice: half precision, for float32 weights too).
     extra_args: any other argument of vLLM, as {"gpu_memory_utilization": 0.8, "enforce_eager": False}: True becomes `--name`,
         False `--no-name`, a list several values, a dict JSON; None drops an argument that would be set here.
     start_timeout: seconds within which it must be healthy.
@@ -91,6 +93,7 @@ class VLLMServer(ServerConnection):
         api_key: str | None = None,
         serves_adapters: bool = False,
     ) -> None:
+        dtype = _DTYPES.get(dtype, dtype)
         super().__init__(served_model_name=served_model_name, dtype=dtype, api_key=api_key or secrets.token_urlsafe(32))
         self.model_folder = model_folder
         self.log_path = Path(log_path)

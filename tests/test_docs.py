@@ -1,0 +1,38 @@
+"""The docs: links within them lead somewhere, and the page of settings is what the source says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ttrl.cli.commands import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            dead.append(link)
+    assert not dead
+
+
+def test_the_page_of_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == capsys.readouterr().out, "make it again: ttrl config > docs/settings.md"

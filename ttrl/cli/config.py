@@ -1,0 +1,44 @@
+"""`ttrl config NAME`: what a setting means; without a name, all of them, as in docs/settings.md."""
+
+import argparse
+import difflib
+
+from ttrl.errors import UserError
+
+_ABOUT = """# Settings
+
+Every setting of a run, of the recipes and of an evaluation: name, type, default, meaning. This page is what `ttrl config` prints
+(`ttrl config > docs/settings.md`), made from the source; `ttrl config NAME` explains one setting, and
+`help(ttrl.TrainConfig)` all of a class. A config with mistakes is refused before anything starts, with all of them."""
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="such as max_tokens, lr or training.lr (all, as a page)")
+    parser.set_defaults(run_command=run_config)
+
+
+def run_config(arguments: argparse.Namespace) -> int:
+    """Print the meaning of a setting, in every class that has it."""
+    from ttrl.configs import GRPOConfig, SFTConfig
+    from ttrl.configs.reference import as_markdown, settings_of
+    from ttrl.configs.run import TrainConfig
+    from ttrl.evaluation.evaluate import EvalConfig
+
+    classes: list[tuple[str, type]] = [
+        ("A run: `ttrl.TrainConfig(…)`", TrainConfig),
+        ("The GRPO recipe: `TrainConfig(training=ttrl.GRPOConfig(…))`", GRPOConfig),
+        ("The supervised recipe: `tune run ttrl/sft_recipe`", SFTConfig),
+        ("An evaluation: `ttrl.evaluate(…)`, `ttrl eval`", EvalConfig),
+    ]
+    if arguments.name is None:
+        print(as_markdown(_ABOUT, classes), end="")
+        return 0
+    name = arguments.name.removeprefix("training.").replace("-", "_")
+    found = [(title, one.text()) for title, cls in classes for one in settings_of(cls) if one.name == name]
+    if not found:
+        near = difflib.get_close_matches(name, sorted({one.name for _, cls in classes for one in settings_of(cls)}), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; `ttrl config` lists all"
+        raise UserError(f"there is no setting {arguments.name!r}{hint}")
+    for text in dict.fromkeys(text for _, text in found):
+        print("\n".join([*(title for title, other in found if other == text), f"  {text}"]))
+    return 0
