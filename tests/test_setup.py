@@ -161,8 +161,12 @@ def test_a_changed_pin_or_extra_installs_again(
         raise StartedError
 
     monkeypatch.setattr(install, "Installer", start)
+    monkeypatch.setattr(install, "GIGABYTES", {"cpu": 0})
     with pytest.raises(StartedError):
         install.install(tmp_path / "venv", extras)
+
+
+MADE: list[bool] = []  # for each time that an environment was wanted: whether a new one
 
 
 class FailingInstaller:
@@ -171,8 +175,10 @@ class FailingInstaller:
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.started = folder, folder / "install.log", 0.0
 
-    def make(self) -> None:
+    def make(self, anew: bool) -> bool:
+        MADE.append(anew)
         self.folder.mkdir(exist_ok=True)
+        return False
 
     def bring_uv(self) -> None:
         pass
@@ -184,16 +190,22 @@ class FailingInstaller:
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_installation_leaves_no_stamp(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("known", [True, False])
+def test_an_interrupted_installation_is_made_anew(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
+    """uv, killed, leaves half a package that it takes for whole. But an environment that somebody else made is not removed."""
     folder = tmp_path / "venv"
     folder.mkdir()
-    (folder / install.STAMP).write_text("an older one", encoding="utf-8")
+    if known:
+        (folder / install.STAMP).write_text("an older one", encoding="utf-8")
     monkeypatch.setattr(install, "Installer", FailingInstaller)
-    with pytest.raises(KeyboardInterrupt):
-        install.install(folder, ["cpu", "dev"])
-    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(install, "GIGABYTES", {"cpu": 0})
+    MADE.clear()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            install.install(folder, ["cpu", "dev"])
+    assert [False, known] == MADE
 
 
 def test_too_little_room_is_said_before_anything_is_done(

@@ -10,7 +10,7 @@ from PyTorch's own index, which uv knows; then everything in ttrl/tested_version
 a machine with CUDA, the `gpu` extra is installed unchanged (this path has never been run).
 
 A stamp in the environment, a digest of everything that determines its content, makes a second run instant. It is written last, so
-an interrupted installation is repeated. Nothing outside the environment is touched but uv's cache.
+an interrupted installation is repeated, out of uv's cache. Nothing outside the environment is touched but uv's cache.
 """
 
 import sys
@@ -44,6 +44,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PYPROJECT = REPOSITORY / "pyproject.toml"
 VERSIONS = REPOSITORY / "ttrl" / "tested_versions.txt"
 STAMP = "ttrl-installed.json"
+UNFINISHED = "unfinished"
 GIGABYTES = {"cpu": 6, "gpu": 20}  # with the downloads; the environment itself is 4 GB on CPU
 UV_NAMES = {  # pip's settings → uv's variables (not options: an address may hold a password)
     "index-url": ["UV_DEFAULT_INDEX"],
@@ -202,13 +203,13 @@ class Installer:
         with open(self.log, "a", encoding="utf-8") as log:
             log.write(text + "\n")
 
-    def make(self) -> None:
-        """Makes the environment, or keeps the one that is there when its Python is the one that runs this."""
-        if self.python.exists():
+    def make(self, anew: bool) -> bool:
+        """Makes the environment, or keeps the one that is there when its Python runs this; whether it was made."""
+        if self.python.exists() and not anew:
             question = "import pip, sys; print(*sys.version_info[:2])"
             answer = subprocess.run([self.python, "-c", question], capture_output=True, text=True, check=False)
             if answer.returncode == 0 and answer.stdout.split() == [str(part) for part in sys.version_info[:2]]:
-                return
+                return False
             print(f"{self.folder} holds another or a broken Python; it is made again", flush=True)
         if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
             raise InstallError(
@@ -218,6 +219,7 @@ class Installer:
         made = subprocess.run([sys.executable, "-m", "venv", "--clear", self.folder], capture_output=True, text=True, check=False)
         if made.returncode != 0:
             raise InstallError(f"could not make {self.folder}: {(made.stdout + made.stderr).strip()}")
+        return True
 
     def run(self, command: Sequence[str | Path], environment: dict[str, str]) -> tuple[int, str]:
         """Runs a command into the log and returns exit code and output. Shows its newest line on a terminal."""
@@ -354,8 +356,11 @@ def install(folder: Path, extras: list[str]) -> None:
         f"Setting up {folder} with Python {sys.version.split()[0]} (once; a few minutes, about {GIGABYTES[kind]} GB)", flush=True
     )
     installer = Installer(folder)
-    installer.make()
-    stamp.unlink(missing_ok=True)
+    # Killed while it puts a package there, uv leaves half of it and takes it for whole: what was interrupted is made anew, out of
+    # uv's cache. Not so an environment that somebody else made.
+    known = stamp.exists()
+    if installer.make(anew=known and stamp.read_text(encoding="utf-8") == UNFINISHED) or known:
+        stamp.write_text(UNFINISHED, encoding="utf-8")
     installer.log.unlink(missing_ok=True)
     installer.bring_uv()
     if kind == "gpu":
