@@ -2,9 +2,9 @@
 
 A recipe is a script that reads from top to bottom: config, tasks, and `run_recipe`, which is `train(config, tasks=…,
 validation_tasks=…)` and a line about what came of it, unless one of its options says otherwise. `--check` makes its tasks and
-checks its config, without a model. `--tiny` runs it for an iteration with a tiny random model on the few shortest tasks: it
-learns nothing, but every part of the recipe has run. A random model's answers are all wrong, and of equal rewards nothing is
-trained, so chance is added to them there.
+checks its config, and whether its model can be had. `--tiny` runs it for an iteration with a tiny random model on the few
+shortest tasks: it learns nothing, but every part of the recipe has run. A random model's answers are all wrong, and of equal
+rewards nothing is trained, so chance is added to them there.
 """
 
 import argparse
