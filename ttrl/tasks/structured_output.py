@@ -78,7 +78,8 @@ _PROMPT = "{text}\n\nWrite this as JSON with the keys {keys}."
 @dataclass(frozen=True)
 class StructuredOutputGrader:
     """1.0 if the reply, after any thinking, is one JSON object with exactly these keys and values; for another object,
-    `valid_reward` and the rest in proportion to the keys that are right, of all keys that it has or should have; else 0.
+    `valid_reward` and half of the rest in proportion to the keys that are right, of all keys that it has or should have (with the
+    whole, a policy is content with two of three keys for a while); else 0.
 
     lenient: the object may stand between other words or in a code block, numbers may be texts, and case does not count.
     """
@@ -94,7 +95,7 @@ class StructuredOutputGrader:
             return 0.0, {"exact": 0.0, "valid": 0.0}
         right = sum(key in found and self._is_same(found[key], value) for key, value in self.expected.items())
         share = right / len({**self.expected, **found})
-        reward = 1.0 if share == 1 else self.valid_reward + (1 - self.valid_reward) * share
+        reward = 1.0 if share == 1 else self.valid_reward + (1 - self.valid_reward) / 2 * share
         return reward, {"exact": float(share == 1), "valid": 1.0}
 
     def _is_same(self, found: object, expected: str | int) -> bool:
