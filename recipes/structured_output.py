@@ -1,4 +1,4 @@
-"""The quickstart: a real chat model learns to write what a sentence says as JSON, on a laptop, in a few minutes.
+"""A real chat model learns to write what a sentence says as JSON, on a laptop.
 
     python recipes/structured_output.py [--model smollm2-135m] [--run runs/structured_output] [--seed 0]
 
@@ -12,22 +12,22 @@ from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.structured_output import get_structured_output_tasks
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/structured_output", iterations=6, model="smollm2-135m")
+    arguments = script_arguments(__doc__, run="runs/structured_output", iterations=12, model="smollm2-135m")
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,
         iterations=arguments.iterations,
-        tasks_per_iteration=16,
+        tasks_per_iteration=8,
         samples_per_task=8,
         max_tokens=48,
         seq_len=1024,
         seed=arguments.seed,
-        training={"lr": 1e-5, "updates_per_iteration": 1},
+        training={"lr": 2e-5, "updates_per_iteration": 2},
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
-        stop_at=0.95,
+        stop_at=0.9,
     )
     tasks = get_structured_output_tasks("train", n=1024, seed=arguments.seed)
-    held_out = get_structured_output_tasks("validation", n=48)
+    held_out = get_structured_output_tasks("validation", n=32)
     print(run_recipe(arguments, config, tasks, held_out, "sentences written exactly"))

@@ -179,12 +179,12 @@ def test_no_step_may_be_skipped_where_none_is_allowed(trials):
         trials.train(spoilt(trials)[0], max_skipped_steps=0)
 
 
-def test_running_out_of_memory_says_what_would_save_some(trials, monkeypatch):
+def test_running_out_of_memory_says_what_would_help(trials, monkeypatch):
     def accumulate(*_, **__):
         torch.empty(1 << 55)
 
     monkeypatch.setattr(GradientStep, "accumulate", accumulate)
-    with pytest.raises(TrainerMemoryError, match=r"rows of 48 positions, .*would save about"):
+    with pytest.raises(TrainerMemoryError, match=r"rows of 48 positions, (.*would save about|shorter rows would save most)"):
         trials.train(trials.pack())
 
 
@@ -208,7 +208,8 @@ def test_the_line_of_a_step_adds_up(trials):
     assert line["flops"] == training_flops(shape, positions, packed.num_trained).total
     assert line["flops_per_second"] == pytest.approx(line["flops"] / line["seconds"])
     assert line["tokens_per_second"] == pytest.approx(line["row_tokens"] / line["seconds"])
-    assert 0 < line["peak_share"] == pytest.approx(line["flops_per_second"] / line["matmul_peak"]) <= 1
+    assert line["peak_share"] == pytest.approx(line["flops_per_second"] / line["matmul_peak"])
+    assert 0 < line["peak_share"] <= 1
     assert line["seconds_by_part"].keys() == {"prepass", "data", "forward", "backward", "optimizer", "checkpoint"}
     assert line["memory_peaks"]["host"] > 10**7
     assert line["ratio_min"] < 1 < line["ratio_max"] and 0 < line["ess"] < 1

