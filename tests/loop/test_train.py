@@ -20,7 +20,7 @@ from ttrl.loop.phases import Phases
 from ttrl.report.words import summary
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_run
-from ttrl.system.files import digest
+from ttrl.system.files import digest, read_jsonl
 
 
 def test_a_run_goes_through_its_phases_in_order(world):
@@ -68,6 +68,39 @@ def test_metrics_rows_say_what_happened(world):
         assert row["sync"]["mode"] == "reload"
         assert 0 <= row["dead_seconds"] <= row["seconds"]["total"]
     assert rows[0]["completion_tokens"] == 2 * len("yes") + 6 * len("no") + 8  # a token per letter, and the end of turn
+
+
+def test_completions_that_the_model_finds_unlikely_are_ended_in_training_alone(world):
+    world.logprob = lambda k, place: -9.0 if k == 3 and place else -1.0
+    before, row = world.train(iterations=1, early_stop={"alpha": 0.5, "threshold": -4.0}, sample_files=True).metrics
+    assert row["finish_reasons"] == {"stop": 6, "stopped_early": 2}
+    assert row["rollouts"]["stopped_early"] == 0.25 and row["rollouts"]["truncated"] == 0
+    assert row["trained"] and row["samples"] == 8 and row["failed"] == 0
+    assert before["validation_samples"] == row["validation_samples"] == 2
+    samples = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
+    assert [len(one["token_ids"]) for one in samples if one["finish_reason"] == "stopped_early"] == [2, 2]
+    files = sorted((world.run / "iterations/0001/samples").iterdir())
+    assert len(files) == 8 and sum("stopped_early" in path.read_text() for path in files) == 2
+
+
+def test_requests_are_logged_where_the_run_says_so(world):
+    world.train(iterations=1, requests_log=True)
+    assert len(read_jsonl(world.run / "logs/requests.jsonl")) == len(world.requests) == 6
+    assert not (world.run / "iterations/0001/samples").exists()
+
+
+@pytest.mark.parametrize(
+    ("early_stop", "problem"),
+    [
+        ({"alpha": 2.0}, "early_stop: alpha is 2.0"),
+        ({"threshold": 1.0}, "early_stop: threshold is 1.0"),
+        ({"beta": 1.0}, "early_stop: unknown key 'beta'"),
+        ({}, "early_stop is given with tokens_per_iteration"),
+    ],
+)
+def test_an_early_stop_that_cannot_be_is_refused(world, early_stop, problem):
+    budget = {} if early_stop else {"tokens_per_iteration": 100}
+    refused(world, ConfigError, problem, early_stop=early_stop, **budget)
 
 
 def test_each_iteration_starts_from_the_one_before(world):

@@ -84,13 +84,15 @@ class FakeServer:
         self.world.temperatures.setdefault(prompt.split()[0], set()).add(body["temperature"])
         prompt_ids = self.world.tokenizer.encode(f"<|user|>{prompt}<|end|><|assistant|>")
         choices = []
-        for k in range(body["n"]):
+        # Of samples that are asked for one by one, the second is number 1.
+        before = self.world.requests[:-1].count((version, prompt)) if body.get("stream") else 0
+        for k in range(before, before + body["n"]):
             text = self.world.answer(prompt, k, version)
             ids = [*self.world.tokenizer.encode(text), self.world.tokenizer.eos_token_id]
             logprobs = [self.world.logprob(k, place) for place in range(len(ids))]
             choices.append(
                 {
-                    "index": k,
+                    "index": k - before,
                     "message": {"role": "assistant", "content": text},
                     "logprobs": {"content": [{"token": "", "logprob": p, "bytes": None, "top_logprobs": []} for p in logprobs]},
                     "finish_reason": "stop",
@@ -100,7 +102,23 @@ class FakeServer:
         usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": 1, "total_tokens": len(prompt_ids) + 1}
         content = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage}
         self.world.sampled(prompt)
+        if body.get("stream"):
+            return self._stream(content | {"prompt_token_ids": prompt_ids})
         return http.Response(200, json=content | {"prompt_token_ids": prompt_ids})
+
+    def _stream(self, content: dict[str, Any]) -> Any:
+        """The same answer, of one choice, token by token."""
+        (choice,), usage, prompt_ids = content["choices"], content.pop("usage"), content.pop("prompt_token_ids")
+        content |= {"object": "chat.completion.chunk"}
+        tokens = list(zip(choice["token_ids"], choice["logprobs"]["content"], strict=True))
+        chunks = [content | {"choices": [{"index": 0, "delta": {"role": "assistant"}}], "prompt_token_ids": prompt_ids}]
+        for token, logprob in tokens:
+            end = choice["finish_reason"] if token == tokens[-1][0] else None
+            part = {"delta": {"content": self.world.tokenizer.decode([token], skip_special_tokens=True)}, "token_ids": [token]}
+            chunks.append(content | {"choices": [part | {"index": 0, "logprobs": {"content": [logprob]}, "finish_reason": end}]})
+        chunks.append(content | {"choices": [], "usage": usage})
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        return http.Response(200, headers={"Content-Type": "text/event-stream"}, content="".join([*lines, "data: [DONE]\n\n"]))
 
     def request(self, method: str, path: str) -> Any:
         raise ServerError(f"{method} {path}: 404")

@@ -67,6 +67,10 @@ class TrainConfig(Config):
     sampling: dict[str, Any] = field(default_factory=dict)
     """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}. Those that change the
     distribution (top_p, penalties, …) are refused: the trainer could not tell how likely the sampled tokens were."""
+    early_stop: dict[str, float] | None = None
+    """End completions of training that the model itself finds unlikely, such as babble: {"alpha": 0.992, "threshold": -3.0}, see
+    `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all end by themselves. What is ended early is graded and trained
+    on as it is. Completions are streamed for it, each in a request of its own, which costs the client several times the CPU."""
     off_policy_steps: Literal[0, 1] = 0
     """1: while the trainer works on an iteration, the servers sample the rollouts of the next one, with the weights from before
     that update, so the trained policy is one update ahead of the one that sampled. If servers and trainer have devices of their
@@ -80,6 +84,11 @@ class TrainConfig(Config):
     cache: list[str] = field(default_factory=list)
     """Where completions are stored and looked up: folders or URLs of object stores, such as "s3://bucket/rollouts". A run that is
     repeated with the same seed, settings and weights is served from there."""
+
+    sample_files: bool = False
+    """Write each completion of training to a readable text file of its own, in the iteration's folder samples/."""
+    requests_log: bool = False
+    """Append a line for each request, with its answer, to logs/requests.jsonl."""
 
     # Validation
 
@@ -247,6 +256,13 @@ class TrainConfig(Config):
             found.append("samples_per_task is 1; advantages compare the samples of a task, so there must be at least 2")
         if self.max_staleness is not None and self.tokens_per_iteration is None:
             found.append("max_staleness is given without tokens_per_iteration; no completion gets old without a budget")
+        if self.early_stop is not None:
+            if self.tokens_per_iteration is not None:
+                found.append(
+                    "early_stop is given with tokens_per_iteration; completions that a budget cuts off are not streamed"
+                )
+            unknown = self.early_stop.keys() - {"alpha", "threshold"}
+            found += [f"early_stop: unknown key {name!r}; there are 'alpha' and 'threshold'" for name in sorted(unknown)]
         if self.dynamic_sampling is None:
             if self.max_extra_tasks is not None:
                 found.append("max_extra_tasks is given without dynamic_sampling; they go together")

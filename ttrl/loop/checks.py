@@ -42,6 +42,10 @@ def checked(
         from ttrl.rollouts.client.chat_completions import request_kwargs  # loads openai
 
         problems += _said(lambda: request_kwargs(config.sampling), "sampling: ")
+    if config.early_stop and config.early_stop.keys() <= {"alpha", "threshold"}:
+        from ttrl.rollouts.early_stop import InferenceEarlyStop
+
+        problems += _said(lambda: InferenceEarlyStop(**(config.early_stop or {})), "early_stop: ")
     tasks, validation_tasks = listed(tasks, "tasks"), listed(validation_tasks, "validation_tasks")
     if not errors:
         problems += _task_problems(config, tasks, validation_tasks, said)

@@ -33,6 +33,7 @@ from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
 from ttrl.plans.planner import write_plan
 from ttrl.records import CANARY_FILE, TaskResult
+from ttrl.rollouts.early_stop import InferenceEarlyStop
 from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES
@@ -162,6 +163,8 @@ class Phases:
             partial=partial,
             budget=budget,
             carried=carried,
+            on_chunk=None if self.config.early_stop is None else InferenceEarlyStop(**self.config.early_stop),
+            log_dir=iteration.path / "samples" if self.config.sample_files else None,
         )
         results = self._sampler.sample(tasks, asked)
         if self.config.dynamic_sampling is not None:

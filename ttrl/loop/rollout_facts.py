@@ -6,12 +6,14 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from ttrl.records import Sample, TaskResult
+from ttrl.rollouts.client.assembly import STOPPED_EARLY
 
 
 def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
     """Return counts and shares over the groups of one iteration; shares are None where there is nothing to share.
 
     truncated           share of the completed samples that the length limit ended
+    stopped_early       share of the completed samples that `early_stop` ended; None where there is none
     empty               share of the completed samples without any text or token
     grader_failures     samples whose grader failed (of the failed ones)
     repeated            share of the graded samples whose completion another sample of their group wrote before
@@ -26,6 +28,7 @@ def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
     samples = [sample for group in groups for sample in group.samples]
     completed = [sample for sample in samples if sample.finish_reason is not None]
     lengths = [_length(sample) for sample in completed]
+    stopped = sum(sample.finish_reason == STOPPED_EARLY for sample in completed)
     compared = [[sample for sample in group.samples if sample.reward is not None] for group in groups]
     compared = [group for group in compared if len(group) > 1]
     keys = [[_key(sample) for sample in group] for group in compared]
@@ -37,6 +40,7 @@ def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
     stuck = sum(max(sample.reward or 0.0 for sample in group) < highest for group in same)
     return {
         "truncated": _share(sum(sample.finish_reason == "length" for sample in completed), len(completed)),
+        "stopped_early": _share(stopped, len(completed)) if stopped else None,
         "empty": _share(sum(length == 0 for length in lengths), len(completed)),
         "grader_failures": sum((sample.error or "").startswith("GraderError") for sample in samples),
         "repeated": _share(graded - distinct, graded),

@@ -14,6 +14,7 @@ from ttrl.launch.policy_server import MAX_DOWNTIME, PolicyServer
 from ttrl.loop.carried import is_open, kept_groups, place_of, task_key, usage_of
 from ttrl.loop.timeline import Timeline
 from ttrl.records import TaskResult
+from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.task_results import TaskResults, get_task_results
 from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
@@ -85,6 +86,10 @@ class SamplingOrder:
     """New completion tokens; as many again while no group is finished."""
     carried: Sequence[TaskResult] = ()
     """The groups to continue, those of the first tasks."""
+    on_chunk: OnChunk | None = None
+    """May end a completion early."""
+    log_dir: Path | None = None
+    """A folder for one text file per sample."""
 
 
 class Sampler:
@@ -127,6 +132,9 @@ class Sampler:
                         token_budget=left,
                         unfinished=[waiting[place] for place in missing if place in waiting],
                         max_downtime=MAX_DOWNTIME,
+                        on_chunk=order.on_chunk,
+                        log_dir=order.log_dir,
+                        requests_log=Path(config.run, "logs", "requests.jsonl") if config.requests_log else None,
                     )
                 )
             if any(s.finish_reason is None for s in fresh.samples):

@@ -74,6 +74,7 @@ _DETAILS = (
     ("train.grad_norm", "gradient", False),
     ("train.kl", "KL", False),
     ("rollouts.truncated", "cut off", True),
+    ("rollouts.stopped_early", "stopped early", True),
     ("rollouts.repeated", "repeated", True),
     ("rollouts.length_correlation", "reward~length", False),
     ("sampler_trainer.p999", "|Δ logprob|", False),

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _NO_SECONDS = {
     *("run", "iterations", "stop_at", "seed", "keep_checkpoints", "keep_best", "keep_every", "mirror", "loggers", "drift"),
+    *("sample_files", "requests_log"),
     *("drift_limits", "validation_metric", "validation_temperature", "training.lr", "training.kl_coefficient"),
     *("trainer_restarts", "join_timeout", "joined_key_file", "joined_run"),
 }

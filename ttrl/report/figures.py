@@ -126,6 +126,7 @@ def sampling(run: RunData) -> list[Figure]:
     ]
     endings = [
         Series("cut off at the limit", run.column("rollouts.truncated"), 4),
+        Series("stopped early", run.column("rollouts.stopped_early"), 5),
         Series("repeated in their group", run.column("rollouts.repeated"), 1),
         Series("failed", words.failed_shares(run), 2),
     ]

@@ -29,6 +29,8 @@ MAY_CHANGE = {
     "stop_at",
     "keep_checkpoints",
     "keep_best",
+    "requests_log",
+    "sample_files",
     "keep_every",
     "mirror",
     "cache",
