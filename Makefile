@@ -6,10 +6,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 S3_SERVER := $(VENV)/s3/bin/moto_server
 
-.PHONY: help install quickstart test test-quick bench lint types clean
+.PHONY: help install quickstart quickstart-tiny test test-quick bench lint types clean
 
 help:
-	@echo "make quickstart   train a small model by reinforcement learning, from nothing (about 5 minutes on 2 cores)"
+	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (about 8 minutes on 2 cores)"
+	@echo "make quickstart-tiny  the same with a model of a million parameters, from nothing (about 5 minutes)"
 	@echo "make test         every test that this machine can run"
 	@echo "make test-quick   the tests without servers and trainers"
 	@echo "make bench        the benchmarks in tools/"
@@ -22,6 +23,11 @@ install:
 	@$(PYTHON) tools/install.py $(VENV)
 
 quickstart: install
+	@if $(RUN) -m ttrl.cli models get smollm2-135m; then recipe=structured_output; else recipe=sort_letters; \
+	  echo "So a tiny model is trained instead: make quickstart-tiny."; fi; \
+	  set -x; $(RUN) recipes/$$recipe.py $(ARGS)
+
+quickstart-tiny: install
 	$(RUN) recipes/sort_letters.py $(ARGS)
 
 test: test-quick

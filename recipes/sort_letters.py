@@ -1,4 +1,4 @@
-"""The quickstart: teach a tiny model to sort the letters of a word, on a laptop, in a few minutes.
+"""The tiny quickstart: teach a model of a million parameters to sort the letters of a word, on a laptop, in a few minutes.
 
     python recipes/sort_letters.py [--run runs/sort_letters] [--seed 0]
 

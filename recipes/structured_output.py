@@ -1,4 +1,4 @@
-"""A real chat model learns to write what a sentence says as JSON, on a laptop.
+"""The quickstart: a real chat model learns to write what a sentence says as JSON, on a laptop, in a few minutes.
 
     python recipes/structured_output.py [--model smollm2-135m] [--run runs/structured_output] [--seed 0]
 

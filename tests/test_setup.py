@@ -447,6 +447,20 @@ def test_the_makefile_installs_before_everything_and_passes_failures_on(tmp_path
     assert calls == ["tools/install.py .venv", "-m pytest -n 2 --dist worksteal -m not e2e"]
 
 
+@pytest.mark.parametrize(
+    ("failing", "recipe"), [("nothing", "structured_output"), ("models get", "sort_letters")], ids=["reachable", "not reachable"]
+)
+def test_the_quickstart_trains_the_tiny_model_where_the_real_one_cannot_be_had(tmp_path: Path, failing: str, recipe: str) -> None:
+    code, calls = make(tmp_path, "quickstart", failing)
+    assert code == 0
+    assert calls == ["tools/install.py .venv", "-m ttrl.cli models get smollm2-135m", f"recipes/{recipe}.py"]
+
+
+def test_a_quickstart_that_fails_is_not_followed_by_another(tmp_path: Path) -> None:
+    code, calls = make(tmp_path, "quickstart", "structured_output")
+    assert code != 0 and calls[-1] == "recipes/structured_output.py"
+
+
 def test_ci_stops_at_the_first_failure() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

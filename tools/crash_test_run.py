@@ -155,7 +155,7 @@ class RecordedServer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _sample(self, prompt: list[int], count: int, length: int, temperature: float, seed: int) -> list[Choice]:
-        """Completions with their log-probabilities under softmax(logits / temperature)."""
+        """Completions with their log-probabilities under softmax(logits / temperature), at 0 greedy ones under softmax(logits)."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -169,8 +169,9 @@ class RecordedServer:
             while len(ids) < length and self._tokenizer.eos_token_id not in ids:
                 with torch.no_grad():
                     logits = model(torch.tensor([prompt + ids])).logits[0, -1]
-                values = torch.log_softmax(logits / temperature, -1)
-                ids.append(int(torch.multinomial(values.exp(), 1, generator=generator)))
+                values = torch.log_softmax(logits / (temperature or 1.0), -1)
+                drawn = torch.multinomial(values.exp(), 1, generator=generator) if temperature else values.argmax()
+                ids.append(int(drawn))
                 logprobs.append(float(values[ids[-1]]))
             choices.append((ids, logprobs))
         return choices

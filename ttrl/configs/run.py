@@ -258,9 +258,7 @@ class TrainConfig(Config):
             found.append("max_staleness is given without tokens_per_iteration; no completion gets old without a budget")
         if self.early_stop is not None:
             if self.tokens_per_iteration is not None:
-                found.append(
-                    "early_stop is given with tokens_per_iteration; completions that a budget cuts off are not streamed"
-                )
+                found.append("early_stop is given with tokens_per_iteration; completions that a budget cuts off are not streamed")
             unknown = self.early_stop.keys() - {"alpha", "threshold"}
             found += [f"early_stop: unknown key {name!r}; there are 'alpha' and 'threshold'" for name in sorted(unknown)]
         if self.dynamic_sampling is None:
