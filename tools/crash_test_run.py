@@ -155,7 +155,7 @@ class RecordedServer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _sample(self, prompt: list[int], count: int, length: int, temperature: float, seed: int) -> list[Choice]:
-        """Completions with their log-probabilities under softmax(logits / temperature), at 0 greedy ones under softmax(logits)."""
+        """Completions with log-probabilities under softmax(logits / temperature); greedy ones, under softmax(logits), at 0."""
         import torch
         from transformers import AutoModelForCausalLM
 
