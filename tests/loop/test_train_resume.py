@@ -277,3 +277,14 @@ def test_kept_samples_of_other_tasks_are_not_used(world, monkeypatch):
     world.train(tasks=world.tasks(4, "new"), validation=[], tasks_per_iteration=4, iterations=1)
     rows = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
     assert {row["task_id"] for row in rows} == {f"new/{n}" for n in range(4)}
+
+
+def test_a_run_of_before_held_out_samples_were_greedy_goes_on_as_it_was_begun(world, capsys):
+    world.train(iterations=1, temperature=0.7)
+    path = world.run / "config.yaml"
+    path.write_text(path.read_text().replace("validation_temperature: 0.0\n", "validation_temperature: null\n"))
+    world.temperatures.clear()
+    world.train(iterations=2, temperature=0.7)
+    assert world.temperatures == {"held-out": {0.7}, "task": {0.7}}
+    assert "held-out samples are drawn at temperature 0.7" in capsys.readouterr().out
+    assert "validation_temperature: 0.7\n" in path.read_text()

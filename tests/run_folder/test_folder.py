@@ -127,7 +127,8 @@ def test_an_unset_validation_temperature_of_an_older_run_was_that_of_training(tm
     folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": None})
     with pytest.raises(RunFolderError, match=r"- validation_temperature: 0\.7\n  \+ validation_temperature: 0\.0\n"):
         folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": 0.0})
-    folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": 0.7})
+    for unset_or_known in (None, 0.7):
+        folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": unset_or_known})
 
 
 @pytest.mark.parametrize("content", ["", "- a", "a: [", b"\xff\xfe\x00"])

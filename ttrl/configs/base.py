@@ -175,14 +175,14 @@ class Config:
         return dataclasses.asdict(self)
 
     def given(self) -> dict[str, Any]:
-        """Return the plain values that the constructor was given; of a copy, which is given all, those that are no defaults."""
+        """Return the plain values that the constructor was given, and those that are no defaults; of a copy, which is given all,
+        the latter alone."""
         own = {field.name: field for field in dataclasses.fields(self)}
-        if len(self._given) < len(own):
-            return {name: value for name, value in self.to_dict().items() if name in self._given}
+        named = self._given if len(self._given) < len(own) else ()
         plain = {
             name: field.default_factory() if callable(field.default_factory) else field.default for name, field in own.items()
         }
-        return {name: value for name, value in self.to_dict().items() if value != plain[name]}
+        return {name: value for name, value in self.to_dict().items() if name in named or value != plain[name]}
 
 
 HIDDEN = "***"

@@ -86,9 +86,10 @@ class TrainConfig(Config):
     repeated with the same seed, settings and weights is served from there."""
 
     sample_files: bool = False
-    """Write each completion of training to a readable text file of its own, in the iteration's folder samples/."""
+    """Write each completion of training to a readable text file, in the iteration's folder samples/. A task that comes up again
+    in the same iteration replaces its files."""
     requests_log: bool = False
-    """Append a line for each request, with its answer, to logs/requests.jsonl."""
+    """Append a line for each request, what it cost and how it ended, to logs/requests.jsonl."""
 
     # Validation
 
@@ -247,11 +248,6 @@ class TrainConfig(Config):
         found = []
         if self.temperature == 0:
             found.append("temperature is 0; greedy samples of a task are all the same, so nothing could be learned from them")
-        if self.validation_temperature == 0 and self.validation_samples > 1:
-            found.append(
-                f"validation_temperature is 0 with {self.validation_samples} validation_samples, all the same; set "
-                "validation_samples to 1, or a temperature"
-            )
         if self.samples_per_task == 1:
             found.append("samples_per_task is 1; advantages compare the samples of a task, so there must be at least 2")
         if self.max_staleness is not None and self.tokens_per_iteration is None:

@@ -177,7 +177,7 @@ def _wanted(root: Path, field: _Field, value: Any) -> list[str]:
         return [] if str(value).lower().replace("-", "_") in same else ["one of " + ", ".join(map(repr, listed))]
     if kind not in ("int", "float"):
         return []
-    number = isinstance(value, int | float) and not isinstance(value, bool) and (kind == "float" or value == int(value))
+    number = isinstance(value, int | float) and not isinstance(value, bool) and (kind == "float" or float(value).is_integer())
     if not number:  # "8k" and "auto" are numbers to it
         in_words = isinstance(value, str) and (re.search(r"\d|inf|nan", value) or value in ("auto", "", "None"))
         return [] if in_words else ["a whole number" if kind == "int" else "a number"]

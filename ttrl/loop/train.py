@@ -5,6 +5,7 @@ one, whatever ended the process before. The phases themselves: `ttrl.loop.phases
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ def train(
 ) -> RunResult:
     """Train: see `ttrl.loop.start.train`, which has looked for the model and said what follows."""
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks, model=False)
-    config = with_local_run(config).resolved(cuda=torch.cuda.is_available())
+    config, asked = with_local_run(config).resolved(cuda=torch.cuda.is_available()), config
     described = {
         name: {"count": len(given), "digest": hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest()}
         for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
@@ -75,6 +76,9 @@ def train(
     with folder.locked(take_over=take_over), mirrored(config, folder, take_over=take_over, redo=redo) as mirror:
         reap_leftovers(folder.path)
         folder.clean()
+        if asked.validation_temperature is None and folder.config().get("validation_temperature", ...) is None:
+            config = dataclasses.replace(config, validation_temperature=config.temperature)
+            console.line(f"note: held-out samples are drawn at temperature {config.temperature:g}, as when this run was begun")
         for note in folder.remember_config(config.to_dict(), config.defaults(), allowed_names(allow_changes)):
             console.line(f"note: {note}")
         folder.remember_tasks(described)

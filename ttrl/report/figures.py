@@ -75,7 +75,7 @@ def learning(run: RunData) -> list[Figure]:
     if how := held_out_sampling(run):
         caption += f" Sampled: {how}."
     if band:
-        caption += " The band: where the mean would lie for other tasks of this kind, by Wilson's interval."
+        caption += " The band: where the mean would lie for other tasks of this kind (95% interval)."
     before = "Mean over the samples of each iteration, before that iteration's update."
     return [*_lines(run, "Held out", caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
 

@@ -127,8 +127,10 @@ def dead_shares(run: RunData) -> list[float | None]:
 
 def utilisation(run: RunData) -> list[float | None]:
     """Return FLOPs of training over what the machine could have computed in the whole iteration, per row."""
-    parts = zip(run.column("train.peak_share"), ratios(run, "train.seconds", "seconds.total"), strict=True)
-    return [share * part if share is not None and part is not None else None for share, part in parts]
+    exact, rough = ratios(run, "train.seconds", "seconds.total"), ratios(run, "seconds.train", "seconds.total")  # older rows
+    parts = [one if one is not None else other for one, other in zip(exact, rough, strict=True)]
+    shares = zip(run.column("train.peak_share"), parts, strict=True)
+    return [min(1.0, share * part) if share is not None and part is not None else None for share, part in shares]
 
 
 def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:

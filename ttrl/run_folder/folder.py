@@ -161,8 +161,8 @@ class RunFolder:
         config = yaml.safe_load(yaml.safe_dump(config))  # compared as it will be read: tuples are lists there
         notes = []
         if before := self.config():
-            if before.get("validation_temperature", ...) is None:  # what an unset one meant until it became greedy
-                before["validation_temperature"] = before.get("temperature")
+            if before.get("validation_temperature", ...) is None and config.get("validation_temperature") is not None:
+                before["validation_temperature"] = before.get("temperature")  # what an unset one meant until it became greedy
             changed = changes(yaml.safe_load(yaml.safe_dump(dict(defaults or {}))) | before, config)
             notes = check_changes(changed, allow, self.path)
             remember_changes(self.path, changed, self.first_unfinished())

@@ -22,7 +22,7 @@ def errors_in_lines(*kinds: type[BaseException]) -> None:
     """Show errors of these kinds that end the program by their message, without a traceback. Python's exit status stays: 1, and
     for KeyboardInterrupt what a shell calls 130."""
     usual = sys.excepthook
-    if usual is not sys.__excepthook__ and usual.__name__ != "show_in_lines":
+    if usual is not sys.__excepthook__ and getattr(usual, "__name__", "") != "show_in_lines":
         return  # a debugger's, a notebook's
 
     def show_in_lines(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -385,8 +385,36 @@ def test_requests_move_from_a_machine_that_is_cut_off() -> None:
             await asyncio.gather(*sends)
             return loop.time() - began
 
-    detection = server_state.POLL_PAUSE + 2 * server_state.PROBE_TIMEOUT
+    look = server_state.POLL_PAUSE + server_state.PROBE_TIMEOUT
+    detection = server_state.UNANSWERED_IN_A_ROW * look + server_state.PROBE_TIMEOUT
     assert virtual(main()) < detection + server_state.ABANDON_AFTER + 15
+
+
+class PoolTimeout(Exception):  # noqa: N818
+    """As httpx calls it."""
+
+
+@pytest.mark.parametrize("pool", [True, False], ids=["no free connection", "now and then no answer"])
+def test_a_server_that_is_slow_to_say_its_load_keeps_its_requests(pool: bool) -> None:
+    class Slow(Fake):
+        looks = 0
+
+        async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
+            self.looks += 1
+            if self.looks > 1 and (pool or self.looks % 2):
+                await asyncio.sleep(timeout)
+                raise RequestError("no answer", "timeout") from (PoolTimeout() if pool else None)
+            return b'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="65536",num_gpu_blocks="4096"} 1.0\n'
+
+    slow = Slow(lambda number: 1000.0)
+
+    async def main() -> None:
+        async with Servers([slow], concurrency=None) as pool:
+            await asyncio.gather(*(send(pool, max_retries=0) for _ in range(5)))
+            assert pool.servers[0].up
+
+    virtual(main())
+    assert slow.requests == 5 and slow.looks > 100
 
 
 # Several servers

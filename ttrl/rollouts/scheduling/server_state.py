@@ -21,6 +21,8 @@ PROBE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 5.0)
 PROBE_TIMEOUT = 5.0
 POLL_PAUSE = 1.0
 """Seconds between two looks at /metrics while requests are in flight."""
+UNANSWERED_IN_A_ROW = 2
+"""Looks at /metrics that got no answer in time, with no request answered between, after which a server is doubted."""
 LONGEST_RETRY_AFTER = 120.0
 """A server's Retry-After is obeyed up to this many seconds."""
 ABANDON_AFTER = 30.0
@@ -52,7 +54,7 @@ class Server:
         self.held_until = 0.0
         """It asked for a pause until then, on the loop's clock."""
         self._changed = changed
-        self._faults = self._rests = 0
+        self._faults = self._rests = self._unanswered = 0
         self._examination: asyncio.Task[bool] | None = None
         self._hold: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -86,7 +88,7 @@ class Server:
     def succeeded(self) -> None:
         """Notice that a request was answered."""
         self.was_heard = True
-        self._faults = self._rests = 0
+        self._faults = self._rests = self._unanswered = 0
         self.room.succeeded()
 
     async def failed(self, error: RequestError, *, has_others: bool) -> bool:
@@ -193,11 +195,14 @@ class Server:
         except RequestError as error:
             logger.debug("no metrics of %s: %s", self.base_url, error)
             self.was_heard |= error.kind in ("status", "malformed")
-            if error.kind in ("connection", "timeout") and self.up and self._examination is None:
+            self._unanswered += error.kind == "timeout" and not _waited_for_a_connection(error)
+            doubtful = error.kind == "connection" or self._unanswered >= UNANSWERED_IN_A_ROW
+            if doubtful and self.up and self._examination is None:
                 self.last_fault = error
                 self._examination = asyncio.get_running_loop().create_task(self._examine(rest=False))
             return error.kind != "status" or (error.status or 0) >= 500
         self.was_heard = True
+        self._unanswered = 0
         metrics = read_metrics(text.decode(errors="replace"))
         if metrics is None:
             logger.debug("%s says nothing of a KV cache at /metrics", self.base_url)
@@ -216,3 +221,10 @@ class Server:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _waited_for_a_connection(error: BaseException | None) -> bool:
+    """Tell whether the time was spent in the client's own pool of connections: that says nothing of the server."""
+    while error is not None and "PoolTimeout" not in type(error).__name__:
+        error = error.__cause__ or error.__context__
+    return error is not None
