@@ -184,7 +184,7 @@ def test_running_out_of_memory_says_what_would_help(trials, monkeypatch):
         torch.empty(1 << 55)
 
     monkeypatch.setattr(GradientStep, "accumulate", accumulate)
-    with pytest.raises(TrainerMemoryError, match=r"rows of 48 positions, (.*would save about|shorter rows would save most)"):
+    with pytest.raises(TrainerMemoryError, match="rows of 48 positions, shorter rows would save most"):
         trials.train(trials.pack())
 
 

@@ -1,6 +1,6 @@
 """What a whole iteration costs: seconds of sampling, of training, and of everything else. `python tools/bench_iteration.py`
 
-Starts from the quickstart's warm model, with a real server, the real trainer and the same loop as any run:
+Starts from the tiny quickstart's warm model, with a real server, the real trainer and the same loop as any run:
 
     one update   512 samples, one optimizer step on all of them
     quickstart   512 samples, four optimizer steps, as in recipes/sort_letters.py

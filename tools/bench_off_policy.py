@@ -1,4 +1,4 @@
-"""What sampling one step off policy gains and costs, on the quickstart. `python tools/bench_off_policy.py [--seeds 5]`
+"""What sampling one step off policy gains and costs, on the tiny quickstart. `python tools/bench_off_policy.py [--seeds 5]`
 
 Runs both orders of phases (`off_policy_steps` 0 and 1) with the same seeds and number of iterations, and with the warm models,
 tasks and settings of recipes/sort_letters.py. Reported are the share of held-out words sorted exactly after the last iteration,

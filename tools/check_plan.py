@@ -1,4 +1,4 @@
-"""`ttrl plan` against measurement: plans the quickstart with a probe, runs it, and prints both. Takes about three minutes.
+"""`ttrl plan` against measurement: plans the tiny quickstart with a probe, runs it, and prints both. Takes about three minutes.
 
     python tools/check_plan.py [--iterations 8] [--run FOLDER] [--tolerance 0.25] [--only-compare]
 

@@ -107,8 +107,9 @@ def load_tasks(reference: str, n: int) -> list[Task]:
     """
     if n < 1:
         raise UserError(f"--n is {n}; ask for at least one task")
-    found, _ = load_reference(reference, "tasks try", _DEFAULT_NAMES)
-    reference += f":{_DEFAULT_NAMES[0]}" if reference.endswith(".py") else ""
+    found, module = load_reference(reference, "tasks try", _DEFAULT_NAMES)
+    if reference.endswith(".py"):
+        reference += ":" + next(name for name in _DEFAULT_NAMES if getattr(module, name, None) is found)
     return tasks_of(found, reference, n)[:n]
 
 

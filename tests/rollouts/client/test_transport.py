@@ -109,7 +109,7 @@ def test_what_is_likely_wrong_with_an_address(kit, status, hint):
     for kind in KINDS:
         with pytest.raises(RequestError) as caught:
             run(kit, kind, lambda body, attempt: kit.error(status, "no"), post)
-        assert ("OPENAI_API_KEY" in str(caught.value)) == (hint is not None and kind in ("url", "endpoint"))
+        assert ("OPENAI_API_KEY" in str(caught.value)) == (hint is not None and kind == "url")
         assert "most addresses" not in str(caught.value)
     said = [str(status_error(place, 404, b"{}", {}, address=True)) for place in ("http://h:1", "http://h:1/v1")]
     assert said[0].endswith("(most addresses end in /v1)") and not said[1].endswith(")")

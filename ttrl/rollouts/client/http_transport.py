@@ -35,6 +35,8 @@ class HTTPTransport:
     identity: dict[str, str]
     proxy: str | None = field(default=None, repr=False)  # it may hold a password
     read_timeout: float | None = READ_TIMEOUT
+    is_address: bool = False
+    """Only an address was given, so its key is OPENAI_API_KEY's."""
     _session: aiohttp.ClientSession | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class HTTPTransport:
 
     def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> RequestError:
         key = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return status_error(self.base_url, status, data, headers, key, address=True)
+        return status_error(self.base_url, status, data, headers, key, address=self.is_address)
 
     def explained(self, error: Exception, timeout: float | None = None) -> RequestError:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
