@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ttrl import Sample, TaskResult
 from ttrl.data.advantages import group_advantages
-from ttrl.replays.changes import Comparison, RewardComparison
+from ttrl.replays.changes import ReplayComparison, RewardComparison
 from ttrl.replays.text import changes_text, one_line
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0, -3.0]))
@@ -60,7 +60,7 @@ def test_counts_are_what_they_say(drawn, method):
 
 
 def test_the_text_fits_the_terminal():
-    compared, pairs = Comparison("std"), []
+    compared, pairs = ReplayComparison("std"), []
     for number in range(7):
         before, after = group(number, [0.0, -123.25, 1.0, None]), group(number, [1.0, 0.5, None, 0.0])
         for sample in before.samples:

@@ -160,7 +160,7 @@ class TaskChange:
     after: float = 0.0
 
 
-class Comparison:
+class ReplayComparison:
     """Everything that differs between a run and its replay: by iteration, in total, by task."""
 
     def __init__(self, method: AdvantageKind) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from ttrl.errors import RunFolderError, TaskError, TtrlError, UserError
 from ttrl.loop.carried import groups_of, task_key
 from ttrl.records import TaskResult
-from ttrl.replays.changes import Changes, Comparison, TaskChange
+from ttrl.replays.changes import Changes, ReplayComparison, TaskChange
 from ttrl.replays.graders import Regrader, ReplayGrader
 from ttrl.replays.grading import grade
 from ttrl.replays.text import changes_text
@@ -226,9 +226,9 @@ def _is_graded(folder: RunFolder, original: RunFolder, number: int) -> bool:
     return marker is not None
 
 
-def _compared(original: RunFolder, folder: RunFolder, numbers: list[int]) -> Comparison:
+def _compared(original: RunFolder, folder: RunFolder, numbers: list[int]) -> ReplayComparison:
     """Compare the files of both folders. Groups that had no task are missing in the new ones, which have the same order."""
-    compared = Comparison(original.config().get("advantages", "std"))
+    compared = ReplayComparison(original.config().get("advantages", "std"))
     for number in numbers:
         new, pairs = groups_of(folder.iteration(number)), []
         for before in groups_of(original.iteration(number)):

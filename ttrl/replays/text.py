@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tqdm.utils import disp_len, disp_trim
 
-from ttrl.replays.changes import Changes, Comparison, TaskChange
+from ttrl.replays.changes import Changes, ReplayComparison, TaskChange
 
 TASKS_SHOWN = 5
 _HEAD = (
@@ -22,7 +22,7 @@ _HEAD = (
 )
 
 
-def changes_text(compared: Comparison, width: int) -> str:
+def changes_text(compared: ReplayComparison, width: int) -> str:
     """Return the whole text, in lines of at most `width` columns (80 or more)."""
     iterations, tasks = compared.iterations, compared.tasks
     parts = _table([*iterations, compared.total] if len(iterations) != 1 else iterations)
@@ -70,7 +70,7 @@ def _number(value: float | None) -> str:
     return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
 
 
-def _sentences(compared: Comparison, width: int) -> list[str]:
+def _sentences(compared: ReplayComparison, width: int) -> list[str]:
     """Return what the table has no room for."""
     total, said = compared.total, []
     if total.groups:

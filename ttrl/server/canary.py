@@ -139,7 +139,7 @@ def check_canary(server: ServerConnection, canary: Canary, *, cache_is_empty: bo
     """
     name, tolerance = tolerance_for(canary, server.dtype)
     # The generation first: once the other request has recomputed the prompt, its blocks could hide stale ones in the cache.
-    greedy_ids, greedy_logprobs, cached = greedy_continuation(server, canary)
+    greedy_ids, greedy_logprobs, cached = _greedy_continuation(server, canary)
     prompt_logprobs = _prompt_logprobs(server, canary)
 
     rows: list[tuple[str, float, float]] = []  # where, server's, trainer's
@@ -191,7 +191,12 @@ def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> 
     return answer
 
 
-def greedy_continuation(server: ServerConnection, canary: Canary) -> tuple[list[int], list[float], int]:
+def leave_in_cache(server: ServerConnection, canary: Canary) -> None:
+    """Make the server compute the canary, so that its prefix cache has the keys and values of the weights that it has now."""
+    _completion(server, canary, max_tokens=1)
+
+
+def _greedy_continuation(server: ServerConnection, canary: Canary) -> tuple[list[int], list[float], int]:
     """Return token ids and log-probabilities of the greedy continuation of the canary, and how many of the canary's tokens came
     from the prefix cache (0 where the server does not say)."""
     count = len(canary.greedy_token_ids)

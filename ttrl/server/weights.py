@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from ttrl.errors import ConfigError, ServerDiedError, ServerError, WeightSyncError
 from ttrl.records import ADAPTER_FOLDER
-from ttrl.server.canary import Canary, CanaryReport, check_canary, greedy_continuation
+from ttrl.server.canary import Canary, CanaryReport, check_canary, leave_in_cache
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
 from ttrl.server.vllm import VLLMServer
 
@@ -168,7 +168,7 @@ def _reload(
             server.request("POST", "/wake_up?tags=weights", timeout=_LOAD_SECONDS)
         else:
             # Puts keys and values of the old weights into the prefix cache, where the check finds them if they stay.
-            greedy_continuation(server, canary)
+            leave_in_cache(server, canary)
         server.policy_folder = folder
         load_weights(server, there)
         if asleep:
