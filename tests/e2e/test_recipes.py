@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from support.recipe_worker import RecipeWorker
 from support.tiny_models import random_samples, sample
 from transformers import AutoModelForCausalLM
 
@@ -32,22 +33,36 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def run(folder: Path, inputs: Path, *, processes: int = 1, recipe: str = "ttrl/grpo_recipe", expect: int = 0, **settings):
-    """Runs a recipe on a config of its own; returns what it printed."""
-    folder.mkdir(exist_ok=True)
-    config = {"model": str(inputs / "model"), "output_dir": str(folder), "num_threads": 1, "lr": 1e-3, "max_grad_norm": 0.05}
-    if recipe == "ttrl/grpo_recipe":
-        config["packed"] = str(inputs / "a.safetensors")
-    (folder / "config.yaml").write_text(yaml.safe_dump({**config, **settings}))
-    torchrun = ["--nproc_per_node", str(processes)] if processes > 1 else []
-    command = [sys.executable, "-m", "torchtune._cli.tune", "run", *torchrun, recipe, "--config", str(folder / "config.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def run():
+    """Runs a recipe on a config of its own; returns what it printed. `by_tune`: through `tune run`, and torchrun; else forked."""
+
+    def run(
+        folder: Path, inputs: Path, *, processes=1, recipe="ttrl/grpo_recipe", expect=0, by_tune: bool = False, **settings
+    ) -> str:
+        folder.mkdir(exist_ok=True)
+        config = {"model": str(inputs / "model"), "output_dir": str(folder), "num_threads": 1, "lr": 1e-3, "max_grad_norm": 0.05}
+        if recipe == "ttrl/grpo_recipe":
+            config["packed"] = str(inputs / "a.safetensors")
+        (folder / "config.yaml").write_text(yaml.safe_dump({**config, **settings}))
+        arguments = [recipe, "--config", str(folder / "config.yaml")]
+        if by_tune:
+            torchrun = ["--nproc_per_node", str(processes)] if processes > 1 else []
+            command = [sys.executable, "-m", "torchtune._cli.tune", "run", *torchrun, *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+            code, said = done.returncode, done.stdout + done.stderr
+        else:
+            code = worker(arguments, folder / "output.log", processes)
+            said = (folder / "output.log").read_text()
+        assert code == expect, said
+        return said
+
+    with RecipeWorker() as worker:
+        yield run
 
 
 @pytest.fixture(scope="module")
-def baseline(inputs, tmp_path_factory):
+def baseline(run, inputs, tmp_path_factory):
     """One update on all rows of pack a, in one process and one microbatch."""
     folder = tmp_path_factory.mktemp("baseline")
     run(folder, inputs, rows_per_microbatch=100)
@@ -81,17 +96,18 @@ def test_checkpoint_computes_the_same_in_transformers(baseline, inputs):
         assert (baseline / "checkpoint" / name).read_bytes() == (inputs / "model" / name).read_bytes()
 
 
-def test_the_same_inputs_give_the_same_bits(baseline, inputs, tmp_path):
-    run(tmp_path, inputs, rows_per_microbatch=100)
+def test_a_tune_run_of_its_own_gives_the_same_bits(run, baseline, inputs, tmp_path):
+    run(tmp_path, inputs, by_tune=True, rows_per_microbatch=100)
     for name in ("checkpoint/model.safetensors", "state/optimizer.safetensors", "checkpoint/canary.json"):
         assert digest(tmp_path / name) == digest(baseline / name), name
 
 
 @pytest.mark.parametrize(("processes", "rows"), [(1, 1), (1, 2), (2, 1), (2, 100)])
-def test_accumulation_and_ranks_change_nothing_but_rounding(processes, rows, baseline, inputs, tmp_path):
+def test_accumulation_and_ranks_change_nothing_but_rounding(run, processes, rows, baseline, inputs, tmp_path):
     """Faults 7 and 8 of the predecessor: the clipped update depended on the number of GPUs, and left-over rows were lost. The
     gradient is clipped here, so a wrong scale would show in the moments."""
-    run(tmp_path, inputs, processes=processes, rows_per_microbatch=rows)
+    by_tune = (processes, rows) == (2, 1)
+    run(tmp_path, inputs, processes=processes, by_tune=by_tune, rows_per_microbatch=rows)
     expected, found = (read_jsonl(folder / "train.jsonl")[-1] for folder in (baseline, tmp_path))
     for name in ("loss", "entropy", "grad_norm", "trained_tokens", "row_tokens", "normaliser"):
         assert found[name] == pytest.approx(expected[name], rel=2e-5), name
@@ -112,7 +128,7 @@ def test_accumulation_and_ranks_change_nothing_but_rounding(processes, rows, bas
     ],
     ids=["chosen tokens", "token rewards", "whole vocabulary"],
 )
-def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(settings, inputs, baseline, tmp_path):
+def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(run, settings, inputs, baseline, tmp_path):
     settings = {**settings, "model": str(baseline / "checkpoint"), "reference_model": str(inputs / "model")}
     for processes, name in ((1, "one"), (2, "two")):
         run(tmp_path / name, inputs, processes=processes, rows_per_microbatch=processes, **settings)
@@ -129,7 +145,7 @@ def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(settings,
         assert largest_difference(*heads) < 1e-4 * max(float(value.abs().max()) for value in heads[0].values())
 
 
-def test_optimizer_state_goes_on_from_iteration_to_iteration(inputs, tmp_path):
+def test_optimizer_state_goes_on_from_iteration_to_iteration(run, inputs, tmp_path):
     """Fault 6 of the predecessor. Two updates in one run equal two runs of one update that hand on their state, bit for bit."""
     packed = packed_tensors_from_tokenized_results(random_samples(3, prompts=(3, 5)), seq_len=30, pad_id=0)
     assert packed.num_rows >= 2
@@ -151,14 +167,14 @@ def test_optimizer_state_goes_on_from_iteration_to_iteration(inputs, tmp_path):
     assert largest_difference(weights(tmp_path / "both"), weights(tmp_path / "forgot")) > 1e-5
 
 
-def test_kl_to_the_reference(inputs, baseline, tmp_path):
+def test_kl_to_the_reference(run, inputs, baseline, tmp_path):
     run(tmp_path, inputs, model=str(baseline / "checkpoint"), kl_coefficient=0.1, reference_model=str(inputs / "model"))
     row = read_jsonl(tmp_path / "train.jsonl")[-1]
     assert row["kl"] > 1e-5
     assert row["loss"] == pytest.approx(row["policy_loss"] + 0.1 * row["kl"], rel=1e-6)
 
 
-def test_supervised_warm_start_learns(inputs, tmp_path):
+def test_supervised_warm_start_learns(run, inputs, tmp_path):
     rows = [{"messages": [{"role": "user", "content": f"{c}?"}, {"role": "assistant", "content": c.upper()}]} for c in "abcdefgh"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
@@ -175,10 +191,10 @@ def test_supervised_warm_start_learns(inputs, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint")
 
 
-def test_mistakes_are_named(inputs, tmp_path):
+def test_mistakes_are_named(run, inputs, tmp_path):
     """Each with what, where and the way out, without a traceback, and with an exit code that is not 0."""
     settings = {"learning_rate": 1, "lr": "fast", "clip_low": 7}
-    said = run(tmp_path / "config", inputs, expect=1, **settings)
+    said = run(tmp_path / "config", inputs, expect=1, by_tune=True, **settings)
     assert "ConfigError" in said and "Traceback" not in said
     assert "unknown key 'learning_rate'" in said and "lr is 'fast'" in said and "clip_low is 7" in said.replace("7.0", "7")
     said = run(tmp_path / "model", inputs, expect=1, model=str(tmp_path / "nowhere"))
@@ -193,7 +209,7 @@ def test_mistakes_are_named(inputs, tmp_path):
     assert "PackError" in said and "torn.safetensors" in said and "Traceback" not in said
 
 
-def test_a_missing_weight_is_named(inputs, tmp_path):
+def test_a_missing_weight_is_named(run, inputs, tmp_path):
     broken = tmp_path / "model"
     make_tiny_model(broken, layers=2, width=64)
     tensors = load_file(broken / "model.safetensors")
