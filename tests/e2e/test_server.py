@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from support.tiny_models import make_byte_model
+from transformers import AutoModelForCausalLM
 
 from ttrl.errors import ModelFolderError, ServerDiedError, ServerStartError, WeightSyncError
 from ttrl.rollouts.scheduling.capacity import read_metrics
@@ -34,42 +34,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MAX_MODEL_LEN = 512
 KV_BLOCK = 128  # vLLM's on CPU
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def write_model(folder: Path, seed: int, tied: bool = False) -> Path:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"]
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=264,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # vLLM's CPU attention has no kernel for heads of 16
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-    )
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    write_canary(folder)
+    write_canary(make_byte_model(folder, seed, tied))
     return folder
 
 
