@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from ttrl.errors import (
 )
 from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
+from ttrl.monitoring.progress_line import seconds_left
 from ttrl.report.words import summary
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_run
@@ -168,12 +170,13 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     captured = capfd.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert len(lines) == 6 and "entropy" in lines[3]
+    assert len(lines) == 7 and "entropy" in lines[4]
     folder = world.run / "iterations" / "0001" / "checkpoint"
-    assert lines[4:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
+    assert lines[5:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
     assert lines[0].startswith("starting vLLM and the trainer")
-    assert lines[1].startswith("before")
-    assert lines[2].startswith(
+    assert re.fullmatch(r"plan: 1 iteration of about .* s, .* with the start; rough, may be wrong by a factor of 3", lines[1])
+    assert lines[2].startswith("before") and " left" not in lines[2]  # nothing is known of an iteration yet
+    assert lines[3].startswith(
         "iteration   1  reward 0.250, right 0.250  held-out reward 1.000 (95%: 0.342 to 1.000; greedy, 2 tasks)  "
     )
 
@@ -190,6 +193,15 @@ def test_held_out_samples_are_greedy_unless_there_are_several(world, samples, te
     low, high = world.rows()[1]["validation_intervals"]["right"]
     assert 0 <= low <= world.rows()[1]["validation"]["right"] <= high <= 1
     assert f"; {said})" in summary(read_run(result.run)) and said in result.report.read_text()
+
+
+def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
+    world.train(iterations=3)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("iteration")]
+    assert [bool(re.search(r"  about [\d.]+ s left$", line)) for line in lines] == [True, True, False]
+    rows = [{"iteration": number, "seconds": {"total": float(number)}} for number in range(9)]
+    assert seconds_left(rows, world.config(iterations=10)) == 2 * (4 + 5 + 6 + 7 + 8) / 5
+    assert seconds_left(rows, world.config(iterations=8)) is None and seconds_left(rows[:1], world.config()) is None
 
 
 def test_quiet_says_nothing(world, capfd):

@@ -1,5 +1,6 @@
 """The line: shown where somebody watches, silent elsewhere, with true figures."""
 
+import asyncio
 import math
 import os
 import pty
@@ -53,6 +54,35 @@ def test_the_line_and_its_summary(clock):
         "d: 4 of 8 samples in 10.0 s, reward 0.750, exact 0.500, a very long nam… 5k, 1 failed, 1 unfinished, 1 cached, "
         "2k new tokens (200 tok/s), 15 tok/sample, $0.021"
     )
+
+
+def test_it_moves_while_answers_that_come_whole_are_made():
+    lines, asked = [], []
+    screen = types.SimpleNamespace(width=lambda: 200, show=lines.append, finish=lines.append)
+
+    def in_flight(finished):
+        asked.append(finished)
+        return 0.0 if finished == 1000 else 100.0 * len(asked)
+
+    async def main():
+        with Progress(8, "d", screen) as bar:
+            stop = bar.keep_moving(in_flight, pause=0.01)
+            while not any("  300 tokens" in line for line in lines):
+                await asyncio.sleep(0.01)
+            bar.add_tokens(1000)
+            while "  1k tokens" not in lines[-1]:
+                await asyncio.sleep(0.01)
+            stop()
+            seen = len(asked)
+            await asyncio.sleep(0.05)
+            assert len(asked) == seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "REDRAW_SECONDS", 0.0)
+        asyncio.run(asyncio.wait_for(main(), 30))
+    assert asked[0] == 0 and asked[-1] == 1000
+    assert "1k new tokens" in lines[-1]
+    assert Progress(8, "d", None).keep_moving(in_flight)() is None  # nobody looks: nothing is asked
 
 
 def test_what_matters_most_stays_in_narrow_terminals(clock):

@@ -145,14 +145,15 @@ class Iterations:
         append_jsonl(self._folder.path / "metrics.jsonl", row)
         said = findings(list(self._rows.values()), self._config.to_dict())
         self._rows[number] = row
-        for line in iteration_lines(row, self._config, findings(list(self._rows.values()), self._config.to_dict()), said):
+        rows = list(self._rows.values())
+        for line in iteration_lines(rows, self._config, findings(rows, self._config.to_dict()), said):
             self._console.line(line)
-        self._loggers.log(list(self._rows.values()))
+        self._loggers.log(rows)
         if has_reached(row, self._config):
             self._reached = number
         self._jobs.tell()
-        leave_report(self._folder.path, list(self._rows.values()))
-        prune(self._folder, list(self._rows.values()), self._config, number)
+        leave_report(self._folder.path, rows)
+        prune(self._folder, rows, self._config, number)
 
     def _say_reached(self, number: int | None) -> None:
         if number is not None:

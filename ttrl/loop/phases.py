@@ -109,7 +109,9 @@ class Phases:
                 wait_for_process(
                     command, self.folder.path / "logs" / "canary.log", progress=temporary, pbar=False, pbar_desc="canary"
                 )
-        write_plan(self.config, self.folder.path, self.model, self.tasks, self.validation_tasks, self.tokenizer())
+        plan = write_plan(self.config, self.folder.path, self.model, self.tasks, self.validation_tasks, self.tokenizer())
+        if plan is not None:
+            self.console.line(plan.time_line())
         sync = self.server.serve(iteration.path / "checkpoint")
         iteration.mark("prepare", ["checkpoint"], {"seconds": clock() - began, "sync": sync})
 

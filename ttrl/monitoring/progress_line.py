@@ -7,18 +7,29 @@ from ttrl.configs.run import TrainConfig
 from ttrl.monitoring.finding import Finding
 from ttrl.run_folder.metrics import TOO_LONG_WORDS, validation_metric
 from ttrl.run_folder.reader import held_out_text, number
-from ttrl.text import compact, percent
+from ttrl.text import compact, duration, percent
 
 
 def iteration_lines(
-    row: dict[str, Any], config: TrainConfig, found: Sequence[Finding] = (), said: Sequence[Finding] = ()
+    rows: Sequence[dict[str, Any]], config: TrainConfig, found: Sequence[Finding] = (), said: Sequence[Finding] = ()
 ) -> list[str]:
-    """Return what an iteration learned and cost, how training went, and what stands out (`found`) that was not `said` before."""
-    lines = [iteration_line(row, config)]
+    """Return what the last iteration of `rows` learned and cost, how long the rest will take, how training went, and what stands
+    out (`found`) that was not `said` before."""
+    row = rows[-1]
+    left = seconds_left(rows, config)
+    lines = [iteration_line(row, config) + ("" if left is None else f"  about {duration(left)} left")]
     if details := training_details(row):
         lines.append(" " * len("iteration   1  ") + details)
     known = {finding.key for finding in said}
     return lines + [f"  ! {finding.line()}" for finding in found if finding.key not in known]
+
+
+def seconds_left(rows: Sequence[dict[str, Any]], config: TrainConfig) -> float | None:
+    """Estimate how long the iterations after the last of `rows` will take, by the mean of the last five; None where nothing is
+    left or known."""
+    left = config.iterations - rows[-1]["iteration"]
+    known = [row["seconds"]["total"] for row in rows if row["iteration"]][-5:]
+    return left * sum(known) / len(known) if left > 0 and known else None
 
 
 def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:

@@ -59,6 +59,18 @@ class Plan:
         """Return the price of the whole run."""
         return None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
 
+    def time_line(self) -> str:
+        """Return the time of the whole run in a line."""
+        seconds = self.seconds
+        rough = "; rough, may be wrong by a factor of 3" if self.is_rough else ""
+        count = f"{self.iterations} iteration{'s' * (self.iterations != 1)}"
+        return f"plan: {count} of about {duration(seconds.iteration)}, {duration(seconds.run)} with the start{rough}"
+
+    @property
+    def is_rough(self) -> bool:
+        """Return whether a phase's seconds are not measured."""
+        return any(phase.source == "rough" for phase in self.seconds.phases.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as in plan.json."""
         values = dataclasses.asdict(self)
@@ -95,7 +107,7 @@ def plan_text(plan: Plan) -> str:
         lines += _row(f"{plan.iterations} iterations", f"{duration(seconds.run)} with the start")
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
-    if any(phase.source == "rough" for phase in seconds.phases.values()):
+    if plan.is_rough:
         share = "; the share of a GPU's speed that is reached is assumed" if plan.machine.cuda else "; --probe measures"
         lines += textwrap.wrap(f"Rough figures may be wrong by a factor of 3{share}.", _WIDTH)
     if plan.warnings:

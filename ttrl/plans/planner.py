@@ -137,16 +137,18 @@ def make_plan(
 
 def write_plan(
     config: TrainConfig, folder: Path, model: Path, tasks: Sequence[Task], validation_tasks: Sequence[Task], tokenizer: Any
-) -> None:
-    """Leave a plan in a run folder that has none, for the report to compare with. A plan that cannot be made does not end the
-    run: that is logged."""
+) -> Plan | None:
+    """Leave a plan in a run folder that has none, for the report to compare with, and return it. A plan that cannot be made does
+    not end the run: that is logged."""
     if (folder / PLAN_FILE).exists():
-        return
+        return None
     try:
         made = make_plan(dataclasses.replace(config, model=str(model)), tasks, validation_tasks, tokenizer=tokenizer)
         made.save(folder)
+        return made
     except Exception as error:  # noqa: BLE001 - among them what a tokenizer raises, and memory that is not there
         logger.warning("no plan of this run: %s: %s", type(error).__name__, error)
+        return None
 
 
 def read_model_config(model: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ at once and other bars do not overwrite each other; in a notebook it is one outp
 needs no ipywidgets and is kept in the saved notebook.
 """
 
+import asyncio
 import math
 import os
 import sys
@@ -66,7 +67,7 @@ class Progress:
         self._next_draw = self._start
         self._marks: deque[tuple[float, int]] = deque([(self._start, 0)])
         self._done = self._graded = self._failed = self._unfinished = self._cached = 0
-        self._tokens = self._prompt_tokens = 0
+        self._tokens = self._prompt_tokens = self._in_flight = 0
         self._lengths = self._measured = 0
         self._reward_sum = 0.0
         self._metrics: dict[str, list[float]] = {}  # name: [sum, count]
@@ -89,6 +90,24 @@ class Progress:
         self._tokens += completion
         self._prompt_tokens += prompt
         self._draw_if_due()
+
+    def keep_moving(self, tokens_in_flight: Callable[[int], float], pause: float = 0.5) -> Callable[[], None]:
+        """Show also what answers that come whole have got at the server by now, until the function that is returned is called.
+
+        tokens_in_flight: given the tokens of the answers that have come. pause: seconds between two looks.
+        """
+        if self._screen is None:
+            return lambda: None
+        loop = asyncio.get_running_loop()
+
+        def tick() -> None:
+            nonlocal timer
+            self._in_flight = round(tokens_in_flight(self._tokens))
+            self._draw_if_due()
+            timer = loop.call_later(pause, tick)
+
+        timer = loop.call_later(pause, tick)
+        return lambda: timer.cancel()
 
     def add_sample(self, sample: Sample, cached: bool = False) -> None:
         """Count a sample that is finished: graded, failed, or cut off by a token budget."""
@@ -121,7 +140,7 @@ class Progress:
             clock += "<" + (_clock(elapsed / new * (self._total - self._done)) if new else "?")
         failed = [f"{self._failed} failed"] if self._failed else []
         parts = [*self._reward(), *failed, f"{si(self._rate(now))} tok/s", *self._spend(), *self._metric_means()]
-        parts += [f"{si(self._tokens)} tokens", *self._length(), *self._other_counts()]
+        parts += [f"{si(self._tokens + self._in_flight)} tokens", *self._length(), *self._other_counts()]
         # Given room in the order in which they are shown; a long part does not keep short ones out behind it.
         head = f"{self._description} {counted}"
         room = width - disp_len(head) - disp_len(clock) - 1
@@ -171,7 +190,7 @@ class Progress:
     def _rate(self, now: float) -> float:
         """Return tokens per second over the last RATE_WINDOW seconds."""
         then, tokens = self._marks[0]
-        return max(0.0, (self._tokens - tokens) / max(now - then, 1e-9))
+        return max(0.0, (self._tokens + self._in_flight - tokens) / max(now - then, 1e-9))
 
     def _draw_if_due(self) -> None:
         if self._screen is None or (now := time.monotonic()) < self._next_draw:
@@ -180,7 +199,7 @@ class Progress:
         while len(self._marks) > 1 and self._marks[1][0] <= now - RATE_WINDOW:
             self._marks.popleft()
         self._screen.show(self.line(self._screen.width(), now))
-        self._marks.append((now, self._tokens))
+        self._marks.append((now, self._tokens + self._in_flight))
 
 
 class Screen(Protocol):

@@ -292,6 +292,37 @@ def test_a_limit_on_what_runs_at_once_is_found() -> None:
     assert outcome.most_in_flight < work.tasks / 2
 
 
+@pytest.mark.parametrize(("n", "mean", "most"), [(1, 600, 4096), (8, 300, 1000), (4, 200, 200)])
+def test_what_is_in_flight_is_counted_about_as_the_server_does(n: int, mean: int, most: int) -> None:
+    """Answers come whole; in between, what they will be is known from how fast the server is."""
+    server = bench.SimulatedVLLM(kv_tokens=80_000, step_seconds=0.05)
+    drawn = np.random.default_rng(n).lognormal(math.log(mean) - 0.5, 1.0, (240 // n, n))
+    finished, seen = 0, []
+
+    async def main() -> None:
+        async with Servers([server], concurrency=None) as servers:  # type: ignore[list-item]
+
+            async def send(lengths: list[int]) -> None:
+                nonlocal finished
+                await servers.send(lambda _: server.complete(200, lengths), size=Size(800, n, most), max_retries=0)
+                finished += sum(lengths)
+
+            async def watch() -> None:
+                while True:
+                    await asyncio.sleep(1.7)
+                    seen.append((finished + servers.tokens_in_flight(finished), server.generated))
+
+            watching = asyncio.ensure_future(watch())
+            await asyncio.gather(*(send(np.clip(row, 1, most).astype(int).tolist()) for row in drawn))
+            watching.cancel()
+            assert servers.tokens_in_flight(finished) == 0
+
+    bench.run_virtual(main())
+    assert len(seen) > 5
+    for ours, true in seen[1:]:
+        assert ours == pytest.approx(true, rel=0.15), seen
+
+
 def test_a_server_without_metrics_is_served_too() -> None:
     outcome = bench.simulate(workload("lognormal, 64 seqs at most"), None, says_metrics=False)
     assert FIRST_LIMIT <= outcome.most_in_flight < FIRST_LIMIT + 5

@@ -124,7 +124,7 @@ class ServerRoom:
         self._forecast_at = -math.inf
         # A clock of tokens: how many a completion that runs all the time has got. Its rate is that of the last poll.
         self._tokens = self._rate = 0.0
-        self._polled_at = 0.0
+        self._polled_at = self._generated = 0.0
         self._waiting = 0.0
         self._finished = 0
         self._queue = float(_FIRST_QUEUE)
@@ -137,6 +137,20 @@ class ServerRoom:
         self._round_began = self._preempted = 0.0
         self._usages: list[float] = []
         self._was_held_back = self._was_cut = False
+
+    def tokens_in_flight(self, now: float) -> float:
+        """Estimate how many completion tokens the requests in flight have got by now; 0 where the server says nothing of that."""
+        if self.metrics is None or not self.samples:
+            return 0.0
+        clock = self._clock(now)
+        tokens = sum(load.n * min(max(clock - load.began, 0.0), load.max_tokens or math.inf) for load in self.loads)
+        over = max(self._over, 0.0)  # they ended somewhere between then and now
+        return tokens * min(1.0, (self.metrics.running + over / 2) / self.samples)
+
+    def generated(self, now: float) -> float:
+        """Estimate how many completion tokens the server has made since its metrics were first seen, those of others included."""
+        running = 0.0 if self.metrics is None else self.metrics.running
+        return self._generated + self._rate * running * max(0.0, now - self._polled_at)
 
     # Admission
 
@@ -216,6 +230,7 @@ class ServerRoom:
         if before is None:
             self.limit = math.inf if self.limit >= FIRST_LIMIT else self.limit
         elif metrics.generated >= before.generated and seconds > 0:
+            self._generated += metrics.generated - before.generated
             running = (metrics.running + before.running) / 2
             if running >= 1:
                 rate = (metrics.generated - before.generated) / running / seconds

@@ -117,6 +117,15 @@ class Servers:
         self._nobody_since: float | None = None
         self._give_up: asyncio.TimerHandle | None = None
 
+    def tokens_in_flight(self, finished: int) -> float:
+        """Estimate how many completion tokens the requests in flight have got, at servers that say how fast they are.
+
+        finished: tokens of all answers that have come; with these they cannot be more than the servers have made.
+        """
+        now, rooms = asyncio.get_running_loop().time(), [server.room for server in self.servers]
+        made = sum(room.generated(now) for room in rooms)
+        return max(0.0, min(sum(room.tokens_in_flight(now) for room in rooms), made - finished))
+
     async def __aenter__(self) -> "Servers":
         # A server that is slow to say what it has room for is used as one that does not say.
         starts = [asyncio.create_task(server.start()) for server in self.servers]
