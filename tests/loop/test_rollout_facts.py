@@ -27,6 +27,7 @@ def test_counts_and_shares():
     ]
     facts = rollout_facts(groups)
     assert facts["truncated"] == 1 / 12 and facts["empty"] == 1 / 12 and facts["grader_failures"] == 1
+    assert facts["truncated_reward"] == 0 and facts["ended_reward"] == 5 / 10
     assert facts["repeated"] == 6 / 11  # 11 graded samples, 5 different ones within their groups
     assert facts["repeated_groups"] == 2 / 3 and facts["stuck_groups"] == 1 / 3
     assert facts["commonest"] == 5 / 11 and facts["commonest_tasks"] == 2 / 3  # "ab"
@@ -51,7 +52,11 @@ def test_without_anything_to_compare_there_is_no_number():
     for groups in ([], [group("a", ("x", 1.0))], [group("a", ("x", None, None, "ServerError: gone"))]):
         facts = rollout_facts(groups)
         assert facts["repeated"] is None and facts["stuck_groups"] is None and facts["length_correlation"] is None
-    assert rollout_facts([])["truncated"] is None and rollout_facts([])["max_length"] is None
+    assert (
+        rollout_facts([])["truncated"] is None
+        and rollout_facts([])["ended_reward"] is None
+        and rollout_facts([])["max_length"] is None
+    )
 
 
 def test_texts_stand_in_where_a_server_gives_no_ids():

@@ -216,6 +216,16 @@ def test_limits_of_the_run_are_those_of_the_finding():
     assert keys(rows, CONFIG | {"drift_limits": {"mean": 0.05}}) == [] == keys(rows, CONFIG | {"dtype": "bf16"})
 
 
+def test_wrong_answers_are_told_with_what_would_have_been_right():
+    """With a higher limit, by what those got that ended before it; with a more lenient grader, by its other metrics."""
+    rows = put(put(healthy(), "rollouts.truncated", 0.88), "groups.all_wrong", 32)
+    rows = put(rows, "metrics", {"lenient": 0.31, "letters": 17.0, "strict": 0.0})
+    rows = put(put(rows, "rollouts.ended_reward", 0.4), "rollouts.truncated_reward", 0.0)
+    titles = {finding.key: finding.title for finding in findings(rows, CONFIG)}
+    assert titles["truncated"].endswith("Their mean reward is 0, that of the others 0.4.")
+    assert titles["too_hard"].endswith("The grader's metrics: lenient 0.31.")
+
+
 def test_the_gravest_comes_first():
     rows = put(put(healthy(), "pack.dropped.too_long", 3), "rollouts.truncated", 0.4)
     assert keys(put(rows, "train.lr", 0.0)) == ["learning_rate_zero", "truncated", "too_long"]

@@ -13,6 +13,8 @@ def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
     """Return counts and shares over the groups of one iteration; shares are None where there is nothing to share.
 
     truncated           share of the completed samples that the length limit ended
+    truncated_reward    mean reward of these, as far as they were graded
+    ended_reward        mean reward of those that ended by themselves
     stopped_early       share of the completed samples that `early_stop` ended; None where there is none
     empty               share of the completed samples without any text or token
     grader_failures     samples whose grader failed (of the failed ones)
@@ -28,6 +30,10 @@ def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
     samples = [sample for group in groups for sample in group.samples]
     completed = [sample for sample in samples if sample.finish_reason is not None]
     lengths = [_length(sample) for sample in completed]
+    rewards: dict[bool, list[float]] = {True: [], False: []}
+    for sample in completed:
+        if sample.reward is not None and sample.finish_reason != STOPPED_EARLY:
+            rewards[sample.finish_reason == "length"].append(sample.reward)
     stopped = sum(sample.finish_reason == STOPPED_EARLY for sample in completed)
     compared = [[sample for sample in group.samples if sample.reward is not None] for group in groups]
     compared = [group for group in compared if len(group) > 1]
@@ -40,6 +46,8 @@ def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
     stuck = sum(max(sample.reward or 0.0 for sample in group) < highest for group in same)
     return {
         "truncated": _share(sum(sample.finish_reason == "length" for sample in completed), len(completed)),
+        "truncated_reward": math.fsum(rewards[True]) / len(rewards[True]) if rewards[True] else None,
+        "ended_reward": math.fsum(rewards[False]) / len(rewards[False]) if rewards[False] else None,
         "stopped_early": _share(stopped, len(completed)) if stopped else None,
         "empty": _share(sum(length == 0 for length in lengths), len(completed)),
         "grader_failures": sum((sample.error or "").startswith("GraderError") for sample in samples),

@@ -349,7 +349,15 @@ def dropped_groups(h: History) -> str | None:
 def too_hard(h: History) -> str | None:
     # Below half, the other groups still carry an iteration; above it most of the sampling is spent on nothing.
     share = h.share("groups.all_wrong", "groups.total") or 0.0
-    return f"In {percent(share)} of the groups every sample was wrong ({h.recently})." if share > 0.5 else None
+    if share <= 0.5:
+        return None
+    # What the grader itself says of wrong answers: their form, or what a more lenient one would call right.
+    names = {name for row in h.recent if isinstance(row.get("metrics"), dict) for name in row["metrics"]}
+    partly = {name: value for name in sorted(names) if 0 < (value := h.now(f"metrics.{name}") or 0.0) <= 1}
+    said = ", ".join(f"{name} {compact(value)}" for name, value in partly.items())
+    return f"In {percent(share)} of the groups every sample was wrong ({h.recently})." + (
+        f" The grader's metrics: {said}." if said else ""
+    )
 
 
 @rule("note", "There is little left to learn from these tasks: harder ones, or dynamic_sampling, or an end by stop_at.", "right")
@@ -380,7 +388,11 @@ def equal_rewards(h: History) -> str | None:
 def truncated(h: History) -> str | None:
     # A few per cent are common with long reasoning; above a fifth, advantages mostly say "be shorter".
     share = h.now("rollouts.truncated") or 0.0
-    return f"{percent(share)} of the completions were cut off at max_tokens ({h.recently})." if share > 0.2 else None
+    if share <= 0.2:
+        return None
+    cut, ended = h.now("rollouts.truncated_reward"), h.now("rollouts.ended_reward")
+    rewards = f" Their mean reward is {compact(cut)}, that of the others {compact(ended)}." if None not in (cut, ended) else ""
+    return f"{percent(share)} of the completions were cut off at max_tokens ({h.recently}).{rewards}"
 
 
 @rule("warn", "A stop string that matches at once, or a model that learned to say nothing: does silence get a reward?", "empty")
