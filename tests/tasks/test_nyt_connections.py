@@ -137,6 +137,38 @@ def group_rows(*levels):
     return [{"level": n, "level_id": "🟡", "category": f"X{n}", "words": list(GROUPS[n - 1])} for n in levels]
 
 
+def test_boards(tmp_path, caplog):
+    """As players made them: the board is JSON in a column, and not every game is one."""
+    board = {f"theme {number}": {"level": number, "members": list(group)} for number, group in enumerate(GROUPS)}
+    start = json.dumps([word for group in GROUPS for word in group])
+    rows = [
+        {"id": 7, "name": "mine", "createdAt": "2024-01-02", "board": json.dumps(board), "startingBoard": start},
+        {
+            "id": 8,
+            "name": "three",
+            "createdAt": "2024-01-03",
+            "board": json.dumps({**board, "theme 0": {"level": 0, "members": []}}),
+        },
+        {"id": 9, "name": "twice", "createdAt": "2024-01-04", "board": json.dumps({**board, "theme 0": board["theme 1"]})},
+    ]
+    (puzzle,) = read_puzzles(rows, "games")
+    assert (puzzle.id, puzzle.groups) == ("7", GROUPS)
+    assert "games: 2 of 3 games are left out, such as: games, row 2" in caplog.text
+    with pytest.raises(TaskError, match=r"games, row 1.*4 groups of 4 words"):
+        read_puzzles(rows[1:], "games")
+    path = tmp_path / "connections-games.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [task for split in ("train", "validation", "test") for task in split_of(path, split)]
+    assert [task.id for task in tasks] == ["nyt-connections/7"]
+
+
+def split_of(path, split):
+    try:
+        return get_nyt_connections_tasks(split, path=path)
+    except TaskError:  # one puzzle is in one split
+        return []
+
+
 def test_a_row_for_each_group(caplog):
     one, two = read_puzzles(group_rows(1, 2, 3, 4, 1, 2, 3, 4), "x")
     assert one.groups == two.groups == GROUPS and (one.id, two.id) == ("from row 1", "from row 5") and not caplog.text

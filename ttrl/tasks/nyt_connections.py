@@ -117,9 +117,10 @@ def get_nyt_connections_tasks(
 
     The data has no splits of its own: by a hash of their words, one puzzle in ten is for validation, and one in ten for test.
     path: a file, a folder with a file train.(jsonl, json, csv, parquet), or an id on the Hugging Face hub. Rows have their four
-        groups as "answers", "groups" or "categories": a list of lists of words, or of objects with "members", "words" or the
-        game's own "cards", or one object of {theme: words}. Or there is a row for each word, with "Game ID" (or "id"), "Word" and
-        "Group Name"; or a row for each group, with "level" (from the lowest on, game after game), "category" and "words".
+        groups as "answers", "groups", "categories" or "board": a list of lists of words, or of objects with "members", "words" or
+        the game's own "cards", or one object of {theme: words}, or of {theme: such an object}. Or there is a row for each word,
+        with "Game ID" (or "id"), "Word" and "Group Name"; or a row for each group, with "level" (from the lowest on, game after
+        game), "category" and "words".
     liberal: see `ConnectionsGrader`.
     """
     check_name("split", split, ("train", "validation", "test"), _NAME)
@@ -152,14 +153,23 @@ def write_prompt(puzzle: ConnectionsPuzzle) -> str:
 def read_puzzles(rows: Sequence[Row], where: str) -> list[ConnectionsPuzzle]:
     """Read puzzles in any of the forms that `get_nyt_connections_tasks` names. Raises TaskError, naming the row.
 
-    Of files with a row for each word or group, which were put together by programs, games with parts missing are left out, and a
-    warning says so.
+    Of files with a row for each word or group, which were put together by programs, and of those with boards, which players made,
+    games that are not four groups of four are left out, and a warning says so.
     """
     if not {"Group Name", "group_name", "category"} & rows[0].keys():
-        return [
-            _puzzle(str(row.get("id", row.get("date", number))), row, f"{where}, row {number}")
-            for number, row in enumerate(rows, 1)
-        ]
+        puzzles, broken = [], []
+        for number, row in enumerate(rows, 1):
+            try:
+                puzzles.append(_puzzle(str(row.get("id", row.get("date", number))), row, f"{where}, row {number}"))
+            except TaskError as error:
+                if "board" not in rows[0]:
+                    raise
+                broken.append(error)
+        if not puzzles:
+            raise broken[0]
+        if broken:
+            _log.warning("%s: %d of %d games are left out, such as: %s", where, len(broken), len(rows), broken[0])
+        return puzzles
     games: dict[str, dict[tuple[str, str], list[Any]]] = {}
     level, game = 0, ""
     for number, row in enumerate(rows, 1):
@@ -195,7 +205,7 @@ def _is_whole(groups: Collection[list[Any]]) -> bool:
 
 def _puzzle(name: str, row: Row, place: str) -> ConnectionsPuzzle:
     try:
-        value = _parsed(field(row, "answers", "groups", "categories", "solution"))
+        value = _parsed(field(row, "answers", "groups", "categories", "solution", "board"))
         groups = tuple(_words(group) for group in (value.values() if isinstance(value, dict) else value))
     except (RowError, ValueError, TypeError) as error:
         raise TaskError(f"{place}: {error}") from None
