@@ -18,6 +18,8 @@ CANARY_FILE = "canary.json"
 """In a checkpoint: log-probabilities of a fixed text, which a server must reproduce (`ttrl.server.canary`)."""
 ADAPTER_FOLDER = "adapter"
 """In a checkpoint: what it was merged from (`ttrl.training.policy.adapters`)."""
+ANSWER_END = "answer_end"
+"""A metric in which graders say where the last answer ends, in characters of the reply's content, for `surprise_until`."""
 
 
 @dataclass(kw_only=True)
@@ -92,6 +94,11 @@ class Sample:
     def where(self) -> str:
         """How errors name it."""
         return f"task {self.task_id!r}, sample {self.sample}"
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Return the metrics that have a mean: all but ANSWER_END."""
+        return {name: value for name, value in self.metrics.items() if name != ANSWER_END}
 
     def to_json(self) -> dict[str, Any]:
         """Return what `json` can write as it is: unknown logprobs become null. It shares the messages with the sample."""

@@ -83,7 +83,7 @@ class SetResult:
         ]
         scores = [[score for score in row["scores"] if score is not None] for row in rows]
         graded = [result.graded for result in results]
-        names = dict.fromkeys(metric for samples in graded for sample in samples for metric in sample.metrics)
+        names = dict.fromkeys(metric for samples in graded for sample in samples for metric in sample.scores)
         metrics = {
             metric: estimate_mean([[s.metrics[metric] for s in group if metric in s.metrics] for group in graded], confidence)
             for metric in names

@@ -320,7 +320,7 @@ def _sampled_how(asked: SamplingOrder, tasks: int) -> str:
 
 def _intervals(results: TaskResults) -> dict[str, tuple[float, float]]:
     """Return the 95% interval of the reward and of each metric, where there is one."""
-    scores = [[s.metrics | {"reward": s.reward} for s in group.samples if s.reward is not None] for group in results]
+    scores = [[s.scores | {"reward": s.reward} for s in group.samples if s.reward is not None] for group in results]
     names = {name for group in scores for score in group for name in score}
     found = {name: estimate_mean([[score[name] for score in group if name in score] for group in scores]) for name in names}
     return {name: (one.low, one.high) for name, one in found.items() if one.low is not None and one.high is not None}

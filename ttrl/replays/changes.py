@@ -109,7 +109,7 @@ class RewardComparison:
             advantages[graded] = group_advantages(result.rewards, self._method)
             self._advantages[side].extend(advantages[both])
             for sample in result.graded:
-                for name, value in sample.metrics.items():
+                for name, value in sample.scores.items():
                     self._metrics[side][name].append(value)
         taught, teaches = has_signal(before.rewards), has_signal(after.rewards)
         c.signal_before += taught

@@ -116,7 +116,7 @@ class Progress:
         if sample.reward is not None:
             self._graded += 1
             self._reward_sum += sample.reward
-            for name, value in sample.metrics.items():
+            for name, value in sample.scores.items():
                 entry = self._metrics.setdefault(name, [0.0, 0])
                 entry[0] += value
                 entry[1] += 1

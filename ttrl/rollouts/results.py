@@ -171,7 +171,7 @@ class TaskResults(Sequence[TaskResult]):
         rewards = [reward for result in self._results for reward in result.rewards]
         metrics: dict[str, list[float]] = {}
         for sample in graded:
-            for name, value in sample.metrics.items():
+            for name, value in sample.scores.items():
                 metrics.setdefault(name, []).append(value)
         unfinished = [sample for sample in samples if is_unfinished(sample)]
         reasons = Counter(reason(sample) for sample in samples if sample.reward is None and not is_unfinished(sample))

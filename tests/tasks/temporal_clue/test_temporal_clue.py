@@ -6,6 +6,7 @@ from itertools import permutations, product
 import pytest
 
 from ttrl.errors import TaskError
+from ttrl.records import ANSWER_END
 from ttrl.tasks.temporal_clue import SIZES, PuzzleSize, TemporalClueGrader, get_temporal_clue_tasks, load_puzzles, make_puzzle
 from ttrl.tasks.temporal_clue.grading import normalise, read_answers
 from ttrl.tasks.words import in_validation
@@ -86,7 +87,18 @@ def test_grades(content, right, reply):
 def test_power_and_share_of_answered(reply):
     reward, metrics = TemporalClueGrader(SOLUTION, power=2.0)(reply("A. Miss Violet\nB. Bow"))
     assert reward == 0.0625
-    assert metrics == {"accuracy": 0.25, "solved": 0.0, "answered": 0.5}
+    assert metrics == {"accuracy": 0.25, "solved": 0.0, "answered": 0.5, "answer_end": 21.0}
+
+
+@pytest.mark.parametrize("before", ["", "Well.\r\n\n", "<think>A. Bow\n</think>\n", "<answer>"])
+@pytest.mark.parametrize("last", ["D. Tea Room", "- **d) tea room**", "D. a wrong one"])
+@pytest.mark.parametrize("after", ["", " \n", "</answer>", "\nI hope so.\nZ. Not asked for"])
+def test_where_the_last_answer_ends(before, last, after, reply):
+    """So that the surprise of a completion is that of what led to its answer."""
+    text = f"{before}A. Miss Violet\nB. Bow\n{last}"
+    _, metrics = TemporalClueGrader(SOLUTION)(reply(text + after))
+    assert metrics[ANSWER_END] == len(text)
+    assert ANSWER_END not in TemporalClueGrader(SOLUTION)(reply(before + after.replace("Z.", "")))[1]
 
 
 def test_long_replies_take_linear_time(grade_long_replies):
@@ -118,7 +130,7 @@ def test_published_solutions_are_right_in_plain_and_in_bold(shared, reply):
         grader = TemporalClueGrader(puzzle.solution)
         plain = [f"{letter}. {value}" for letter, value in puzzle.solution.items()]
         for text in ("\n".join(plain), "\n".join(f"**{line}**" for line in plain), "Well.\n\n- " + "\n- ".join(plain)):
-            assert grader(reply(text)) == (1.0, {"accuracy": 1.0, "solved": 1.0, "answered": 1.0})
+            assert grader(reply(text)) == (1.0, {"accuracy": 1.0, "solved": 1.0, "answered": 1.0, "answer_end": len(text)})
         # The form at the prompt's end, filled in by somebody who forgets to fill it in:
         form = puzzle.prompt[puzzle.prompt.index("final answers in the following format") :]
         assert list(read_answers(form)) == list(puzzle.solution)

@@ -8,10 +8,11 @@ counts, right or wrong.
 
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ttrl.errors import TaskError
+from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.task import Choice
 
@@ -25,9 +26,17 @@ _TIME = re.compile(r"([0-9]{1,2})[:.]([0-9]{2}) ?([ap])\.?m\.?")
 
 def read_answers(reply: str) -> dict[str, str]:
     """Return the normalised values of answer lines by their letters (A to Z): {"A": "miss violet", "D": "11:30 pm"}."""
-    answers: dict[str, str] = {}
-    for line in reply.replace("<answer>", "\n").replace("</answer>", "\n").splitlines():
-        line = line.strip()
+    return {letter: value for letter, value, _ in _answer_lines(reply)}
+
+
+def _answer_lines(reply: str) -> Iterator[tuple[str, str, int]]:
+    """Yield (letter, normalised value, where the line ends in the reply) of each answer line."""
+    end = 0
+    for tag in ("<answer>", "</answer>"):
+        reply = reply.replace(tag, "\n".ljust(len(tag)))
+    for whole in reply.splitlines(keepends=True):
+        end += len(whole)
+        line = whole.strip()
         if not line or len(line) > _LONGEST_VALUE:
             continue
         text = unicodedata.normalize("NFKC", line).lstrip(_BEFORE)
@@ -38,8 +47,7 @@ def read_answers(reply: str) -> dict[str, str]:
         if not rest or rest[0] not in ".):":
             continue
         if value := normalise(rest[1:].lstrip(_MARKS + ".):")):
-            answers[letter] = value
-    return answers
+            yield letter, value, end - len(whole) + len(whole.rstrip())
 
 
 def normalise(value: str) -> str:
@@ -68,12 +76,19 @@ class TemporalClueGrader:
             raise TaskError(f"temporal-clue: power is {self.power!r}; give a number above 0")
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line})."""
-        answers = read_answers(after_thinking(reply_text(choice)))
+        """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line}), and where
+        the last answer ends (`ttrl.records.ANSWER_END`)."""
+        reply = reply_text(choice)
+        given = after_thinking(reply)
+        lines = [line for line in _answer_lines(given) if line[0] in self.solution]
+        answers = {letter: value for letter, value, _ in lines}
         right = sum(answers.get(letter) == normalise(value) for letter, value in self.solution.items())
         accuracy = right / len(self.solution)
         answered = sum(letter in answers for letter in self.solution) / len(self.solution)
-        return accuracy**self.power, {"accuracy": accuracy, "solved": float(accuracy == 1.0), "answered": answered}
+        metrics = {"accuracy": accuracy, "solved": float(accuracy == 1.0), "answered": answered}
+        if lines:
+            metrics[ANSWER_END] = float(len(reply) - len(given) + lines[-1][2])
+        return accuracy**self.power, metrics
 
     def reference(self) -> str:
         return "\n".join(f"{letter}. {value}" for letter, value in self.solution.items())
