@@ -1,9 +1,11 @@
 """The docs: links within them lead somewhere, and the page of settings is what the source says."""
 
 import re
+import types
 from pathlib import Path
 
 import pytest
+from support.readme import first_task
 
 from ttrl.cli.commands import main
 
@@ -30,6 +32,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
             dead.append(link)
     assert not dead
+
+
+def test_the_first_task_of_the_readme_tells_right_from_wrong() -> None:
+    """That a real model learns it: tests/e2e/test_real_model.py."""
+    task = first_task()(41, 17)
+    assert task.messages[0]["content"].startswith("What is 41 + 17?")
+    expected = {"41 + 17 = 58": 1.0, "58": 1.0, "The sum is 58.": 1.0, "58, or 59": 0.1, "I do not know.": 0.0, "": 0.0}
+    for text, reward in expected.items():
+        choice = types.SimpleNamespace(message=types.SimpleNamespace(content=text))
+        assert task.grader(choice) == (reward, {"right": float(reward == 1)}), text
 
 
 def test_the_page_of_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import check_parity
 import pytest
 import torch
 from support.killed_run import kill_all, wait_for
+from support.readme import first_task
 from support.tiny_models import sample
 from support.training_steps import ALONE, distance
 from transformers import AutoTokenizer
@@ -27,7 +28,6 @@ from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sync_weights
 from ttrl.system.files import read_jsonl
-from ttrl.tasks.structured_output import get_structured_output_tasks
 from ttrl.training.canary import canary_tokens, compute_canary, half_precision
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.policy.loading import load_policy
@@ -285,13 +285,14 @@ def test_grpo_killed_after_its_first_training_continues(started, server, checkpo
 
 
 def test_an_adapter_is_trained_and_served(checkpoints, folder):
+    """On the tasks of the README: the first own task of a newcomer has a signal on this model."""
     settings = {**SETTINGS, "run": str(folder / "lora"), "model": str(checkpoints[0]), "iterations": 1}
     settings["training"] = {"lr": 1e-3, "updates_per_iteration": 1, "lora_rank": 8}
     settings["server"] = {"max_model_len": 512, "max_num_seqs": 32}
-    tasks, held_out = get_structured_output_tasks(n=3, lenient=True), get_structured_output_tasks("validation", n=1)
+    tasks, held_out = ([first_task()(a, 17) for a in numbers] for numbers in ((24, 38, 55), (61,)))
     result = train(TrainConfig(**settings), tasks, held_out, quiet=True)
     assert (result.checkpoint / "adapter" / "adapter_model.safetensors").is_file()
-    assert "unchanged" not in result.metrics[1]["train"]
+    assert "unchanged" not in result.metrics[1]["train"] and 0 < result.metrics[1]["reward"] < 1
     marker = json.loads((folder / "lora/iterations/0001/done/validate.json").read_text())["facts"]
     assert marker["sync"]["mode"] == "adapter" and marker["sync"]["fell_back"] is None
     known = Canary.load(result.checkpoint).half_precision
