@@ -479,11 +479,12 @@ def adapted(folder, base):
 
 
 def test_adapters_are_served_beside_the_base(make, syncs, tmp_path):
-    server = make(**LORA, run=str(tmp_path))
+    server = make(**LORA, run=str(tmp_path), start_timeout=900.0)
     tuned, other = tmp_path / "iterations/0003/checkpoint", tmp_path / "other"
     server.serve(adapted(tuned, "/base"))
     [made] = FakeVLLM.made
     assert made.serves_adapters and made.arguments["extra_args"] == {"max_lora_rank": 16}
+    assert made.arguments["start_timeout"] == 900.0
     assert made.events == ["start /base"] and syncs.events == [("sync by reload", str(tuned))]
     server.stop()
     server.start(adapted(other, "/older"))  # a run that starts from what an earlier one has merged

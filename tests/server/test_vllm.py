@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError
-from ttrl.server.vllm import VLLMServer
+from ttrl.server.vllm import VLLMServer, seconds_to_start
 
 
 def test_start_ask_and_stop(fake_server, tmp_path):
@@ -57,6 +57,14 @@ def test_not_healthy_in_time(fake_server):
     with pytest.raises(ServerStartError, match=r"(?s)not healthy after 5 s \(it never answered\).*start_timeout.*loading"):
         server.start()
     assert server._child is None
+
+
+def test_large_models_may_take_longer_to_start(tmp_path):
+    for number in range(2):
+        with open(tmp_path / f"model-{number}.safetensors", "wb") as file:
+            file.truncate(70 * 10**9)  # no bytes are written
+    assert seconds_to_start(tmp_path) == 300 + 1400
+    assert seconds_to_start("Qwen/Qwen2.5-7B") == 1800
 
 
 def test_stopped_from_another_thread_while_it_starts(fake_server):

@@ -181,6 +181,8 @@ class TrainConfig(Config):
     weight_check: Literal["all", "canary"] = "all"
     """How a server is verified after each sync: "all", every one of its weights is compared with the checkpoint's files, and the
     canary; "canary", the canary alone (for very large models, whose files take long to read a second time)."""
+    start_timeout: float | None = None
+    """Seconds within which a server must be healthy; None: 300, and one for each 100 MB of the model's files."""
 
     # Several machines. As with `nproc_per_node`, the update is the same for any number, up to rounding.
 
@@ -232,7 +234,7 @@ class TrainConfig(Config):
         found += self.at_least(1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads")
         found += self.at_least(1, "constant_length", "dynamic_sampling", "max_extra_tasks", "keep_best", "keep_every")
         found += self.at_least(0, "temperature", "validation_temperature", "seed", "trainer_restarts", "servers")
-        found += self.at_least(3, "keep_checkpoints")
+        found += self.at_least(3, "keep_checkpoints") + self.above_zero("start_timeout")
         found += self._sampling_problems() + self._advantage_problems() + self._training_problems()
         found += self.watch_problems() + self.server_problems() + self.node_problems()
         if self.mirror is not None and not self.mirror.strip():

@@ -63,6 +63,7 @@ def make_server(
         seed=config.seed,
         env=env,
         serves_adapters=adapters,
+        start_timeout=config.start_timeout,
     )
 
 

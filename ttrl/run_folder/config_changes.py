@@ -49,6 +49,7 @@ MAY_CHANGE = {
     "trainer_restarts",
     "rdzv_endpoint",
     "join_timeout",
+    "start_timeout",
     "training.collective_timeout",
     "training.sampler_rows",
     "loggers",

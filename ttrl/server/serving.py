@@ -71,7 +71,7 @@ def serving(
     max_model_len: int | None = None,
     server_args: Mapping[str, Any] | None = None,
     log_path: str | os.PathLike[str] | None = None,
-    start_timeout: float = 600.0,
+    start_timeout: float | None = None,
 ) -> Iterator[ServedModel]:
     """Yield the server of an address, whose key is in the environment; or start a vLLM server for a model, and stop it at the
     end.

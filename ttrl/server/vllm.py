@@ -58,6 +58,13 @@ def own_argument_problems(names: Iterable[str]) -> list[str]:
     return [f"{name} is set by ttrl; there is an argument for it" for name in refused]
 
 
+def seconds_to_start(model_folder: str | os.PathLike[str]) -> float:
+    """Return how long a server may take until it is healthy: five minutes, and a second for each 100 MB of weights, as a slow
+    network disk gives them; half an hour for a model that has to be downloaded first."""
+    weights = sum(path.stat().st_size for path in Path(model_folder).glob("*.safetensors"))
+    return 300.0 + weights // 1e8 if Path(model_folder).is_dir() else 1800.0
+
+
 class VLLMServer(ServerConnection):
     """A vLLM server for one model; started by `start()` or as a context manager, stopped by handle.
 
@@ -68,7 +75,7 @@ class VLLMServer(ServerConnection):
     dtype: "fp32", "bf16", "fp16" (or vLLM's names of them) or "auto" (vLLM's choice: half precision, for float32 weights too).
     extra_args: any other argument of vLLM, as {"gpu_memory_utilization": 0.8, "enforce_eager": False}: True becomes `--name`,
         False `--no-name`, a list several values, a dict JSON; None drops an argument that would be set here.
-    start_timeout: seconds within which it must be healthy.
+    start_timeout: seconds within which it must be healthy; None: `seconds_to_start`.
     port: None takes a free one. A restart keeps port and key, so that clients stay valid.
     env: environment variables to add to ours.
     host: the address to listen on; other hosts can reach it only if the user names another one than 127.0.0.1.
@@ -86,7 +93,7 @@ class VLLMServer(ServerConnection):
         max_model_len: int | None = None,
         extra_args: Mapping[str, Any] | None = None,
         seed: int = 0,
-        start_timeout: float = 300.0,
+        start_timeout: float | None = None,
         port: int | None = None,
         env: Mapping[str, str] | None = None,
         host: str = HOST,
@@ -137,7 +144,7 @@ class VLLMServer(ServerConnection):
                     self._raise_if_stopped()
                     self._child = child
                     child.start()
-                self._wait_until_healthy(child, start + self.start_timeout)
+                self._wait_until_healthy(child, start)
             except ServerStartError:
                 lost_port = "address already in use" in child.log_tail(200).lower()
                 self._end()
@@ -305,8 +312,9 @@ class VLLMServer(ServerConnection):
         way_out = "give another port, or none to get a free one" if self._port_is_given else "is it an address of this machine?"
         raise ServerStartError(f"cannot serve at {self.host}:{self.port or 'any port'}: {why.strerror}; {way_out}") from why
 
-    def _wait_until_healthy(self, child: ChildProcess, deadline: float) -> None:
+    def _wait_until_healthy(self, child: ChildProcess, began: float) -> None:
         state = "it never answered"
+        timeout = seconds_to_start(self.model_folder) if self.start_timeout is None else self.start_timeout
         while True:
             with self._ours:
                 self._raise_if_stopped()
@@ -316,10 +324,10 @@ class VLLMServer(ServerConnection):
             state = self._state() or state
             if state == "ready":
                 return
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + timeout:
                 raise ServerStartError(
-                    f"the vLLM server was not healthy after {self.start_timeout:g} s ({state}); a large model may need a longer "
-                    f"start_timeout; {self._last_lines(child)}"
+                    f"the vLLM server was not healthy after {timeout:g} s ({state}); a slow disk or much to compile needs a "
+                    f"longer start_timeout; {self._last_lines(child)}"
                 )
             time.sleep(0.1)
 
