@@ -518,6 +518,15 @@ def test_when_adapters_are_merged(settings):
     assert not can_serve_adapters(config_of(**settings)) and can_serve_adapters(config_of(**LORA))
 
 
+@pytest.mark.parametrize(("family", "rank"), [("qwen2", 16), ("phi3", 32)])
+def test_a_family_that_stores_matrices_as_one_needs_more_of_vllms_rank(tmp_path, family, rank):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
+    config = config_of(model=str(tmp_path), training={"lora_rank": 10})
+    made = make_server(config, tmp_path, tmp_path / "log", adapters=True)
+    assert made.extra_args["max-lora-rank"] == rank
+    assert can_serve_adapters(config_of(model=str(tmp_path), training={"lora_rank": 400})) == (family == "qwen2")
+
+
 # Settings
 
 

@@ -48,9 +48,8 @@ def make_server(
     """Return a server of a run, not started yet. Raises ConfigError for arguments in `config.server` that ttrl sets itself."""
     extra: dict[str, Any] = {}
     if adapters:
-        rank = config.recipe_config({}).lora_rank or 1
-        # Where a family stores matrices fused, peft sees an adapter of as many times the rank.
-        extra["max_lora_rank"] = next(allowed for allowed in _VLLM_RANKS if allowed >= 3 * rank or allowed == _VLLM_RANKS[-1])
+        rank = _rank_for_vllm(model_folder, config.recipe_config({}).lora_rank or 1)
+        extra["max_lora_rank"] = next(allowed for allowed in _VLLM_RANKS if allowed >= rank or allowed == _VLLM_RANKS[-1])
     if config.weight_sync == "sleep" and not is_cpu_build():
         extra["enable_sleep_mode"] = True
     return kind(
@@ -71,12 +70,20 @@ def _dtype(config: TrainConfig) -> str:
     return "bfloat16" if config.dtype == "bf16" else "float32"
 
 
+def _rank_for_vllm(model: str | Path, rank: int) -> int:
+    """Return what vLLM calls an adapter's rank: three times ours in the family that stores q, k and v as one matrix, of which an
+    adapter is ours side by side. Of a model that is not here yet nothing is known but that."""
+    config = Path(model) / "config.json"
+    is_fused = not config.is_file() or json.loads(config.read_text(encoding="utf-8")).get("model_type") == "phi3"
+    return 3 * rank if is_fused else rank
+
+
 def can_serve_adapters(config: TrainConfig) -> bool:
     """Return whether vLLM can be given a run's adapters on top of the base: see `TrainConfig.adapters`."""
     recipe = config.recipe_config({})
     return (
         recipe.lora_rank is not None
-        and 3 * recipe.lora_rank <= _VLLM_RANKS[-1]
+        and _rank_for_vllm(config.model, recipe.lora_rank) <= _VLLM_RANKS[-1]
         and config.adapters == "auto"
         and not config.joined_servers
         and recipe.lora_kind == "lora"
