@@ -1,13 +1,18 @@
 """The docs: links within them lead somewhere, and the page of settings is what the source says."""
 
+import dataclasses
+import json
 import re
 import types
 from pathlib import Path
 
 import pytest
+import yaml
 from support.readme import first_task
 
+from ttrl import TrainConfig, plan
 from ttrl.cli.commands import main
+from ttrl.ready_models import READY_MODELS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -42,6 +47,23 @@ def test_the_first_task_of_the_readme_tells_right_from_wrong() -> None:
     for text, reward in expected.items():
         choice = types.SimpleNamespace(message=types.SimpleNamespace(content=text))
         assert task.grader(choice) == (reward, {"right": float(reward == 1)}), text
+
+
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL))
+def test_configs_for_machines_fit_them(block: str, tmp_path: Path) -> None:
+    """By the plan: on the GPU that their first line names, and the one without a GPU here."""
+    config = TrainConfig(**yaml.safe_load(block))
+    assert config.problems() == []
+    for_gpu = re.match(r"# planned for: (.*)\n", block)
+    if for_gpu is None:
+        assert config.model in READY_MODELS
+        return
+    name = config.model.removeprefix("Qwen/").removesuffix("-Instruct").lower().replace("-", "_")
+    shape = json.loads((ROOT / "tests" / "architectures.json").read_text())[name]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    made = plan(dataclasses.replace(config, model=str(tmp_path)), gpu=for_gpu[1])
+    assert not [warning for warning in made.warnings if "fit" in warning], str(made)
+    assert made.memory.peak < 0.9 * made.machine.memory
 
 
 def test_the_page_of_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

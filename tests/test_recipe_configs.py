@@ -15,6 +15,7 @@ import yaml
 from torchtune._cli.validate import Validate
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.run import TrainConfig
 from ttrl.costs.memory import IMPORTS, Workload, training_memory
 from ttrl.costs.parameters import adapter_parameters, decoder_parameters
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
@@ -56,6 +57,34 @@ def test_its_keys_are_known_and_its_command_names_it(file):
     assert not {"model", "packed", "output_dir"} & settings_of(file).keys()  # given on the command line
     assert (config.lora_rank is not None) == ("lora" in file.stem)
     assert (config.lora_base_dtype == "nf4") == ("qlora" in file.stem)
+
+
+@named
+def test_it_enters_a_run(file):
+    """By its path; device, dtype and threads become those of the run."""
+    config, settings = TrainConfig(run="r", model="m", iterations=1, training=str(file)), settings_of(file)
+    assert config.problems() == [] and TrainConfig.parse(config.to_dict(), "again").to_dict() == config.to_dict()
+    assert (config.device, config.dtype) == (settings.pop("device"), settings.pop("dtype"))
+    assert config.num_threads == settings.pop("num_threads", None)
+    recipe, alone = config.recipe_config({}), parsed(file)
+    assert config.training == settings and all(getattr(recipe, name) == getattr(alone, name) for name in settings)
+    assert TrainConfig(run="r", model="m", iterations=1, training=str(file), device="cpu", dtype="fp32").device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "a file that cannot be read: No such file"),
+        ("lr: [", "which is not YAML"),
+        ("just words", "a file without settings"),
+    ],
+)
+def test_a_file_without_settings_is_named_with_everything_else(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "file.yaml").write_text(content)
+    found = TrainConfig(run="r", model="m", iterations=0, training=str(tmp_path / "file.yaml")).problems()
+    assert len(found) == 2 and "iterations is 0" in found[0]
+    assert found[1].startswith(f"training is '{tmp_path / 'file.yaml'}', {said}")
 
 
 @named

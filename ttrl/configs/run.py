@@ -137,9 +137,9 @@ class TrainConfig(Config):
 
     # Training
 
-    training: dict[str, Any] | TrainingConfig = field(default_factory=dict)
+    training: dict[str, Any] | TrainingConfig | str = field(default_factory=dict)
     """Settings of the recipe: {"lr": 1e-6, "kl_coefficient": 0.01}, or GRPOConfig(lr=1e-6, kl_coefficient=0.01), of which those
-    are taken that it is given. See `ttrl.GRPOConfig`."""
+    are taken that it is given, or a file with them, such as one of recipe_configs/. See `ttrl.GRPOConfig`."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length` per sample."""
     constant_length: int | None = None
@@ -221,12 +221,19 @@ class TrainConfig(Config):
     {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md."""
 
     def __post_init__(self) -> None:
-        self.training = self.recipe_settings
+        if isinstance(self.training, str) and isinstance(found := _read_settings(self.training), dict):
+            for name in ("device", "dtype", "num_threads"):  # of the whole run
+                value = found.pop(name, None)
+                if value is not None and getattr(self, name) in ("auto", None):
+                    setattr(self, name, value)
+            self.training = found
+        elif isinstance(self.training, TrainingConfig):
+            self.training = self.training.given()
 
     @property
     def recipe_settings(self) -> dict[str, Any]:
-        """Return `training` as a dictionary, which it is once a config is made."""
-        return self.training.given() if isinstance(self.training, TrainingConfig) else self.training
+        """Return `training` as a dictionary, which it is once a config is made, unless its file cannot be read."""
+        return self.training if isinstance(self.training, dict) else {}
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
@@ -289,6 +296,8 @@ class TrainConfig(Config):
 
     def _training_problems(self) -> list[str]:
         found = [f"training: {name!r} is set by the loop" for name in self.recipe_settings if name in SET_BY_THE_LOOP]
+        if isinstance(self.training, str):
+            found.append(f"training is {self.training!r}, {_read_settings(self.training)}")
         if (self.aggregation == "constant") != (self.constant_length is not None):
             found.append(f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; they go together")
         try:
@@ -442,3 +451,15 @@ class TrainConfig(Config):
             },
             "config",
         )
+
+
+def _read_settings(path: str) -> dict[str, Any] | str:
+    """Return the settings in a YAML file, or why there are none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except OSError as error:
+        return f"a file that cannot be read: {error.strerror}"
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return f"which is not YAML: {' '.join(str(error).split())[:200]}"
+    return found if isinstance(found, dict) else "a file without settings in it"

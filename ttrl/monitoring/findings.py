@@ -391,7 +391,9 @@ def truncated(h: History) -> str | None:
     if share <= 0.2:
         return None
     cut, ended = h.now("rollouts.truncated_reward"), h.now("rollouts.ended_reward")
-    rewards = f" Their mean reward is {compact(cut)}, that of the others {compact(ended)}." if None not in (cut, ended) else ""
+    rewards = ""
+    if cut is not None and ended is not None:
+        rewards = f" Their mean reward is {compact(cut)}, that of the others {compact(ended)}."
     return f"{percent(share)} of the completions were cut off at max_tokens ({h.recently}).{rewards}"
 
 

@@ -99,6 +99,7 @@ class Progress:
         if self._screen is None:
             return lambda: None
         loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
 
         def tick() -> None:
             nonlocal timer
