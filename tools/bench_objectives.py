@@ -55,7 +55,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], str, str]] = {
     "dr-grpo": ({}, "mean", "constant"),
     "sequence-mean": ({}, "std", "sequence"),
     "tanh": ({"objective": "tanh"}, "std", "token"),
-    "gspo": ({"objective": "gspo"}, "std", "sequence"),
+    "gspo": ({"objective": "gspo", "clip_low": 0.2, "clip_high": 0.2}, "std", "sequence"),
     "gspo-tight": ({"objective": "gspo", "clip_low": 0.02, "clip_high": 0.03}, "std", "sequence"),
     "cispo": ({"objective": "cispo", "clip_low": 1.0}, "std", "token"),
     "clip-cov": ({"objective": "clip_cov", "covariance_share": 0.02, "covariance_bounds": [0.2, 5.0]}, "std", "token"),

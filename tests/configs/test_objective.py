@@ -4,6 +4,7 @@ import pytest
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError
 
 REFERENCE = {"reference_model": "r"}
@@ -55,6 +56,19 @@ WRONG = [
     ({"value_head": True, "value_coefficient": 0.0}, "value_coefficient is 0.0"),
     ({"value_head": True, "value_clip": 0.0}, "value_clip is 0.0; it must be above 0"),
 ]
+
+
+def test_defaults_of_gspo_are_its_papers():
+    """arXiv 2507.18071, section 5.1: clipping ranges of 3e-4 and 4e-4, and a mean over responses (equation 5)."""
+    bounds = {name: ObjectiveConfig(objective=name).clip_bounds for name in ("gspo", "ppo", "cispo", "clip_cov")}
+    assert bounds == {"gspo": (3e-4, 4e-4), "ppo": (0.2, 0.2), "cispo": (0.2, 0.2), "clip_cov": (0.2, 0.2)}
+    assert ObjectiveConfig(objective="gspo", clip_high=0.1).clip_bounds == (3e-4, 0.1)
+    run = {"run": "r", "model": "m", "iterations": 1}
+    assert TrainConfig(**run, training={"objective": "gspo"}).resolved(cuda=False).aggregation == "sequence"
+    assert TrainConfig(**run, training={"objective": "gspo"}, aggregation="token").resolved_aggregation == "token"
+    assert TrainConfig(**run).resolved(cuda=False).aggregation == "token"
+
+
 NOTHING = [  # a setting, what it would do nothing with, and what it is for
     ({"clip_high": 0.28}, {"objective": "tanh"}, {"objective": "gspo"}),
     ({"clip_low": 1.0}, {"objective": "kl_cov"}, {"objective": "cispo"}),

@@ -45,7 +45,7 @@ def test_defaults_are_right():
         ({"training": {"lr_schedule": "linear"}}, "training: lr_schedule 'linear' needs total_steps"),
         ({"training": {"lr_rows": 0}}, "training: lr_rows is 0; it must be at least 1"),
         ({"training": {"max_skipped_steps": -1}}, "training: max_skipped_steps is -1; it must be at least 0"),
-        ({"training": "lr=1"}, "training is 'lr=1'; it must be a mapping"),
+        ({"training": "lr=1"}, "training is 'lr=1', a file that cannot be read"),
         ({"training": {"lr": np.float64(1e-4)}}, "training holds what config.yaml cannot"),
         ({"server": {"max_model_len": np.int64(5)}}, "server holds what config.yaml cannot"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),

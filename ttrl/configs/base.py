@@ -5,13 +5,12 @@ import difflib
 import functools
 import math
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ttrl.configs.reference import explained
+from ttrl.configs.reference import UNIONS, explained
 from ttrl.errors import ConfigError
 
 _C = typing.TypeVar("_C", bound="Config")
@@ -50,7 +49,7 @@ def _has_no_default(field: "dataclasses.Field[Any]") -> bool:
 def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(repr(value) for value in typing.get_args(kind))
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in UNIONS:
         return " or ".join(_describe(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is dict:
         return "a mapping with names as keys"
@@ -67,7 +66,7 @@ def _converted(value: Any, kind: Any) -> Any:
     if origin is Literal:
         if value in typing.get_args(kind) and not isinstance(value, bool):
             return value
-    elif isinstance(kind, types.UnionType):
+    elif origin in UNIONS:
         for part in typing.get_args(kind):
             try:
                 return _converted(value, part)

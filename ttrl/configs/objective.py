@@ -14,11 +14,11 @@ class ObjectiveConfig(Config):
     objective: Literal["ppo", "reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov"] = "ppo"
     """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo: clipped ratio of whole samples;
     cispo: clipped ratio as a constant weight; clip_cov, kl_cov: ratio with the tokens of highest covariance left out or held."""
-    clip_low: float = 0.2
+    clip_low: float | None = None
     """The probability ratio is clipped below at 1 - clip_low …"""
-    clip_high: float = 0.2
-    """… and above at 1 + clip_high. For "ppo", "clip_cov", "cispo" and "gspo"; the ratio of "gspo" is a mean over the sample and
-    stays so close to 1 that its paper clips at 3e-4 and 4e-4: nothing is ever clipped at 0.2."""
+    clip_high: float | None = None
+    """… and above at 1 + clip_high. For "ppo", "clip_cov", "cispo" and "gspo". None: 0.2; with "gspo", whose ratio is a mean over
+    the sample and stays close to 1, its paper's 3e-4 and 4e-4."""
     dual_clip: float | None = None
     """For "ppo": the loss of a negative advantage is at most this times |advantage|; above 1, 3 in its paper. None: no bound."""
     covariance_share: float = 2e-4
@@ -88,6 +88,12 @@ class ObjectiveConfig(Config):
     def rewards_tokens(self) -> bool:
         """Whether the recipe gives single tokens rewards or values, so that samples of a group with equal rewards differ too."""
         return self.value_head or self.token_rewards == "implicit" or (self.kl_coefficient > 0 and self.kl_in == "reward")
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Return `clip_low` and `clip_high`, or what they are by default."""
+        low, high = (3e-4, 4e-4) if self.objective == "gspo" else (0.2, 0.2)
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""

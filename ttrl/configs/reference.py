@@ -38,6 +38,10 @@ class Setting:
         return f"{self.name}: {self.kind}{f' = {self.default}' if self.default else ''}\n{meaning}"
 
 
+UNIONS = (types.UnionType, typing.Union)
+"""What `a | b` is; and `Literal[…] | None`, which before Python 3.14 is the other one."""
+
+
 @functools.cache
 def settings_of(cls: type) -> tuple[Setting, ...]:
     """Return the settings of a dataclass, those of its own class first, in the order of the source."""
@@ -55,7 +59,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 def _kind(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(_literal(value) for value in typing.get_args(hint))
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+    if typing.get_origin(hint) in UNIONS:
         return " | ".join(map(_kind, typing.get_args(hint)))
     if arguments := typing.get_args(hint):
         return f"{typing.get_origin(hint).__name__}[{', '.join(map(_kind, arguments))}]"

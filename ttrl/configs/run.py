@@ -140,8 +140,9 @@ class TrainConfig(Config):
     training: dict[str, Any] | TrainingConfig | str = field(default_factory=dict)
     """Settings of the recipe: {"lr": 1e-6, "kl_coefficient": 0.01}, or GRPOConfig(lr=1e-6, kl_coefficient=0.01), of which those
     are taken that it is given, or a file with them, such as one of recipe_configs/. See `ttrl.GRPOConfig`."""
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length` per sample."""
+    aggregation: Literal["token", "sequence", "constant"] | None = None
+    """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length` per sample. None: "token";
+    with objective "gspo", as in its paper, "sequence"."""
     constant_length: int | None = None
     """With `aggregation` "constant": the length in tokens by which a sample's sum is divided, such as `max_tokens`."""
     nproc_per_node: int = 1
@@ -407,6 +408,13 @@ class TrainConfig(Config):
             return self.validation_temperature
         return 0.0 if self.validation_samples == 1 else self.temperature
 
+    @property
+    def resolved_aggregation(self) -> Literal["token", "sequence", "constant"]:
+        """What `aggregation` means."""
+        if self.aggregation is not None:
+            return self.aggregation
+        return "sequence" if self.recipe_settings.get("objective") == "gspo" else "token"
+
     def resolved_trainer_memory(self, device: str) -> Literal["keep", "free"]:
         """Return what `trainer_memory` means on a device, "cpu" or "cuda"."""
         if self.trainer_memory != "auto":
@@ -448,6 +456,7 @@ class TrainConfig(Config):
                 "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.nproc_per_node),
                 "trainer_memory": self.resolved_trainer_memory(device),
                 "validation_temperature": self.resolved_validation_temperature,
+                "aggregation": self.resolved_aggregation,
             },
             "config",
         )

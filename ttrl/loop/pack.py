@@ -35,7 +35,7 @@ def pack(iteration: IterationFolder, groups: list[TaskResult], config: TrainConf
         sequences,
         seq_len=config.seq_len,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
-        aggregation=config.aggregation,
+        aggregation=config.resolved_aggregation,
         constant_length=config.constant_length,
         too_long=config.too_long,
         share=config.share,

@@ -79,7 +79,7 @@ def pack(config: TrainConfig, lengths: IterationLengths, vocabulary: int) -> Pac
         made_up_samples(lengths, vocabulary, config.seed),
         seq_len=config.seq_len,
         pad_id=0,
-        aggregation=config.aggregation,
+        aggregation=config.resolved_aggregation,
         constant_length=config.constant_length,
         too_long="drop" if config.too_long == "error" else config.too_long,
         share=config.share,

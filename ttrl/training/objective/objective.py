@@ -167,7 +167,7 @@ class Objective:
         self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, samples_N: Tensor, chosen_N: Tensor | None
     ) -> Tensor:
         config = self.config
-        clip = (config.clip_low, config.clip_high)
+        clip = config.clip_bounds
         if config.objective == "reinforce":
             return losses.reinforce_loss(logprobs_N, advantages_N)
         if config.objective == "tanh":
@@ -203,7 +203,8 @@ class Objective:
         elif config.objective == "gspo":
             low_N, high_N = self._beyond(losses.gspo_ratio(logprobs_N, old_N, samples_N), advantages_N)
         elif config.objective == "cispo":  # the weight is clipped, whatever the advantage's sign
-            low_N, high_N = ratio_N < 1 - config.clip_low, ratio_N > 1 + config.clip_high
+            low, high = config.clip_bounds
+            low_N, high_N = ratio_N < 1 - low, ratio_N > 1 + high
         if config.dual_clip is not None:
             facts["dual_clipped"] = (ratio_N > config.dual_clip) & (advantages_N < 0)
         return facts | {"clipped_low": low_N, "clipped_high": high_N}
@@ -213,8 +214,8 @@ class Objective:
 
     def _beyond(self, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return where PPO's clipping removes the gradient: below with a negative advantage, above with a positive one."""
-        low_N = (ratio_N < 1 - self.config.clip_low) & (advantages_N < 0)
-        return low_N, (ratio_N > 1 + self.config.clip_high) & (advantages_N > 0)
+        low, high = self.config.clip_bounds
+        return (ratio_N < 1 - low) & (advantages_N < 0), (ratio_N > 1 + high) & (advantages_N > 0)
 
 
 def objective_from(config: ObjectiveConfig) -> Objective:
