@@ -206,7 +206,8 @@ def _loss(config: GRPOConfig, policy: torch.nn.Module, frozen: torch.nn.Module, 
     sampled = torch.tensor(sample.logprobs[sample.prompt_length :], dtype=torch.float64)
     old = torch.where(sampled.isnan(), new.detach(), sampled)
     advantage = float(torch.tensor(sample.advantage, dtype=torch.float32))
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    below, above = config.clip_bounds
+    low, high = 1 - below, 1 + above
     ratio = torch.exp((new - old).mean()) if config.objective == "gspo" else torch.exp(new - old)
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).expand(len(new))
     if config.kl_coefficient:
@@ -270,11 +271,12 @@ def in_process(rank: int, processes: int, meeting: str, chosen: list[Way], input
 
 def errors_in_processes(chosen: list[Way], inputs: Inputs, processes: int) -> list[tuple[float, float]]:
     """`errors_of` each way, in so many processes over gloo."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")  # what this imports is imported once
+    context.set_forkserver_preload([Path(__file__).stem])
     with tempfile.TemporaryDirectory() as folder, context.Manager() as manager:
         found = manager.dict()
         arguments = (processes, str(Path(folder, "meeting")), chosen, inputs, found)
-        torch.multiprocessing.spawn(in_process, arguments, nprocs=processes)
+        torch.multiprocessing.start_processes(in_process, arguments, nprocs=processes, start_method="forkserver")
         return [found[number] for number in range(len(chosen))]
 
 
