@@ -176,6 +176,7 @@ def test_what_a_server_is_started_with(make, tmp_path):
         "extra_args": {"max_num_seqs": 3},
         "max_model_len": 99,
         "seed": 5,
+        "start_timeout": None,
         "env": {},
     }
 
