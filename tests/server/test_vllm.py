@@ -197,6 +197,15 @@ def test_the_command(checkpoints, tmp_path):
         VLLMServer("m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"})
 
 
+def test_threads_wait_for_a_moment_before_they_sleep(monkeypatch):
+    monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda: True)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    environment = VLLMServer("m", served_model_name="m", log_path="x")._environment()
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE" and 0 < int(environment["GOMP_SPINCOUNT"]) <= 5000
+    own = VLLMServer("m", served_model_name="m", log_path="x", env={"GOMP_SPINCOUNT": "7"})
+    assert own._environment()["GOMP_SPINCOUNT"] == "7"
+
+
 def test_a_small_model_s_command_on_a_cpu(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"vocab_size": 262, "hidden_size": 128}')
 

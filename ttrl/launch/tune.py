@@ -13,6 +13,7 @@ import yaml
 from tqdm.auto import tqdm
 
 from ttrl.errors import ConfigError, StorageError, TrainerDiedError, TrainerError
+from ttrl.server.cpu import SHORT_WAITS
 from ttrl.system.files import full_disk, write_text
 from ttrl.system.processes import ChildProcess, log_tail
 
@@ -107,10 +108,9 @@ class TrainerProcess(ChildProcess):
     def __init__(
         self, command: Sequence[str], log_path: Path, progress: Path, variables: Mapping[str, str] | None = None
     ) -> None:
-        # Threads that wait by spinning make training many times slower wherever another program wants a core (measured: 14).
         # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; rows come in ever new lengths. With 256 a
         # resident trainer of the tiny model holds 690 to 840 MiB over 40 iterations of ever new lengths, and no more at the end.
-        defaults = {"OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+        defaults = SHORT_WAITS | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
         environment = defaults | dict(os.environ) | {_PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
         super().__init__(command, log_path, env=environment)
         self.progress = progress
