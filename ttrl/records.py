@@ -17,7 +17,9 @@ from typing import Any
 CANARY_FILE = "canary.json"
 """In a checkpoint: log-probabilities of a fixed text, which a server must reproduce (`ttrl.server.canary`)."""
 ADAPTER_FOLDER = "adapter"
-"""In a checkpoint: what it was merged from (`ttrl.training.policy.adapters`)."""
+"""In a checkpoint: what is trained beside a frozen base (`ttrl.training.policy.adapters`)."""
+ADAPTER_SETTINGS = "ttrl_adapter.json"
+"""In that folder: which base it belongs to, and how."""
 ANSWER_END = "answer_end"
 """A metric in which graders say where the last answer ends, in characters of the reply's content, for `surprise_until`."""
 

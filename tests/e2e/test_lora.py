@@ -113,7 +113,8 @@ def test_a_run(tmp_path):
     rollouts = json.loads((tmp_path / "run" / "iterations" / "0002" / "done" / "rollouts.json").read_text())
     sync = rollouts["facts"]["sync"]
     assert sync["mode"] == "adapter" and sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
-    assert load_file(adapters[0].parent / "model.safetensors")  # merged as well, for everybody else
+    assert load_file(result.checkpoint / "model.safetensors")  # merged at the end, for everybody else
+    assert not (adapters[0].parent / "model.safetensors").exists()
     policy = load_policy(adapter_config(result.checkpoint, lora_rank=4, lora_alpha=16.0), ALONE)
     frozen = load_policy_in(base, torch.float32).parameters_by_name()
     assert all(torch.equal(policy.parameters_by_name()[name], weight) for name, weight in frozen.items())

@@ -11,7 +11,7 @@ from ttrl import TrainConfig
 from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
 from ttrl.launch import policy_server
-from ttrl.launch.policy_server import PolicyServer, can_serve_adapters, make_server
+from ttrl.launch.policy_server import PolicyServer, make_server
 from ttrl.launch.server_member import ServerTools
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import SyncReport, WeightComparison
@@ -493,7 +493,9 @@ def test_adapters_are_served_beside_the_base(make, syncs, tmp_path):
     assert FakeVLLM.made[1].events == [f"start {other}"]
 
 
-def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog):
+def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog, monkeypatch):
+    merged = []
+    monkeypatch.setattr("ttrl.launch.policy_server.merge_adapter", lambda folder: merged.append((folder, len(syncs.events))))
     tuned = adapted(tmp_path / "tuned", "/base")
     server = make(servers=2, **LORA)
     syncs.fail["http://server-1/v1"] = WeightSyncError("no")
@@ -501,6 +503,9 @@ def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, cap
     assert [made.serves_adapters for made in FakeVLLM.made] == [False, False]
     assert [made.events[-1] for made in FakeVLLM.made] == [f"start {tuned}"] * 2
     assert "given merged weights from now on" in caplog.text
+    assert merged[0] == (tuned, 2)  # once they had refused it, and before they were started with it
+    server.serve(other := adapted(tmp_path / "other", "/base"))
+    assert merged[-1][0] == other
 
 
 @pytest.mark.parametrize(
@@ -516,7 +521,7 @@ def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, cap
     ],
 )
 def test_when_adapters_are_merged(settings):
-    assert not can_serve_adapters(config_of(**settings)) and can_serve_adapters(config_of(**LORA))
+    assert not config_of(**settings).gives_adapters and config_of(**LORA).gives_adapters
 
 
 @pytest.mark.parametrize(("family", "rank"), [("qwen2", 16), ("phi3", 32)])
@@ -525,7 +530,7 @@ def test_a_family_that_stores_matrices_as_one_needs_more_of_vllms_rank(tmp_path,
     config = config_of(model=str(tmp_path), training={"lora_rank": 10})
     made = make_server(config, tmp_path, tmp_path / "log", adapters=True)
     assert made.extra_args["max-lora-rank"] == rank
-    assert can_serve_adapters(config_of(model=str(tmp_path), training={"lora_rank": 400})) == (family == "qwen2")
+    assert config_of(model=str(tmp_path), training={"lora_rank": 400}).gives_adapters == (family == "qwen2")
 
 
 # Settings

@@ -120,7 +120,9 @@ def test_the_trainer_is_told_how_long_the_servers_sequences_are(world, tmp_path)
 def test_the_base_of_adapters_is_the_starting_model(world):
     assert make(world).recipe_config(1)["lora_base"] is None
     given = make(world, training={"lora_rank": 8, "kl_coefficient": 0.1}).recipe_config(1)
-    assert given["lora_base"] == given["reference_model"] == str(world.model) and given["lora_merge"]
+    assert given["lora_base"] == given["reference_model"] == str(world.model)
+    assert not given["lora_merge"]  # the servers are given the adapter
+    assert make(world, training={"lora_rank": 8}, adapters="merged").recipe_config(1)["lora_merge"]
 
 
 def test_the_recipe_is_given_what_the_machine_was_resolved_to(world):

@@ -26,6 +26,32 @@ def test_a_complete_folder(model):
     assert check_model_folder(model) == model == check_model_folder(str(model))
 
 
+@pytest.fixture
+def adapter(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "adapter_alone")
+    (folder / "model.safetensors").unlink()
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"a")
+    (folder / "adapter" / "ttrl_adapter.json").write_text(json.dumps({"lora_base": str(model)}))
+    return folder
+
+
+def test_an_adapter_alone_is_as_complete_as_its_base(model, adapter):
+    assert check_model_folder(adapter) == adapter
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match=f"its weights are an adapter to {model}: no weights"):
+        check_model_folder(adapter)
+
+
+def test_an_adapter_alone_is_what_it_and_its_base_are(model, adapter):
+    seen = {weights_digest(model), weights_digest(adapter)}
+    (adapter / "adapter" / "adapter_model.safetensors").write_bytes(b"b")
+    seen.add(weights_digest(adapter))
+    (model / "model.safetensors").write_bytes(b"y")
+    seen.add(weights_digest(adapter))
+    assert len(seen) == 4
+
+
 def test_template_in_the_tokenizer_config(model):
     (model / "chat_template.jinja").unlink()
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

@@ -135,7 +135,8 @@ class TrainingConfig(Config):
     lora_base_dtype: Literal["fp32", "nf4"] = "fp32"
     """"nf4" holds the adapted matrices of the base in 4 bits (QLoRA, arXiv 2305.14314). One process."""
     lora_merge: bool = True
-    """Checkpoints hold the merged model, ready to be served, with the adapter next to it in adapter/. False: the adapter only."""
+    """Checkpoints hold the merged model, ready to be served, with the adapter next to it in adapter/. False: the adapter
+    only, which `python -m ttrl.training.merge` merges later, and whatever serves it (`ttrl eval`, `ttrl chat`)."""
 
     # What is watched
 

@@ -12,7 +12,7 @@ from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.machines import endpoint_problem, server_address_problems, server_keys, slurm_endpoint
 from ttrl.configs.recipe import GRPOConfig, TrainingConfig
-from ttrl.configs.vllm_arguments import argument_problems
+from ttrl.configs.vllm_arguments import LORA_RANKS, argument_problems, lora_rank_there
 from ttrl.errors import ConfigError
 
 OFF_POLICY_CORRECTION = "token"
@@ -432,12 +432,30 @@ class TrainConfig(Config):
             surprise_until=self.surprise_until,
         )
 
+    @property
+    def gives_adapters(self) -> bool:
+        """Whether the servers are given a run's adapters on top of the base, and nobody needs merged weights: see `adapters`."""
+        return not self.recipe_config({}).lora_merge
+
+    def _can_serve_adapters(self, recipe: GRPOConfig) -> bool:
+        return (
+            recipe.lora_rank is not None
+            and lora_rank_there(self.model, recipe.lora_rank) <= LORA_RANKS[-1]
+            and self.adapters == "auto"
+            and not self.joined_servers
+            and recipe.lora_kind == "lora"
+            and recipe.lora_base_dtype != "nf4"
+            and "output" not in recipe.lora_targets
+        )
+
     def recipe_config(self, values: dict[str, Any]) -> GRPOConfig:
         """Return the recipe's config: `training`, and `values`, which the loop sets for an iteration. Raises ConfigError."""
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
         correction = {"off_policy": OFF_POLICY_CORRECTION} if self.off_policy_steps else {}
         given = {key: value for key, value in self.recipe_settings.items() if key not in SET_BY_THE_LOOP}
-        return GRPOConfig.parse({**placeholders, **correction, **given, "seed": self.seed, **values}, "training")
+        recipe = GRPOConfig.parse({**placeholders, **correction, **given, "seed": self.seed, **values}, "training")
+        recipe.lora_merge = not self._can_serve_adapters(recipe)
+        return recipe
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,17 @@ from typing import Any
 _ENGINE = "engine/arg_utils.py"
 _FRONTEND = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
 """Where the server's own options are, in this version and in older ones."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of its `max_lora_rank`."""
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def lora_rank_there(model: str | Path, rank: int) -> int:
+    """Return what vLLM calls an adapter's rank: three times ours in the family that stores q, k and v as one matrix, of which an
+    adapter is ours side by side. Of a model that is not here yet nothing is known but that."""
+    config = Path(model) / "config.json"
+    is_fused = not config.is_file() or json.loads(config.read_text(encoding="utf-8")).get("model_type") == "phi3"
+    return 3 * rank if is_fused else rank
 
 
 def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> list[str]:

@@ -5,7 +5,6 @@ answer them. A thread looks after the servers while they serve: one of ours that
 reason in the log; one that somebody else started is synced when it is back. Until then the others serve.
 """
 
-import json
 import logging
 import os
 import secrets
@@ -20,11 +19,13 @@ import torch
 
 from ttrl.configs.machines import shares_of_devices
 from ttrl.configs.run import TrainConfig
+from ttrl.configs.vllm_arguments import LORA_RANKS, lora_rank_there
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.launch.server_member import ServerMember, ServerTools
-from ttrl.records import ADAPTER_FOLDER, Endpoint
+from ttrl.records import Endpoint
 from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import is_cpu_build, thread_variables
+from ttrl.server.model_folder import base_of_adapter, merge_adapter
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 MODEL_NAME = "policy"
 MAX_DOWNTIME = 240.0
 """Seconds for which requests of a rollout wait for a server that is being started anew."""
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def make_server(
@@ -48,8 +48,8 @@ def make_server(
     """Return a server of a run, not started yet. Raises ConfigError for arguments in `config.server` that ttrl sets itself."""
     extra: dict[str, Any] = {}
     if adapters:
-        rank = _rank_for_vllm(model_folder, config.recipe_config({}).lora_rank or 1)
-        extra["max_lora_rank"] = next(allowed for allowed in _VLLM_RANKS if allowed >= rank or allowed == _VLLM_RANKS[-1])
+        rank = lora_rank_there(model_folder, config.recipe_config({}).lora_rank or 1)
+        extra["max_lora_rank"] = next(allowed for allowed in LORA_RANKS if allowed >= rank or allowed == LORA_RANKS[-1])
     if config.weight_sync == "sleep" and not is_cpu_build():
         extra["enable_sleep_mode"] = True
     return kind(
@@ -70,28 +70,6 @@ def _dtype(config: TrainConfig) -> str:
     return "bfloat16" if config.dtype == "bf16" else "float32"
 
 
-def _rank_for_vllm(model: str | Path, rank: int) -> int:
-    """Return what vLLM calls an adapter's rank: three times ours in the family that stores q, k and v as one matrix, of which an
-    adapter is ours side by side. Of a model that is not here yet nothing is known but that."""
-    config = Path(model) / "config.json"
-    is_fused = not config.is_file() or json.loads(config.read_text(encoding="utf-8")).get("model_type") == "phi3"
-    return 3 * rank if is_fused else rank
-
-
-def can_serve_adapters(config: TrainConfig) -> bool:
-    """Return whether vLLM can be given a run's adapters on top of the base: see `TrainConfig.adapters`."""
-    recipe = config.recipe_config({})
-    return (
-        recipe.lora_rank is not None
-        and _rank_for_vllm(config.model, recipe.lora_rank) <= _VLLM_RANKS[-1]
-        and config.adapters == "auto"
-        and not config.joined_servers
-        and recipe.lora_kind == "lora"
-        and recipe.lora_base_dtype == "fp32"
-        and "output" not in recipe.lora_targets
-    )
-
-
 class PolicyServer:
     """One vLLM server or several, which follow the run's checkpoints."""
 
@@ -100,7 +78,7 @@ class PolicyServer:
         self._members: list[ServerMember] = []
         self._folder: Path | None = None
         self._version: str | None = None
-        self._adapters = can_serve_adapters(config)
+        self._adapters = config.gives_adapters
         self._watching: threading.Thread | None = None
         self._over = threading.Event()
         self._serving: tuple[Path, str] | None = None
@@ -108,6 +86,7 @@ class PolicyServer:
 
     def start(self, model_folder: Path) -> None:
         """Begin to start the servers in the background: it takes half a minute, in which the caller can do something else."""
+        self._merge(model_folder)
         if not self._members:
             self._members = self._make_members(model_folder)
         for member in self._members:
@@ -124,6 +103,7 @@ class PolicyServer:
         """
         if not self._members:
             self.start(checkpoint)
+        self._merge(checkpoint)
         self._serving = None
         if checkpoint != self._folder or self._version is None:
             self._version = secrets.token_hex(16)
@@ -138,6 +118,7 @@ class PolicyServer:
         had_adapters = self._adapters
         results = self._for_each(lambda member: self._bring(member, checkpoint))
         if had_adapters and not self._adapters:  # requests ask all servers for one name
+            self._merge(checkpoint)
             results = self._for_each(lambda member: self._bring_merged(member, checkpoint))
         errors = [result for result in results if isinstance(result, ServerError)]
         if len(errors) == len(results):
@@ -254,11 +235,13 @@ class PolicyServer:
 
     def _base(self, model_folder: Path) -> Path:
         """Return what a server is started with: the base of the run's adapters where it is given those."""
-        adapter = model_folder / ADAPTER_FOLDER / "ttrl_adapter.json"
         of_this_run = model_folder.absolute().is_relative_to(Path(self._config.run, "iterations").absolute())
-        if not self._adapters or not of_this_run or not adapter.is_file():  # a starting model may be what was merged once
-            return model_folder
-        return Path(json.loads(adapter.read_text(encoding="utf-8"))["lora_base"])
+        base = base_of_adapter(model_folder) if self._adapters and of_this_run else None
+        return model_folder if base is None else base  # a starting model may be what was merged once
+
+    def _merge(self, checkpoint: Path) -> None:
+        if not self._adapters:
+            merge_adapter(checkpoint)
 
     def _bring(self, member: ServerMember, checkpoint: Path) -> dict[str, Any] | None:
         assert self._version is not None

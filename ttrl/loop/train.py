@@ -32,7 +32,7 @@ from ttrl.run_folder.metrics import best_iteration
 from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import prune
 from ttrl.run_folder.redo import redo_asked
-from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach
+from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
@@ -103,6 +103,11 @@ def train(
         best = newest if best is None else folder.policy_version(best)
         if mirror is not None:
             mirror.bring_checkpoint(best)
+        for policy in sorted({newest, best}):
+            try:
+                merge_adapter(folder.checkpoint(policy), model)
+            except ModelFolderError as error:  # the run is done all the same, and whoever loads it tries again
+                console.line(f"note: {error}")
         result = RunResult(
             run=folder.path,
             checkpoint=folder.checkpoint(newest),
@@ -129,6 +134,7 @@ def local_model(model: str) -> Path:
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             raise ModelFolderError(f"{model} cannot be downloaded from the hub: {NO_HUB if offline else error}") from error
         check_model_folder(folder)
+    merge_adapter(folder)
     return folder.absolute()
 
 

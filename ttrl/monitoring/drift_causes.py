@@ -374,9 +374,11 @@ def _adapters(e: Evidence) -> Cause:
 
 
 def _headers(model: Path | None) -> list[dict[str, Any]]:
-    """Read the headers of a checkpoint's safetensors files, and nothing else of them."""
+    """Read the headers of a checkpoint's safetensors files, those of its base if it is an adapter alone, and nothing else."""
     headers = []
-    for path in sorted(model.glob("*.safetensors")) if model is not None and model.is_dir() else []:
+    base = None if model is None else read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
+    folders = [Path(folder) for folder in (model, base) if folder is not None]
+    for path in next((found for folder in folders if (found := sorted(folder.glob("*.safetensors")))), []):
         try:
             with open(path, "rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))

@@ -125,7 +125,7 @@ class ReplayTraining(RunFolder):
         parts += [] if ess is None else [f"effective sample size {percent(ess)}"]
         parts.append(f"{row['seconds']['train']:.1f} s")
         mine, theirs = (folder.iteration(number).weights("train") for folder in (self, self._original))
-        if mine and mine == theirs:
+        if mine and mine.items() <= theirs.items():  # older runs merged every adapter
             parts.append("the same checkpoint as the run's, bit for bit")
         return "  ".join(parts)
 

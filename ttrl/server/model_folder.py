@@ -2,17 +2,22 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ttrl.errors import ModelFolderError
-from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
+from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS, CANARY_FILE
 from ttrl.system.files import digest
+
+logger = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
@@ -23,7 +28,8 @@ _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = True) -> Path | None:
     """Check that `path` holds config, weights, tokenizer and, unless told otherwise, a chat template.
 
-    Returns the folder, or None for a name such as "org/name" that does not exist locally and is left to the hub.
+    Returns the folder, or None for a name such as "org/name" that does not exist locally and is left to the hub. An adapter alone
+    (see `merge_adapter`) has the weights of its base.
     Raises ModelFolderError that lists everything that is missing and says what to do.
     """
     folder = Path(path)
@@ -36,10 +42,35 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
         )
     if not folder.is_dir():
         raise ModelFolderError(f"model folder {folder} is a file; give the folder that holds config.json and the weights")
-    problems = [*_config_problems(folder), *_weight_problems(folder), *_tokenizer_problems(folder, chat_template)]
+    base = base_of_adapter(folder)
+    weights = _weight_problems(folder)
+    if weights and base is not None:
+        weights = [f"its weights are an adapter to {base}: {problem}" for problem in _weight_problems(base)]
+    problems = [*_config_problems(folder), *weights, *_tokenizer_problems(folder, chat_template)]
     if problems:
         raise ModelFolderError(f"model folder {folder} is incomplete:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return folder
+
+
+def base_of_adapter(folder: Path) -> Path | None:
+    """Return the base that the adapter in a checkpoint of ours belongs to; None where there is no adapter."""
+    base = (_read_json(folder / ADAPTER_FOLDER / ADAPTER_SETTINGS) or {}).get("lora_base")
+    return None if base is None else Path(base)
+
+
+def merge_adapter(folder: Path, base: Path | None = None) -> None:
+    """Write the merged weights into a checkpoint that holds an adapter alone, for whoever needs them whole; harmless anywhere
+    else. A run whose servers are given adapters leaves it at those. In a process of its own: it loads torch.
+
+    base: where the adapter's base is now, if not where it was. Raises ModelFolderError where the base is gone, or the disk full.
+    """
+    if base_of_adapter(folder) is None or not _weight_problems(folder):
+        return
+    logger.info("%s holds an adapter alone; merging it into its base", folder)
+    command = [sys.executable, "-m", "ttrl.training.merge", str(folder), *([] if base is None else ["--base", str(base)])]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ModelFolderError(f"{folder}: the adapter could not be merged into its base: {done.stderr.strip()[-2000:]}")
 
 
 NO_HUB = "this machine does not know its name (no network?), and it is not in the cache; give a model folder"
@@ -60,17 +91,20 @@ def hub_is_out_of_reach() -> bool:
 def weights_digest(path: str | os.PathLike[str]) -> str:
     """Return a name that changes with anything a model folder computes: SHA-256 over its files' names and contents.
 
-    Weights, config, tokenizer and chat template count; canary, logs, documents, and an adapter that is already merged do not. A
-    name on the hub stands for itself: hub revisions are not looked up. Reads every weight file once (about a second per GB).
-    Raises ModelFolderError.
+    Weights, config, tokenizer and chat template count, of an adapter alone itself and its base; canary, logs, documents, and an
+    adapter that is already merged do not. A name on the hub stands for itself: hub revisions are not looked up. Reads every
+    weight file once (about a second per GB). Raises ModelFolderError.
     """
     folder = check_model_folder(path, chat_template=False)
     if folder is None:
         return f"hub:{os.fspath(path)}"
     total = hashlib.sha256()
+    alone = base_of_adapter(folder) if _weight_problems(folder) else None
+    if alone is not None:
+        total.update(weights_digest(alone).encode())
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
-        if inside.parts[0] == ADAPTER_FOLDER or file.name == CANARY_FILE:
+        if (inside.parts[0] == ADAPTER_FOLDER and alone is None) or file.name == CANARY_FILE:
             continue
         if file.is_file() and file.suffix in _COMPUTED_WITH:
             total.update(f"{inside.as_posix()}\0{digest(file)}\n".encode())

@@ -33,7 +33,7 @@ from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE
 from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
-from ttrl.server.model_folder import check_model_folder
+from ttrl.server.model_folder import check_model_folder, merge_adapter
 from ttrl.system.processes import ChildProcess
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ class VLLMServer(ServerConnection):
         """
         if self._child is not None:
             raise RuntimeError("this server was started already; stop() it first")
-        check_model_folder(self.model_folder)
+        if (folder := check_model_folder(self.model_folder)) is not None:
+            merge_adapter(folder)
         self.policy_folder, self.version, self._stopped = self.model_folder, None, False
         start = time.monotonic()
         for attempt in range(1, _PORT_ATTEMPTS + 1):

@@ -137,6 +137,11 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
+def write_merged(folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype) -> None:
+    """Write nothing but the weights of base and adapter, merged; for one process that has them all."""
+    _write_weights(folder, _entries_beside_text(base, list(_entries(policy, _DTYPES[checkpoint_dtype]))), MAX_SHARD_BYTES)
+
+
 def save_checkpoint(
     folder: str | Path,
     policy: Policy,

@@ -17,9 +17,11 @@ from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError
+from ttrl.server.model_folder import merge_adapter
 from ttrl.system.files import read_jsonl
 from ttrl.training.batches import updates
 from ttrl.training.checkpoints import save_checkpoint
+from ttrl.training.merge import merge
 from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
 from ttrl.training.optimizer.state import load_state, save_state, state_tensors
 from ttrl.training.policy.adapters import base_folder
@@ -63,6 +65,39 @@ def test_there_and_back(family, settings, model_folder, tmp_path):
     again = load_policy(adapter_config(tmp_path / "out", **settings), ALONE)
     before, after = everything(policy), everything(again)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("family", "settings"), [*CASES, ("phi3", {"checkpoint_dtype": "bf16"})], ids=str)
+@pytest.mark.parametrize("shard", [5 * 10**9, 20_000])
+def test_merging_later_gives_the_same_files(family, settings, shard, model_folder, tmp_path, monkeypatch):
+    """An adapter alone is merged when somebody needs the weights: the same bytes as if it had been written with them."""
+    monkeypatch.setattr("ttrl.training.checkpoints.MAX_SHARD_BYTES", shard)
+    settings, dtype = {k: v for k, v in settings.items() if k != "checkpoint_dtype"}, settings.get("checkpoint_dtype", "fp32")
+    policy = move_adapters(load_policy(adapter_config(model_folder(family), **settings), ALONE))
+    for name in ("at once", "later"):
+        config = adapter_config(model_folder(family), lora_merge=name == "at once", **settings)
+        how = {"checkpoint_dtype": dtype, "max_shard_bytes": shard, "config": config}
+        save_checkpoint(tmp_path / name, policy, model_folder(family), ALONE, **how)
+    assert not list((tmp_path / "later").glob("*.safetensors"))
+    merge(tmp_path / "later")
+    one, other = (
+        {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "at once", tmp_path / "later")
+    )
+    assert json.loads(one.pop("canary.json")).items() >= json.loads(other.pop("canary.json")).items()
+    assert one == other
+
+
+def test_merging_in_a_process_of_its_own(model_folder, tmp_path):
+    base = shutil.copytree(model_folder(), tmp_path / "base")
+    policy, _ = saved(base, tmp_path / "out", lora_merge=False)
+    base = base.rename(tmp_path / "moved")
+    with pytest.raises(ModelFolderError, match="which is not there; say where it is now"):
+        merge_adapter(tmp_path / "out")
+    merge_adapter(tmp_path / "out", base)
+    assert (logprobs(load_policy_in(tmp_path / "out", torch.float32)) - logprobs(policy)).abs().max() < 2e-5
+    shutil.rmtree(base)
+    merge_adapter(tmp_path / "out")  # nothing is left to do
 
 
 def test_transformers_reads_the_merged_model(model_folder, tmp_path):

@@ -1,6 +1,6 @@
 """Store adapters in the layout of peft, and load them with their base.
 
-    checkpoint/                            the merged model, as any other checkpoint; or no weights at all
+    checkpoint/                            the merged model, as any other checkpoint; or no weights (`ttrl.training.merge`)
     checkpoint/adapter/                    what peft, and vLLM with --enable-lora, load
         adapter_config.json                rank, scale, targets, and the folder of the base, in peft's words
         adapter_model.safetensors          base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, …, in fp32
@@ -21,19 +21,21 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.errors import ConfigError, ModelFolderError
-from ttrl.records import ADAPTER_FOLDER
+from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
 from ttrl.system.files import write_json
+from ttrl.training.models.architecture import read_config
+from ttrl.training.models.decoder import build_decoder
 from ttrl.training.models.weights import check_weights, composite_of, files_of, stored_as
 from ttrl.training.parallel.distributed import derived_generator
-from ttrl.training.parallel.sharding import copy_whole, full_tensor
-from ttrl.training.policy.lora import AdaptedLinear, adapted, is_adapter, merge, plain, without_adapters
+from ttrl.training.parallel.sharding import copy_whole, full_tensor, materialise
+from ttrl.training.policy.lora import AdaptedLinear, adapted, apply_lora, is_adapter, merge, plain, without_adapters
 from ttrl.training.policy.policy import Policy, fill_parameters
 
-PEFT_FILE, WEIGHTS_FILE, OWN_FILE = "adapter_config.json", "adapter_model.safetensors", "ttrl_adapter.json"
+PEFT_FILE, WEIGHTS_FILE, OWN_FILE = "adapter_config.json", "adapter_model.safetensors", ADAPTER_SETTINGS
 _PREFIX = "base_model.model."  # of peft's wrappers
 _THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
@@ -119,6 +121,28 @@ def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
         _load(folder, policy, base)
     else:
         _begin(layers, config.seed)
+
+
+def map_policy(config: TrainingConfig, base: str) -> Policy:
+    """Return base and adapter on the CPU, for the sake of their weights: those of the base stay in its files, which are mapped,
+    in the dtype that they have there. Raises ModelFolderError."""
+    with torch.device("meta"):
+        decoder = build_decoder(read_config(base))
+        apply_lora(decoder, config)
+    policy = Policy(decoder)
+    frozen = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
+    layers = {id(layer.weight): layer for layer in adapted(policy).values()} if config.lora_base_dtype == "nf4" else {}
+    materialise(policy, torch.device("cpu"), but=frozen.values())
+
+    def put(target: Tensor, whole: Tensor) -> None:
+        if id(target) in layers:
+            layers[id(target)].quantise(whole.float())
+        else:
+            torch.utils.swap_tensors(target, nn.Parameter(whole, requires_grad=False))
+
+    fill_parameters(frozen, base, put)
+    _load(Path(config.model, ADAPTER_FOLDER), policy, base)
+    return policy
 
 
 @torch.no_grad()
