@@ -132,8 +132,9 @@ class TrainingConfig(Config):
     """"dora" trains the length of each row of a matrix apart from its direction (arXiv 2402.09353)."""
     lora_base: str | None = None
     """Folder of the frozen base, if `model` is an earlier iteration's checkpoint; None: the folder that its adapter names."""
-    lora_base_dtype: Literal["fp32", "nf4"] = "fp32"
-    """"nf4" holds the adapted matrices of the base in 4 bits (QLoRA, arXiv 2305.14314). One process."""
+    lora_base_dtype: Literal["fp32", "bf16", "nf4"] = "fp32"
+    """"bf16" holds the base in half the memory, as most models are stored and as a server in bf16 has it; for `dtype` bf16. "nf4"
+    holds its adapted matrices in 4 bits (QLoRA, arXiv 2305.14314); one process."""
     lora_merge: bool = True
     """Checkpoints hold the merged model, ready to be served, with the adapter next to it in adapter/. False: the adapter
     only, which `python -m ttrl.training.merge` merges later, and whatever serves it (`ttrl eval`, `ttrl chat`)."""
@@ -235,6 +236,8 @@ class TrainingConfig(Config):
         found = self._without_cuda() if device == "cpu" and self.device != "cpu" else []
         if self.optimizer_on_cpu and processes > 1:
             found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
+        if self.lora_base_dtype == "bf16" and self.dtype != "bf16":
+            found.append(f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or keep the base in 'fp32'")
         if self.lora_base_dtype == "nf4" and processes > 1:
             found.append(
                 f"lora_base_dtype is 'nf4', which is for one process, and there are {processes}; 'fp32' is sharded over them"

@@ -2,8 +2,8 @@
 
 Counted from the operations of `ttrl.training.models` and what autograd saves for each: a matrix product its input, a norm its
 input, an elementwise product both factors, the attention its queries, keys, values, output and log-sum-exp. The stream between
-the layers is fp32; under bf16 matrix products save a copy of their input in bf16. On the CPU that copy is shared, and SiLU with
-the product after it is one operation, which saves its two inputs; elsewhere autocast makes a copy for each product by itself.
+the layers is fp32; under bf16 matrix products save a copy of their input in bf16, which they share. On the CPU, SiLU with the
+product after it is one operation, which saves its two inputs.
 
 On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes that grow with the row's
 length as well.
@@ -40,19 +40,12 @@ class Computation:
 
     bf16: bool = False
     cuda: bool = False
-    mixed: bool = False
-    """FSDP's mixed precision: the stream between layers is bf16 too."""
     tensor_parallel: int = 1
 
     @property
     def bytes(self) -> int:
         """Return the bytes of a number in matrix products."""
         return 2 if self.bf16 else _FP32
-
-    @property
-    def stream(self) -> int:
-        """Return the bytes of a number in the stream between the layers."""
-        return 2 if self.mixed else _FP32
 
 
 def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int | None = None) -> LayerBytes:
@@ -63,8 +56,6 @@ def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int 
     gated, parallel = decoder.shape.feed_forward_matrices == 3, decoder.family == "phi"
 
     inner_inputs = 1 if parallel and size == _FP32 else 2  # of attention and feed-forward layer
-    if how.bf16 and how.cuda and not how.mixed:
-        inner_inputs = 3 + (2 if gated else 1)
     norms = width * (1 if parallel else 4 if decoder.post_norms else 2) + (queries + keys) * decoder.head_norms
     products = feed_forward * size * (2 if not gated else 3 if decoder.silu and not how.cuda else 4)
     attention = 2 * queries * size + heads * _FP32
@@ -80,7 +71,7 @@ def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int 
     results = (2 * queries + 2 * keys + 2 * width + (2 if gated else 1) * feed_forward) * size
     return LayerBytes(
         kept=norms * _FP32 + inner_inputs * width * size + attention + products,
-        input=width * how.stream,
+        input=width * _FP32,
         products=results,
         backward=between,
     )

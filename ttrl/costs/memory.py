@@ -26,7 +26,7 @@ from typing import Any, Literal
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.costs.activations import Computation, layer_bytes
 from ttrl.costs.parameters import DecoderParameters, adapter_parameters, decoder_parameters, trained_parameters
-from ttrl.costs.storage import PACKED_POSITION_BYTES, model_bytes, state_bytes
+from ttrl.costs.storage import PACKED_POSITION_BYTES, STATE_BYTES, model_bytes, state_bytes
 
 Device = Literal["cpu", "cuda"]
 Parts = dict[str, float]
@@ -40,8 +40,6 @@ LORA_RANK = 16
 """The rank that `savings` suggests."""
 
 _FP32, _BF16 = 4, 2
-_STATE = {"adamw": 2.0 * _FP32, "adamw_8bit": 2.0 * (1 + _FP32 / 256), "sgd": 0.0}
-"""Bytes of an optimizer's state for each trained parameter; 8-bit moments have a scale for every 256."""
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # a number, its block's share of a scale, and that one's of its own
 _SHARD = 5e9  # of a checkpoint's files
 _WHOLE_STATE = 8e9  # an optimizer's state up to this size is written by one of several processes, a larger one by all
@@ -168,7 +166,9 @@ class _Training:
         """Whether parameters, gradients and moments are on the device that computes."""
         self.lora = settings.lora_rank is not None
         bf16 = settings.dtype == "bf16"
-        self.how = Computation(bf16, cuda, bf16 and cuda and self.sharded, settings.tensor_parallel)
+        self.how = Computation(bf16, cuda, settings.tensor_parallel)
+        self.gathered_size = _BF16 if bf16 and cuda and settings.lora_kind != "dora" else _FP32
+        """Bytes of a number in what FSDP has gathered."""
         self.tokens = settings.rows_per_microbatch * workload.row_length
         self.trained = self.tokens * workload.trained_share
         self.head_matrix = decoder.vocabulary_matrix / settings.tensor_parallel
@@ -181,7 +181,8 @@ class _Training:
         """Parameters with a gradient that this process holds."""
         numbers = decoder.total + adapter_parameters(decoder, settings)
         in_four_bits = decoder.shape.layers * self._adapted_numbers() if settings.lora_base_dtype == "nf4" else 0
-        self.parameters = (numbers * _FP32 - in_four_bits * (_FP32 - _NF4)) / shared
+        halved = decoder.total if settings.lora_base_dtype == "bf16" else 0
+        self.parameters = (numbers * _FP32 - in_four_bits * (_FP32 - _NF4) - halved * (_FP32 - _BF16)) / shared
         """Bytes of all parameters that this process holds."""
         self.mapped = 0.0 if cuda else min(decoder.stored * _FP32 / ranks, _SHARD)
         """Bytes of a model's files that are mapped while they are read, one file after the other."""
@@ -213,12 +214,12 @@ class _Training:
         if gradients:
             parts["gradients"] = self.trainable * _FP32
         if moments and not (self.settings.optimizer_on_cpu and self.cuda):
-            parts["optimizer state"] = self.trainable * _STATE[self.settings.optimizer]
+            parts["optimizer state"] = self.trainable * STATE_BYTES[self.settings.optimizer]
         return parts
 
     def _loading(self) -> Parts:
         continued = self.workload.continued
-        state = self.trainable * 2 * _FP32 if continued and self.settings.optimizer != "sgd" and not self.cuda else 0.0
+        state = self.trainable * STATE_BYTES[self.settings.optimizer] if continued and not self.cuda else 0.0
         return self._held(moments=continued) | {"mapped files": max(state, self.mapped)}
 
     def _saving(self) -> Parts:
@@ -236,7 +237,7 @@ class _Training:
         return held | {"merged model" if self.lora else "whole tensors": max(file, state) + one}
 
     def _prepass(self) -> Parts:
-        parts = self._held(moments=self.workload.continued) | self._working_copies() | self._reference_parts()
+        parts = self._held(moments=self.workload.continued) | self._working_copies(1) | self._reference_parts()
         parts["activations"] = self.tokens * layer_bytes(self.decoder, self.how).kept / 2
         parts["head"] = self._chunk() + self.merged_head
         swapped = self.needs_reference and not self.lora  # adapters are switched off instead
@@ -251,7 +252,9 @@ class _Training:
         accumulated = workload.microbatches > 1 and not in_backward
         base = self._held(gradients=accumulated, moments=workload.continued or self.updates > 1)
         base |= self._reference_parts()
-        copies = self._working_copies()
+        layers = self.decoder.shape.layers
+        recomputed = -(-layers // settings.checkpoint_every) if settings.activation_checkpointing else 0
+        copies = self._working_copies(max(1, layers - recomputed))
         kept, backward = self._activations()
         kept += self.tokens * self.decoder.shape.width * _FP32  # the last norm's input
         hidden = (self.tokens + 2 * self.trained) * self.decoder.shape.width * _FP32
@@ -260,13 +263,12 @@ class _Training:
         whole = "gradients of gathered parameters"
         beginning, midway, end = self._whole_gradients()
         at_head = base | copies | {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
-        if settings.activation_checkpointing:
-            copies.pop("bf16 copies", None)  # made again, layer by layer
+        copies |= self._working_copies(layers - recomputed + int(recomputed > 0))  # the last layer's are made again
         head = self.head_gradient + (4 if dora else 2) * self.merged_head
         begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
         layer = layer_bytes(self.decoder, self.how)
         moments = "optimizer state" in base or in_backward
-        most = base | self._held(gradients=not in_backward, moments=moments) | copies
+        most = base | self._held(gradients=not in_backward, moments=moments) | self._working_copies(1)
         first = most | {
             "activations": self.tokens * (layer.kept + self._adapter_bytes() + layer.backward),
             "head": self.head_gradient * self.decoder.tied,
@@ -316,9 +318,8 @@ class _Training:
         kept = float(numbers * self.how.bytes)
         if self.settings.lora_dropout:  # what it multiplies with is a mask on CUDA, and numbers on the CPU
             size, noise = self.how.bytes, 1 if self.cuda else self.how.bytes
-            copies = 5 if self.how.bf16 and self.cuda and not self.how.mixed else 2  # of the inputs themselves, kept no more
-            kept += sum(before for before, _ in ends) * (size + noise)
-            kept -= (copies * self.decoder.shape.width + self.decoder.shape.feed_forward_width) * size
+            kept += sum(before for before, _ in ends) * (size + noise)  # those of the inputs themselves are kept no more
+            kept -= (2 * self.decoder.shape.width + self.decoder.shape.feed_forward_width) * size
         return kept
 
     def _chunk(self) -> float:
@@ -343,27 +344,29 @@ class _Training:
         matrix = self.decoder.vocabulary_matrix * (_FP32 + (_BF16 if self.how.bf16 else 0))
         return {"reference": matrix + positions * self.decoder.shape.width * _FP32}
 
-    def _working_copies(self) -> Parts:
-        """Return the parameters as they are computed with, besides those held: autocast's copies, or what FSDP has gathered."""
+    def _working_copies(self, layers: float) -> Parts:
+        """Return the parameters as they are computed with, besides those held: what FSDP has gathered, and the copies in bf16 of
+        so many layers' matrices, which products keep for their backward pass."""
         settings, decoder = self.settings, self.decoder
-        layers, each = decoder.shape.layers, decoder.layer / settings.tensor_parallel
-        if settings.lora_base_dtype == "nf4":
+        each, four_bits = decoder.layer / settings.tensor_parallel, settings.lora_base_dtype == "nf4"
+        parts: Parts = {}
+        if four_bits:
             largest = max(before * behind for before, behind in decoder.matrix_shapes.values())
-            others = layers * (decoder.layer - self._adapted_numbers()) if self.how.bf16 else 0
-            return {"matrices out of 4 bits": largest * (_FP32 + self.how.bytes), "bf16 copies": float(others * _BF16)}
-        if not self.sharded:
-            return {"bf16 copies": layers * each * _BF16} if self.how.bf16 else {}
-        root = decoder.outside_layers / settings.tensor_parallel
-        size = _BF16 if self.how.mixed else _FP32
-        gathered = root + each * (min(2, layers) if settings.reshard_after_forward else layers)
-        return {"gathered parameters": gathered * size}
+            parts["matrices out of 4 bits"] = largest * (_FP32 + self.how.bytes)
+        if self.sharded:
+            root, all_layers = decoder.outside_layers / settings.tensor_parallel, decoder.shape.layers
+            gathered = root + each * (min(2, all_layers) if settings.reshard_after_forward else all_layers)
+            parts["gathered parameters"] = gathered * self.gathered_size
+        if self.how.bf16 and settings.lora_base_dtype != "bf16" and not (self.sharded and self.gathered_size == _BF16):
+            parts["bf16 copies"] = layers * (each - (self._adapted_numbers() if four_bits else 0)) * _BF16
+        return parts
 
     def _whole_gradients(self) -> tuple[float, float, float]:
         """Return the gradients of gathered parameters before they are scattered: where the backward pass begins (the head's is in
         "head"), at the first layer, while the head's still waits for the embeddings', and where it ends."""
         if not self.sharded or self.lora:
             return 0.0, 0.0, 0.0
-        size = _BF16 if self.how.mixed else _FP32
+        size = self.gathered_size
         layer = self.decoder.layer / self.settings.tensor_parallel * size
         waiting = 0.0 if self.decoder.tied else self.head_matrix * size  # where it is tied, it is in "head"
         return layer, layer + waiting, self.decoder.outside_layers / self.settings.tensor_parallel * size

@@ -8,13 +8,15 @@ from ttrl.costs.parameters import DecoderParameters, adapter_parameters, decoder
 
 BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a number, by dtype."""
+STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 * (1 + 4 / 256), "sgd": 0.0}
+"""Bytes of an optimizer's state for each trained parameter; 8-bit moments have a scale for every 256."""
 PACKED_POSITION_BYTES = 65
 """Bytes of a position in the packed tensors, all of them together."""
 
 
 def state_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:
-    """Return the bytes of the optimizer's state on disk; moments are stored in fp32, 8-bit ones too."""
-    return 0.0 if config.optimizer == "sgd" else trained_parameters(decoder, config) * 2.0 * BYTES["fp32"]
+    """Return the bytes of the optimizer's state on disk."""
+    return trained_parameters(decoder, config) * STATE_BYTES[config.optimizer]
 
 
 def model_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:

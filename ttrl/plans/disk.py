@@ -89,7 +89,7 @@ def judge_disk(needs: DiskNeeds, folder: Path) -> str | None:
     each = f"{si_spaced(needs.checkpoint)}B a checkpoint, {si_spaced(needs.state)}B an optimizer state"
     way_out = (
         "make room, or choose another place for `run`; checkpoints get smaller with training={'checkpoint_dtype': 'bf16'}, "
-        "fewer with keep_checkpoints=3, keep_best=1 and no keep_every, and tiny with adapters that the servers are given as such (lora_rank)"
+        "fewer with keep_checkpoints=3, keep_best=1 and no keep_every, and tiny with adapters alone (lora_rank)"
     )
     if needs.next > needs.free:
         raise StorageError(

@@ -104,7 +104,7 @@ class Residence:
         written = dataclasses.replace(config, model=str(output / "checkpoint"), state=str(output / "state"))
         if config.checkpoint_dtype != "fp32" and config.lora_rank is None:
             fill_parameters(trained.policy.parameters_by_name(), written.model)
-        if config.optimizer == "adamw_8bit":
+        if config.optimizer == "adamw_8bit" and self._here.processes > 1:
             trained.stepper.load(output / "state")
         self._keep(written, trained)
 

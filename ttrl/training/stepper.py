@@ -60,7 +60,7 @@ class Stepper:
                         state[name] = value.to(device)
 
     def load(self, folder: Path) -> None:
-        """Load the optimizer's state as it was written: 8-bit moments are rounded once more."""
+        """Load the optimizer's state as it was written: 8-bit moments of several processes may be rounded once more."""
         self.global_step = load_state(folder, self._policy, self._optimizer)
 
     def begin(self, lr_scale: float = 1.0) -> None:

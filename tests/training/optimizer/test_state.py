@@ -6,13 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.parallel_worker import accumulate
-from support.training_steps import ALONE, settings_of, tensors_of, trained
+from support.training_steps import ALONE, distance, group_of_one, settings_of, tensors_of, trained
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.system.files import digest
 from ttrl.training.batches import updates
 from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
-from ttrl.training.optimizer.state import load_state, save_state
+from ttrl.training.optimizer.state import load_state, save_state, state_tensors
+from ttrl.training.parallel import sharding
 from ttrl.training.policy.loading import load_policy
 
 
@@ -138,3 +140,47 @@ def test_a_state_is_replaced_as_a_whole_or_not_at_all(state_format, model_folder
     save_state(tmp_path / "state", policy, optimizer, 3, ALONE, state_format)
     assert load_state(tmp_path / "state", policy, optimizer) == 3
     assert (tmp_path / "state" / "optimizer.safetensors").exists() == (state_format == "whole")
+
+
+def eight_bit_state(folder, here=None, fill=True):
+    """A policy and moments in 8 bits that no step made, so that nothing is compiled; sharded by FSDP if there is a group."""
+    config = settings_of(folder, optimizer="adamw_8bit")
+    policy = load_policy(config, ALONE)
+    if here is not None:
+        sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
+    optimizer, generator = make_optimizer(policy, config), torch.Generator().manual_seed(0)
+    for parameter in policy.parameters_by_name().values() if fill else ():
+        state = optimizer.state[parameter]
+        for part in ("exp_avg", "exp_avg_sq"):
+            state[part] = optimizer._new_buffer(parameter, part == "exp_avg")
+            local = sharding.local_part(state[part])
+            local.copy_(torch.rand(local.shape, generator=generator))
+        state["step"] = torch.tensor(3.0)
+    return policy, optimizer
+
+
+@pytest.mark.parametrize("state_format", ["whole", "sharded"])
+@pytest.mark.parametrize(("writes", "reads"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("width", [64, 256])
+def test_eight_bits_stay_eight_bits(state_format, writes, reads, width, packed, tmp_path):
+    """On disk and back: codes and scales, by a sharded policy or not, wherever rows are whole blocks."""
+    shape = {"hidden_size": width, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **shape)).save_pretrained(tmp_path / "model")
+    folder, found = tmp_path / "state", []
+    with group_of_one() as here:
+        policy, optimizer = eight_bit_state(tmp_path / "model", here if writes else None)
+        save_state(folder, policy, optimizer, 3, ALONE, state_format)
+        other_policy, other = eight_bit_state(tmp_path / "model", here if reads else None, fill=False)
+        assert load_state(folder, other_policy, other) == 3
+        for made in ((policy, optimizer), (other_policy, other)):
+            found.append({name: sharding.full_tensor(tensor).clone() for name, tensor in state_tensors(*made)})
+    one, back = found
+    exact = [torch.equal(one[name], back[name]) for name in one]
+    assert one.keys() == back.keys() and distance(back, one) < 0.01
+    assert all(exact) or (width == 64 and (writes or reads))
+    if not writes or width == 256:
+        numbers = sum(parameter.numel() for parameter in policy.parameters())
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 4 * numbers + 100_000  # in fp32, 8 and more
+    plain_policy, plain = trained(tmp_path / "model", packed, 0, state=folder)  # AdamW goes on from it
+    again = dict(state_tensors(plain_policy, plain))
+    assert distance(again, one) < 0.01

@@ -1,21 +1,34 @@
 """Adapters against their formulas in float64, and everything that must stay as it is around them."""
 
+import contextlib
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 from support.parallel_worker import accumulate, gradients
-from support.training_steps import ALONE, adapter_config, adapter_gradients, distance, group_of_one, logprobs, move_adapters
+from support.training_steps import (
+    ALONE,
+    adapter_config,
+    adapter_gradients,
+    distance,
+    group_of_one,
+    logprobs,
+    move_adapters,
+    settings_of,
+)
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import ConfigError
 from ttrl.training.batches import updates
+from ttrl.training.parallel import sharding
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import gathered_precision
 from ttrl.training.policy.adapters import as_reference
 from ttrl.training.policy.loading import load_policy
-from ttrl.training.policy.lora import AdaptedLinear, adapted, plain, without_adapters
+from ttrl.training.policy.lora import AdaptedLinear, adapted, is_adapter, plain, without_adapters
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -218,6 +231,64 @@ def test_a_base_in_four_bits(family, model_folder, packed):
     assert distance(gradients(policy), gradients(rounded)) < 1e-5
     lower = adapter_gradients(folder, packed, lora_base_dtype="nf4", dtype="bf16", activation_checkpointing=True)
     assert distance(lower, gradients(policy)) < 0.15
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_base_in_bf16_is_half_as_large_and_computes_what_autocast_does(kind, model_folder, packed):
+    """Autocast rounds matrices for products anyway; embeddings and norms, which are rounded too, change little."""
+    folder, settings = model_folder(), {"dtype": "bf16", "lora_kind": kind, "seed": 1}
+    policy = load_policy(adapter_config(folder, lora_base_dtype="bf16", **settings), ALONE)
+    for name, parameter in policy.parameters_by_name().items():
+        assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
+    one = adapter_gradients(folder, packed, lora_base_dtype="bf16", **settings)
+    other = adapter_gradients(folder, packed, **settings)
+    exact = adapter_gradients(folder, packed, **settings | {"dtype": "fp32"})
+    assert all(gradient.dtype == torch.float32 for gradient in one.values())
+    assert distance(one, exact) < 1.5 * distance(other, exact) < 0.15
+    assert GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", "lora_rank": 1, "lora_base_dtype": "bf16"}, "test")
+    [problem] = adapter_config(lora_base_dtype="bf16").problems_here("cpu", 1, {})
+    assert "lora_base_dtype is 'bf16' and dtype 'fp32'" in problem
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_stream_between_layers_is_fp32(sharded, model_folder, packed, monkeypatch):
+    """… whether parameters are gathered in bf16 or not."""
+    settings, seen = settings_of(model_folder(), dtype="bf16"), []
+    as_on_cuda = gathered_precision(settings, torch.device("cuda"))
+    monkeypatch.setattr(sharding, "gathered_precision", lambda *_: as_on_cuda)
+    with group_of_one() if sharded else contextlib.nullcontext(ALONE) as here:
+        policy = load_policy(settings, ALONE)
+        if sharded:
+            sharding.apply_fsdp(policy, policy.decoder.layers, settings, here)
+        for layer in policy.decoder.layers:
+            layer.register_forward_hook(lambda _, inputs, out: seen.extend([inputs[0].dtype, out.dtype]))
+            layer.mlp.w1.register_forward_hook(lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype)))
+        (step,) = updates(packed, 1, (0, 1), ALONE)
+        accumulate(policy, step, settings, ALONE)
+    weights = torch.bfloat16 if sharded else torch.float32
+    assert {one for one in seen if isinstance(one, torch.dtype)} == {torch.float32}
+    assert {one for one in seen if isinstance(one, tuple)} == {(weights, torch.bfloat16)}
+
+
+def test_autocast_keeps_no_copies_of_recomputed_layers(model_folder, packed):
+    """Its cache would keep them until the pass ends."""
+    live, most = weakref.WeakSet(), []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and out.dtype is torch.bfloat16 and out.shape == w1.shape:
+                live.add(out)
+                most.append(len(live))
+            return out
+
+    config = settings_of(model_folder(), dtype="bf16", activation_checkpointing=True)
+    policy = load_policy(config, ALONE)
+    w1 = policy.decoder.layers[0].mlp.w1.weight
+    (step,) = updates(packed, 1, (0, 1), ALONE)
+    with Copies():
+        accumulate(policy, step, config, ALONE)
+    assert most and max(most) <= 2  # of one layer: w1 and w3
 
 
 def test_magnitudes_are_never_gathered_in_bf16():

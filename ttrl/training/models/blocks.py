@@ -47,9 +47,9 @@ def activation(name: str) -> nn.Module:
 
 
 def for_products(x: Tensor) -> Tensor:
-    """Return x in the dtype of matrix products, which autocast on the CPU would convert for each of them and its gradient."""
-    lower = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    return x.to(torch.get_autocast_dtype("cpu")) if lower else x
+    """Return x in the dtype of matrix products: autocast would make, and keep, a copy for each of them."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

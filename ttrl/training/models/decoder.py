@@ -31,7 +31,9 @@ class Decoder(TransformerDecoder):
         """Return final hidden states [B, T, D], normed, not yet projected to the vocabulary."""
         h: Tensor = self.tok_embeddings(tokens_BT)
         device = h.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+        dtype = h.dtype
+        if torch.is_autocast_enabled(device):  # what the layers add up is fp32, whatever the embeddings are stored or gathered in
+            dtype, h = torch.get_autocast_dtype(device), h.float()
         if (scale := self.architecture.embedding_scale) is not None:
             # Rounded to the dtype of the computation, as in the original, in transformers and in vLLM.
             h = h * torch.tensor(scale, dtype=dtype, device="cpu").item()

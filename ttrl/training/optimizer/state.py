@@ -3,11 +3,13 @@
     whole     optimizer.safetensors: each tensor gathered, one at a time, and held and written by the first rank
     sharded   torch.distributed.checkpoint: each rank writes the parts that it has, for models whose state no one rank can hold
 
-Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step" in fp32, next to state.json. So do 8-bit moments, which are rounded
-once more when they are loaded: the largest of a block can come back smaller by 0.7%."""
+Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", next to state.json: in fp32, or moments of 8 bits as they are, with
+"NAME.exp_avg_scale", which has a number for each block of 256. Where parts of several processes end inside of blocks, moments of
+8 bits are written in fp32, and rounded once more when they are loaded: the largest of a block can come back smaller by 0.7%."""
 
 import contextlib
 import json
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,18 +24,21 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torchao.optim import AdamW8bit, CPUOffloadOptimizer
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.system.files import atomic_folder, json_text
 from ttrl.training.models.weights import write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part
+from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part, part_of
 from ttrl.training.policy.policy import Policy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALE = "_scale"  # behind a moment's name
+_BLOCK, _SMALLEST = 256, 4096  # torchao's: numbers that share a scale, and of a part that is held in 8 bits
 _DAMAGE = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError),
     *(pickle.UnpicklingError, EOFError, IndexError, ImportError),  # of torch.distributed.checkpoint's .metadata
@@ -61,18 +66,44 @@ def _moments(optimizer: Optimizer) -> tuple[str, ...]:
 def _plain(moment: Tensor) -> Tensor:
     """Return 8-bit moments as fp32, sharded as they are; others unchanged."""
     local = local_part(moment)
-    if not hasattr(local, "dequantize") or type(local) is Tensor:
-        return moment
-    local = local.dequantize()
-    if not isinstance(moment, DTensor):
+    return _sharded_as(moment, local.dequantize()) if isinstance(local, OptimState8bit) else moment
+
+
+def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
+    """Return this process's part as a tensor that is sharded as `like` is, with as many rows."""
+    if not isinstance(like, DTensor):
         return local
-    return DTensor.from_local(
-        local, moment.device_mesh, moment.placements, run_check=False, shape=moment.shape, stride=moment.stride()
-    )
+    shape = torch.Size((like.shape[0], *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
-def state_tensors(policy: Policy, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield ("NAME.PART", tensor) of all trained parameters, sharded as the parameters are. Zeros if no step was taken yet."""
+def _whole_blocks(moment: Tensor) -> bool:
+    """Tell whether every process's part of a moment of 8 bits is in 8 bits, and blocks end where rows do."""
+    if not isinstance(moment, DTensor):
+        return True
+    parts = moment.device_mesh.size()
+    rows = [len(rows) for rows in torch.arange(moment.shape[0]).chunk(parts)]
+    width = math.prod(moment.shape[1:])
+    return moment.placements == (Shard(0),) and len(rows) == parts and width % _BLOCK == 0 and rows[-1] * width >= _SMALLEST
+
+
+def _as_stored(name: str, moment: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a moment under its name in the files: in fp32, or codes and scales, the latter by rows if blocks end with them."""
+    local = local_part(moment)
+    if not _whole_blocks(moment):
+        yield name, _plain(moment)
+    elif isinstance(local, OptimState8bit):
+        by_rows = math.prod(local.shape[1:]) % _BLOCK == 0
+        yield name, _sharded_as(moment, local.codes)
+        yield name + _SCALE, _sharded_as(moment, local.scale.view(local.shape[0], -1)) if by_rows else local.scale
+    else:
+        yield name, moment
+
+
+def state_tensors(policy: Policy, optimizer: Optimizer, as_stored: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield ("NAME.PART", tensor) of all trained parameters, sharded as the parameters are: in fp32, or as they are stored. Zeros
+    if no step was taken yet."""
     moments = _moments(optimizer)
     for name, parameter in policy.parameters_by_name().items():
         if not (parameter.requires_grad and moments):
@@ -80,7 +111,8 @@ def state_tensors(policy: Policy, optimizer: Optimizer) -> Iterator[tuple[str, T
         owner, key = _optimizer_of(optimizer, parameter)
         state = owner.state[key] or {}
         for moment in moments:
-            yield f"{name}.{moment}", _plain(state[moment]) if moment in state else torch.zeros_like(parameter)
+            value = state[moment] if moment in state else torch.zeros_like(parameter)
+            yield from _as_stored(f"{name}.{moment}", value) if as_stored else [(f"{name}.{moment}", _plain(value))]
         step = full_tensor(state["step"]) if "step" in state else torch.zeros(())
         yield f"{name}.step", step.cpu().reshape(1).clone()
 
@@ -96,12 +128,14 @@ def save_state(
 ) -> None:
     """Write the state and state.json, atomically as one folder. A collective. state_format: as in TrainingConfig. beside: writes
     what else belongs in the folder; called on the first rank. Raises StorageError."""
-    size = sum(2 * 4 * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    one = next(iter(optimizer.by_parameter.values())) if isinstance(optimizer, OptimizerInBackward) else optimizer
+    each = 2 * (1 if isinstance(one, AdamW8bit) else 4)
+    size = sum(each * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     if state_format == "sharded" or (state_format == "auto" and ranks.processes > 1 and size > WHOLE_STATE_LIMIT):
-        _save_sharded(Path(folder), dict(state_tensors(policy, optimizer)), global_step, ranks, beside)
+        _save_sharded(Path(folder), dict(state_tensors(policy, optimizer, as_stored=True)), global_step, ranks, beside)
         return
     tensors: dict[str, Tensor] = {}
-    for name, tensor in state_tensors(policy, optimizer):
+    for name, tensor in state_tensors(policy, optimizer, as_stored=True):
         whole = full_tensor(tensor)
         if ranks.is_first:
             tensors[name] = whole.cpu().contiguous()
@@ -156,8 +190,9 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
                 names = stored.keys()
                 _check(folder, policy, optimizer, {name: tuple(stored.get_slice(name).get_shape()) for name in names})
                 parameters = policy.parameters_by_name()
-                for name in names:
-                    _restore(parameters, optimizer, name, stored.get_tensor(name))
+                for name in (name for name in names if not name.endswith(_SCALE)):
+                    scale = stored.get_tensor(name + _SCALE) if name + _SCALE in names else None
+                    _restore(parameters, optimizer, name, stored.get_tensor(name), scale)
     except RunFolderError:
         raise
     except _DAMAGE as error:
@@ -171,20 +206,35 @@ def _load_sharded(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
     reader = FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata
-        shapes = {name: tuple(entry.size) for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
-        _check(folder, policy, optimizer, shapes)
-        tensors = {name: torch.zeros_like(tensor) for name, tensor in state_tensors(policy, optimizer)}
+        entries = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+        _check(folder, policy, optimizer, {name: tuple(entry.size) for name, entry in entries.items()})
+        parameters = policy.parameters_by_name()
+        tensors = {name: _room_for(name, entries, parameters) for name in entries}
         with _without_warning():
             load(tensors, storage_reader=reader, no_dist=not distributed.is_initialized())
     except CheckpointException as error:
         raise RunFolderError(f"{folder}: the optimizer state cannot be read: {error}") from error
-    parameters = policy.parameters_by_name()
     for name, tensor in tensors.items():
-        _restore(parameters, optimizer, name, tensor)
+        if not name.endswith(_SCALE):
+            _restore(parameters, optimizer, name, tensor, tensors.get(name + _SCALE))
+
+
+def _room_for(name: str, entries: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    """Return a tensor into which an entry can be read: sharded as its parameter; whole, and on the CPU, the step count, and
+    moments of 8 bits whose blocks do not end with this parameter's parts."""
+    base, _, part = name.rpartition(".")
+    entry, parameter = entries[name], parameters[base]
+    scale = entries.get(name.removesuffix(_SCALE) + _SCALE)
+    parts_fit = scale is None or (len(scale.size) == 2 and getattr(parameter, "placements", None) == (Shard(0),))
+    if part == "step" or not isinstance(parameter, DTensor) or not parts_fit:
+        return torch.zeros(entry.size, dtype=entry.properties.dtype)
+    local = local_part(parameter)
+    return _sharded_as(parameter, local.new_zeros((local.shape[0], *entry.size[1:]), dtype=entry.properties.dtype))
 
 
 def _check(folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise RunFolderError if the stored names and shapes are not those of this policy and optimizer."""
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(_SCALE)}
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in policy.parameters_by_name().items():
         if parameter.requires_grad and _moments(optimizer):
@@ -203,8 +253,10 @@ def _check(folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[s
 
 
 @torch.no_grad()
-def _restore(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, entry: str, value: Tensor) -> None:
-    """Put one tensor, whole or sharded as its parameter, into the optimizer's state."""
+def _restore(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, entry: str, value: Tensor, scale: Tensor | None
+) -> None:
+    """Put one tensor, whole or sharded as its parameter, into the optimizer's state. `scale`: of codes of 8 bits."""
     name, _, part = entry.rpartition(".")
     parameter = parameters[name]
     owner, key = _optimizer_of(optimizer, parameter)
@@ -213,8 +265,31 @@ def _restore(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, entry
         eight_bit = isinstance(owner, AdamW8bit)
         state["step"] = value.reshape(()).to("cpu" if eight_bit else key.device, copy=True)
         return
-    state[part] = owner._new_buffer(key, part == "exp_avg") if isinstance(owner, AdamW8bit) else torch.zeros_like(key)
+    signed = part == "exp_avg"
+    state[part] = owner._new_buffer(key, signed) if isinstance(owner, AdamW8bit) else torch.zeros_like(key)
+    local = local_part(state[part])
+    if scale is not None:
+        if _copy_codes(local, state[part], value, scale):
+            return
+        codes, scales = local_part(value), local_part(scale).reshape(-1)
+        qmap = OptimState8bit.zeros((_BLOCK,), signed, _BLOCK, codes.device).qmap
+        value = _sharded_as(value, OptimState8bit(codes, scales, qmap, signed).dequantize())
     if isinstance(value, DTensor):
-        local_part(state[part]).copy_(local_part(value))
+        local.copy_(local_part(value))
     else:
         copy_whole(state[part], value)
+
+
+def _copy_codes(local: Tensor, moment: Tensor, codes: Tensor, scale: Tensor) -> bool:
+    """Copy codes and scales into this process's part of a moment, and return True, where both have the same blocks."""
+    if not isinstance(local, OptimState8bit) or not _whole_blocks(moment):
+        return False
+    if isinstance(moment, DTensor) and not isinstance(codes, DTensor):
+        if scale.ndim == 1:
+            return False
+        first = torch.arange(codes.shape[0]).view(-1, 1).expand(codes.shape)
+        rows = part_of(first, moment)[:, 0]
+        codes, scale = codes[rows], scale[rows]
+    local.codes.copy_(local_part(codes))
+    local.scale.copy_(local_part(scale).reshape(-1))
+    return True

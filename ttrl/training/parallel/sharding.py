@@ -128,10 +128,13 @@ def apply_tensor_parallel(decoder: Any, mesh: DeviceMesh) -> None:
 
 def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPrecisionPolicy:
     """Choose the dtypes of gathering and reducing. On CUDA with bf16, parameters are gathered in bf16 and gradients reduced in
-    fp32; else both stay fp32, and autocast converts as without FSDP. DoRA's stay fp32 too: a magnitude or a row's length that is
-    rounded to bf16 (0.4%) would hide what it learns, and checkpoints are merged from those that are not rounded."""
+    fp32, and the stream between layers stays fp32; else all stay fp32, and autocast converts as without FSDP. DoRA's stay fp32
+    too: a magnitude or a row's length that is rounded to bf16 (0.4%) would hide what it learns, and checkpoints are merged from
+    those that are not rounded."""
     mixed = config.dtype == "bf16" and device.type == "cuda" and config.lora_kind != "dora"
-    return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    if not mixed:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
 def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ranks) -> None:

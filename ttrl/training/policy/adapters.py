@@ -138,6 +138,7 @@ def map_policy(config: TrainingConfig, base: str) -> Policy:
         if id(target) in layers:
             layers[id(target)].quantise(whole.float())
         else:
+            whole = whole.bfloat16() if config.lora_base_dtype == "bf16" else whole
             torch.utils.swap_tensors(target, nn.Parameter(whole, requires_grad=False))
 
     fill_parameters(frozen, base, put)
@@ -154,7 +155,7 @@ def _begin(layers: Mapping[str, AdaptedLinear], seed: int) -> None:
         copy_whole(layer.lora_a, a)
         layer.lora_b.zero_()
         if layer.magnitude is not None:
-            copy_whole(layer.magnitude, torch.linalg.vector_norm(plain(full_tensor(layer.weight)), dim=1))
+            copy_whole(layer.magnitude, torch.linalg.vector_norm(plain(full_tensor(layer.weight)).float(), dim=1))
 
 
 def _load(folder: Path, policy: Policy, base: str) -> None:

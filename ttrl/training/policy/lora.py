@@ -134,6 +134,9 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
     for name, linear in found.items():
         parent, _, last = name.rpartition(".")
         setattr(decoder.get_submodule(parent), last, AdaptedLinear(linear, config))
+    if config.lora_base_dtype == "bf16":
+        for parameter in (p for name, p in decoder.named_parameters() if not is_adapter(name)):
+            parameter.data = parameter.data.bfloat16()
 
 
 def is_adapter(name: str) -> bool:

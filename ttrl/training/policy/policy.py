@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, N trained positions (in row-major order), D width, V v
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,9 @@ class Policy(nn.Module):
     ) -> PolicyOutput:
         """Map packed rows to what the head computes at the labels, which stand at the positions that predict them."""
         lower = self.compute_dtype not in (torch.float32, torch.float64)
-        with torch.autocast(tokens_BT.device.type, self.compute_dtype) if lower else contextlib.nullcontext():
+        # Its cache would keep a copy of every trained weight until the pass ends, although each is used once.
+        lowered = functools.partial(torch.autocast, tokens_BT.device.type, self.compute_dtype, cache_enabled=False)
+        with lowered() if lower else contextlib.nullcontext():
             plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
             h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan)
             trained_BT = labels_BT != IGNORE
