@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -298,3 +298,17 @@ def digest(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def keep_figure(file: str, name: str, figure: Callable[[float | None], float]) -> float:
+    """Return `figure(what is kept under `name` in this JSON file of the user's cache, or None)`, and keep it there if it is new
+    and the cache can be used."""
+    kept, before = {}, None
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # none yet, damaged, or no cache
+        kept = json.loads(Path(user_cache(), file).read_text(encoding="utf-8"))
+        before = float(kept[name]) if name in kept else None
+    found = figure(before)
+    if found != before:
+        with contextlib.suppress(OSError, StorageError):
+            write_json(Path(user_cache(), file), (kept if isinstance(kept, dict) else {}) | {name: found})
+    return found

@@ -8,6 +8,7 @@ those before: a truncated library would end the process that runs it. A folder t
 there is no usable cache, each process compiles for itself, which takes a second or two.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -80,11 +81,19 @@ def _find() -> Kernel:
 
 def _cpu_flags() -> set[str]:
     """Return what the system lets programs use of the CPU; empty where there is no such list."""
-    try:
+    return set(_cpu_line("flags").split())
+
+
+def cpu_name() -> str:
+    """Return the processor's name, or its architecture's where the system does not say."""
+    return _cpu_line("model name") or platform.machine()
+
+
+def _cpu_line(name: str) -> str:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    return ""
 
 
 def _load(compiler: str) -> ctypes.CDLL:

@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import json
-import platform
 import resource
 import time
 from collections import defaultdict
@@ -14,8 +12,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ttrl.errors import StorageError
-from ttrl.system.files import user_cache, write_json
+from ttrl.system.files import keep_figure
+from ttrl.system.native_code import cpu_name
 from ttrl.training.kernels.cpu_products import fast, product
 from ttrl.training.parallel.distributed import Ranks
 
@@ -121,7 +119,9 @@ def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.d
         products.append(lambda: product(x, w))
     seconds = min(_fastest(one, device) for one in products)
     threads = "" if device.type == "cuda" else f" {torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()}"
-    return _best_ever(f"{_processor(device)}{threads} {dtype} {tokens}x{k}x{n}", 2.0 * tokens * k * n / seconds)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    speed = 2.0 * tokens * k * n / seconds
+    return keep_figure("peaks.json", f"{name}{threads} {dtype} {tokens}x{k}x{n}", lambda best: max(speed, best or 0.0))
 
 
 def _fastest(compute: Callable[[], object], device: torch.device) -> float:
@@ -134,31 +134,6 @@ def _fastest(compute: Callable[[], object], device: torch.device) -> float:
         elapsed = time.perf_counter() - began
         fastest, taken, rounds = min(fastest, elapsed), taken + elapsed, rounds + 1
     return fastest
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return platform.machine()
-
-
-def _best_ever(what: str, speed: float) -> float:
-    """Return the larger of `speed` and what is kept of earlier processes, and keep it."""
-    try:
-        file = user_cache() / "peaks.json"
-        try:
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            best = max(speed, float(kept.get(what, 0.0)))
-        except (FileNotFoundError, ValueError, TypeError, AttributeError):  # none yet, or damaged: written anew
-            kept, best = {}, speed
-        if best > float(kept.get(what, 0.0)):
-            write_json(file, kept | {what: best})
-    except (OSError, StorageError):  # no cache: this process's own measurement
-        return speed
-    return best
 
 
 def _wait(device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """Projections through oneDNN against F.linear, their gradients among them, and when they are not taken."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,30 @@ def test_what_is_left_to_pytorch():
     assert cpu_products.serve(x, layer)
     layer.weight = nn.Parameter(torch.zeros(8, 24)[:, :12])  # oneDNN is slow with gaps between rows
     assert not cpu_products.serve(x, layer)
+
+
+@pytest.mark.parametrize("ratio", [0.6, 2.2])
+def test_the_library_of_weight_gradients_is_measured_once_and_kept(ratio, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_products, "_onednn_over_mkl", lambda: measured.append(ratio) or ratio)
+
+    def gradient():
+        cpu_products.weight_gradients_by_onednn.cache_clear()
+        (layer,), x = layers(8), torch.linspace(-1, 1, 36).view(3, 12)
+        return gradients(cpu_products.project(x, layer), [layer.weight])[0], gradients((layer(x),), [layer.weight])[0]
+
+    try:
+        first, plain = gradient()
+        torch.testing.assert_close(first, plain)
+        assert cpu_products.weight_gradients_by_onednn(torch.get_num_threads()) is (ratio > 1.3)
+        ratio = 1.0  # what another measurement would say
+        assert torch.equal(gradient()[0], first) and len(measured) == 1
+        (kept,) = json.loads((tmp_path / "ttrl" / "products.json").read_text()).values()
+        assert kept == measured[0]
+    finally:
+        cpu_products.weight_gradients_by_onednn.cache_clear()
+
+
+def test_the_measurement_compares_two_libraries():
+    assert 0.01 < cpu_products._onednn_over_mkl() < 100

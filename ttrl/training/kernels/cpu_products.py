@@ -1,23 +1,30 @@
-"""Projections in fp32 on x86 CPUs through oneDNN, where PyTorch takes MKL. Needs torch alone.
+"""Projections in fp32 on x86 CPUs through oneDNN, where PyTorch takes MKL.
 
 `torch.mm` and `F.linear` hand fp32 products to MKL. oneDNN, which the same wheel holds and PyTorch uses for bf16, is faster with
-the shapes of a decoder: on a Zen 4 core by 7 to 12% forward and by 15 to 20% for the gradient of the input (not for that of the
-weight, which stays with MKL). Its operation is the one that TorchInductor calls; it has no derivative, so that is written out
-here. Several projections of one input are one operation, in which the gradients of the input add up inside of the products.
+the shapes of a decoder: on a Zen 4 core by 7 to 12% forward and by 15 to 20% for the gradient of the input; on a Zen 5, where MKL
+takes half of the width, 2.2 times. Of the weight's gradient MKL computes 1.4 times as much a second on an Intel Xeon, and oneDNN
+2.2 times as much on a Zen 5: `weight_gradients_by_onednn`. oneDNN's operation is the one that TorchInductor calls; it has no
+derivative, so that is written out here. Several projections of one input are one operation, in which the gradients of the input
+add up inside of the products.
 
-Sums are in another order than MKL's. The choice depends on machine, dtype and modules alone, never on timings, so that a run that
-is repeated computes the same.
+Sums are in another order than MKL's. The choice depends on machine, dtype and modules, and on one measurement that is kept for
+good, so that a run that is repeated computes the same.
 
 Shapes: N tokens, D width in, O width out, H heads, E dimension of a head.
 """
 
+import functools
 import platform
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from ttrl.system.files import keep_figure
+from ttrl.system.native_code import cpu_name
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 PRODUCT = torch.ops.mkldnn._linear_pointwise if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
@@ -81,6 +88,32 @@ def product_into(x_ND: Tensor, weight_OD: Tensor, out_NO: Tensor) -> None:
         out_NO[:, part] = product(x_ND, weight_OD[part])
 
 
+@functools.cache
+def weight_gradients_by_onednn(threads: int) -> bool:
+    """Tell whether oneDNN computes ∂W = ∂yᵀ·x at least 1.3 times as fast as MKL on this processor by so many threads: measured
+    once, in a tenth of a second, and kept in `products.json` of the user's cache."""
+    name = f"{cpu_name()} {threads} threads, torch {torch.__version__}: weight gradients, oneDNN's speed over MKL's"
+    return keep_figure("products.json", name, lambda kept: _onednn_over_mkl() if kept is None else kept) >= 1.3
+
+
+def _onednn_over_mkl() -> float:
+    grad, rows = torch.ones(1024, 1024), torch.ones(1024, 512)
+    ways: tuple[Callable[[], Tensor], ...] = (lambda: torch.mm(grad.T, rows), lambda: product(grad.T, rows.T))
+    fastest = [float("inf")] * len(ways)
+    for _ in range(8):  # in turns: whatever else runs slows down both
+        for number, way in enumerate(ways):
+            began = time.perf_counter()
+            way()
+            fastest[number] = min(fastest[number], time.perf_counter() - began)
+    return fastest[0] / fastest[1]
+
+
+def _weight_gradient(grad_NO: Tensor, rows_ND: Tensor) -> Tensor:
+    if grad_NO.numel() and _has_no_gaps(rows_ND) and weight_gradients_by_onednn(torch.get_num_threads()):
+        return product(grad_NO.T, rows_ND.T)
+    return torch.mm(grad_NO.T, rows_ND)
+
+
 def as_pairs(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder [H·E, ...] from halves of each head, (a₁ … a_E/2, b₁ … b_E/2), to pairs (a₁, b₁, a₂, b₂, …)."""
     heads: Tensor = rows.unflatten(0, (-1, 2, head_dim // 2))
@@ -133,7 +166,7 @@ class _Projections(torch.autograd.Function):
             if needed[0]:
                 used = _ordered(weight, head_dim).T
                 grad_x = product(grad, used) if grad_x is None else PRODUCT.binary(grad, grad_x, used, None, "add")
-            of_weight = torch.mm(grad.T, rows) if needed[2 + 2 * number] and rows is not None else None
+            of_weight = _weight_gradient(grad, rows) if needed[2 + 2 * number] and rows is not None else None
             of_bias = grad.sum(0) if needed[3 + 2 * number] else None
             found += [g if g is None or not head_dim else as_halves(g, head_dim) for g in (of_weight, of_bias)]
         return None if grad_x is None else grad_x.view(ctx.shape), None, *found
