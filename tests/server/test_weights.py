@@ -168,6 +168,58 @@ def test_another_greedy_token_is_allowed_only_at_a_tie(fake_server, checkpoints)
         assert not check_canary(server, dataclasses.replace(canary, greedy_margins=[5e-4] * 7 + [1.0])).passed
 
 
+def moved_away(folder):
+    """Let the trainer of `folder` have computed something else with the same weights."""
+    path = folder / "canary.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"logprobs": [None, *(value - 0.5 for value in content["logprobs"][1:])]}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_all_weights_proven_other_logprobs_are_a_warning(fake_server, checkpoints, dtype, caplog):
+    moved_away(checkpoints[0])
+    moved_away(checkpoints[1])
+    with fake_server("proven", dtype=dtype) as server:
+        report = sync_weights(server, checkpoints[1])  # not after a reload: perhaps only a copy of the weights is right
+        assert report.mode == "restart" and "of the canary 0." in report.fell_back and report.comparison.is_proof
+        assert report.canary_max_difference == pytest.approx(0.5)
+        assert "has the trainer's weights, bit for bit, and computes something else" in caplog.text
+        caplog.clear()
+        assert sync_weights(server, checkpoints[0]).mode == "reload"  # now that is known of this server
+        assert "|logprob difference| of the canary" in caplog.text
+    with fake_server("proven", dtype=dtype) as server:
+        assert verify_weights(server, checkpoints[0])[0].max_difference == pytest.approx(0.5)
+        assert sync_weights(server, checkpoints[1]).mode == "reload"
+        for way in ("reload", "restart"):  # the canary alone
+            with pytest.raises(WeightSyncError, match=r"after a restart.* \|logprob difference\| of the canary"):
+                sync_weights(server, checkpoints[1], mode=way, compare=False)
+
+
+def test_but_not_where_anything_else_may_be_wrong(fake_server, checkpoints):
+    moved_away(checkpoints[0])
+    for behaviour in ("fine", "proven-roughly"):  # not all weights were compared, or not bit for bit
+        with fake_server(behaviour) as server, pytest.raises(WeightSyncError, match="after its start"):
+            verify_weights(server, checkpoints[0])
+    with fake_server("proven nan") as server, pytest.raises(WeightSyncError, match="server nan"):
+        verify_weights(server, checkpoints[0])
+    moved_away(checkpoints[1])
+    with fake_server("proven keep-cache") as server:
+        verify_weights(server, checkpoints[0])  # so it is known to be apart
+        assert "logprob difference" in sync_weights(server, checkpoints[1]).fell_back
+
+
+def test_a_server_elsewhere_needs_the_trainers_record_of_the_weights(fake_server, checkpoints):
+    """It may have other files than the trainer had, and without the record nobody knows."""
+    moved_away(checkpoints[1])
+    with fake_server("proven") as there:
+        server = JoinedServer(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
+        assert sync_weights(server, checkpoints[1]).canary_max_difference == pytest.approx(0.5)
+        content = json.loads((checkpoints[1] / "canary.json").read_text())
+        (checkpoints[1] / "canary.json").write_text(json.dumps(content | {"weights": {}}))
+        with pytest.raises(WeightSyncError, match="cannot be restarted from here"):
+            sync_weights(server, checkpoints[1])
+
+
 @pytest.mark.parametrize("shift, passes", [(0.0009, True), (0.0011, False), (-0.0011, False)])
 def test_float32_tolerance(fake_server, checkpoints, shift, passes):
     canary = Canary.load(checkpoints[0])

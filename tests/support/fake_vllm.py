@@ -62,7 +62,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 equal = behaviour != "differs" and float(weight) == state["weight"]
                 problems = [] if equal or behaviour == "blind" else ["w: 1 elements are not those of the files"]
                 tensors = {"w": hashlib.sha256(weight.encode()).hexdigest()}
-                result = {"problems": problems, "tensors": tensors, "compared": 2, "unchecked": 1, "exact": True}
+                result = {"problems": problems, "tensors": tensors, "compared": 2}
+                result |= {"unchecked": int("proven" not in behaviour), "exact": behaviour != "proven-roughly"}
                 result["failed"] = "KeyError: 'w'" if behaviour == "cannot-compare" else None
                 return self.answer(200, {"results": [result, result]})
             assert body["method"] in ("ttrl_load_weights", "reload_weights")
@@ -82,11 +83,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if path == "/reset_prefix_cache":
             state["refusals"] -= 1
             success = state["refusals"] < 0
-            if success and behaviour != "keep-cache": state["cache"].clear()
+            if success and "keep-cache" not in behaviour: state["cache"].clear()
             return self.answer(200, {"success": success})
         assert path == "/v1/completions", path
         if (body["model"] == "policy-adapter") != state.get("adapters", False): return self.answer(404, {"error": "no model"})
-        prompt, weight = body["prompt"], state["weight"] + (float("nan") if behaviour == "nan" else 0)
+        prompt, weight = body["prompt"], state["weight"] + (float("nan") if "nan" in behaviour else 0)
         if "prompt_logprobs" in body:
             rows = [None] + [{str(t): {"logprob": -(t % 7) - weight - weight / 10}} for t in prompt[1:]]
             return self.answer(200, {"choices": [{"prompt_logprobs": rows}]})

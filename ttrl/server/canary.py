@@ -115,7 +115,7 @@ def tolerance_for(canary: Canary, server_dtype: str | None) -> tuple[str, Tolera
     """Return the precision in which the two are compared, "float32" or "half", and its limits."""
     if server_dtype == canary.dtype == "float32":
         return "float32", FLOAT32
-    if (known := canary.half_precision) is None:
+    if (known := canary.half_precision) is None or canary.dtype == "nf4":  # the trainer rounds what the server does not
         return "half", HALF
     mean, p99 = max(_TIMES_MEAN * known.mean, _LEAST.mean), max(_TIMES_P99 * known.p99, _LEAST.p99)
     return "half", Tolerance(maximum=math.inf, mean=mean, p99=p99)
@@ -129,6 +129,8 @@ class CanaryReport:
     max_difference: float
     problem: str | None
     """Where and by how much it failed, with both numbers."""
+    stale: bool = False
+    """Whether it took keys and values of old weights from its prefix cache."""
 
 
 def check_canary(server: ServerConnection, canary: Canary, *, cache_is_empty: bool = False) -> CanaryReport:
@@ -158,16 +160,17 @@ def check_canary(server: ServerConnection, canary: Canary, *, cache_is_empty: bo
                 )
             break  # a tie may be broken either way, but what follows another token cannot be compared
         rows.append((f"greedy token {step} ({token})", greedy_logprobs[step], canary.greedy_logprobs[step]))
-    if cache_is_empty and cached:
+    stale = cache_is_empty and cached > 0
+    if stale:
         token_problem = token_problem or (
             f"{cached} of the canary's {len(canary.token_ids)} tokens came from the prefix cache, which was emptied: keys and "
             "values of the old weights"
         )
-    return _compare(rows, tolerance, name, token_problem)
+    return _compare(rows, tolerance, name, token_problem, stale)
 
 
 def _compare(
-    rows: Sequence[tuple[str, float, float]], tolerance: Tolerance, name: str, token_problem: str | None
+    rows: Sequence[tuple[str, float, float]], tolerance: Tolerance, name: str, token_problem: str | None, stale: bool
 ) -> CanaryReport:
     differences = [abs(server - trainer) if math.isfinite(server) else math.inf for _, server, trainer in rows]
     mean, largest = sum(differences) / len(differences), max(differences)
@@ -182,7 +185,7 @@ def _compare(
             f"{exceeded[0]} |logprob difference| of the canary {exceeded[1]:.6g} > {exceeded[2]:g} ({name}); it is largest at "
             f"{where}: server {server:.6f}, trainer {trainer:.6f}"
         )
-    return CanaryReport(problem is None, largest, problem)
+    return CanaryReport(problem is None, largest, problem, stale)
 
 
 def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> dict[str, Any]:

@@ -114,6 +114,8 @@ class VLLMServer(ServerConnection):
         self.env = dict(env or {})
         self.start_seconds = float("nan")
         """How long the last start took."""
+        self.is_apart = False
+        """Whether, just started and with the right weights, it was further from the trainer than the canary's limits."""
         self._port_is_given = port is not None
         self._child: ChildProcess | None = None
         self._ours = threading.Lock()  # a ChildProcess is for one thread at a time
