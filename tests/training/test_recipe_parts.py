@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch import distributed
 from transformers import Qwen2Config
 
 from ttrl.configs import GRPOConfig
@@ -20,7 +21,7 @@ from ttrl.training.batches import Update, check_pack, updates
 from ttrl.training.counts import row_flops, token_counts, work_counts
 from ttrl.training.faults import Finite, Skipped, advice, memory_advice, savings, somewhere
 from ttrl.training.metrics import Range, effective_sample_size
-from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.distributed import Ranks, ranks
 from ttrl.training.timing import Profiler, Stopwatch, largest_product, matmul_peak, memory_peaks
 from ttrl.training.train_log import PROGRESS_VARIABLE, TrainProgress
 
@@ -339,6 +340,26 @@ def test_a_trace_of_fewer_steps_than_asked_for(tmp_path):
         torch.ones(2) + 1
     profiler.close()
     assert "only one" in (tmp_path / "profile" / "rank-0.json").read_text()
+
+
+# Several processes
+
+
+def test_how_long_processes_wait_for_each_other_follows_from_the_model(tmp_path, monkeypatch):
+    def join(backend, timeout, **_):
+        raise TimeoutError(timeout.total_seconds())
+
+    monkeypatch.setattr(distributed, "init_process_group", join)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, base = tmp_path / "model", tmp_path / "base"
+    for folder in (model, base):
+        folder.mkdir()
+    with open(base / "model.safetensors", "wb") as file:
+        file.truncate(int(15.2e9))  # 7B in bf16
+    given, lora = {"collective_timeout": 50}, {"lora_rank": 4, "lora_base": str(base)}
+    for folder, more, seconds in ((model, {}, 600), (base, {}, 1208), (base, given, 50), (model, lora, 1208)):
+        with pytest.raises(TimeoutError, match=f"^{seconds}.0$"), ranks(config(model=str(folder), **more)):
+            pass
 
 
 # Packs that are of another model

@@ -111,10 +111,11 @@ class TrainingConfig(Config):
     reshard_after_forward: bool = True
     """With several processes: free a layer's gathered parameters after its forward pass and gather them again for its backward
     pass. False is faster and needs room for all parameters."""
-    collective_timeout: int = 600
+    collective_timeout: int | None = None
     """With several processes: seconds that one waits for the others in any one exchange before it fails. A process that was
     killed is noticed at once; a machine that was cut off from the network only by this. Must be longer than it takes to compile,
-    and to write the largest weight to the shared folder."""
+    and for the first process to make checkpoint or state durable on the shared folder, while all others wait. None: 600, and one
+    for each 25 MB of the model's files (7B in bf16: 20 minutes)."""
 
     # Adapters: what is trained while the model itself stays frozen. The formulas: `ttrl.training.policy.lora`.
 
@@ -264,7 +265,8 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
 
     packed: str = required()
     """The packed.safetensors to train on. Reference log-probabilities that it holds are used instead of `reference_model`, which
-    may then be left out; if it is given, it must be the model that they come from."""
+    may then be left out; if it is given, it must be the model that they come from. "": nothing is trained, and the model in
+    `output_dir`/checkpoint gets its canary."""
     state: str | None = None
     """Folder of the optimizer state to continue from; None starts afresh."""
     iteration: int = 1

@@ -140,6 +140,13 @@ def check_here(config: TrainingConfig, here: Ranks) -> None:
         raise ConfigError("config", [f"{problem}; restart it" for problem in found])
 
 
+def seconds_to_wait(config: TrainingConfig) -> int:
+    """Return how long one process waits for the others unless `collective_timeout` says so. The longest wait is for the first one
+    to write the optimizer's state: four times the bytes of a model in bf16, at the 100 MB/s of a slow network disk."""
+    folders = [Path(config.model), Path(config.lora_base or config.model)]
+    return 600 + max(sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in folders) * 4 // 10**8
+
+
 @contextlib.contextmanager
 def ranks(config: TrainingConfig) -> Iterator[Ranks]:
     """Join the process group that torchrun described in the environment, if any, and leave it at the end. Raises ConfigError with
@@ -156,7 +163,7 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
         return
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo" if config.cpu_offload else "nccl"
     alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
-    timeout = timedelta(seconds=config.collective_timeout)
+    timeout = timedelta(seconds=config.collective_timeout or seconds_to_wait(config))
     distributed.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **alone)
     try:
         yield grid(device, config.tensor_parallel, timeout)
