@@ -9,7 +9,7 @@ die:
 
     power    all of its processes at once, as in a power loss
     main     only the main process; what it started must not go on, nor get in the way of the next one
-    child    one of the processes below it (trainer, canary, their guards): the main process may end or go on
+    child    one of the processes below it (trainer, its guard): the main process may end or go on
 
 Every run that was killed is compared with the undisturbed one: weights, states and rollouts bit for bit; metrics and training log
 except for times. It must also be consistent in itself: nothing that a finished phase wrote was touched again; no completion was

@@ -8,7 +8,8 @@ The loss of a step is Σ w·ℓ / Z over all its trained tokens, with ℓ the ob
 (`ttrl.training.objective.objective`), weights w from the pack, and Z known before the first forward pass and the same on all
 ranks; so accumulation, microbatches and ranks only change the rounding. With the same inputs, seed, threads and one process,
 the result is the same bit for bit. The settings: `ttrl.configs.GRPOConfig`. With `follow` the process stays up and trains one
-iteration after the other, with the same result (`ttrl.training.resident`).
+iteration after the other, with the same result (`ttrl.training.resident`). Without a pack, nothing is trained: the model, which
+lies in output_dir/checkpoint, gets its canary.
 
 Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run on a GPU yet.
 """
@@ -25,6 +26,7 @@ from torchtune.config import parse
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.training.batches import check_pack, updates
+from ttrl.training.canary import CANARY_LENGTH, write_canary
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.drift import compare_tokens
 from ttrl.training.faults import memory_advice
@@ -42,6 +44,8 @@ logger = logging.getLogger("ttrl.grpo_recipe")
 
 def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
     """Train one iteration. `residence`: what this process kept of the iteration before, and keeps for the next one."""
+    if not config.packed:
+        return make_canary(config, here, residence)
     started = time.perf_counter()
     packed = PackedTensors.load(config.packed)
     check_reference(packed, config)
@@ -88,6 +92,15 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
         if residence is not None:
             residence.leave(config, trained)
     logger.info("%d optimizer steps, %.1f s in all", len(steps), time.perf_counter() - started)
+
+
+def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) -> None:
+    """Make the canary of what training starts from, which stays loaded in a `residence`."""
+    with memory_advice(config, CANARY_LENGTH):
+        trained = load_trained(config, here) if residence is None else residence.enter(config)
+        write_canary(config, trained.policy, here)
+        if residence is not None:
+            residence.keep(config, trained)
 
 
 def run(raw: DictConfig) -> int:

@@ -25,6 +25,10 @@ for number in itertools.count(1):
     config = yaml.safe_load(open(request))
     output = pathlib.Path(config["output_dir"])
     time.sleep(pause.choice((0, 0, 0.002, 0.05)))
+    if not config["packed"]:
+        (output / "checkpoint" / "canary.json").write_text("{}")
+        folder.put_answer(number, {})
+        continue
     for name, file, text in (
         ("checkpoint", "config.json", "{}"), ("checkpoint", "version.txt", config["iteration"]), ("state", "state.txt", "s"),
     ):

@@ -154,10 +154,9 @@ class World:
         """What takes the place of the run's trainer; for tests to replace."""
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The run's server, trainer and canary are those that this world has at the time."""
+        """The run's server and trainer are those that this world has at the time."""
         monkeypatch.setattr(train_module, "PolicyServer", type("Server", (FakeServer,), {"world": self}))
         monkeypatch.setattr(phases, "Trainer", lambda *arguments: self.trainer_class(*arguments))
-        monkeypatch.setattr(phases, "wait_for_process", lambda *args, **kwargs: self.fake_canary(*args, **kwargs))
 
     def note(self, event: str) -> None:
         self.events.append(event)
@@ -268,9 +267,12 @@ class World:
                 assert (Path(recipe_config["model"]) / "config.json").is_file()
 
             def train(self, number: int, recipe_config: dict[str, Any]) -> Path:
-                assert number == recipe_config["iteration"]
                 output = Path(recipe_config["output_dir"])
-                world.fake_tune(recipe_config, output / "grpo.yaml")
+                if recipe_config["packed"]:
+                    assert number == recipe_config["iteration"]
+                    world.fake_tune(recipe_config, output / "grpo.yaml")
+                else:
+                    world.fake_canary(output / "checkpoint")
                 return output / "checkpoint"
 
             def check(self) -> None:
@@ -281,6 +283,7 @@ class World:
 
         return FakeTrainer
 
-    def fake_canary(self, command: list[str], log_path: Path, **_: Any) -> None:
+    def fake_canary(self, checkpoint: Path) -> None:
         self.note("canary")
-        write_json(command[command.index("--output") + 1], {"schema": 1, "dtype": "float32"})
+        assert (checkpoint / "config.json").is_file()
+        write_json(checkpoint / "canary.json", {"schema": 1, "dtype": "float32"})

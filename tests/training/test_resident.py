@@ -1,7 +1,9 @@
 """What stays in memory between iterations: the same files, byte for byte, as when each iteration loads those of the last one."""
 
 import dataclasses
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,26 +41,27 @@ def chain(model_folder, tmp_path):
 
     def iteration(name, number, residence, model=None, state=None, **settings):
         output = tmp_path / name / str(number)
-        values = {
-            **{"model": str(model or model_folder()), "packed": str(tmp_path / f"packed{number % ITERATIONS}.safetensors")},
-            **{"output_dir": str(output), "state": state and str(state), "iteration": number + 1, "device": "cpu", "lr": 0.01},
-            **{"updates_per_iteration": 2, "rows_per_microbatch": 1, "num_threads": 1, "measure_peak": False},
-        }
+        files = {"model": str(model or model_folder()), "packed": str(tmp_path / f"packed{number % ITERATIONS}.safetensors")}
+        files |= {"output_dir": str(output), "state": state and str(state), "iteration": number + 1}
+        grpo_recipe.train(config(**files | settings), HERE, residence)
+        return output
+
+    def config(**settings):
+        values = {"device": "cpu", "lr": 0.01, "updates_per_iteration": 2, "rows_per_microbatch": 1, "num_threads": 1}
         if settings.get("kl_coefficient") and "lora_rank" not in settings:
             values["reference_model"] = str(reference)
         if "lora_rank" in settings:
             values["lora_base"] = str(model_folder())
-        grpo_recipe.train(GRPOConfig.parse(values | settings, "test"), HERE, residence)
-        return output
+        return GRPOConfig.parse(values | {"measure_peak": False} | settings, "test")
 
-    def train(name, residence=None, per_iteration=lambda number: {}, **settings):
-        folders, start = [], {}
+    def train(name, residence=None, per_iteration=lambda number: {}, first=None, **settings):
+        folders, start = [], {"model": first}
         for number in range(ITERATIONS):
             folders.append(iteration(name, number, residence, **start, **settings, **per_iteration(number)))
             start = {"model": folders[-1] / "checkpoint", "state": folders[-1] / "state"}
         return folders
 
-    train.iteration = iteration
+    train.iteration, train.config = iteration, config
     return train
 
 
@@ -111,16 +114,49 @@ def test_the_same_files_as_from_files(settings, chain, loads):
     assert len(loads) == 1  # and nothing was read that was in memory
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtype", "is_measured"),
+    [
+        ({}, "float32", True),
+        ({"dtype": "bf16", "free_memory": True, "optimizer_in_backward": True, "max_grad_norm": None}, "bfloat16", True),
+        ({**LORA, "lora_dropout": 0.3}, "float32", True),
+        ({**LORA, "lora_base_dtype": "nf4"}, "nf4", True),
+        ({**LORA, "dtype": "bf16", "lora_base_dtype": "bf16"}, "bfloat16", False),  # there is no fp32 to compare with
+    ],
+    ids=str,
+)
+def test_the_canary_of_the_starting_model_is_made_before_it_is_trained(
+    settings, dtype, is_measured, chain, loads, model_folder, tmp_path
+):
+    checkpoint = tmp_path / "0" / "checkpoint"
+
+    def made(residence):
+        shutil.copytree(model_folder(), checkpoint, copy_function=os.symlink)
+        config = chain.config(model=str(checkpoint), packed="", output_dir=str(checkpoint.parent), **settings)
+        grpo_recipe.train(config, HERE, residence)
+        return json.loads((checkpoint / "canary.json").read_text())
+
+    canary = made(None)
+    assert canary["dtype"] == dtype and (canary["half_precision"] is not None) == is_measured
+    assert not (model_folder() / "canary.json").exists()
+    once, residence = chain("once", first=checkpoint, **settings), Residence(HERE)
+    shutil.rmtree(checkpoint)
+    residence.prepare(chain.config(model=str(model_folder()), packed="", output_dir="", follow="folder", **settings))
+    loads.clear()
+    assert made(residence) == canary
+    check_same(chain("resident", residence, first=checkpoint, **settings), once)
+    assert loads == []  # the folder only links to what was loaded
+
+
 def test_what_is_prepared_is_used(chain, loads, model_folder):
     once = chain("once")
     residence = Residence(HERE)
-    start = {"model": str(model_folder()), "packed": "", "output_dir": "", "device": "cpu", "lr": 0.01, "num_threads": 1}
-    start |= {"updates_per_iteration": 2, "rows_per_microbatch": 1, "measure_peak": False, "follow": "folder"}
-    residence.prepare(GRPOConfig.parse(start, "test"))
+    start = {"model": str(model_folder()), "packed": "", "output_dir": "", "follow": "folder"}
+    residence.prepare(chain.config(**start))
     loads.clear()
     check_same(chain("resident", residence), once)
     assert loads == []
-    residence.prepare(GRPOConfig.parse(start | {"model": "nowhere"}, "test"))  # whoever asks for it is told
+    residence.prepare(chain.config(**start | {"model": "nowhere"}))  # whoever asks for it is told
     check_same(chain("again", residence), once)
     assert len(loads) == 2
 

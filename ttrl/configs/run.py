@@ -375,6 +375,11 @@ class TrainConfig(Config):
         return self.weight_sync in ("restart", "sleep") and not self.off_policy_steps
 
     @property
+    def shares_gpu(self) -> bool:
+        """Whether trainer and servers take turns on the same GPUs, so that neither may start while the other loads."""
+        return self.device == "cuda" and self.servers > 0
+
+    @property
     def context(self) -> int | None:
         """The longest sequence that the servers accept, where `server` sets it; None: the model's own."""
         length = self.server.get("max_model_len")

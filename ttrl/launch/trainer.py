@@ -84,14 +84,15 @@ class Trainer:
             self._check_runs("while nothing was asked of it", self._log)
 
     def train(self, number: int, recipe_config: Mapping[str, Any]) -> Path:
-        """Train iteration `number`; return its checkpoint's folder.
+        """Train iteration `number`, or, of 0 without a pack, make the canary of the checkpoint that is there; return that folder.
 
         Files appear below `recipe_config["output_dir"]` as they are finished; its train marker is the caller's to set. Raises
         TrainerError, ending with the last lines of the log, when the trainer fails or dies, StorageError where it said that the
         disk is full. The next call starts another one.
         """
         output = Path(recipe_config["output_dir"])
-        config_path, pbar, pbar_desc = output / "grpo.yaml", not self._console.quiet, f"{number}: training"
+        config_path, pbar = output / "grpo.yaml", not self._console.quiet
+        pbar_desc = f"{number}: {'training' if number else 'canary'}"
         if self._config.trainer == "once":
             return tune(
                 recipe_config,

@@ -81,7 +81,7 @@ class Iterations:
         folder, config = self._folder, self._config
         numbers = range(max(1, number), config.iterations + 1)
         to_train = next((n for n in numbers if folder.iteration(n).marker("train") is None), None)
-        if to_train is not None:
+        if to_train is not None and not config.shares_gpu:  # there it loads for its first request, while no server starts
             self._phases.start_trainer(to_train)
         if number == 0 and folder.iteration(0).marker("prepare") is None:
             return  # `prepare` starts the server, as one of the first things

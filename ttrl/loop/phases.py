@@ -14,7 +14,6 @@ import dataclasses
 import json
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from ttrl.errors import ServerError, TrainerDiedError
 from ttrl.intervals import estimate_mean
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
-from ttrl.launch.tune import wait_for_process
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, groups_of, is_open
 from ttrl.loop.pack import pack
 from ttrl.loop.sampling import Sampler, SamplingOrder
@@ -81,12 +79,14 @@ class Phases:
     # Iteration 0
 
     def prepare(self) -> None:
-        """Link the starting model as iteration 0's checkpoint and compute its canary, while the server starts."""
+        """Link the starting model as iteration 0's checkpoint, and have the trainer make its canary while the server starts; but
+        where they share a GPU, the server starts when the trainer is done and has parked."""
         iteration = self.folder.iteration(0)
         if iteration.marker("prepare") is not None:
             return
         began = clock()
-        self.server.start(self.model)
+        if not self.config.shares_gpu:
+            self.server.start(self.model)
         self.console.line(
             "starting vLLM and the trainer; with a small model, validation begins in about half a minute "
             f"(logs: {self.folder.path / 'logs'})"
@@ -97,18 +97,12 @@ class Phases:
                     inside = path.is_relative_to(self.folder.path)
                     target = Path(os.path.relpath(path, iteration.path / "checkpoint")) if inside else path.resolve()
                     (temporary / path.name).symlink_to(target)
-            canary = self.model / CANARY_FILE
+            canary = self.model / CANARY_FILE  # our own recipe may have made this model
             computed = {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype], self.config.context
-            if _canary_made_in(canary) == computed:
-                (temporary / CANARY_FILE).write_bytes(canary.read_bytes())  # our own recipe made this model
-            else:
-                command = [sys.executable, "-m", "ttrl.training.canary", "--model", str(self.model)]
-                command += ["--output", str(temporary / CANARY_FILE)]
-                command += ["--dtype", self.config.dtype, "--device", self.config.device]
-                command += [] if self.config.context is None else ["--context", str(self.config.context)]
-                wait_for_process(
-                    command, self.folder.path / "logs" / "canary.log", progress=temporary, pbar=False, pbar_desc="canary"
-                )
+            if is_known := _canary_made_in(canary) == computed:
+                (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
+        if not is_known:
+            self._ask_trainer(0, self.recipe_config(1) | {"packed": "", "output_dir": str(iteration.path)})
         plan = write_plan(self.config, self.folder.path, self.model, self.tasks, self.validation_tasks, self.tokenizer())
         if plan is not None:
             self.console.line(plan.time_line())
@@ -255,21 +249,26 @@ class Phases:
         if self.config.server_stops:
             self._synced = None
             self.server.rest()  # its memory is the trainer's now
-        while True:
-            (iteration.path / "train.jsonl").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # half a checkpoint is as large as a whole one, and of no use
-                remove_leftovers(iteration.path)
-            try:
-                self.trainer.train(number, self.recipe_config(number))
-                break
-            except TrainerDiedError as error:
-                self._count_death(error)
-        self._deaths = 0
+        self._ask_trainer(number, self.recipe_config(number))
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
         self.timeline.add_training(began, clock(), steps)
         facts = {"seconds": clock() - began, "trained": True, "steps": steps}
         files = ["checkpoint", "state", "train.jsonl", "trainer_logprobs.safetensors"]
         iteration.mark("train", files, facts, _known_digests(iteration.path))
+
+    def _ask_trainer(self, number: int, recipe_config: dict[str, Any]) -> None:
+        """Have the trainer do its part of an iteration; start one that was killed again. Raises TrainerError, StorageError."""
+        folder = self.folder.iteration(number).path
+        while True:
+            (folder / "train.jsonl").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # half a checkpoint is as large as a whole one, and of no use
+                remove_leftovers(folder)
+            try:
+                self.trainer.train(number, recipe_config)
+                break
+            except TrainerDiedError as error:
+                self._count_death(error)
+        self._deaths = 0
 
     def check_trainer(self) -> None:
         """Notice a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises

@@ -4,16 +4,14 @@ It has two parts, because a server can be wrong in two ways. The log-probabiliti
 greedy continuation of it shows stale keys and values too: requests for prompt log-probabilities skip a server's prefix cache, a
 continuation uses it.
 
-`python -m ttrl.training.canary --model FOLDER --output FILE` computes the canary of any model folder, and measures how
-far bf16 is from fp32 on this model: the server's limits in half precision follow from that. The checkpoints that are trained from
-the folder keep its text and that measure.
+Before the first iteration, the trainer computes that of the starting model, as it holds it (sharded, or in 4 bits), and measures
+how far bf16 is from fp32 on this model: the server's limits in half precision follow from that. The checkpoints that are trained
+from it keep its text and that measure.
 """
 
-import argparse
 import json
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from ttrl.errors import ModelFolderError
 from ttrl.records import CANARY_FILE
 from ttrl.system.files import write_json
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.parallel.distributed import Ranks, run_on_ranks
-from ttrl.training.policy.loading import load_policy
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.sharding import gathered_precision
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 
 CANARY_LENGTH = 257  # two KV blocks of 128 tokens and one more, so that whole blocks are in the prefix cache
@@ -156,6 +154,26 @@ def _chosen(distributions: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     return distributions[: len(following)].gather(1, following).squeeze(1)
 
 
+def write_canary(config: TrainingConfig, policy: Policy, here: Ranks) -> None:
+    """Write the canary of the model that training starts from to `output_dir`/checkpoint, where that model lies without one. A
+    collective."""
+    canary = compute_canary(policy, here.device, Path(config.model))
+    if _has_fp32(policy, config, here):
+        canary["half_precision"] = half_precision(policy, canary["token_ids"], here.device)
+    if config.lora_base_dtype == "nf4":  # the server has the starting model, which nobody has rounded like that
+        canary["dtype"] = "nf4"
+    if here.is_first:
+        write_json(Path(config.output_dir, "checkpoint", CANARY_FILE), canary)
+    here.barrier()
+
+
+def _has_fp32(policy: Policy, config: TrainingConfig, here: Ranks) -> bool:
+    """Return whether the policy can compute in fp32: its parameters are that, and are gathered as that where they are sharded."""
+    is_sharded = here.world_size > 1 or config.cpu_offload
+    gathered = gathered_precision(config, here.device).param_dtype if is_sharded else None
+    return gathered is None and all(parameter.dtype == torch.float32 for parameter in policy.parameters())
+
+
 def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> dict[str, float]:
     """Return how far bf16 is from fp32 on this model: mean and 99th percentile of |difference| over the tokens, in nats."""
     kept, found = policy.compute_dtype, []
@@ -174,34 +192,3 @@ def _same_everywhere(tokens: torch.Tensor) -> torch.Tensor:
     shared = [tokens.tolist()]
     distributed.broadcast_object_list(shared)
     return torch.tensor(shared[0])
-
-
-def main() -> int:
-    """Compute the canary of a model folder, on one device."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--num-threads", type=int)
-    parser.add_argument("--context", type=int, help="the server's max_model_len, where it is not the model's own")
-    arguments = parser.parse_args()
-    config = TrainingConfig(
-        model=arguments.model,
-        output_dir="",
-        dtype=arguments.dtype,
-        device=arguments.device,
-        num_threads=arguments.num_threads,
-        context=arguments.context,
-    ).check("canary")
-
-    def write(config: TrainingConfig, here: Ranks) -> None:
-        policy = load_policy(config, here)
-        canary = compute_canary(policy, here.device, Path(config.model))
-        write_json(arguments.output, canary | {"half_precision": half_precision(policy, canary["token_ids"], here.device)})
-
-    return run_on_ranks(lambda: config, write, logger)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -106,17 +106,18 @@ class Residence:
             fill_parameters(trained.policy.parameters_by_name(), written.model)
         if config.optimizer == "adamw_8bit" and self._here.processes > 1:
             trained.stepper.load(output / "state")
-        self._keep(written, trained)
+        self.keep(written, trained)
 
     def prepare(self, config: GRPOConfig) -> None:
         """Load what `config` starts from before it is asked for. What is wrong with it is left for the iteration to report."""
         try:
-            self._keep(config, load_trained(config, self._here))
+            self.keep(config, load_trained(config, self._here))
         except (TtrlError, MemoryError, RuntimeError) as error:  # of memory: PyTorch has no class of its own for the CPU's
             self._kept = None
             logger.info("nothing is loaded yet: %s", error)
 
-    def _keep(self, config: GRPOConfig, trained: Trained) -> None:
+    def keep(self, config: GRPOConfig, trained: Trained) -> None:
+        """Keep what was loaded for `config`, and has not changed since, for whoever asks for that."""
         if config.free_memory:
             _move(trained, torch.device("cpu"))
         self._kept = trained, _settings(config), _inputs(config)

@@ -1,0 +1,219 @@
+"""Who holds a GPU, and when: the real loop, trainer and keeper of servers, on processes that are threads and book what they hold.
+
+The GPU refuses what CUDA and vLLM refuse: more than there is, a server that starts where less is free than it was promised, and
+memory that others take or give back while it profiles. Trainer and server fit one after the other, and not at the same time."""
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support.world import FakeServer
+
+from ttrl.errors import ServerError, ServerStartError, TrainerError
+from ttrl.launch import trainer, tune
+from ttrl.launch.policy_server import PolicyServer
+from ttrl.launch.server_member import ServerTools
+from ttrl.loop import train as train_module
+from ttrl.server.canary import CanaryReport
+from ttrl.server.vllm import VLLMServer
+from ttrl.server.weights import SyncReport, WeightComparison
+from ttrl.system.request_folder import RequestFolder
+
+TOTAL, TRAINS, PARKED, ASLEEP = 80, 60, 1, 2  # GB
+
+
+class Gpu:
+    """Its account. events: what happened, in order."""
+
+    def __init__(self):
+        self.held, self.events, self._lock = {}, [], threading.Lock()
+        self._profiling = None
+
+    def hold(self, who, amount):
+        """Hold this much from now on. Raises MemoryError."""
+        with self._lock:
+            if self.held.get(who, 0) == amount:
+                return
+            self.held[who] = amount
+            self.events.append(f"{who} {amount}")
+            if self._profiling not in (None, who):
+                self.events.append(f"{who} disturbs {self._profiling}")
+            if sum(self.held.values()) > TOTAL:
+                raise MemoryError(f"CUDA out of memory: {self.held}")
+
+    def start(self, who, promised):
+        """Profile as a server does, and hold what it was promised. Raises ServerStartError."""
+        with self._lock:
+            self._profiling, before = who, dict(self.held)
+            if TOTAL - sum(before.values()) < promised:
+                raise ServerStartError(f"free memory on startup is less than desired: {before}")
+        for _ in range(20):
+            time.sleep(0.005)
+        with self._lock:
+            self._profiling = None
+            if self.held != before:
+                raise ServerStartError(f"error in memory profiling: {before}, now {self.held}")
+        self.hold(who, promised)
+
+
+@pytest.fixture
+def run(world, monkeypatch):
+    """`run(promised, **settings)`: the account of a run whose server is promised so much."""
+
+    def made(promised, meet=None, **settings):
+        gpu = Gpu()
+
+        class TrainerThread:
+            def __init__(self, command, log_path, progress, variables=None):
+                self.progress, self._thread, self._error = progress, threading.Thread(target=self._run), None
+                self._config = yaml.safe_load(Path(command[-1]).read_text())
+
+            def start(self):
+                self._thread.start()
+                return self
+
+            def _run(self):
+                try:
+                    self._follow()
+                except BaseException as error:  # noqa: BLE001 - told to who asks
+                    self._error = TrainerError(repr(error))
+                gpu.hold("trainer", 0)
+
+            def _follow(self):
+                gpu.hold("trainer", TRAINS)
+                if self._config["follow"] is None:
+                    return self._work(self._config)
+                self._park()
+                folder = RequestFolder(self._config["follow"])
+                for number in itertools.count(1):
+                    if (request := folder.next_request(number)) is None:
+                        return None
+                    gpu.hold("trainer", TRAINS)
+                    self._work(yaml.safe_load(request.read_text()))
+                    self._park()
+                    folder.put_answer(number, {})
+
+            def _park(self):
+                if self._config["free_memory"]:
+                    gpu.hold("trainer", PARKED)
+
+            def _work(self, config):
+                gpu.events.append("trains" if config["packed"] else "canary")
+                if meet is not None and not config["packed"]:
+                    meet.wait()
+                if config["packed"]:
+                    world.fake_tune(config, None)
+                else:
+                    world.fake_canary(Path(config["output_dir"], "checkpoint"))
+
+            def ended(self):
+                if self._error is not None:
+                    raise self._error
+                return not self._thread.is_alive()
+
+            def show(self, done, **_):
+                while not done():
+                    time.sleep(0.001)
+
+            def log_task_to(self, path):
+                pass
+
+            def stop(self, *_):
+                self._thread.join()
+
+            __enter__ = start
+            __exit__ = stop
+
+        class ServerOnGpu(VLLMServer):
+            is_started = has_ended = False
+
+            def start(self):
+                self.is_started = True
+                if meet is not None:
+                    meet.wait()
+                gpu.start("server", promised)
+
+            def stop(self):
+                self.is_started = False
+                gpu.hold("server", 0)
+
+            def check(self):
+                pass
+
+            def open_version(self):
+                return self.version
+
+            def open_to(self, version):
+                self.version = version
+
+            def request(self, method, path, *_, **__):
+                raise ServerError(f"{method} {path}: 404")
+
+        def sync(server, folder, *, mode, asleep, **_):
+            if mode == "restart":
+                server.stop()
+                server.start()
+            gpu.hold("server", promised)
+            return SyncReport(mode, 0.0, 0.0, None)
+
+        class Keeper(PolicyServer):
+            def __init__(self, config, logs, console):
+                verify = CanaryReport(True, 0.0, None), WeightComparison()
+                asleep = lambda server: gpu.hold("server", ASLEEP)  # noqa: E731
+                tools = ServerTools(own=ServerOnGpu, sync=sync, verify=lambda *_, **__: verify, sleep=asleep)
+                super().__init__(config, logs, console, tools)
+
+            def endpoints(self):
+                self.check()
+                fake = type("Server", (FakeServer,), {"world": world})(None, None, None)
+                fake.checkpoint = self._serving[0]
+                return fake.endpoints()
+
+        world.trainer_class = trainer.Trainer
+        with monkeypatch.context() as patch:
+            patch.setattr(train_module, "PolicyServer", Keeper)
+            patch.setattr(trainer, "TrainerProcess", TrainerThread)
+            patch.setattr(tune, "TrainerProcess", TrainerThread)
+            result = world.train(**settings)
+        assert result.metrics[-1]["iteration"] == settings["iterations"]
+        assert not [event for event in gpu.events if "disturbs" in event]
+        return gpu.events
+
+    return made
+
+
+TRAIN = [f"trainer {TRAINS}", "trains"]
+LOADED, CANARY = f"trainer {TRAINS}", [f"trainer {PARKED}", f"trainer {TRAINS}", "canary", f"trainer {PARKED}"]
+
+
+@pytest.mark.parametrize("weight_sync", ["sleep", "restart"])
+def test_on_one_gpu_the_trainer_parks_before_the_server_starts(run, weight_sync):
+    """And so at every turn, also when the run is continued."""
+    rests = f"server {ASLEEP if weight_sync == 'sleep' else 0}"
+    turn = [rests, *TRAIN, f"trainer {PARKED}", "server 70"]
+    ends = ["server 0", "trainer 0"]
+    events = run(70, device="cuda", weight_sync=weight_sync, iterations=2)
+    assert events[:-2] == [LOADED, *CANARY, "server 70", *turn, *turn] and sorted(events[-2:]) == ends
+    events = run(70, device="cuda", weight_sync=weight_sync, iterations=3)
+    first = [rests, LOADED, f"trainer {PARKED}", *turn[1:]]  # the trainer loads while the server rests
+    assert events[:-2] == ["server 70", *first] and sorted(events[-2:]) == ends
+
+
+def test_on_one_gpu_a_trainer_that_is_started_for_each_iteration_is_gone_before_the_server_starts(run):
+    turn = [f"server {ASLEEP}", *TRAIN, "trainer 0", "server 70"]
+    events = run(70, device="cuda", weight_sync="sleep", trainer="once", iterations=2)
+    assert events == [LOADED, "canary", "trainer 0", "server 70", *turn, *turn, "server 0"]
+
+
+def test_on_one_gpu_a_server_that_stays_is_promised_what_the_trainer_leaves(run):
+    for iterations, began in ((1, [LOADED, *CANARY, "server 15"]), (2, ["server 15", LOADED, f"trainer {PARKED}"])):
+        events = run(15, device="cuda", iterations=iterations)
+        assert events[:-2] == [*began, *TRAIN, f"trainer {PARKED}"] and sorted(events[-2:]) == ["server 0", "trainer 0"]
+
+
+def test_on_cpu_nobody_waits(run):
+    """The server starts while the trainer loads: neither of the two would be done without the other."""
+    run(15, meet=threading.Barrier(2, timeout=60), iterations=1)
