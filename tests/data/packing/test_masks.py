@@ -125,7 +125,7 @@ def test_dense_mask_is_the_recursive_definition(rows):
 def test_block_mask_is_the_dense_mask_and_skips_what_it_can(rows):
     groups, parents = stack(rows)
     dense, size = dense_mask(groups, parents), 16
-    mask = block_mask(groups, parents, block_size=size)
+    mask = block_mask(subtree_ends(groups, parents), block_size=size)
     length = groups.shape[1]
     blocks = -(-length // size)
     padded = torch.zeros(len(rows), blocks * size, blocks * size, dtype=torch.bool)
@@ -152,7 +152,7 @@ def test_flex_attention_with_the_block_mask_equals_plain_masked_attention():
     ]
     groups, parents = stack(rows)
     q, k, v = (torch.randn(2, 3, 370, 16, dtype=torch.float32) for _ in range(3))
-    mask = block_mask(groups, parents)
+    mask = block_mask(subtree_ends(groups, parents))
     assert int(mask.full_kv_num_blocks.sum()) > 0
     out = flex_attention(q, k, v, block_mask=mask)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(groups, parents).unsqueeze(1))
@@ -199,5 +199,5 @@ def test_nothing_as_large_as_the_row_squared_is_made_for_a_block_mask():
             return out
 
     with Watch():
-        block_mask(groups, parents)
+        block_mask(subtree_ends(groups, parents))
     assert length <= largest <= 4 * length  # against 32768 x length for a dense mask

@@ -10,11 +10,18 @@ No mask grows with the depth of the tree or with the square of the number of gro
 Shapes: B rows, T positions, G groups of the row with the most, N blocks of a row.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 DEFAULT_BLOCK_SIZE = 128
+
+
+def free_to_look(device: torch.device) -> bool:
+    """Tell whether a tensor's values can be read without waiting for all that the device was told to do."""
+    return device.type == "cpu"
 
 
 def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
@@ -25,7 +32,8 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     rows, seq_len = group_ids.shape
     device = group_ids.device
     position = torch.arange(seq_len, device=device).expand(rows, -1)
-    num_groups = max(int(group_ids.max()) + 1, 1)
+    look = free_to_look(device)
+    num_groups = max(int(group_ids.max()) + 1, 1) if look else seq_len  # a row of T tokens has at most T groups
     slot = torch.where(group_ids < 0, num_groups, group_ids)  # padding goes into a spare last column
 
     def column(fill: int) -> Tensor:
@@ -36,19 +44,20 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     length = column(0).scatter_add_(1, slot, torch.ones_like(position))
     own = torch.arange(num_groups + 1, device=device).expand(rows, -1)
     parent = own.clone().scatter_(1, slot, torch.where(group_ids < 0, num_groups, parent_ids))
-    # What a group and its descendants hold is added to each of its ancestors, one step up the tree at a time.
-    end, held, current = stop.clone(), length.clone(), own
-    while True:
-        above = parent.gather(1, current)
-        rising = above != current
-        if not rising.any():
+    # What a group and its descendants hold is added to its ancestors. After the k-th step, a group has that of the 2^k - 1
+    # generations below it, and `above` is its ancestor 2^k generations up; the spare column is above roots.
+    end, held = stop, length
+    above = torch.where(parent == own, num_groups, parent)
+    for _ in range(num_groups.bit_length()):
+        if look and bool((above == num_groups).all()):
             break
-        above_or_spare = torch.where(rising, above, num_groups)
-        end.scatter_reduce_(1, above_or_spare, stop, "amax")
-        held.scatter_add_(1, above_or_spare, length)
-        current = above
-    depth_first = (held == end - first)[:, :-1] | (length == 0)[:, :-1]
-    assert bool(depth_first.all()), "groups of a packed row do not stand depth first"
+        end, held = end.scatter_reduce(1, above, end, "amax"), held.scatter_add(1, above, held)
+        above = above.gather(1, above)
+    depth_first = ((held == end - first)[:, :-1] | (length == 0)[:, :-1]).all()
+    if look:
+        assert bool(depth_first), "groups of a packed row do not stand depth first"
+    else:
+        torch._assert_async(depth_first, "groups of a packed row do not stand depth first")
     return torch.where(group_ids < 0, position + 1, end.gather(1, slot))
 
 
@@ -60,52 +69,43 @@ def dense_mask(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     return (position <= position.unsqueeze(1)) & (position.unsqueeze(1) < ends.unsqueeze(1))
 
 
-def block_mask(
-    group_ids: Tensor,
-    parent_ids: Tensor,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    *,
-    input_pos: Tensor | None = None,
-    window: int | None = None,
-) -> BlockMask:
-    """Return the same rule as a FlexAttention BlockMask, for all heads. On CUDA: never run on a GPU so far; tested on CPU
-    (forward).
+def mask_rule(ends: Tensor, near: tuple[Tensor, Tensor] | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the rule as FlexAttention's mask_mod. ends: `subtree_ends`. near: positions in the unpacked sequences, and those
+    above which a query sees keys, int64 [B, T] each; tensors, so that compiled code serves windows of all sizes."""
+    if near is None:
+        return lambda b, h, q, k: (k <= q) & (q < ends[b, k])
+    positions, above = near
+    return lambda b, h, q, k: (k <= q) & (q < ends[b, k]) & (positions[b, k] > above[b, q])
 
-    With `window`, a query at position p of `input_pos` (int64 [B, T]) sees only keys at positions above p - window.
+
+def block_mask(ends: Tensor, near: tuple[Tensor, Tensor] | None = None, block_size: int = DEFAULT_BLOCK_SIZE) -> BlockMask:
+    """Return `mask_rule` as a FlexAttention BlockMask, for all heads. On CUDA: never run on a GPU so far; tested on CPU.
 
     Which blocks are empty, mixed or full follows from the first and the last end in each block of keys, so neither time nor
     memory is quadratic in T (create_block_mask evaluates, and without compilation stores, all T × T entries). The mixed blocks
     are decided entry by entry inside the kernel.
     """
-    batch, seq_len = group_ids.shape
-    device = group_ids.device
-    ends = subtree_ends(group_ids, parent_ids)
+    batch, seq_len = ends.shape
+    device = ends.device
     num_blocks = -(-seq_len // block_size)
+
+    def by_block(values: Tensor, behind: Tensor) -> Tensor:
+        """Return [B, N, block_size], filled up behind the row's end."""
+        padded = behind.expand(batch, -1).clone()
+        padded[:, :seq_len] = values
+        return padded.view(batch, num_blocks, block_size)
+
     # Behind the row's end nothing is seen by others, as in padding.
-    padded = torch.arange(1, num_blocks * block_size + 1, device=device).repeat(batch, 1)
-    padded[:, :seq_len] = ends
-    by_block = padded.view(batch, 1, num_blocks, block_size)
+    own = by_block(ends, torch.arange(1, num_blocks * block_size + 1, device=device)).unsqueeze(1)
     begin = (torch.arange(num_blocks, device=device) * block_size).unsqueeze(1)  # of each block of queries, [N, 1]
     before = begin > begin.T
-    some = before & (by_block.amax(dim=-1) > begin)  # [B, N, N]
-    full = before & (by_block.amin(dim=-1) >= begin + block_size)
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < ends[b, k])
-
-    if window is not None:
-        assert input_pos is not None, "a window is counted in positions"
-        positions, whole_tree = input_pos, mask_mod
-        in_blocks = torch.zeros_like(padded)
-        in_blocks[:, :seq_len] = positions
-        in_blocks = in_blocks.view(batch, num_blocks, block_size)
-        first, last = in_blocks.amin(dim=-1), in_blocks.amax(dim=-1)  # [B, N]
-        some &= last.unsqueeze(1) > first.unsqueeze(2) - window  # of keys against queries; some entry may be near enough
-        full &= first.unsqueeze(1) > last.unsqueeze(2) - window  # every one is
-
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return whole_tree(b, h, q, k) & (positions[b, k] > positions[b, q] - window)
-
+    some = before & (own.amax(dim=-1) > begin)  # [B, N, N]
+    full = before & (own.amin(dim=-1) >= begin + block_size)
+    if near is not None:
+        nowhere = torch.zeros(num_blocks * block_size, dtype=torch.int64, device=device)
+        positions, above = (by_block(values, nowhere) for values in near)
+        some &= positions.amax(dim=-1).unsqueeze(1) > above.amin(dim=-1).unsqueeze(2)  # some key may be near enough
+        full &= positions.amin(dim=-1).unsqueeze(1) > above.amax(dim=-1).unsqueeze(2)  # every one is
     # A block on the diagonal is always mixed: every token sees itself.
     mixed = (some & ~full) | torch.eye(num_blocks, dtype=torch.bool, device=device)
 
@@ -113,7 +113,7 @@ def block_mask(
         *_block_lists(mixed),
         *_block_lists(full),
         BLOCK_SIZE=block_size,
-        mask_mod=mask_mod,
+        mask_mod=mask_rule(ends, near),
         seq_lengths=(seq_len, seq_len),
     )
 

@@ -4,27 +4,57 @@ Rows hold every prompt once for all of its completions, so the mask is not plain
 its own group and of its group's ancestors (`ttrl.data.packing.masks`). What follows from the ids alone is computed once per
 microbatch, in an `AttentionPlan`; then the device and the kind of scores decide how attention is computed:
 
-    CUDA   FlexAttention with a block mask built straight from the ids; never run on a GPU yet
+    CUDA   FlexAttention with a block mask built straight from the ids, always compiled; never run on a GPU yet
     CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all; by our own kernel where it can be compiled
            (`ttrl.training.kernels.native_attention`)
     CPU, soft cap or sliding window   the exact fallback: a dense mask, quadratic in T
 
-A window that is longer than every sample changes nothing, and does not count as one.
+On CPUs, a window that is longer than every sample changes nothing, and does not count as one.
 
-Shapes: B rows, T tokens of a row, H query heads, K key/value heads, E dimension of a head.
+A graph per length would mean a compilation per microbatch, up to PyTorch's limit and then attention with all S × S scores. So
+compiled code sees the rows laid end to end, as one row with a dynamic number of tokens; what differs from batch to batch comes in
+tensors; and where it is called without being compiled it raises an error. A model has one graph with gradients and one without,
+for layers with a window one more each.
+
+Shapes: B rows, T tokens of a row, S = B·T rounded up, H query heads, K key/value heads, E dimension of a head.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ttrl.data.packing.masks import block_mask, dense_mask
+from ttrl.data.packing.masks import DEFAULT_BLOCK_SIZE, block_mask, dense_mask, free_to_look, mask_rule, subtree_ends
+from ttrl.errors import UserError
 from ttrl.training.kernels.split_attention import SplitPlan, never_compiled, split_attend, split_plan
+
+_LISTS = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")]
+_LARGE_TILES = 227 * 1024  # bytes of shared memory for a block, from sm_90 on, without sm_120
+_GRAPHS = 64  # of compiled attention in a process: far more than its models, dtypes and kinds of scores need
+
+
+class FlexMask(NamedTuple):
+    """A block mask over rows laid end to end as tensors alone, whose lengths compiled code takes as dynamic."""
+
+    ends: Tensor
+    """int64 [1, S]"""
+    near: tuple[Tensor, Tensor] | None
+    """With a window: as `mask_rule` takes it."""
+    lists: dict[str, Tensor]
+    """Of blocks, by BlockMask's names."""
+
+    @property
+    def block_mask(self) -> BlockMask:
+        """The mask itself."""
+        S = self.ends.shape[1]
+        lists: dict[str, Any] = self.lists
+        return BlockMask((S, S), **lists, BLOCK_SIZE=(DEFAULT_BLOCK_SIZE,) * 2, mask_mod=mask_rule(self.ends, self.near))
 
 
 @dataclass(eq=False)
@@ -36,11 +66,11 @@ class AttentionPlan:
     input_pos: Tensor
     dtype: torch.dtype
     longest: int
-    """Positions of the longest sample."""
+    """Positions of the longest sample; on other devices than CPUs, at least as many."""
     split: SplitPlan | None
     """For the CPU."""
     dense_masks: dict[int | None, Tensor] = field(default_factory=dict)
-    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    flex_masks: dict[int | None, FlexMask] = field(default_factory=dict)
     """By window, as needed."""
 
     @never_compiled
@@ -56,12 +86,35 @@ class AttentionPlan:
             self.dense_masks[window] = mask.masked_fill_(~allowed_BTT, -torch.inf).unsqueeze(1)
         return self.dense_masks[window]
 
-    @never_compiled
-    def blocks(self, window: int | None) -> BlockMask:
-        """Return FlexAttention's block mask. Built once per window."""
-        if window not in self.block_masks:
-            self.block_masks[window] = block_mask(self.group_ids, self.parent_ids, input_pos=self.input_pos, window=window)
-        return self.block_masks[window]
+    def flex(self, window: int | None) -> FlexMask:
+        """Return the mask of FlexAttention over the rows laid end to end. Built once per window."""
+        if window not in self.flex_masks:
+            if self.flex_masks:
+                ends = next(iter(self.flex_masks.values())).ends
+            else:
+                rows, T = self.group_ids.shape
+                ends = subtree_ends(self.group_ids, self.parent_ids)
+                ends = (ends + T * torch.arange(rows, device=ends.device).unsqueeze(1)).view(1, -1)
+                behind = torch.arange(ends.shape[1], flex_length(rows * T), device=ends.device)
+                ends = torch.cat([ends, behind.unsqueeze(0) + 1], dim=1)
+            near = None
+            if window is not None:
+                positions = F.pad(self.input_pos.reshape(1, -1), (0, ends.shape[1] - self.input_pos.numel()))
+                near = positions, positions - window
+            mask = block_mask(ends, near)
+            lists = {name: getattr(mask, name) for name in _LISTS}
+            for tensor in (ends, *(near or ())):
+                torch._dynamo.mark_dynamic(tensor, 1)
+            for tensor in lists.values():
+                torch._dynamo.mark_dynamic(tensor, list(range(2, tensor.ndim)))
+            self.flex_masks[window] = FlexMask(ends, near, lists)
+        return self.flex_masks[window]
+
+
+def flex_length(tokens: int) -> int:
+    """Return S, a multiple of FlexAttention's blocks: its kernels then check no borders. Two blocks at least, since code is
+    compiled anew for lists of one."""
+    return max(2, -(-tokens // DEFAULT_BLOCK_SIZE)) * DEFAULT_BLOCK_SIZE
 
 
 def attention_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor, input_pos_BT: Tensor, dtype: torch.dtype) -> AttentionPlan:
@@ -69,14 +122,10 @@ def attention_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor, input_pos_BT: Te
 
     group_ids, parent_ids: int64 [B, T], -1 in padding; input_pos: int64 [B, T], position in the unpacked sequence.
     """
-    longest = int(input_pos_BT.max()) + 1
-    on_cpu = group_ids_BT.device.type == "cpu"
-    plan = AttentionPlan(
-        group_ids_BT, parent_ids_BT, input_pos_BT, dtype, longest, split_plan(group_ids_BT, parent_ids_BT) if on_cpu else None
-    )
-    if not on_cpu:
-        plan.blocks(None)
-    return plan
+    look = free_to_look(group_ids_BT.device)
+    longest = int(input_pos_BT.max()) + 1 if look else sys.maxsize
+    split = split_plan(group_ids_BT, parent_ids_BT) if look else None
+    return AttentionPlan(group_ids_BT, parent_ids_BT, input_pos_BT, dtype, longest, split)
 
 
 def attend(
@@ -101,7 +150,7 @@ def attend(
         lower = torch.get_autocast_dtype(device)
         q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(lower), k_BKTE.to(lower), v_BKTE.to(lower)
     if plan.split is None:
-        return flex_attend(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window, _compiled_flex_attention())
+        return flex_attend(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window, compiled_flex())
     if soft_cap is None and window is None:
         return split_attend(q_BHTE, k_BKTE, v_BKTE, plan.split, scale)
     return dense_attend(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window)
@@ -124,6 +173,45 @@ def dense_attend(
     return probabilities.to(v_BKTE.dtype) @ v_BKTE
 
 
+def attend_trees(
+    q_1HSE: Tensor, k_1KSE: Tensor, v_1KSE: Tensor, mask: FlexMask, scale: float, soft_cap: float | None, options: Any
+) -> Tensor:
+    """Call FlexAttention on rows laid end to end: what is compiled. `options` are its kernels'."""
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert soft_cap is not None
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    out: Tensor = flex_attention(
+        q_1HSE,
+        k_1KSE,
+        v_1KSE,
+        score_mod=None if soft_cap is None else capped,
+        block_mask=mask.block_mask,
+        scale=scale,
+        enable_gqa=True,
+        kernel_options=options,
+    )
+    return out
+
+
+def kernel_options(head_dim: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int | bool]:
+    """Return options of FlexAttention's kernels for a GPU with this much shared memory for a block, in bytes.
+
+    With heads above 128, PyTorch's own sizes of tiles need more than the 99 KiB of GPUs with 24 GB and of sm_120 (pytorch issues
+    180278 and 198224, where these were measured to fit, and to be the fastest that do).
+    """
+    options: dict[str, int | bool] = {"IS_DIVISIBLE": True}
+    if head_dim <= 128 or shared_memory >= _LARGE_TILES:
+        return options
+    sizes = (64, 16, 2, 4) if dtype is torch.float32 else (128, 32, 2, 8)
+    options |= zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), sizes, strict=True)
+    if dtype is not torch.float32:  # for which PyTorch's are small
+        options |= {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 2, "bwd_num_warps": 4}
+    return options
+
+
+@never_compiled
 def flex_attend(
     q_BHTE: Tensor,
     k_BKTE: Tensor,
@@ -132,30 +220,53 @@ def flex_attend(
     scale: float,
     soft_cap: float | None,
     window: int | None,
-    kernel: Callable[..., Tensor] = flex_attention,
+    kernel: Callable[..., Tensor] = attend_trees,
 ) -> Tensor:
-    """Compute attention with FlexAttention (arXiv 2412.05496). Never run on a GPU; its masks and scores are tested on the CPU
-    with the kernel's uncompiled form, which has no backward pass there."""
-    ready = plan.block_masks.get(window)
-    return kernel(
-        q_BHTE,
-        k_BKTE,
-        v_BKTE,
-        score_mod=None if soft_cap is None else _capped(soft_cap),
-        block_mask=plan.blocks(window) if ready is None else ready,
-        scale=scale,
-        enable_gqa=True,
+    """Compute attention with FlexAttention (arXiv 2412.05496). Never run on a GPU; masks, scores and the number of graphs are
+    tested on the CPU. Raises UserError where it would have to be computed without being compiled."""
+    B, _, T, _ = q_BHTE.shape
+    mask = plan.flex(window)
+    S = mask.ends.shape[1]
+
+    def joined(x_BHTE: Tensor) -> Tensor:
+        """Lay the rows end to end; a view where memory is [B, T, H, E], as after projections, and B·T a multiple of blocks."""
+        x_SHE = F.pad(x_BHTE.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, S - B * T)).contiguous()
+        x_1HSE = x_SHE.transpose(0, 1).unsqueeze(0)
+        torch._dynamo.mark_dynamic(x_1HSE, 2)
+        return x_1HSE
+
+    properties: Any = torch.cuda.get_device_properties(q_BHTE.device) if q_BHTE.is_cuda else None
+    shared = sys.maxsize if properties is None else properties.shared_memory_per_block_optin
+    options = kernel_options(q_BHTE.shape[-1], q_BHTE.dtype, shared)
+    try:
+        out = kernel(joined(q_BHTE), joined(k_BKTE), joined(v_BKTE), mask, scale, soft_cap, options)
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        raise UserError(
+            f"attention was compiled {_GRAPHS} times in this process, which is the limit, and is computed in no other way ({S} "
+            f"tokens would have {S}×{S} scores); TORCH_LOGS=recompiles in the environment says why"
+        ) from error
+    out_BTHE: Tensor = out[0].transpose(0, 1)[: B * T].unflatten(0, (B, T))
+    return out_BTHE.transpose(1, 2)
+
+
+def _attend_compiled(q_1HSE: Tensor, *arguments: Any) -> Tensor:
+    if not torch.compiler.is_dynamo_compiling():  # code that was compiled does not come here
+        S = q_1HSE.shape[2]
+        raise UserError(
+            f"torch.compile is switched off, and without it attention over {S} tokens would hold {S}×{S} scores; remove "
+            "TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE from the environment, and torch._dynamo's disable and suppress_errors "
+            "from the code, or train on CPUs (device: cpu)"
+        )
+    return attend_trees(q_1HSE, *arguments)
+
+
+@functools.cache
+def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Tensor]:
+    """Return `attend_trees` compiled, with lengths as dynamic as they are marked, and nothing else."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+    options: dict[str, Any] | None = {"wrap_inductor_compiled_regions": True}  # so that selective checkpointing sees it
+    options = options if backend == "inductor" else None
+    compiled: Callable[..., Tensor] = torch.compile(
+        _attend_compiled, backend=backend, options=options, fullgraph=True, dynamic=False
     )
-
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention)
-
-
-@functools.cache
-def _capped(soft_cap: float) -> Callable[..., Tensor]:
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return soft_cap * torch.tanh(score / soft_cap)
-
-    return score_mod
+    return compiled

@@ -32,7 +32,7 @@ PRODUCTS = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.ttrl.tree_attention.default,
-    torch.ops.higher_order.flex_attention,
+    torch.ops.higher_order.inductor_compiled_code,  # attention on GPUs
     *([] if PRODUCT is None else [PRODUCT.default]),
 ]
 """Operations whose results selective checkpointing keeps."""
