@@ -34,7 +34,6 @@ from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.counts import token_counts, work_counts
 from ttrl.training.faults import Finite, memory_advice
-from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.metrics import Sums
 from ttrl.training.models.architecture import read_config
 from ttrl.training.parallel.distributed import Ranks, derived_generator, run_recipe
@@ -83,9 +82,9 @@ def accumulate_gradients(
     """Add the step's gradient to the parameters. Returns sums over the ranks, and where this rank's first loss is not finite."""
     sums, finite = Sums(), Finite()
     for rows in update.microbatches(config, here.device):
-        loss_of = functools.partial(weighted_loss, rows["weights"][rows["labels"] != IGNORE])
+        loss_of = functools.partial(weighted_loss, rows["weights"].flatten()[rows["trained"]])
         with watch.part("forward"):
-            out = policy(*policy_inputs(rows), HeadOptions(token_loss=loss_of))
+            out = policy(*policy_inputs(rows), HeadOptions(token_loss=loss_of, trained=rows["trained"]))
         with watch.part("backward"):
             update.backward(out.loss)
         losses = loss_of(out.logprobs, slice(None))

@@ -82,8 +82,8 @@ class TrainingConfig(Config):
     rows_per_microbatch: int = 4
     """Packed rows in one forward and backward pass on each rank. The update is the same for any value."""
     row_length_multiple: int = 1
-    """Rows are trimmed to their real length, rounded up to a multiple of this. Code is compiled for each new length, so
-    `compile` wants few of them (128 or more)."""
+    """Rows are trimmed to their real length, rounded up to a multiple of this, on GPUs also of 128. Code is compiled for each new
+    length, so `compile` wants few of them (128 or more)."""
     num_output_chunks: int | None = None
     """Chunks in which the trained positions of a microbatch pass through the output projection; only one chunk's logits are ever
     held. None: chunks of 128 positions on the CPU and of 1024 elsewhere, however many that makes; larger ones are hardly

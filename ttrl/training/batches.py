@@ -1,5 +1,6 @@
 """Which rows are trained together: packed rows → optimizer steps → this rank's microbatches."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ttrl.configs import TrainingConfig
+from ttrl.data.packing.masks import DEFAULT_BLOCK_SIZE, free_to_look
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.data.packing.packed import normaliser
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
@@ -54,15 +56,20 @@ class Update:
         (weighted_loss_N.sum() * (self.world_size / self.normaliser)).backward()
 
     def microbatches(self, config: TrainingConfig, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number."""
-        size = config.rows_per_microbatch
+        """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number.
+        "trained" says where the labels are, int64 [N], rows laid end to end; to look on a GPU would mean to wait for it. There,
+        rows are as long as whole blocks of attention, also so that memory is allocated in few sizes."""
+        size, multiple = config.rows_per_microbatch, config.row_length_multiple
+        if not free_to_look(device):
+            multiple = math.lcm(multiple, DEFAULT_BLOCK_SIZE)
         for start in range(0, self.rows.num_rows, size):
-            part = self.rows.rows(slice(start, start + size)).trim(config.row_length_multiple)
+            part = self.rows.rows(slice(start, start + size)).trim(multiple)
             tensors = {name: tensor for name, tensor in part.tensors().items() if name in _MICROBATCH}
             tensors |= {name: signal[start : start + size, : part.seq_len] for name, signal in self.signals.items()}
             if self.reference_hidden:
                 tensors["reference_hidden"] = torch.cat(self.reference_hidden[start : start + size])
-            yield {name: tensor.to(device) for name, tensor in tensors.items()}
+            tensors["trained"] = (part.labels.flatten() != IGNORE).nonzero().squeeze(1)
+            yield {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def updates(

@@ -209,7 +209,7 @@ def row_signals(
     result = {"start_logprobs": torch.full(labelled.shape, torch.nan)}
     logprobs, values = [], []
     for batch in step.microbatches(config, device):
-        out = policy(*policy_inputs(batch), HeadOptions(value_head=value_head))
+        out = policy(*policy_inputs(batch), HeadOptions(value_head=value_head, trained=batch["trained"]))
         logprobs.append(out.logprobs.float().cpu())
         values += [out.values.float().cpu()] if out.values is not None else []
     result["start_logprobs"][labelled] = torch.cat(logprobs)  # both in row-major order
@@ -222,7 +222,10 @@ def row_signals(
 @torch.no_grad()
 def row_hidden(policy: Policy, step: Update, config: TrainingConfig, device: torch.device) -> list[Tensor]:
     """Return the hidden states at the trained positions of each row, [N, D] each, on the CPU. A collective if sharded."""
-    parts = [policy(*policy_inputs(batch), HeadOptions(hidden=True)).hidden.cpu() for batch in step.microbatches(config, device)]
+    parts = [
+        policy(*policy_inputs(batch), HeadOptions(hidden=True, trained=batch["trained"])).hidden.cpu()
+        for batch in step.microbatches(config, device)
+    ]
     return list(torch.cat(parts).split((step.rows.labels != IGNORE).sum(dim=1).tolist()))
 
 

@@ -17,7 +17,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.counts import token_counts, work_counts
 from ttrl.training.faults import Finite
-from ttrl.training.kernels.logprobs import IGNORE, ReferenceHead
+from ttrl.training.kernels.logprobs import ReferenceHead
 from ttrl.training.metrics import Range, Sums, effective_sample_size
 from ttrl.training.objective.divergences import ESTIMATORS
 from ttrl.training.objective.objective import Objective
@@ -102,6 +102,7 @@ class GradientStep:
             assert weight is not None, "the prepass keeps it where the objective needs it"
             reference = ReferenceHead(batch["reference_hidden"], weight, bias)
         return HeadOptions(
+            trained=tokens.trained,
             token_loss=tokens.weighted_loss if objective.per_token else None,
             entropy_grad=objective.needs_entropy_grad,
             divergence_grad=objective.needs_divergence_grad,
@@ -149,14 +150,15 @@ class _Tokens:
     """What is known of a microbatch's trained tokens, [N] each, and their loss under an objective."""
 
     def __init__(self, batch: dict[str, Tensor], objective: Objective) -> None:
-        trained = batch["labels"] != IGNORE
+        self.trained = trained = batch["trained"]
 
         def of(name: str) -> Tensor | None:
-            return batch[name][trained] if name in batch else None
+            return batch[name].flatten()[trained] if name in batch else None
 
         self._objective = objective
-        self.sampled, self.weights = batch["logprobs"][trained], batch["weights"][trained]
-        self._advantages, self._samples = batch["advantages"][trained], batch["sample_ids"][trained]
+        self.sampled, self.weights, self._advantages, self._samples = (
+            batch[name].flatten()[trained] for name in ("logprobs", "weights", "advantages", "sample_ids")
+        )
         self.reference = of("reference_logprobs")
         self.returns, self.old_values = of("returns"), of("old_values")
         self._extras = {"start_logprobs": of("start_logprobs"), "chosen": of("chosen"), "reference_logprobs": self.reference}

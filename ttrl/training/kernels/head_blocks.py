@@ -97,6 +97,8 @@ class HeadWeights:
 
     def mine(self, labels_n: Tensor) -> tuple[Tensor, Tensor]:
         """Return which labels are in this rank's part, and their columns in it, both [m]."""
+        if self.shards.group is None:  # all of them are; to look would mean to wait for a GPU
+            return torch.arange(len(labels_n), device=labels_n.device), labels_n
         local = labels_n - self.shards.first
         here = ((local >= 0) & (local < self.weight.shape[0])).nonzero().squeeze(1)
         return here, local[here]

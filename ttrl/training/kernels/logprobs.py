@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ttrl.data.packing.masks import free_to_look
 from ttrl.training.kernels.head_blocks import (
     Distribution,
     Gradients,
@@ -221,7 +222,7 @@ class _LossHead(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         assert grads is not None, "the gradient of a head's loss can be taken once"
         # In place: the gradient of a vocabulary's weight is too large for a copy.
-        if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:
+        if not free_to_look(grad_loss.device) or grad_loss.item() != 1.0:
             grads = tuple(None if g is None else g.mul_(grad_loss) for g in grads)
         return *grads, None
 

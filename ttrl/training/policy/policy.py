@@ -40,6 +40,8 @@ class HeadOptions:
     """A value for each position."""
     hidden: bool = False
     """The hidden states, and nothing else."""
+    trained: Tensor | None = None
+    """Where the labels are, int64 [N], rows laid end to end; None: looked up, for which the CPU waits for the device."""
     distributions: bool = False
     """Whole distributions at temperature 1 [N, V] in the place of log-probabilities, and nothing else: for a few positions."""
 
@@ -98,8 +100,10 @@ class Policy(nn.Module):
         with lowered() if lower else contextlib.nullcontext():
             plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
             h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan)
-            trained_BT = labels_BT != IGNORE
-            return self._head(h_BTD[trained_BT], labels_BT[trained_BT], options)
+            trained_N = options.trained
+            if trained_N is None:
+                trained_N = (labels_BT.flatten() != IGNORE).nonzero().squeeze(1)
+            return self._head(h_BTD.flatten(0, 1)[trained_N], labels_BT.flatten()[trained_N], options)
 
     def _head(self, h_ND: Tensor, labels_N: Tensor, options: HeadOptions) -> PolicyOutput:
         nothing = h_ND.new_zeros(0)

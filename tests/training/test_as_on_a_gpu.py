@@ -1,0 +1,88 @@
+"""What training does on a GPU and not on a CPU, on a CPU: FlexAttention in compiled graphs, and nothing that looks at values."""
+
+from collections import Counter
+
+import check_invariance as tool
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ttrl.data.packing import masks
+from ttrl.training import batches
+from ttrl.training.batches import updates
+from ttrl.training.kernels import attention, logprobs
+from ttrl.training.objective.objective import objective_from
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.prepass import Prepass
+from ttrl.training.step import GradientStep
+from ttrl.training.timing import Stopwatch
+from ttrl.training.train_log import TrainProgress
+
+HERE = Ranks(0, 1, torch.device("cpu"))
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for whose results a CPU would wait for a GPU."""
+
+    OPERATIONS = ("nonzero", "_local_scalar_dense", "is_nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_bools = name == "index" and any(x is not None and x.dtype is torch.bool for x in args[1])
+        if name in self.OPERATIONS or by_bools:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    for module in (masks, attention, batches, logprobs):
+        monkeypatch.setattr(module, "free_to_look", lambda device: False)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients on CPUs
+    torch._dynamo.reset()
+    kernel = attention.compiled_flex("aot_eager")
+    monkeypatch.setattr(attention, "compiled_flex", lambda: kernel)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("settings", [{"rows_per_microbatch": 2}, {"rows_per_microbatch": 1, "activation_checkpointing": True}])
+def test_the_gradient_is_that_of_transformers(settings, tmp_path):
+    gradient, step = tool.errors_of(tool.Way("as on a GPU", settings), tool.make_inputs(tmp_path, "ppo-k3", group_size=4), HERE)
+    assert gradient < tool.TOLERANCE
+    assert step < tool.TOLERANCE
+
+
+@pytest.mark.parametrize(("objective", "limit"), [("ppo-k3", {}), ("gspo-entropy-kl", {"_unique2": 2})])
+def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
+    """It was for 13 results and more. Ratios of sequences look for the samples of a microbatch."""
+
+    def dense(q, k, v, plan, scale, soft_cap, window, kernel):
+        assert plan.flex(window).lists  # as FlexAttention has its masks
+        return attention.dense_attend(q, k, v, plan, scale, soft_cap, window)
+
+    monkeypatch.setattr(attention, "flex_attend", dense)  # the compiler waits, too, the first time
+    inputs = tool.make_inputs(tmp_path, objective, group_size=4)
+    found = {}
+    for rows in (1, 2):
+        config, packed = inputs.config({"rows_per_microbatch": rows}), inputs.packed(0)
+        policy, objective_of = load_policy(config, HERE), objective_from(config)
+        (step,) = updates(packed, 1, (0, 1), HERE, policy.decoder.config)
+        prepass = Prepass(policy, packed, [step], objective_of, config, HERE, 0)
+        prepass.run()
+        gradient = GradientStep(
+            policy, config, HERE, Stopwatch(HERE.device), TrainProgress(0, HERE), None, prepass.reference_head
+        )
+        ready = list(step.microbatches(config, HERE.device))  # from the pack, which no GPU holds
+        monkeypatch.setattr(step, "microbatches", lambda *_, ready=ready: iter(ready))
+        with Waits() as waits:
+            gradient.accumulate(step, objective_of)
+        found[len(ready)] = waits.counts
+    (few, once), (many, twice) = sorted(found.items())
+    assert {name: (count - once[name]) / (many - few) for name, count in twice.items() if count != once[name]} == limit
