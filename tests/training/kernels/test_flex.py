@@ -137,3 +137,17 @@ def test_selective_checkpointing_keeps_what_compiled_attention_returned(monkeypa
         gradients[keeps] = [parameter.grad for parameter in layers.parameters()]
     for one, other in zip(gradients["nothing"], gradients["products"], strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("head_dim", "shared"), [(64, 99), (128, 99), (256, 163), (256, 227)])
+def test_gpus_with_enough_shared_memory_keep_pytorchs_tiles(head_dim, shared):
+    assert attention.kernel_options(head_dim, torch.bfloat16, shared * 1024) == {"IS_DIVISIBLE": True}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [160, 256])
+def test_large_heads_get_smaller_tiles_where_shared_memory_is_small(head_dim, dtype):
+    options = attention.kernel_options(head_dim, dtype, 99 * 1024)
+    bytes_of = head_dim * dtype.itemsize
+    assert (options["fwd_BLOCK_M"] + 2 * options["fwd_BLOCK_N"]) * bytes_of < 99 * 1024
+    assert all(128 % size == 0 for name, size in options.items() if "BLOCK" in name)

@@ -35,7 +35,7 @@ from ttrl.errors import UserError
 from ttrl.training.kernels.split_attention import SplitPlan, never_compiled, split_attend, split_plan
 
 _LISTS = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")]
-_LARGE_TILES = 227 * 1024  # bytes of shared memory for a block, from sm_90 on, without sm_120
+_LARGE_TILES = 163 * 1024  # bytes of shared memory for a block, as sm_80 has; sm_86, sm_89 and sm_120 have 99 KiB
 _GRAPHS = 64  # of compiled attention in a process: far more than its models, dtypes and kinds of scores need
 
 
@@ -198,13 +198,13 @@ def attend_trees(
 def kernel_options(head_dim: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int | bool]:
     """Return options of FlexAttention's kernels for a GPU with this much shared memory for a block, in bytes.
 
-    With heads above 128, PyTorch's own sizes of tiles need more than the 99 KiB of GPUs with 24 GB and of sm_120 (pytorch issues
-    180278 and 198224, where these were measured to fit, and to be the fastest that do).
+    With heads above 128, PyTorch's tiles need more than the 99 KiB of GPUs with 24 GB and of sm_120 (pytorch issues 180278 and
+    198224; the backward pass's here are the fastest that were found there). `tools/check_kernels.py` compiles them all.
     """
     options: dict[str, int | bool] = {"IS_DIVISIBLE": True}
     if head_dim <= 128 or shared_memory >= _LARGE_TILES:
         return options
-    sizes = (64, 16, 2, 4) if dtype is torch.float32 else (128, 32, 2, 8)
+    sizes = (64, 16, 2, 4) if dtype is torch.float32 else (64, 32, 2, 4)
     options |= zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), sizes, strict=True)
     if dtype is not torch.float32:  # for which PyTorch's are small
         options |= {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 2, "bwd_num_warps": 4}
