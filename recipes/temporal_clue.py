@@ -7,7 +7,7 @@ The data is a file or folder of puzzles: the published ones, or generated ones:
 
     ttrl tasks generate temporal-clue --n 3000 --out puzzles/train.jsonl --seed 1
 
-Reward: the share of right answers. Settings for eight GPUs with 80 GB (--nproc-per-node 8); they have not been run.
+Reward: the share of right answers. Settings for eight GPUs with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig

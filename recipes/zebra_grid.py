@@ -22,7 +22,7 @@ if __name__ == "__main__":
         max_tokens=2048,
         seq_len=16384,
         advantages="mean",
-        training={"lr": 1e-6, "updates_per_iteration": 1},
+        training={"lr": 1e-5, "lora_rank": 32, "updates_per_iteration": 1},
         seed=arguments.seed,
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ttrl import TrainConfig
 from ttrl.errors import ConfigError
+from ttrl.plans.choices import choose
 
 ROOT = Path(__file__).parents[1]
+MODELS = json.loads((ROOT / "tests" / "architectures.json").read_text())
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 
 
@@ -83,6 +87,29 @@ def test_tasks_and_settings(
             return  # two of them are enough
         run(name, monkeypatch, *arguments, "--tiny")
         assert capsys.readouterr().out.startswith("2 tasks")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_fits_the_machine_that_it_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is chosen for its GPUs; without any, its model is a tiny one."""
+    numbers = {"one": 1, "eight": 8}
+    said = re.search(r"for (\w+) GPUs?\s+with (\d+) GB", (ROOT / "recipes" / f"{name}.py").read_text())
+    if said is None:
+        assert "Qwen" not in (ROOT / "recipes" / f"{name}.py").read_text()
+        return
+    arguments = ["--check", "--run", str(tmp_path / "run")]  # few tasks
+    if name in DATA:
+        if name == "chess_moves":
+            pytest.importorskip("chess")
+        DATA[name](tmp_path)
+        arguments += ["--data", str(tmp_path)]
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr("ttrl.cli.recipe_script.run_recipe", lambda arguments, config, *others: seen.append(config))
+    run(name, monkeypatch, *arguments)
+    (config,) = seen
+    model = config.model.removeprefix("Qwen/").removesuffix("-Instruct").lower().replace("-", "_")
+    made = choose(MODELS[model], config, [1e9 * int(said[2])] * numbers[said[1]])
+    assert made.problem is None and not made.is_tight, made
 
 
 @pytest.mark.parametrize("name", ["multiple_choice", "spelling"])

@@ -1,6 +1,7 @@
 """`ttrl plan` against measurement: plans the tiny quickstart with a probe, runs it, and prints both. Takes about three minutes.
 
     python tools/check_plan.py [--iterations 8] [--run FOLDER] [--tolerance 0.25] [--only-compare]
+    python tools/check_plan.py --machines  # writes the tables of docs/machines.md anew, which a test compares with it
 
 Each line is planned / measured; memory is the highest resident size seen, over all processes of trainer or server. Exits with 1
 if the time of an iteration or the memory of trainer or server is further off than the tolerance. Needs an otherwise idle machine.
@@ -8,17 +9,30 @@ if the time of an iteration or the memory of trainer or server is further off th
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from ttrl.configs.run import TrainConfig
 from ttrl.loop.probe import ProcessMemory
+from ttrl.plans.choices import Choices, choose, value_of
 from ttrl.report.plan import PlanOutcome, outcomes
 from ttrl.system.files import read_jsonl
 from ttrl.text import gib
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_letters.py"
+MACHINES_PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
+MACHINES = ((1, 24), (2, 24), (1, 80), (4, 80), (8, 80))
+MODELS = {
+    **{f"{size}B": f"qwen2.5_{size.lower()}b" for size in ("0.5", "1.5", "3", "7", "14", "32")},
+    "70B": "llama3.3_70b",
+}
+WHOLE: dict[str, Any] = {"lr": 1e-6}
+LORA: dict[str, Any] = {"lr": 1e-5, "lora_rank": 32}
+HALF, QLORA = (LORA | {"lora_base_dtype": dtype} for dtype in ("bf16", "nf4"))
 JUDGED = ("seconds: an iteration", "trainer's memory, all", "server's memory, all")
 
 
@@ -40,13 +54,71 @@ def compare(run: Path, peaks: dict[str, float]) -> list[PlanOutcome]:
     return [*lines, PlanOutcome("seconds: start", start, rows[0]["seconds"]["prepare"], lambda value: f"{value:.1f} s", "probe")]
 
 
+def choices_for(name: str, count: int, gigabytes: int, training: dict[str, Any], **settings: Any) -> Choices:
+    """What is chosen for a model of tests/architectures.json."""
+    model = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text(encoding="utf-8"))[name]
+    config = TrainConfig(run="", model="", iterations=1, training=training, **settings)
+    return choose(model, config, [1e9 * gigabytes] * count, advise=False)
+
+
+def cell(made: Choices, prefix: str = "") -> str:
+    """A cell of the tables: what was chosen, or that it is refused, and the peak of the trainer."""
+    if made.problem is not None:
+        return "refused"
+    rows = value_of(made.config, "training.rows_per_microbatch")
+    parts = [prefix] if prefix else []
+    if made.config.placement == "split":
+        parts.append(f"{made.config.processes_here} train")
+    parts.append(f"{rows} row{'s' * (rows != 1)}")
+    parts += ["recomputed"] * value_of(made.config, "training.activation_checkpointing")
+    parts += ["8-bit"] * (value_of(made.config, "training.optimizer") == "adamw_8bit")
+    parallel = value_of(made.config, "server.tensor_parallel_size")
+    parts += [f"TP {parallel}"] * (parallel > 1) + ["short context"] * (value_of(made.config, "server.max_model_len") is not None)
+    return f"{', '.join(parts)} ({made.trainer / 1e9:.0f}{', tight' * made.is_tight})"
+
+
+def tables() -> str:
+    """The tables of docs/machines.md, in Markdown."""
+    kinds: list[tuple[str, dict[str, Any], tuple[tuple[str, dict[str, Any]], ...]]] = [
+        ("All weights trained", {}, (("", WHOLE),)),
+        ("Adapters of rank 32; with a base in bf16 or 4 bits (nf4) where that alone fits", {}, (("", LORA), ("bf16", HALF), ("nf4", QLORA))),
+        (
+            "Both at the same time (`off_policy_steps: 1`, so `placement: split`); adapters where all weights do not fit",
+            {"off_policy_steps": 1},
+            (("", WHOLE), ("LoRA", LORA), ("LoRA bf16", HALF), ("LoRA nf4", QLORA)),
+        ),
+    ]
+    lines = []
+    for title, settings, ways in kinds:
+        machines = [one for one in MACHINES if not settings or one[0] > 1]
+        lines += [f"{title}:", "", "| | " + " | ".join(f"{n} × {size} GB" for n, size in machines) + " |"]
+        lines += ["|---" * (len(machines) + 1) + "|"]
+        for name, model in MODELS.items():
+            cells = []
+            for n, size in machines:
+                found = [cell(choices_for(model, n, size, training, **settings), prefix) for prefix, training in ways]
+                cells.append(next((one for one in found if one != "refused"), "refused"))
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def page_with_tables(page: str) -> str:
+    """docs/machines.md with its tables made anew."""
+    return re.sub(r"(<!-- tables -->\n).*(<!-- end -->)", lambda found: found[1] + tables() + found[2], page, flags=re.DOTALL)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--run", type=Path, help="a run folder; by default a temporary one")
     parser.add_argument("--tolerance", type=float, default=0.25)
     parser.add_argument("--only-compare", action="store_true", help="compare an existing run, given with --run")
+    parser.add_argument("--machines", action="store_true", help="write the tables of docs/machines.md anew, and end")
     arguments = parser.parse_args()
+    if arguments.machines:
+        MACHINES_PAGE.write_text(page_with_tables(MACHINES_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
     with tempfile.TemporaryDirectory(prefix="ttrl-check-plan-") as temporary:
         run = arguments.run or Path(temporary, "run")
         peaks: dict[str, float] = {}

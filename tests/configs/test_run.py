@@ -36,7 +36,7 @@ def test_defaults_are_right():
         ({"aggregation": "constant"}, "they go together"),
         ({"constant_length": 10}, "they go together"),
         ({"keep_checkpoints": 2}, "keep_checkpoints is 2; it must be at least 3"),
-        ({"weight_sync": "inplace"}, "weight_sync is 'inplace'; it must be one of 'reload', 'restart'"),
+        ({"weight_sync": "inplace"}, "weight_sync is 'inplace'; it must be one of 'auto', 'reload', 'restart'"),
         ({"sampling": {"n": 4}}, "sampling: 'n' has a setting of its own"),
         ({"training": {"packed": "x"}}, "training: 'packed' is set by the loop"),
         ({"training": {"learning_rate": 1e-4}}, "training: unknown key 'learning_rate'"),

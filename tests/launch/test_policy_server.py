@@ -13,6 +13,8 @@ from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerEr
 from ttrl.launch import policy_server
 from ttrl.launch.policy_server import PolicyServer, make_server
 from ttrl.launch.server_member import ServerTools
+from ttrl.launch.trainer import Trainer
+from ttrl.run_folder.folder import RunFolder
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import SyncReport, WeightComparison
 from ttrl.system.console import Console
@@ -580,3 +582,17 @@ def test_devices_are_divided(syncs, monkeypatch):
     assert policy_server._environments(config) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
     ray = config_of(servers=2, server={"tensor_parallel_size": 8, "distributed_executor_backend": "ray"})
     assert policy_server._environments(ray) == [{}, {}]
+
+
+def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_path, monkeypatch):
+    """One server too, which elsewhere takes the first GPU."""
+    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-x,6,7")
+    for servers, each, expected in ((1, 1, ["6"]), (2, 1, ["6", "7"]), (1, 2, ["6,7"])):
+        config = config_of(placement="split", nproc_per_node=2, servers=servers, server={"tensor_parallel_size": each})
+        assert policy_server._environments(config) == [{"CUDA_VISIBLE_DEVICES": share} for share in expected]
+    trainer = Trainer(config, RunFolder(tmp_path), Console(quiet=True))
+    assert trainer._variables() == {"CUDA_VISIBLE_DEVICES": "4,GPU-x"}
+    assert Trainer(config_of(nproc_per_node=2), RunFolder(tmp_path), Console(quiet=True))._variables() == {}
+    with pytest.raises(ConfigError, match="none is left to serve"):
+        policy_server._environments(config_of(placement="split", nproc_per_node=4))

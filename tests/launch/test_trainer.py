@@ -226,6 +226,17 @@ def test_one_that_cannot_even_start(made):
         trainer.train(1, made.config(1, do_at_start="print('ConfigError: no such device', flush=True); sys.exit(1)"))
 
 
+@pytest.mark.parametrize("form", ["resident", "once"])
+def test_its_process_sees_its_own_gpus_alone(made, form, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    for number, settings, expected in ((1, {"placement": "split"}, "2"), (2, {}, "2,3,5")):
+        trainer = made(form, **settings)
+        say = "import os, pathlib; pathlib.Path(config['output_dir'], 'gpus').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+        trainer.train(number, made.config(number, do=say))
+        assert (made.run / f"iterations/000{number}/gpus").read_text() == expected
+        trainer.stop()
+
+
 def test_settings_of_the_process_itself_need_another_process(made):
     trainer = made()
     trainer.train(1, made.config(1, lr=1.0))

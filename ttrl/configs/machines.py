@@ -77,6 +77,19 @@ def endpoint_problem(endpoint: str) -> str | None:
     return None
 
 
+def divided_devices(devices: list[str], trainers: int) -> tuple[list[str], list[str]]:
+    """Return which of a machine's GPUs train and which serve, where no GPU does both. Raises ConfigError where none is left."""
+    if trainers >= len(devices):
+        raise ConfigError(
+            "TrainConfig",
+            [
+                f"placement is 'split' with nproc_per_node {trainers}, but there are {len(devices)} GPUs, and none is left to "
+                "serve; ask for fewer processes, or set CUDA_VISIBLE_DEVICES"
+            ],
+        )
+    return devices[:trainers], devices[trainers:]
+
+
 def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES for each server: `each` devices, in their order. Raises ConfigError where there are too few."""
     if servers * each > len(devices):

@@ -145,8 +145,13 @@ class TrainConfig(Config):
     with objective "gspo", as in its paper, "sequence"."""
     constant_length: int | None = None
     """With `aggregation` "constant": the length in tokens by which a sample's sum is divided, such as `max_tokens`."""
-    nproc_per_node: int = 1
-    """Trainer processes on this machine, one per GPU; more than one shards the model over them."""
+    placement: Literal["auto", "colocated", "split"] = "auto"
+    """Which GPUs train and which serve: "colocated", the same ones, in turn; "split", the trainer has the first `nproc_per_node`
+    and the servers the others. "auto": split where `off_policy_steps` has both work at the same time and there are several GPUs,
+    else colocated. On CPUs this does nothing. What else is left out is chosen to fit the GPUs: see docs/machines.md."""
+    nproc_per_node: int | None = None
+    """Trainer processes on this machine, one per GPU; more than one shards the model over them. None: on GPUs, one for each that
+    trains; on CPUs, one."""
     num_threads: int | None = None
     """CPU threads of each trainer process; None: the machine's cores divided by the processes."""
     trainer: Literal["resident", "once"] = "resident"
@@ -154,21 +159,21 @@ class TrainConfig(Config):
     process for each iteration. Both produce the same weights."""
     trainer_memory: Literal["auto", "keep", "free"] = "auto"
     """What a resident trainer does between iterations: "keep" everything in place, or "free" the GPU's memory for the servers
-    (model and optimizer wait in the CPU's). "auto": "free" on CUDA, where both share the device; "keep" on CPU."""
+    (model and optimizer wait in the CPU's). "auto": "free" where both share GPUs; "keep" on CPU."""
     trainer_restarts: int = 2
     """How often in an iteration a trainer that was killed, or lost contact to another machine, is restarted."""
 
     # Servers. None of these changes what is trained, so all of them may change when a run is continued.
 
-    servers: int = 1
+    servers: int | None = None
     """How many vLLM servers ttrl starts on this machine. Several share its GPUs (each gets `tensor_parallel_size` ×
-    `pipeline_parallel_size`) or its cores. 0: use joined servers only."""
+    `pipeline_parallel_size`) or its cores. 0: use joined servers only. None: as many as there are GPUs for, or on CPUs one."""
     server: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
-    weight_sync: Literal["reload", "restart", "sleep"] = "reload"
+    weight_sync: Literal["auto", "reload", "restart", "sleep"] = "auto"
     """How new weights reach the servers: "reload" in place; "restart" with a new server, which is stopped while the trainer
     works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2; never run
-    on a GPU)."""
+    on a GPU). "auto": "sleep" where they share GPUs with a trainer that works while they do not, else "reload"."""
     joined_servers: list[str] = field(default_factory=list)
     """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their keys are never written here: see
     `joined_key_file`."""
@@ -328,7 +333,7 @@ class TrainConfig(Config):
     def server_problems(self) -> list[str]:
         """Return what is wrong with the servers that are to be started or joined, one line each."""
         found = server_address_problems(self.joined_servers)
-        if self.servers + len(self.joined_servers) < 1:
+        if self.servers_here + len(self.joined_servers) < 1:
             found.append("servers is 0 and joined_servers is empty; nobody would sample")
         if self.joined_servers and not found:
             try:
@@ -388,7 +393,22 @@ class TrainConfig(Config):
     @property
     def processes(self) -> int:
         """Trainer processes on all nodes."""
-        return self.nproc_per_node * self.nnodes
+        return self.processes_here * self.nnodes
+
+    @property
+    def processes_here(self) -> int:
+        """Trainer processes on this machine."""
+        return 1 if self.nproc_per_node is None else self.nproc_per_node
+
+    @property
+    def servers_here(self) -> int:
+        """Servers that are started on this machine."""
+        return 1 if self.servers is None else self.servers
+
+    @property
+    def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep"]:
+        """What `weight_sync` means where nothing was chosen (`ttrl.plans.choices`)."""
+        return "reload" if self.weight_sync == "auto" else self.weight_sync
 
     def endpoint(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Return `rdzv_endpoint`, or what SLURM's variables say in its place; None where neither is known."""
@@ -424,7 +444,7 @@ class TrainConfig(Config):
         """Return what `trainer_memory` means on a device, "cpu" or "cuda"."""
         if self.trainer_memory != "auto":
             return self.trainer_memory
-        return "free" if device == "cuda" else "keep"
+        return "free" if device == "cuda" and self.placement != "split" else "keep"
 
     def advantage_config(self) -> AdvantageConfig:
         """Return how rewards become advantages. Raises ConfigError."""
@@ -476,7 +496,10 @@ class TrainConfig(Config):
             | {
                 "device": device,
                 "dtype": self.dtype if self.dtype != "auto" else "bf16" if device == "cuda" else "fp32",
-                "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.nproc_per_node),
+                "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.processes_here),
+                "nproc_per_node": self.processes_here,
+                "servers": self.servers_here,
+                "weight_sync": self.resolved_weight_sync,
                 "trainer_memory": self.resolved_trainer_memory(device),
                 "validation_temperature": self.resolved_validation_temperature,
                 "aggregation": self.resolved_aggregation,

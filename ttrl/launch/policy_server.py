@@ -6,7 +6,6 @@ reason in the log; one that somebody else started is synced when it is back. Unt
 """
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -15,13 +14,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ttrl.configs.machines import shares_of_devices
+from ttrl.configs.machines import divided_devices, shares_of_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import LORA_RANKS, lora_rank_there
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.launch.server_member import ServerMember, ServerTools
+from ttrl.launch.tune import visible_devices
 from ttrl.records import Endpoint
 from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import is_cpu_build, thread_variables
@@ -215,7 +213,7 @@ class PolicyServer:
             make_server(
                 config,
                 model_folder,
-                self._logs / ("server.log" if config.servers == 1 else f"server_{number}.log"),
+                self._logs / ("server.log" if config.servers_here == 1 else f"server_{number}.log"),
                 env=env,
                 adapters=self._adapters,
                 kind=self._tools.own,
@@ -229,7 +227,7 @@ class PolicyServer:
         ]
         compare, tools = config.weight_check == "all", self._tools
         remote = None if config.joined_run is None else (Path(config.run), Path(config.joined_run))
-        return [ServerMember(server, mode=config.weight_sync, compare=compare, tools=tools) for server in own] + [
+        return [ServerMember(server, mode=config.resolved_weight_sync, compare=compare, tools=tools) for server in own] + [
             ServerMember(server, mode="reload", compare=compare, remote_run=remote, tools=tools) for server in others
         ]
 
@@ -332,14 +330,17 @@ class PolicyServer:
 
 def _environments(config: TrainConfig) -> list[dict[str, str]]:
     """Return, for each of our servers, the environment variables that give it its share of this machine."""
-    if config.servers <= 1:
-        return [{} for _ in range(config.servers)]
+    split = config.placement == "split" and not is_cpu_build()
+    servers = config.servers_here
+    if servers == 0 or (servers == 1 and not split):
+        return [{} for _ in range(servers)]
     if is_cpu_build():
-        return [thread_variables(config.servers) for _ in range(config.servers)]
+        return [thread_variables(servers) for _ in range(servers)]
     arguments = {name.replace("_", "-"): value for name, value in config.server.items()}
     if arguments.get("distributed-executor-backend") == "ray":  # Ray gives out the devices
-        return [{} for _ in range(config.servers)]
+        return [{} for _ in range(servers)]
     each = (arguments.get("tensor-parallel-size") or 1) * (arguments.get("pipeline-parallel-size") or 1)
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = given.split(",") if given is not None else [str(number) for number in range(torch.cuda.device_count())]
-    return [{"CUDA_VISIBLE_DEVICES": share} for share in shares_of_devices(config.servers, each, devices)]
+    devices = visible_devices()
+    if split:
+        devices = divided_devices(devices, config.processes_here)[1]
+    return [{"CUDA_VISIBLE_DEVICES": share} for share in shares_of_devices(servers, each, devices)]

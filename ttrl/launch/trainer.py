@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
 from ttrl.launch.nodes import PROGRESS_FILE, arrived, is_loopback, network_environment, torchrun_arguments, write_meeting
-from ttrl.launch.tune import TrainerProcess, checkpoint_of, tune, tune_command, write_recipe_config
+from ttrl.launch.tune import TrainerProcess, checkpoint_of, tune, tune_command, visible_devices, write_recipe_config
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.system.request_folder import RequestFolder
@@ -59,23 +60,29 @@ class Trainer:
         config = dict(recipe_config) | {"follow": str(path), "packed": ""}
         write_recipe_config(config, path / "start.yaml")
         self._asked, self._made_of = 0, {name: config.get(name) for name in PROCESS_SETTINGS}
-        torchrun, variables = self._torchrun, None
+        torchrun, variables = self._torchrun, self._variables()
         if self._config.nnodes > 1:
             endpoint = self._config.endpoint()
             assert endpoint is not None  # checked with the config
             nnodes, timeout = self._config.nnodes, self._config.join_timeout
             torchrun = [*torchrun_arguments(nnodes, endpoint, path.name, leads=True, join_timeout=timeout), *torchrun]
-            variables = network_environment(endpoint)
-            write_meeting(path, self._config, self._config.nproc_per_node)
+            variables |= network_environment(endpoint)
+            write_meeting(path, self._config, self._config.processes_here)
             self._console.line(
                 f"the trainer waits at {endpoint} for {nnodes - 1} more of {nnodes} machines, {timeout} s at most; on each of "
                 f"them: ttrl join {self._folder.path}"
             )
             if is_loopback(endpoint):
                 self._console.line(f"note: {endpoint} is this machine's loopback; name an address that the others can reach")
-        command = tune_command(path / "start.yaml", nproc_per_node=self._config.nproc_per_node, torchrun_args=torchrun)
+        command = tune_command(path / "start.yaml", nproc_per_node=self._config.processes_here, torchrun_args=torchrun)
         process = TrainerProcess(command, self._log, path / PROGRESS_FILE, variables).start()
         return process, RequestFolder(path)
+
+    def _variables(self) -> dict[str, str]:
+        """Return what keeps the processes from the servers' GPUs, where they have some of their own. Never run on a GPU."""
+        if self._config.placement != "split":
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(divided_devices(visible_devices(), self._config.processes_here)[0])}
 
     def check(self) -> None:
         """Raise TrainerError, ending with the last lines of its log, where the resident process died while nobody asked it for
@@ -97,8 +104,9 @@ class Trainer:
             return tune(
                 recipe_config,
                 config_path,
-                nproc_per_node=self._config.nproc_per_node,
+                nproc_per_node=self._config.processes_here,
                 torchrun_args=self._torchrun,
+                variables=self._variables(),
                 pbar=pbar,
                 pbar_desc=pbar_desc,
             )

@@ -36,6 +36,7 @@ def tune(
     nproc_per_node: int = 1,
     torchrun_args: Sequence[str] = (),
     log_path: str | os.PathLike[str] | None = None,
+    variables: Mapping[str, str] | None = None,
     pbar: bool = True,
     pbar_desc: str = "training",
 ) -> Path:
@@ -44,7 +45,7 @@ def tune(
 
     `config` is written as it is; paths in it are best absolute. With `nproc_per_node` above 1, or with `torchrun_args` (such as
     ["--nnodes", "2", "--rdzv-endpoint", "HOST:PORT"]), torchrun starts the processes. The log is `output_dir`/train.log unless
-    named.
+    named. variables: further ones for their environment.
 
     Raises TrainerError, ending with the last lines of the log, when a process fails or leaves no checkpoint; StorageError where
     the recipe said that the disk is full.
@@ -54,7 +55,8 @@ def tune(
     log = Path(log_path or output / "train.log")
     command = tune_command(config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args)
     with tempfile.TemporaryDirectory(prefix="ttrl-") as temporary:
-        wait_for_process(command, log, progress=Path(temporary, "progress"), pbar=pbar, pbar_desc=pbar_desc)
+        progress = Path(temporary, "progress")
+        wait_for_process(command, log, progress=progress, variables=variables, pbar=pbar, pbar_desc=pbar_desc)
     return checkpoint_of(output, log_path)
 
 
@@ -90,10 +92,28 @@ def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) 
     return checkpoint
 
 
-def wait_for_process(command: Sequence[str], log_path: Path, *, progress: Path, pbar: bool, pbar_desc: str) -> None:
+def wait_for_process(
+    command: Sequence[str],
+    log_path: Path,
+    *,
+    progress: Path,
+    variables: Mapping[str, str] | None = None,
+    pbar: bool,
+    pbar_desc: str,
+) -> None:
     """Run a trainer's command to its end, with a bar that follows the microbatches. Raises TrainerError or StorageError."""
-    with TrainerProcess(command, log_path, progress) as process:
+    with TrainerProcess(command, log_path, progress, variables) as process:
         process.show(process.ended, pbar=pbar, pbar_desc=pbar_desc)
+
+
+def visible_devices() -> list[str]:
+    """Return the names of this process's GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return given.split(",")
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
 
 
 class TrainerProcess(ChildProcess):

@@ -30,7 +30,7 @@ def plan(
 
     tasks: their prompts are counted. Without tasks, lengths are assumed (`assumptions`), or, with `run`, a folder in which
         iterations lie already, those that came out.
-    gpu: the kind of GPU that the run is planned for, such as "H100"; None: this machine.
+    gpu: the kind of GPU that the run is planned for, such as "H100", or several, "8xH100"; None: this machine.
     probe: makes a short run first, which starts a server and a trainer. Without tasks it asks for completions of the assumed
         length to made-up prompts.
     price_per_hour: of the machine, in any currency.

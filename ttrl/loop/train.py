@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from ttrl.loop.checks import checked
 from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.loggers import make_loggers
+from ttrl.plans.choices import as_begun, choose, refuse
 from ttrl.plans.disk import check_disk
+from ttrl.plans.machine import gpus_here
+from ttrl.plans.planner import read_model_config
 from ttrl.ready_models import ready_model
 from ttrl.report.page import leave_report
 from ttrl.run_folder.config_changes import allowed_names
@@ -36,6 +39,7 @@ from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_r
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
+from ttrl.text import gib
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,22 @@ def train(
 ) -> RunResult:
     """Train: see `ttrl.loop.start.train`, which has looked for the model and said what follows."""
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks, model=False)
-    config, asked = with_local_run(config).resolved(cuda=torch.cuda.is_available()), config
+    config, asked, cuda = with_local_run(config), config, torch.cuda.is_available()
     described = {
         name: {"count": len(given), "digest": hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest()}
         for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
     }
     folder, console = RunFolder(config.run), Console(quiet=quiet)
+    is_here = config.mirror is None  # what was chosen when the run was begun may have to be brought
+    if is_here:
+        config = _chosen(config, folder.config(), console)
     model = local_model(config.model)
     take_over = take_over or os.environ.get(TAKE_OVER_VARIABLE, "") not in ("", "0")
     redo = redo_asked(redo)
     with folder.locked(take_over=take_over), mirrored(config, folder, take_over=take_over, redo=redo) as mirror:
         reap_leftovers(folder.path)
         folder.clean()
+        config = (config if is_here else _chosen(config, folder.config(), console)).resolved(cuda)
         if asked.validation_temperature is None and folder.config().get("validation_temperature", ...) is None:
             config = dataclasses.replace(config, validation_temperature=config.temperature)
             console.line(f"note: held-out samples are drawn at temperature {config.temperature:g}, as when this run was begun")
@@ -119,6 +127,28 @@ def train(
         if best != newest:
             console.line(f"the best:   {result.best_checkpoint}")
         return result
+
+
+def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> TrainConfig:
+    """Return the config with what it leaves open chosen for this machine's GPUs, or as it was when the run was begun (`saved`).
+    Raises ConfigError for what cannot fit."""
+    gpus = gpus_here() if config.device != "cpu" else []
+    if not gpus and config.placement != "split":
+        return config
+    config = as_begun(config, saved)
+    shape = read_model_config(str(ready_model(config.model) or config.model))
+    choices = choose(shape, config, gpus, advise=not saved)
+    if saved and choices.problem is not None:
+        kept = "; what was chosen when this run was begun stays as it is: for other GPUs or longer rows, begin another one"
+        choices = dataclasses.replace(choices, problem=choices.problem + kept)
+    refuse(choices)
+    if saved:
+        return config
+    gpu = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} with {gib(choices.memory)}"
+    console.line(f"chosen for {gpu} (`ttrl plan` says why): {choices.summary() or 'nothing, all is set'}")
+    if choices.is_tight:
+        console.line(f"note: nearly full: the trainer needs about {gib(choices.trainer)}, which is good to about 10%")
+    return choices.config
 
 
 def local_model(model: str) -> Path:

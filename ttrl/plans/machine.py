@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import time
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ class Machine:
     """Bytes/s of a device's memory."""
     source: str
     """"measured" or "data sheet"."""
+    gpus: int = 1
+    """GPUs of this kind that the machine has."""
 
 
 # Dense bf16 FLOP/s, bytes of memory, bytes/s: the makers' data sheets. Nothing reaches the first number; see plans/seconds.py.
@@ -49,18 +52,30 @@ _CPU_BANDWIDTH = 20e9  # of two channels in use; assumed
 
 
 def gpu_named(name: str) -> Machine:
-    """Return a GPU by its data sheet. Raises UserError for one that is not in the table."""
+    """Return a GPU by its data sheet, or several: "8xH100". Raises UserError for one that is not in the table."""
     key = name.lower().replace(" ", "").replace("_", "-")
+    count = re.match(r"([1-9]\d*)x", key)
+    key = key[count.end() :] if count else key
     if key not in GPUS:
         raise UserError(f"gpu {name!r} is not known; known are {', '.join(GPUS)}")
     flops, memory, bandwidth = GPUS[key]
-    return Machine(key.upper(), True, memory, flops, bandwidth, "data sheet")
+    return Machine(key.upper(), True, memory, flops, bandwidth, "data sheet", int(count[1]) if count else 1)
+
+
+def gpus_here() -> list[float]:
+    """Return the bytes of each GPU of this machine. Never run on a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [float(torch.cuda.get_device_properties(number).total_memory) for number in range(torch.cuda.device_count())]
 
 
 def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
     """Measure where the run will run, by its `device`; product: (width in, width out) of the model's largest matrix product.
 
-    For CUDA the first GPU; never run on a GPU. Raises UserError where the config wants a GPU that is not here.
+    For CUDA the first GPU, by its data sheet where that is known; never run on a GPU. Raises UserError where the config wants a
+    GPU that is not here.
     """
     import torch
 
@@ -70,10 +85,11 @@ def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
         properties = torch.cuda.get_device_properties(0)
         short = properties.name.lower().replace("nvidia", "").replace("geforce", "").replace(" ", "")
         near = next((sheet for name, sheet in GPUS.items() if name.replace("-", "") in short.replace("-", "")), None)
+        gpus = gpus_here()
+        if near:  # a run plans beside servers that are starting: what it took of a GPU itself, they would miss
+            return Machine(properties.name, True, min(gpus), near[0], near[2], "data sheet", len(gpus))
         matmul = _matmul(product, "cuda", config.dtype, None)
-        return Machine(
-            properties.name, True, float(properties.total_memory), matmul, near[2] if near else matmul / 250, "measured"
-        )
+        return Machine(properties.name, True, min(gpus), matmul, matmul / 250, "measured", len(gpus))
     threads = config.num_threads or os.cpu_count() or 1
     matmul = _matmul(product, "cpu", config.dtype, threads)
     return Machine(f"{os.cpu_count()} CPU cores", False, float(psutil.virtual_memory().total), matmul, _CPU_BANDWIDTH, "measured")

@@ -79,10 +79,6 @@ def memory_of(
         parts["heap's gaps"] = _HEAP_GAPS * sum(parts.values())
         parts["program"] = IMPORTS
     tokens, server_parts = _server(model, config, machine) if with_server else (0, {})
-    # Each gives way while the other works; on a CPU, sleep frees nothing.
-    server_goes = config.server_stops and (config.weight_sync == "restart" or machine.cuda)
-    trainer_stays = machine.cuda and config.trainer == "resident" and config.resolved_trainer_memory("cuda") == "keep"
-    apart = server_goes and not trainer_stays
     length = max(1.0, work.prompt_mean + work.completion_mean)
     return PlannedMemory(
         trainer=sum(parts.values()),
@@ -92,14 +88,24 @@ def memory_of(
         server_parts=server_parts,
         cache_tokens=tokens,
         sequences=min(int(tokens / length), _most_sequences(model, config, machine), max(1, work.samples)),
-        beside=(1, min(1, config.servers)) if machine.cuda else (config.nproc_per_node, config.servers),
-        together=with_server and not apart,
+        beside=(1, min(1, config.servers_here)) if machine.cuda else (config.processes_here, config.servers_here),
+        together=with_server and shares_memory(config, cuda=machine.cuda),
         available=machine.memory,
         savings=savings(model, recipe, workload, device=device, ranks=ranks),
     )
 
 
-def _argument(config: TrainConfig, name: str, default: Any) -> Any:
+def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:
+    """Return whether trainer and server are in the same memory at the same time: the machine's, or on CUDA that of a GPU."""
+    if cuda and config.placement == "split":
+        return False
+    # Each gives way while the other works; on a CPU, sleep frees nothing.
+    server_goes = config.server_stops and (config.weight_sync == "restart" or cuda)
+    trainer_stays = cuda and config.trainer == "resident" and config.resolved_trainer_memory("cuda") == "keep"
+    return not server_goes or trainer_stays
+
+
+def argument(config: TrainConfig, name: str, default: Any) -> Any:
     """Return one of vLLM's arguments, as the config names it."""
     value = config.server.get(name, config.server.get(name.replace("_", "-")))
     return default if value is None else value
@@ -107,7 +113,7 @@ def _argument(config: TrainConfig, name: str, default: Any) -> Any:
 
 def _number(config: TrainConfig, name: str, default: float) -> float:
     """Return an argument that vLLM takes as a number, or as one with a suffix: 4k is 4000, 4K is 4096. Raises UserError."""
-    value = _argument(config, name, default)
+    value = argument(config, name, default)
     digits, factor = (value[:-1], _SUFFIXES[value[-1]]) if str(value)[-1:] in _SUFFIXES else (value, 1)
     try:
         number = float(digits) * factor
@@ -124,21 +130,32 @@ def _most_sequences(model: Mapping[str, Any], config: TrainConfig, machine: Mach
     return int(_number(config, "max_num_seqs", default))
 
 
-def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> tuple[int, dict[str, float]]:
-    """Return how many tokens its KV cache has room for, and what it holds, by part."""
+def server_needs(model: Mapping[str, Any], config: TrainConfig, *, cuda: bool) -> tuple[dict[str, float], float]:
+    """Return what one of a server's processes holds besides its cache, by part, and the bytes of a token in that."""
     parallel = max(1, int(_number(config, "tensor_parallel_size", 1)))
     on_cpu = cpu_batch(model, config.server).get("max-num-batched-tokens", _CPU_STEP_TOKENS)
-    step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if machine.cuda else on_cpu))
-    dtype = config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if machine.cuda else "fp32"
+    step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if cuda else on_cpu))
+    dtype = config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if cuda else "fp32"
     parts = server_memory(model, 0, dtype=dtype, tensor_parallel=parallel, step_tokens=step_tokens)
-    each = server_memory(model, 1, dtype=dtype, tensor_parallel=parallel)["cache"]
+    return parts, server_memory(model, 1, dtype=dtype, tensor_parallel=parallel)["cache"]
+
+
+def given_memory(config: TrainConfig, memory: float) -> float | None:
+    """Return the bytes of a GPU that the config gives to a server; None where it leaves that open."""
+    share = argument(config, "gpu_memory_utilization", None)
+    return None if share is None else memory * _number(config, "gpu_memory_utilization", share)
+
+
+def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> tuple[int, dict[str, float]]:
+    """Return how many tokens its KV cache has room for, and what it holds, by part."""
+    parts, each = server_needs(model, config, cuda=machine.cuda)
     if machine.cuda:
-        allowed = machine.memory * _number(config, "gpu_memory_utilization", _GPU_SHARE)
-        room = allowed - parts["weights"] - parts["activations"]
+        allowed = given_memory(config, machine.memory)
+        room = (machine.memory * _GPU_SHARE if allowed is None else allowed) - parts["weights"] - parts["activations"]
     else:
         parts["program"] = _SERVER_IMPORTS
         room = cpu_cache_bytes()
-    if _argument(config, "kv_cache_memory_bytes", None) is not None:
+    if argument(config, "kv_cache_memory_bytes", None) is not None:
         room = _number(config, "kv_cache_memory_bytes", room)
     room = max(0.0, room)
     return int(room / each), {**parts, "cache": room}  # it takes all of it at its start, and writes to it

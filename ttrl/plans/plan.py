@@ -52,6 +52,8 @@ class Plan:
     """Peaks of a probe: "trainer", "server"; empty without."""
     with_server: bool
     """False for a recipe's config: nothing is known of sampling."""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """What the config leaves open, by setting: the value chosen for these GPUs, and why."""
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -95,8 +97,13 @@ def plan_text(plan: Plan) -> str:
     trained = "" if plan.trained_parameters == plan.parameters else f", {si_spaced(plan.trained_parameters)} of them trained"
     lines += _row("model", f"{si_spaced(plan.parameters)} parameters{trained}")
     processes = f", {plan.processes} trainer processes" if plan.processes > 1 else ""
+    gpus = f", {plan.machine.gpus} of them" if plan.machine.gpus > 1 else ""
     speed = f"matrix products at {si_spaced(plan.machine.matmul)}FLOP/s ({plan.machine.source})"
-    lines += _row("machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{processes}, {speed}")
+    lines += _row("machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{gpus}{processes}, {speed}")
+    if plan.chosen:
+        lines.append("\nChosen for these GPUs")
+        for name, text in plan.chosen.items():
+            lines += textwrap.wrap(f"{name}: {text}", _WIDTH, initial_indent="  ", subsequent_indent=" " * (2 + _LABEL))
     lines.append("\nOne iteration")
     lines += _iteration(plan)
     lines.append("\nMemory")

@@ -17,12 +17,13 @@ from ttrl.configs.run import TrainConfig
 from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
+from ttrl.plans.choices import Choices, choose, value_of
 from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
 from ttrl.plans.lengths import Assumptions, IterationLengths, assumed_lengths, run_lengths, task_lengths
-from ttrl.plans.machine import gpu_named, this_machine
+from ttrl.plans.machine import Machine, gpu_named, gpus_here, this_machine
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
-from ttrl.plans.memory import memory_of
+from ttrl.plans.memory import argument, memory_of
 from ttrl.plans.plan import Plan
 from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of
@@ -83,7 +84,10 @@ def make_plan(
     model = read_model_config(config.model)
     decoder, assumptions = decoder_parameters(model), assumptions or Assumptions()
     machine = gpu_named(gpu) if gpu is not None else None
-    config = config.resolved(cuda=machine.cuda if machine is not None else _cuda())
+    choices = Choices(config)
+    if not recipe_only:  # `tune run` chooses nothing
+        choices = choose(model, config, gpus_here() if machine is None else _gpus(machine, config))
+    config = choices.config.resolved(cuda=machine.cuda if machine is not None else _cuda())
     recipe = config.recipe_config({"dtype": config.dtype})
     if machine is None:
         machine = this_machine(config, max(decoder.matrix_shapes.values(), key=lambda ends: ends[0] * ends[1]))
@@ -110,6 +114,7 @@ def make_plan(
     seconds = seconds_of(config, rough, measured)
     notes = [
         *(() if probed is None else probed.warnings),
+        *(() if choices.problem is None else [choices.problem]),
         *([f"the run's measured seconds do not count for this plan: {', '.join(others[:6])} differ"] if others else ()),
         *warnings_of(model, config, recipe, work, memory, machine, disk, len(tasks) or counts.get("tasks")),
     ]
@@ -131,6 +136,7 @@ def make_plan(
         price_per_hour=price_per_hour,
         measured_memory={} if probed is None else probed.memory,
         with_server=not recipe_only,
+        chosen={name: f"{str(value_of(config, name)).lower()} ({why})" for name, why in choices.reasons.items()},
         warnings=notes,
     )
 
@@ -194,6 +200,14 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
     before["model"] = str(ready_model(str(before.get("model"))) or before.get("model"))
     changed = changes(TrainConfig.defaults() | before, config.to_dict())
     return (["gpu"] if gpu is not None else []) + [name for name in changed if name not in _NO_SECONDS]
+
+
+def _gpus(machine: Machine, config: TrainConfig) -> list[float]:
+    """Return the bytes of each GPU: of those that are named, or else as many as the config asks for."""
+    each = int(argument(config, "tensor_parallel_size", 1)) * int(argument(config, "pipeline_parallel_size", 1))
+    serving, training = config.servers_here * each, config.processes_here
+    asked = serving + training if config.placement == "split" else max(serving, training)
+    return [machine.memory] * (machine.gpus if machine.gpus > 1 else asked)
 
 
 def _cuda() -> bool:

@@ -76,7 +76,7 @@ def rough_seconds(
     train = (flops.training * again + flops.prepass) / speed + work.optimizer_steps * _SECONDS_OF_UPDATE + saved
     train += _TRAINER_START if config.trainer == "once" else 0.0
     # Several on one CPU divide its cores; on GPUs, each has its own.
-    servers = max(1, (config.servers if machine.cuda else min(1, config.servers)) + len(config.joined_servers))
+    servers = max(1, (config.servers_here if machine.cuda else min(1, config.servers_here)) + len(config.joined_servers))
     sample = _sampling(machine, memory, flops.sampling, work.completion_tokens, work.samples, work, servers)
     validate = _sampling(machine, memory, flops.validation, work.validation_tokens, work.validation_samples, work, servers)
     sync = _FIXED["sync"] + disk_bytes / 3 / _DISK / 4  # read from the page cache

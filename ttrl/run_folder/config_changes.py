@@ -37,6 +37,7 @@ MAY_CHANGE = {
     "seq_len",
     "too_long",
     "share",
+    "placement",
     "weight_sync",
     "weight_check",
     "servers",

@@ -140,7 +140,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (ValueError, yaml.YAMLError):
             values = None

@@ -1,0 +1,210 @@
+"""What is chosen for a machine's GPUs: it fits, says why, leaves alone what is set; refusals name what would fit."""
+
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ttrl import TrainConfig, plan
+from ttrl.configs import GRPOConfig
+from ttrl.costs.memory import Workload, training_memory
+from ttrl.errors import ConfigError
+from ttrl.plans.choices import CHOSEN, IGNORE_VARIABLE, as_begun, choose, refuse, value_of
+from ttrl.plans.machine import gpu_named
+from ttrl.plans.memory import server_needs
+
+ROOT = Path(__file__).parents[2]
+MODELS = json.loads((ROOT / "tests" / "architectures.json").read_text())
+GB = 1e9
+WAYS = {
+    "whole": {},
+    "lora": {"training": {"lora_rank": 32}},
+    "nf4": {"training": {"lora_rank": 32, "lora_base_dtype": "nf4"}},
+    "overlapped": {"off_policy_steps": 1},
+    "split": {"placement": "split"},
+    "in place": {"weight_sync": "reload"},
+    "long rows": {"seq_len": 16_384, "max_tokens": 8192},
+}
+
+
+def config_of(**settings):
+    return TrainConfig(run="r", model="m", iterations=1, **settings)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["qwen2.5_0.5b", "qwen2.5_3b", "llama3.1_8b", "qwen2.5_32b", "llama3.3_70b"])
+@pytest.mark.parametrize(("count", "size"), [(1, 24), (2, 24), (1, 80), (3, 80), (8, 80)])
+def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
+    model, memory = MODELS[name], size * GB
+    made = choose(model, config_of(**WAYS[way]), [memory] * count)
+    if made.problem is not None:
+        with pytest.raises(ConfigError):
+            refuse(made)
+        return
+    config = made.config
+    assert not config.problems() and choose(model, config, [memory] * count).reasons == {}
+    assert all(value_of(config, name) is not None for name in CHOSEN if name != "server.max_model_len")
+    recipe = config.recipe_config({"dtype": "bf16", "device": "cuda"})
+    assert not recipe.problems_here("cuda", config.processes, model)
+    each = value_of(config, "server.tensor_parallel_size")
+    if config.placement == "split":
+        assert config.processes_here + config.servers_here * each <= count and config.weight_sync == "reload"
+    assert config.processes_here <= count and config.servers_here * each <= count and config.servers_here >= 1
+    trainer = training_memory(model, recipe, Workload(config.seq_len), device="cuda", ranks=config.processes).peak
+    assert trainer <= made.trainer <= memory
+    allowed = value_of(config, "server.gpu_memory_utilization") * memory
+    parts, token = server_needs(model, config, cuda=True)
+    context = min(config.context or model["max_position_embeddings"], model["max_position_embeddings"])
+    assert sum(parts.values()) + max(context, config.seq_len) * token < allowed
+    if config.weight_sync == "reload" and config.placement == "colocated":
+        assert made.trainer + allowed < memory
+
+
+def test_the_plan_agrees(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2.5_7b"]))
+    config = dataclasses.replace(config_of(), model=str(tmp_path))
+    made = plan(config, gpu="8xH100")
+    assert (made.processes, made.machine.gpus) == (8, 8) and not [line for line in made.warnings if "fit" in line]
+    assert made.memory.peak < 0.9 * made.memory.available and not made.memory.together
+    assert made.chosen["weight_sync"].startswith("sleep (") and "Chosen for these GPUs" in str(made)
+    small = plan(config, gpu="RTX4090")
+    assert any(line.startswith("does not fit: the trainer needs") and "what would fit" in line for line in small.warnings)
+    assert not plan(dataclasses.replace(config, device="cpu")).chosen
+
+
+def test_gpus_are_named_with_their_number():
+    assert (gpu_named("H100").gpus, gpu_named("8xH100").gpus, gpu_named("2 x RTX 4090").gpus) == (1, 8, 2)
+    assert gpu_named("RTX4090").name == gpu_named("3xrtx4090").name
+
+
+@pytest.mark.parametrize("settings", [{}, {"nproc_per_node": 2, "servers": 2}, {"training": {"lr": 1e-3}}])
+def test_nothing_is_chosen_on_a_cpu(settings):
+    config = config_of(**settings)
+    for made in (choose({}, config, []), choose({}, dataclasses.replace(config, device="cpu"), [80 * GB])):
+        assert made.reasons == {} and made.problem is None
+    here = choose({}, config, []).config.resolved(cuda=False)
+    assert here.recipe_config({}) == config_of(**settings).recipe_config({}) and here.server == {}
+    assert (here.processes, here.servers, here.weight_sync, here.trainer_memory) == (
+        settings.get("nproc_per_node", 1),
+        settings.get("servers", 1),
+        "reload",
+        "keep",
+    )
+    assert "split" in (choose({}, config_of(placement="split"), []).problem or "")
+
+
+SET = {
+    "placement": "split",
+    "nproc_per_node": 1,
+    "servers": 1,
+    "weight_sync": "restart",
+    "training.rows_per_microbatch": 3,
+    "training.activation_checkpointing": True,
+    "training.optimizer": "sgd",
+    "server.tensor_parallel_size": 2,
+    "server.gpu_memory_utilization": 0.6,
+    "server.max_model_len": 5000,
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_set_stays(name):
+    group, _, key = name.rpartition(".")
+    values = {group: {key: SET[name]}} if group else {key: SET[name]}
+    made = choose(MODELS["qwen2.5_0.5b"], config_of(**values), [80 * GB] * 4)
+    assert made.problem is None and name not in made.reasons and value_of(made.config, name) == SET[name]
+    if group == "server":  # as vLLM writes it on its command line
+        dashed = choose(MODELS["qwen2.5_0.5b"], config_of(server={key.replace("_", "-"): SET[name]}), [80 * GB] * 4)
+        assert name not in dashed.reasons and key not in dashed.config.server
+    given = choose(MODELS["qwen2.5_0.5b"], config_of(training=GRPOConfig(rows_per_microbatch=4)), [80 * GB])
+    assert "training.rows_per_microbatch" not in given.reasons  # set, although it is the default
+
+
+def test_both_at_the_same_time_get_gpus_of_their_own_where_there_are_several():
+    made = [choose(MODELS["qwen2.5_1.5b"], config_of(off_policy_steps=1), [80 * GB] * n).config for n in (1, 2, 3, 8)]
+    assert [(one.placement, one.nproc_per_node, one.servers) for one in made] == [
+        ("colocated", 1, 1),
+        ("split", 1, 1),
+        ("split", 2, 1),
+        ("split", 4, 4),
+    ]
+    assert {one.weight_sync for one in made} == {"reload"}
+    assert [one.resolved(cuda=True).trainer_memory for one in made] == ["free", "keep", "keep", "keep"]
+    assert 0.3 <= value_of(made[0], "server.gpu_memory_utilization") < 0.5
+    large = choose(MODELS["qwen2.5_32b"], config_of(off_policy_steps=1), [80 * GB] * 8).config
+    assert (large.nproc_per_node, large.servers) == (6, 1)  # more than half train, where that does not fit
+
+
+def test_a_context_for_which_the_cache_has_no_room_becomes_that_of_a_row():
+    adapters = {"lora_rank": 32, "lora_base_dtype": "nf4"}
+    made = choose(MODELS["llama3.1_8b"], config_of(training=adapters), [24 * GB])  # its context is of 131,072 tokens
+    assert value_of(made.config, "server.max_model_len") == 4097
+    assert value_of(choose(MODELS["llama3.1_8b"], config_of(training=adapters), [80 * GB]).config, "server.max_model_len") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "size", "settings", "said"),
+    [
+        ("qwen2.5_7b", 1, 80, {}, "lora_rank: 32"),
+        ("qwen2.5_7b", 1, 24, {}, "lora_base_dtype: nf4"),
+        ("qwen2.5_32b", 1, 80, {}, "8 such GPUs"),
+        ("qwen2.5_14b", 1, 24, {}, "such GPUs with training.lora_rank"),
+        ("qwen2.5_1.5b", 1, 80, {"training": {"rows_per_microbatch": 64}}, "leave out training.rows_per_microbatch"),
+        ("qwen2.5_0.5b", 1, 80, {"nproc_per_node": 2}, "nproc_per_node is 2, but this machine has 1 GPU"),
+        ("qwen2.5_0.5b", 1, 80, {"placement": "split"}, "none is left to serve"),
+        ("qwen2.5_0.5b", 4, 80, {"placement": "split", "servers": 4}, "servers is 4"),
+        ("qwen2.5_7b", 1, 80, {"training": {"lora_rank": 8}, "server": {"gpu_memory_utilization": 0.1}}, "a server needs"),
+        ("qwen2.5_1.5b", 1, 24, {"weight_sync": "reload"}, "a server beside it"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_what_would(name, count, size, settings, said, monkeypatch):
+    made = choose(MODELS[name], config_of(**settings), [size * GB] * count)
+    with pytest.raises(ConfigError, match=said):
+        refuse(made)
+    monkeypatch.setenv(IGNORE_VARIABLE, "1")
+    if "fit" in str(made.problem).split(";")[0]:
+        refuse(made)  # an estimate may be wrong
+    else:
+        with pytest.raises(ConfigError):  # a GPU that is not there remains so
+            refuse(made)
+
+
+def test_a_run_that_is_continued_keeps_what_was_chosen():
+    first = choose(MODELS["qwen2.5_0.5b"], config_of(training={"lr": 1e-6}), [80 * GB] * 2).config.resolved(cuda=True)
+    saved = yaml.safe_load(yaml.safe_dump(first.to_dict()))
+    again = as_begun(config_of(training={"lr": 1e-6}, servers=1), saved)
+    assert again.servers == 1 and again.resolved(cuda=True) == dataclasses.replace(first, servers=1)
+    assert choose(MODELS["qwen2.5_0.5b"], again, [80 * GB] * 8).config == again
+    assert as_begun(config_of(), {}) == config_of()
+
+
+def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
+    """With GPUs that are not here, on which nothing but the fakes of this world runs."""
+    gpus = [24 * GB, 80 * GB]
+    monkeypatch.setattr("ttrl.loop.train.gpus_here", lambda: gpus)
+    world.train(device="cuda", iterations=1)
+    assert "chosen for 2 GPUs with 22.4 GiB" in capsys.readouterr().out
+    before = yaml.safe_load((world.run / "config.yaml").read_text())
+    assert (before["placement"], before["nproc_per_node"], before["weight_sync"]) == ("colocated", 2, "sleep")
+    assert before["training"]["rows_per_microbatch"] == 64 and before["server"]["gpu_memory_utilization"] == 0.85
+    assert world.recipes[0]["rows_per_microbatch"] == 64
+    gpus[:] = [80 * GB] * 4
+    world.train(device="cuda", iterations=2)
+    assert yaml.safe_load((world.run / "config.yaml").read_text()) == before | {"iterations": 2}
+    assert "chosen" not in capsys.readouterr().out
+    gpus[:] = [1e6]
+    events = list(world.events)
+    with pytest.raises(ConfigError, match=r"nproc_per_node is 2, but this machine has 1 GPU.* begin another one"):
+        world.train(device="cuda", iterations=3)
+    with pytest.raises(ConfigError, match="does not fit"):
+        world.train(run=str(world.folder / "other"), device="cuda")
+    assert world.events == events and not (world.folder / "other").exists()
+
+
+def test_the_tables_of_the_machines_page_are_up_to_date():
+    tool = runpy.run_path(str(ROOT / "tools" / "check_plan.py"))
+    page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    assert page == tool["page_with_tables"](page), "make them again: python tools/check_plan.py --machines"
