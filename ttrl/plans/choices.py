@@ -263,7 +263,11 @@ def _training(model: Mapping[str, Any], config: TrainConfig, room: float) -> tup
     workload = Workload(row_length=config.seq_len, rows=16)
     rows = [n for n in (64, 32, 16, 8, 4, 2) if n * config.seq_len <= _MOST_POSITIONS] + [1]
     eight_bits = [] if base.optimizer_on_cpu or base.cpu_offload else ["adamw_8bit"]
-    ladder = {"optimizer": ["adamw", *eight_bits], "activation_checkpointing": [False, True], "rows_per_microbatch": rows}
+    ladder: dict[str, list[Any]] = {
+        "optimizer": ["adamw", *eight_bits],
+        "activation_checkpointing": [False, True],
+        "rows_per_microbatch": rows,
+    }
     open_values = [[given[name]] if name in given else values for name, values in ladder.items()]
     best: tuple[dict[str, Any], float] | None = None
     for values in itertools.product(*open_values):
