@@ -140,6 +140,11 @@ def test_resolved_says_what_the_machine_decides(cuda, device, dtype):
     assert made.resolved(cuda=not cuda) == made  # nothing is left open
 
 
+def test_gpus_are_shared_unless_they_are_split():
+    shared = [config(device="cuda", **more).shares_gpu for more in ({}, {"placement": "split"}, {"servers": 0})]
+    assert shared == [True, False, False] and not config(device="cpu").shares_gpu
+
+
 def test_resolved_keeps_what_was_chosen():
     made = config(device="cpu", dtype="bf16", num_threads=3).resolved(cuda=True)
     assert (made.device, made.dtype, made.num_threads) == ("cpu", "bf16", 3)

@@ -382,7 +382,7 @@ class TrainConfig(Config):
     @property
     def shares_gpu(self) -> bool:
         """Whether trainer and servers take turns on the same GPUs, so that neither may start while the other loads."""
-        return self.device == "cuda" and self.servers > 0
+        return self.device == "cuda" and self.placement != "split" and self.servers_here > 0
 
     @property
     def context(self) -> int | None:
