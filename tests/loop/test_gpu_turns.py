@@ -214,6 +214,9 @@ def test_on_one_gpu_a_server_that_stays_is_promised_what_the_trainer_leaves(run)
         assert events[:-2] == [*began, *TRAIN, f"trainer {PARKED}"] and sorted(events[-2:]) == ["server 0", "trainer 0"]
 
 
-def test_on_cpu_nobody_waits(run):
+@pytest.mark.parametrize("settings", [{"device": "cpu"}, {"device": "cuda", "placement": "split"}], ids=str)
+def test_on_a_cpu_and_with_gpus_of_their_own_nobody_waits(run, settings, monkeypatch):
     """The server starts while the trainer loads: neither of the two would be done without the other."""
-    run(15, meet=threading.Barrier(2, timeout=60), iterations=1)
+    monkeypatch.setattr(train_module, "gpus_here", lambda: [TOTAL * 1e9] * 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    run(15, meet=threading.Barrier(2, timeout=60), iterations=1, **settings)
