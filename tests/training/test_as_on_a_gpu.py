@@ -61,7 +61,7 @@ def test_the_gradient_is_that_of_transformers(settings, tmp_path):
 
 @pytest.mark.parametrize(("objective", "limit"), [("ppo-k3", {}), ("gspo-entropy-kl", {"_unique2": 2})])
 def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
-    """It was for 13 results and more. Ratios of sequences look for the samples of a microbatch."""
+    """Twelve results at least it was before. Ratios of sequences look for the samples of a microbatch."""
 
     def dense(q, k, v, plan, scale, soft_cap, window, kernel):
         assert plan.flex(window).lists  # as FlexAttention has its masks
