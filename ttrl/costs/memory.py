@@ -262,7 +262,8 @@ class _Training:
         dora = settings.lora_kind == "dora"
         whole = "gradients of gathered parameters"
         beginning, midway, end = self._whole_gradients()
-        at_head = base | copies | {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
+        at_head = base | {name: size for name, size in copies.items() if name != "matrices out of 4 bits"}
+        at_head |= {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
         copies |= self._working_copies(layers - recomputed + int(recomputed > 0))  # the last layer's are made again
         head = self.head_gradient + (4 if dora else 2) * self.merged_head
         begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
@@ -352,7 +353,7 @@ class _Training:
         parts: Parts = {}
         if four_bits:
             largest = max(before * behind for before, behind in decoder.matrix_shapes.values())
-            parts["matrices out of 4 bits"] = largest * (_FP32 + self.how.bytes)
+            parts["matrices out of 4 bits"] = largest * (2 * _FP32 + _FP32)  # indices and numbers
         if self.sharded:
             root, all_layers = decoder.outside_layers / settings.tensor_parallel, decoder.shape.layers
             gathered = root + each * (min(2, all_layers) if settings.reshard_after_forward else all_layers)

@@ -1,0 +1,186 @@
+"""The memory model of `ttrl.costs.memory` on CUDA against fake tensors: no GPU and no numbers, but every allocation of a step.
+
+    python tools/check_cuda_memory.py [--positions N] [--layers N] [--kind KIND] [NAME ...]
+
+A policy of a published shape is built of fake tensors (`torch._subclasses.FakeTensorMode`) and takes the gradient of two
+microbatches by the recipe's own modules, checkpointing, autograd and head; storages are counted while they live. PyTorch without
+CUDA refuses such tensors on "cuda": they are on "cpu", where fake ones go no way that is for CPUs. Not the recipe's: attention is
+PyTorch's flash attention, which keeps the tensors that FlexAttention keeps; every position is trained; chunks are given.
+
+    GB          the highest sum of live storages of a GPU in forward and backward pass, and the estimate of that
+    ratio       estimated / counted
+
+One GPU; the allocator's gaps and the context are in neither. Exit status 1 where a ratio is off by more than a tenth.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torchao.dtypes.nf4tensor import NF4Tensor, SubclassTensorArgs
+from transformers import AutoConfig
+
+from ttrl.configs import GRPOConfig
+from ttrl.configs.recipe import NF4_BLOCK
+from ttrl.costs.memory import Workload, training_memory
+from ttrl.training.kernels import head_blocks
+from ttrl.training.kernels.head_blocks import HeadWeights
+from ttrl.training.models import blocks
+from ttrl.training.models.decoder import build_decoder
+from ttrl.training.policy.activations import checkpoint_layers
+from ttrl.training.policy.lora import adapted, apply_lora
+from ttrl.training.policy.policy import HeadOptions, Policy
+
+ARCHITECTURES = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text())
+MODELS = {"0.5B": "qwen2.5_0.5b", "7B": "qwen2.5_7b", "32B": "qwen2.5_32b", "70B": "llama3.3_70b"}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, nothing recomputed": {"activation_checkpointing": False},
+    "LoRA": {"lora_rank": 16},
+    "LoRA, base in bf16": {"lora_rank": 16, "lora_base_dtype": "bf16"},
+    "QLoRA": {"lora_rank": 16, "lora_base_dtype": "nf4"},
+}
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of storages, from the operation that makes one to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._live: set[int] = set()
+
+    def count(self, *values: Any) -> None:
+        for tensor in tree_iter(values):
+            if not isinstance(tensor, Tensor):
+                continue
+            if isinstance(tensor, NF4Tensor):
+                self.count(tensor.quantized_data, tensor.quantized_scalers, tensor.quantization_factor)
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._live.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, address: int, size: int) -> None:
+        self._live.discard(address)
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count(result)
+        return result
+
+
+class AllTrained(Policy):
+    """A policy with every position trained: which ones are is not known of fake tensors."""
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, *_: Any) -> Any:  # type: ignore[override]
+        with torch.autocast(tokens_BT.device.type, self.compute_dtype, cache_enabled=False):
+            h_BTD = self.decoder.hidden_states(tokens_BT, tokens_BT, None)  # type: ignore[arg-type]
+            return self._head(h_BTD.flatten(0, 1), labels_BT.flatten(), HeadOptions(token_loss=lambda logprobs, _: -logprobs))
+
+
+@contextlib.contextmanager
+def without_numbers() -> Iterator[None]:
+    """Replace what asks fake tensors for numbers."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        return out
+
+    def mine(_: HeadWeights, labels_n: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.arange(len(labels_n)), labels_n
+
+    with (
+        mock.patch.object(blocks, "attend", attend),
+        mock.patch.object(HeadWeights, "mine", mine),
+        mock.patch.object(head_blocks, "_CACHED_ELEMENTS", 2**62),  # blocks of rows are for a CPU's cache
+        mock.patch.object(Tensor, "item", lambda _: 1.0),
+    ):
+        yield
+
+
+def in_four_bits(weight: Tensor) -> Tensor:
+    """Return what `AdaptedLinear.quantise` holds of a weight: its search for the numbers has none to look at."""
+    blocks = weight.numel() // NF4_BLOCK
+    group = next(n for n in range(256, 0, -1) if blocks % n == 0)
+    about = SubclassTensorArgs(weight.shape, weight.stride(), 0, torch.float32, torch.device("cpu"), False)
+    scales, factors = torch.empty(blocks, dtype=torch.int8), torch.empty(blocks // group)
+    data = torch.empty(weight.numel() // 2, dtype=torch.uint8)
+    return NF4Tensor(about, NF4_BLOCK, blocks, group, scales, factors, torch.empty(()), data, torch.empty(16))
+
+
+def counted(model: dict[str, Any], config: GRPOConfig, positions: int) -> int:
+    """Return the highest bytes of live storages while a step's gradient is made, parameters and gradients among them."""
+    with without_numbers(), FakeTensorMode(), Storages() as storages:
+        with torch.device("meta"):
+            decoder = build_decoder(AutoConfig.for_model(**model))
+            if config.lora_rank is not None:
+                apply_lora(decoder, config)
+        policy = AllTrained(decoder, num_output_chunks=config.num_output_chunks, compute_dtype=torch.bfloat16)
+        for layer in adapted(policy).values() if config.lora_base_dtype == "nf4" else ():
+            layer.weight = torch.nn.Parameter(in_four_bits(layer.weight), requires_grad=False)
+        for module in policy.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    made = torch.empty_like(parameter, device="cpu")
+                    module._parameters[name] = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+        decoder.materialise_buffers("cpu")
+        if config.activation_checkpointing:
+            checkpoint_layers(decoder.layers, config)
+        storages.peak = storages.now
+        tokens = torch.zeros(1, positions, dtype=torch.int64)
+        for _ in range(2):
+            policy(tokens, tokens).loss.backward()
+        return storages.peak
+
+
+def estimated(model: dict[str, Any], config: GRPOConfig, positions: int) -> float:
+    """Return the estimate of the same."""
+    estimate = training_memory(model, config, Workload(positions, continued=False), device="cuda")
+    parts = estimate.moments["gradient"]
+    return sum(size for name, size in parts.items() if name not in ("context", "allocator's gaps"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models, of " + ", ".join(MODELS) + "; all unless given")
+    parser.add_argument("--positions", type=int, default=8192)
+    parser.add_argument("--layers", type=int, help="build so many of the model's layers: four bits take minutes")
+    parser.add_argument("--kind", choices=KINDS, help="all unless given")
+    arguments = parser.parse_args()
+    worst = 0.0
+    print(f"{'model':6} {'':26} {'counted':>9} {'estimate':>9} {'ratio':>6}   (GB)")
+    for name in arguments.names or MODELS:
+        model = dict(ARCHITECTURES[MODELS[name]])
+        if arguments.layers is not None:
+            model |= {"num_hidden_layers": arguments.layers, "layer_types": None}
+        for kind, settings in KINDS.items():
+            if arguments.kind not in (None, kind):
+                continue
+            given = {"dtype": "bf16", "rows_per_microbatch": 1, "activation_checkpointing": True, **settings}
+            given["num_output_chunks"] = -(-arguments.positions // 1024)
+            config = GRPOConfig(model="m", packed="p", output_dir="o", **given)
+            found, said = counted(model, config, arguments.positions), estimated(model, config, arguments.positions)
+            worst = max(worst, abs(said / found - 1))
+            print(f"{name:6} {kind:26} {found / 1e9:9.2f} {said / 1e9:9.2f} {said / found:6.2f}", flush=True)
+    return int(worst > 0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
