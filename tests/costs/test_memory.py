@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import check_cuda_memory
 import check_parity
 import pytest
 import torch
@@ -302,6 +303,16 @@ def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
     assert kept(window) >= kept(plain) + 4096**2 * 4
     assert kept(window, longest=90) == kept(plain)
     assert kept(window, device="cuda") == kept(plain, device="cuda")
+
+
+@pytest.mark.parametrize("kind", check_cuda_memory.KINDS)
+def test_on_cuda_fake_tensors_take_what_is_estimated(kind):
+    """Two layers of a 7B model; tools/check_cuda_memory.py counts whole ones."""
+    model = QWEN | {"num_hidden_layers": 2, "layer_types": None}
+    given = {"dtype": "bf16", "rows_per_microbatch": 1, "activation_checkpointing": True, "num_output_chunks": 2}
+    config = recipe(**given | check_cuda_memory.KINDS[kind])
+    counted = check_cuda_memory.counted(model, config, 2048)
+    assert check_cuda_memory.estimated(model, config, 2048) == pytest.approx(counted, rel=0.1)
 
 
 # Disk and server

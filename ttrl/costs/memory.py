@@ -169,6 +169,8 @@ class _Training:
         self.how = Computation(bf16, cuda, settings.tensor_parallel)
         self.gathered_size = _BF16 if bf16 and cuda and settings.lora_kind != "dora" else _FP32
         """Bytes of a number in what FSDP has gathered."""
+        self.in_bf16 = settings.lora_base_dtype == "bf16" or (self.sharded and self.gathered_size == _BF16)
+        """Whether matrices are in bf16 when products ask for them."""
         self.tokens = settings.rows_per_microbatch * workload.row_length
         self.trained = self.tokens * workload.trained_share
         self.head_matrix = decoder.vocabulary_matrix / settings.tensor_parallel
@@ -258,7 +260,8 @@ class _Training:
         kept, backward = self._activations()
         kept += self.tokens * self.decoder.shape.width * _FP32  # the last norm's input
         hidden = (self.tokens + 2 * self.trained) * self.decoder.shape.width * _FP32
-        head = self._chunk() + self.head_gradient + hidden + (self.head_matrix * _BF16 if self.how.bf16 else 0.0)
+        head = self._chunk() + self.head_gradient + hidden
+        head += self.head_matrix * _BF16 if self.how.bf16 and (self.merged_head or not self.in_bf16) else 0.0
         dora = settings.lora_kind == "dora"
         whole = "gradients of gathered parameters"
         beginning, midway, end = self._whole_gradients()
@@ -358,7 +361,7 @@ class _Training:
             root, all_layers = decoder.outside_layers / settings.tensor_parallel, decoder.shape.layers
             gathered = root + each * (min(2, all_layers) if settings.reshard_after_forward else all_layers)
             parts["gathered parameters"] = gathered * self.gathered_size
-        if self.how.bf16 and settings.lora_base_dtype != "bf16" and not (self.sharded and self.gathered_size == _BF16):
+        if self.how.bf16 and not self.in_bf16:
             parts["bf16 copies"] = layers * (each - (self._adapted_numbers() if four_bits else 0)) * _BF16
         return parts
 
