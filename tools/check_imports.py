@@ -100,7 +100,11 @@ HOUSE = {
         "configs records",
         "torch torchtune transformers omegaconf",
     ),
-    "instruments": _room("data training records", "torch numpy"),
+    "instruments": _room(
+        "training training.kernels training.objective training.optimizer training.parallel training.policy data data.packing "
+        "tiny_model configs records",
+        "torch numpy",
+    ),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
     "run_folder": _room("configs intervals", "yaml obstore tokenizers"),
     "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),

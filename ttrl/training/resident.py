@@ -88,7 +88,7 @@ class Residence:
             assert kept is not None
             trained = kept[0]
             if config.free_memory:
-                _move(trained, self._here.device)
+                move(trained, self._here.device)
         else:
             if kept is not None:
                 logger.info("the files or settings of this iteration are not what is in memory; loading %s", config.model)
@@ -119,7 +119,7 @@ class Residence:
     def keep(self, config: GRPOConfig, trained: Trained) -> None:
         """Keep what was loaded for `config`, and has not changed since, for whoever asks for that."""
         if config.free_memory:
-            _move(trained, torch.device("cpu"))
+            move(trained, torch.device("cpu"))
         self._kept = trained, _settings(config), _inputs(config)
 
     def _agreed(self, mine: bool) -> bool:
@@ -156,7 +156,7 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
 
 
 @torch.no_grad()
-def _move(trained: Trained, device: torch.device) -> None:
+def move(trained: Trained, device: torch.device) -> None:
     """Move everything to another device, except what is on the CPU for good. Has run from CPU to CPU only; never run on a GPU."""
     if not trained.stepper.lives_on_cpu:
         trained.policy.to(device)

@@ -33,8 +33,8 @@ class Stepper:
         values: ValueTraining | None = None,
     ) -> None:
         self._policy, self._config, self._here = policy, config, here
-        self._optimizer = make_optimizer(policy, config)
-        self.global_step = load_state(state, policy, self._optimizer) if state else 0
+        self.optimizer = make_optimizer(policy, config)
+        self.global_step = load_state(state, policy, self.optimizer) if state else 0
         """Optimizer steps of the run so far, taken or skipped."""
         self._values = values
         self._skipped = Skipped(config.max_skipped_steps, _skipped_before(state))
@@ -47,12 +47,12 @@ class Stepper:
     def move(self, device: torch.device) -> None:
         """Move the optimizer's state to another device, after the parameters. Never run on a GPU."""
         optimizers: list[torch.optim.Optimizer]
-        if isinstance(self._optimizer, OptimizerInBackward):
-            optimizers = list(self._optimizer.by_parameter.values())
-        elif isinstance(self._optimizer, CPUOffloadOptimizer):  # what it has on the device is of small parameters alone
-            optimizers = [] if self._optimizer.d_opt is None else [self._optimizer.d_opt]
+        if isinstance(self.optimizer, OptimizerInBackward):
+            optimizers = list(self.optimizer.by_parameter.values())
+        elif isinstance(self.optimizer, CPUOffloadOptimizer):  # what it has on the device is of small parameters alone
+            optimizers = [] if self.optimizer.d_opt is None else [self.optimizer.d_opt]
         else:
-            optimizers = [self._optimizer]
+            optimizers = [self.optimizer]
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 for name, value in state.items():
@@ -61,11 +61,11 @@ class Stepper:
 
     def load(self, folder: Path) -> None:
         """Load the optimizer's state as it was written: 8-bit moments of several processes may be rounded once more."""
-        self.global_step = load_state(folder, self._policy, self._optimizer)
+        self.global_step = load_state(folder, self._policy, self.optimizer)
 
     def begin(self, lr_scale: float = 1.0) -> None:
         """Set the step's learning rate. Call it before the step's first backward pass, in which some optimizers work."""
-        begin_step(self._optimizer, self._config, self.global_step, lr_scale)
+        begin_step(self.optimizer, self._config, self.global_step, lr_scale)
 
     def take(self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0) -> dict[str, Any]:
         """Take the step if all losses and the gradient are finite; else discard the gradient (with `optimizer_in_backward`, what
@@ -88,7 +88,7 @@ class Stepper:
             norms = {name: norm for name, norm in facts.items() if name.endswith("grad_norm") and not math.isfinite(norm)}
             if norms:
                 why = "the gradient norm is " + " and ".join(f"{norm} ({name})" for name, norm in norms.items())
-        if why is not None and isinstance(self._optimizer, OptimizerInBackward):
+        if why is not None and isinstance(self.optimizer, OptimizerInBackward):
             why += "; with optimizer_in_backward, parameters whose gradients are finite have been stepped already"
         self.global_step += 1
         if why is None:
@@ -107,7 +107,7 @@ class Stepper:
                 write_json(temporary / _SKIPPED_FILE, {"in_a_row": self._skipped.in_a_row})
 
         config = self._config
-        save_state(folder, self._policy, self._optimizer, self.global_step, self._here, config.state_format, beside)
+        save_state(folder, self._policy, self.optimizer, self.global_step, self._here, config.state_format, beside)
 
     def _step(self, lr_scale: float) -> dict[str, float]:
         norms: dict[str, float] = {}
@@ -116,7 +116,7 @@ class Stepper:
         if not all(map(math.isfinite, norms.values())):
             self._forget()
             return norms
-        norms["grad_norm"] = clip_and_step(self._policy, self._optimizer, self._config, self.global_step, lr_scale=lr_scale)
+        norms["grad_norm"] = clip_and_step(self._policy, self.optimizer, self._config, self.global_step, lr_scale=lr_scale)
         if self._values is not None:
             if math.isfinite(norms["grad_norm"]):
                 self._values.step(self.global_step, lr_scale)
@@ -125,10 +125,10 @@ class Stepper:
         return norms
 
     def _forget(self) -> None:
-        if isinstance(self._optimizer, OptimizerInBackward):
-            self._optimizer.finish_step()  # parameters with a finite gradient have been stepped already
+        if isinstance(self.optimizer, OptimizerInBackward):
+            self.optimizer.finish_step()  # parameters with a finite gradient have been stepped already
         else:
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
         if self._values is not None:
             self._values.forget()
 

@@ -1,0 +1,80 @@
+"""What the certificate tries, on the CPU: right kernels pass, wrong ones fail, and what raises is a failed case."""
+
+import pytest
+import torch
+
+from ttrl.instruments import certificate
+from ttrl.tiny_model import make_tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("certificate") / "model", layers=2, width=32)
+
+
+def test_rows_are_ragged():
+    rows = certificate.ragged_rows(320, 100)
+    assert rows.num_rows > 1 and (rows.group_ids < 0).any() and (rows.parent_ids != rows.group_ids).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (100, None), (None, 20.0)])
+def test_attention_passes_and_a_wrong_one_fails(dtype, window, soft_cap, monkeypatch):
+    passed, found = certificate._try_attention(CPU, dtype, 64, 320, window, soft_cap)
+    assert passed, found
+    assert float(found.split()[1].rstrip(",")) < (1e-5 if dtype is torch.float32 else 0.05)
+    right = certificate.attend
+
+    def unmasked(q, k, v, plan, **how):  # as if a token saw one that comes later
+        out = right(q, k, v, plan, **how)
+        return torch.cat([out[:, :, :7], out[:, :, 8:9], out[:, :, 8:]], dim=2)
+
+    monkeypatch.setattr(certificate, "attend", unmasked)
+    passed, found = certificate._try_attention(CPU, dtype, 64, 320, window, soft_cap)
+    assert passed is False, found
+
+
+def test_the_head_passes_and_a_wrong_one_fails(monkeypatch):
+    for dtype in (torch.float32, torch.bfloat16):
+        passed, found = certificate._try_head(CPU, dtype)
+        assert passed, found
+    right = certificate.run_head
+    monkeypatch.setattr(certificate, "run_head", lambda *given, **how: right(*given, **how, temperature=1.01))
+    assert certificate._try_head(CPU, torch.float32)[0] is False
+
+
+def test_every_setting_of_a_step_and_a_wrong_one(model, monkeypatch):
+    trials = list(certificate._steps(CPU, model))
+    found = {case: trial() for _, case, trial in trials}
+    left_out = {case for case, (passed, _) in found.items() if passed is None}
+    assert left_out == {
+        *("compile", "compile, checkpointing, bf16", "parameters in the CPU's memory"),
+        *("AdamW, 8 bits", "AdamW on the CPU"),
+    }
+    assert all(passed is not False for passed, _ in found.values()), found
+    assert len(found) - len(left_out) == 6
+    right = certificate._backward
+
+    def another_loss(policy, device, seed):
+        right(policy, device, seed + (policy.decoder.layers[0].training and policy.compute_dtype is torch.bfloat16))
+
+    monkeypatch.setattr(certificate, "_backward", another_loss)
+    [bf16] = [trial for _, case, trial in certificate._steps(CPU, model) if case == "bf16"]
+    assert bf16()[0] is False
+
+
+def test_parking_is_left_out_on_a_cpu(model):
+    [(_, _, trial)] = certificate._parking(CPU, model)
+    assert trial() == (None, "left out without a GPU")
+
+
+def test_what_raises_is_a_failed_case_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(certificate, "HEAD_DIMS", (64,))
+    for part in ("_heads", "_steps"):
+        monkeypatch.setattr(certificate, part, lambda *given: iter(()))
+    monkeypatch.setattr(certificate, "attend", lambda *given, **how: 1 / 0)
+    cases = list(certificate.certify(CPU))
+    assert [case.passed for case in cases] == [False] * 6 + [None]
+    assert cases[0].found == "ZeroDivisionError: division by zero"
