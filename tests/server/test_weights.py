@@ -208,8 +208,8 @@ def test_but_not_where_anything_else_may_be_wrong(fake_server, checkpoints):
         assert "logprob difference" in sync_weights(server, checkpoints[1]).fell_back
 
 
-def test_a_server_elsewhere_needs_the_trainers_record_of_the_weights(fake_server, checkpoints):
-    """It may have other files than the trainer had, and without the record nobody knows."""
+def test_nothing_is_proven_without_the_trainers_record_of_the_weights(fake_server, checkpoints):
+    """The server may have other files than the trainer had, on this machine, too: files can change on the way."""
     moved_away(checkpoints[1])
     with fake_server("proven") as there:
         server = JoinedServer(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
@@ -218,6 +218,8 @@ def test_a_server_elsewhere_needs_the_trainers_record_of_the_weights(fake_server
         (checkpoints[1] / "canary.json").write_text(json.dumps(content | {"weights": {}}))
         with pytest.raises(WeightSyncError, match="cannot be restarted from here"):
             sync_weights(server, checkpoints[1])
+        with pytest.raises(WeightSyncError, match="after a restart"):
+            sync_weights(there, checkpoints[1])
 
 
 @pytest.mark.parametrize("shift, passes", [(0.0009, True), (0.0011, False), (-0.0011, False)])

@@ -14,9 +14,9 @@ about a hundredth of a typical weight, in bf16 about a fifth; and keys and value
 where the canary's are.
 
 A mismatch after a reload falls back to a restart; one after a restart raises WeightSyncError. But where a server that was just
-started has every weight, bit for bit, other log-probabilities than the trainer's are a warning, then and after later reloads:
-that is rounding which the canary's limits did not foresee, or a difference that shows in all sampled tokens, too
-(`ttrl.monitoring.drift`).
+started has every weight that the trainer recorded, bit for bit, other log-probabilities than the trainer's are a warning, then
+and after later reloads: that is rounding which the canary's limits did not foresee, or a difference that shows in all sampled
+tokens, too (`ttrl.monitoring.drift`).
 
 While weights are changed, the server refuses requests that name weights (`ttrl.server.auth`); the caller opens it again
 (`ServerConnection.open_to`).
@@ -259,9 +259,8 @@ def compare_weights(server: ServerConnection, folder: str | os.PathLike[str], ca
         problems += _other_bytes(worker["tensors"], canary.weights)
     compared, unchecked = (sum(worker[name] for worker in workers) for name in ("compared", "unchecked"))
     exact, problem = all(worker["exact"] for worker in workers), "; ".join(dict.fromkeys(problems)) or None
-    # A starting model has no record; a server on this machine has read the files that the trainer read.
-    of_trainer = bool(canary.weights) or isinstance(server, VLLMServer)
-    is_proof = bool(compared) and not unchecked and exact and problem is None and of_trainer
+    # Without the trainer's own record, which a starting model lacks, the files may not be what the trainer computed with.
+    is_proof = bool(compared and canary.weights) and not unchecked and exact and problem is None
     return WeightComparison(compared, unchecked, exact, problem, is_proof)
 
 

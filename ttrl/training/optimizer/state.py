@@ -70,10 +70,11 @@ def _plain(moment: Tensor) -> Tensor:
 
 
 def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
-    """Return this process's part as a tensor that is sharded as `like` is, with as many rows."""
+    """Return this process's part as a tensor that is sharded as `like` is, with as many rows; of its shape where the part has
+    that of `like`'s."""
     if not isinstance(like, DTensor):
         return local
-    shape = torch.Size((like.shape[0], *local.shape[1:]))
+    shape = like.shape if local.shape == local_part(like).shape else torch.Size((like.shape[0], *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
@@ -228,6 +229,8 @@ def _room_for(name: str, entries: Mapping[str, TensorStorageMetadata], parameter
     parts_fit = scale is None or (len(scale.size) == 2 and getattr(parameter, "placements", None) == (Shard(0),))
     if part == "step" or not isinstance(parameter, DTensor) or not parts_fit:
         return torch.zeros(entry.size, dtype=entry.properties.dtype)
+    if entry.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     local = local_part(parameter)
     return _sharded_as(parameter, local.new_zeros((local.shape[0], *entry.size[1:]), dtype=entry.properties.dtype))
 
