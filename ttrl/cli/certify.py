@@ -39,7 +39,7 @@ Case = Mapping[str, Any]
 def certify(out: Path, say: Callable[[str], None]) -> bool:
     """Try everything, say each result as it comes, and write `out`.json and `out`.html. Returns whether nothing failed."""
     began, machine, cases = time.time(), describe_machine(), list[Case]()
-    say(f"Certifying {machine['device']}: about {'15' if has_gpu() else '5'} minutes")
+    say(f"Certifying {machine['device']}: about {'15' if has_gpu() else '3'} minutes")
     try:
         for case in itertools.chain(numerics(say), runs(len(machine["gpus"]), say)):
             cases.append(case)

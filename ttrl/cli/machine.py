@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    proof = "also prove on this hardware what training rests on: kernels, optimizers, a run that learns (5 to 15 minutes)"
+    proof = "also prove on this hardware what training rests on: kernels, optimizers, a run that learns (3 to 15 minutes)"
     parser.add_argument("--certify", action="store_true", help=proof)
     out = "where the certificate is written, as .json and .html (./ttrl-certificate)"
     parser.add_argument("--out", type=Path, default=Path("ttrl-certificate"), metavar="FILE", help=out)
