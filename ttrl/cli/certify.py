@@ -5,10 +5,9 @@ run of a tiny model follows, with a real server, whose weights are compared one 
 several GPUs a second run shards the model over two of them. Never run on a GPU yet.
 """
 
-import html
 import itertools
 import json
-import platform
+import os
 import signal
 import subprocess
 import sys
@@ -18,53 +17,40 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrl.cli.doctor import MARKS, has_gpu, installed_versions, read_tested_versions
-from ttrl.errors import TtrlError
-from ttrl.system.files import write_text
+from ttrl.cli.doctor import MARKS
+from ttrl.errors import TtrlError, UserError
+from ttrl.loop.environment import describe_environment
+from ttrl.report.conversations import template
+from ttrl.report.page import css
+from ttrl.system.files import write_json, write_text
 from ttrl.system.native_code import cpu_name
 
 ITERATIONS = 12
 STOP_AT = 0.7
 """Of the held-out words; the warm start sorts about half."""
-_GPUS = (
-    "import json, torch; n = torch.cuda.device_count(); gib = 2**30\n"
-    "print(json.dumps([[p.name, round(p.total_memory / gib, 1), f'{p.major}.{p.minor}']"
-    " for p in map(torch.cuda.get_device_properties, range(n))]))"
-)
-
 Case = Mapping[str, Any]
 """part, case, passed (None where it was left out), found, seconds: as `ttrl.instruments.certificate` prints."""
 
 
 def certify(out: Path, say: Callable[[str], None]) -> bool:
-    """Try everything, say each result as it comes, and write `out`.json and `out`.html. Returns whether nothing failed."""
-    began, machine, cases = time.time(), describe_machine(), list[Case]()
-    say(f"Certifying {machine['device']}: about {'15' if has_gpu() else '3'} minutes")
+    """Try everything, say each result as it comes, and write `out`.json and `out`.html. Returns whether nothing failed. Raises
+    UserError where these could not be written."""
+    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out}: {out.absolute().parent} is not a folder that can be written to; make it, or name another")
+    began, machine, cases = time.monotonic(), describe_environment(), list[Case]()
+    gpus = machine["gpus"]
+    device = f"{len(gpus)} × {gpus[0]}" if gpus else cpu_name()
+    say(f"Certifying {device}: about {15 if gpus else 3} minutes")
     try:
-        for case in itertools.chain(numerics(say), runs(len(machine["gpus"]), say)):
+        for case in itertools.chain(numerics(say), runs(len(gpus), say)):
             cases.append(case)
     finally:  # also after Ctrl-C: what was found until then
-        line = verdict(machine, cases)
-        content = {"verdict": line, "minutes": round((time.time() - began) / 60, 1), "machine": machine, "cases": cases}
-        write_text(out.with_suffix(".json"), json.dumps(content, indent=1))
-        write_text(out.with_suffix(".html"), page(content))
+        line, minutes = verdict(device, cases), round((time.monotonic() - began) / 60, 1)
+        content = {"verdict": line, "minutes": minutes, "machine": machine, "cases": cases}
+        write_json(out.with_suffix(".json"), content)
+        write_text(out.with_suffix(".html"), template("certificate.html").render(css=css(), mark=_mark, **content))
         say(f"\n{line}\n{out.with_suffix('.html')} and .json can be attached to a bug report")
     return not any(case["passed"] is False for case in cases)
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return what a reader of a bug report asks first."""
-    done = subprocess.run([sys.executable, "-c", _GPUS], capture_output=True, text=True)
-    gpus = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else []
-    installed = installed_versions()
-    tested = [name.lower().replace("_", "-") for name in read_tested_versions()]
-    return {
-        "device": f"{len(gpus)} × {gpus[0][0]}" if gpus else cpu_name(),
-        "gpus": [{"name": name, "gib": gib, "compute capability": capability} for name, gib, capability in gpus],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "packages": {name: installed[name] for name in [*tested, "vllm", "triton", "ttrl"] if name in installed},
-    }
 
 
 def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> dict[str, Any]:
@@ -81,8 +67,10 @@ def numerics(say: Callable[[str], None], command: str = "ttrl.instruments.certif
             for line in process.stdout:
                 if line.startswith("{"):  # libraries print, too
                     yield _said(json.loads(line), say)
-        finally:
+        except BaseException:
             process.kill()
+            raise
+        finally:
             code = process.wait()
         if code not in (0, 1):
             errors.seek(0)
@@ -164,38 +152,11 @@ def _mark(case: Case) -> str:
     return {True: MARKS["ok"], False: MARKS["bad"], None: "·"}[case["passed"]]
 
 
-def verdict(machine: Mapping[str, Any], cases: list[Case]) -> str:
+def verdict(device: str, cases: list[Case]) -> str:
     """Return one line: what is proven on this hardware."""
     proven, failed, left_out = (sum(case["passed"] is state for case in cases) for state in (True, False, None))
     parts = ", ".join(dict.fromkeys(str(case["part"]) for case in cases if case["passed"] is False))
     rest = f"; {left_out} left out" if left_out else ""
     if failed:
-        return f"{machine['device']}: {failed} of {proven + failed} cases FAILED ({parts}){rest}"
-    return f"{machine['device']}: all {proven} cases proven{rest}"
-
-
-def page(content: Mapping[str, Any]) -> str:
-    """Return the certificate as one HTML file that loads nothing."""
-
-    def row(cells: list[str], tag: str = "td") -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    machine = content["machine"]
-    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-    gpus = "; ".join(", ".join(f"{name} {value}" for name, value in gpu.items()) for gpu in machine["gpus"]) or "none"
-    about = [["GPUs", gpus], ["System", f"{machine['system']}, Python {machine['python']}"], ["Packages", packages]]
-    cases = [[_mark(case), case["part"], case["case"], case["found"], f"{case['seconds']:.1f}"] for case in content["cases"]]
-    style = (
-        "body{font:15px system-ui;margin:2em auto;max-width:75em;padding:0 1em}td,th{padding:.2em .8em .2em 0;text-align:left;"
-    )
-    style += "vertical-align:top}:root{color-scheme:light dark}"
-    return "\n".join(
-        [
-            "<!doctype html><html lang='en'><meta charset='utf-8'><title>ttrl certificate</title>",
-            f"<style>{style}</style><h1>{html.escape(content['verdict'])}</h1>",
-            f"<p>{content['minutes']} minutes</p><table>{''.join(map(row, about))}</table><h2>Cases</h2><table>",
-            row(["", "part", "case", "found", "seconds"], "th"),
-            *map(row, cases),
-            "</table></html>\n",
-        ]
-    )
+        return f"{device}: {failed} of {proven + failed} cases FAILED ({parts}){rest}"
+    return f"{device}: all {proven} cases proven{rest}"

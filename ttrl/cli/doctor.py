@@ -2,7 +2,7 @@
 
 Every check returns results: a mark, a fact, and, where something is wrong, the way out. "bad" means that ttrl does not run like
 this; "note" that it runs, slower or not as tested. What imports heavy packages happens in processes of its own, in parallel: a
-package that crashes its process is then a result, and doctor itself imports only the standard library.
+package that crashes its process is then a result, and doctor itself imports nothing heavy.
 """
 
 import importlib.metadata

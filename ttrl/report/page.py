@@ -39,7 +39,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 @functools.cache
-def _css() -> Markup:
+def css() -> Markup:
+    """Return the style of our pages."""
     return Markup((_HERE / "report.css").read_text(encoding="utf-8"))
 
 
@@ -52,7 +53,7 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
     """
     run = read_run(Path(run_folder), rows)
     html = template("report.html").render(
-        css=_css(),
+        css=css(),
         name=run.folder.absolute().name,
         model=model_name(run),
         summary=words.summary(run),
