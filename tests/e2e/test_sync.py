@@ -19,12 +19,15 @@ from ttrl.launch.server_member import ServerTools
 from ttrl.server import weights
 from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import JoinedServer
+from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import compare_weights, sync_weights
 from ttrl.system.console import Console
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.canary import compute_canary
+from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.weight_memory import WeightMemory
 from ttrl.training.policy.loading import load_policy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -76,6 +79,82 @@ def server(started, checkpoints, folder):
     assert sync_weights(joined, checkpoints[0]).fell_back is None
     joined.open_to("first")
     return joined
+
+
+class OnThisMachine(JoinedServer):
+    """Never started anew, and takes weights from memory."""
+
+    takes_memory = True
+
+
+@pytest.fixture
+def near(server):
+    return OnThisMachine(server.root_url, served_model_name="policy", dtype="float32", api_key=server.api_key)
+
+
+@pytest.fixture(scope="module")
+def handed_over(checkpoints):
+    """What a trainer says of each checkpoint, whose memory it holds."""
+    memories = [WeightMemory(HERE), WeightMemory(HERE)]
+
+    def hold_out(number):
+        policy = load_policy(TrainingConfig(model=str(checkpoints[number]), output_dir="", dtype="fp32", device="cpu"), HERE)
+        return Handover(**hand_over(memories[number], policy, checkpoints[number], "fp32"))
+
+    yield hold_out
+    for memory in memories:
+        memory.close()
+
+
+def test_from_memory_and_every_weight_compared(near, checkpoints, handed_over, folder):
+    for number in (1, 0, 1):
+        report = sync_weights(near, checkpoints[number], handover=handed_over(number))
+        assert (report.mode, report.fell_back) == ("memory", None) and report.canary_max_difference < 1e-4
+        assert report.comparison.unchecked == 0 and report.comparison.exact
+    with safe_open(checkpoints[1] / "model.safetensors", "pt") as file:
+        total = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert total <= report.comparison.compared <= total + 63 * 64
+    assert compare_weights(near, checkpoints[1], Canary.load(checkpoints[1])).problem is None  # the files say the same
+
+
+@pytest.mark.parametrize(
+    "fault, why",
+    [
+        ({"tensor": "model.layers.0.self_attn.k_proj.weight", "index": [0, 0], "add": 1e-5}, r"\S+: 1 elements are not those of"),
+        ({"tensor": "model.embed_tokens.weight", "index": None, "add": 1e-4}, r"\S+: 1 elements are not those of"),
+        ({"swap": ["model.layers.0.", "model.layers.1."]}, "elements are not those of"),
+        ({"old": True}, "elements are not those of"),
+        ({"break": True}, "the server answered 500"),
+    ],
+)
+def test_what_goes_wrong_on_the_way_from_memory_is_caught_and_files_are_read(near, checkpoints, handed_over, folder, fault, why):
+    if fault.get("tensor") and fault["index"] is None:
+        fault = fault | {"index": [unused_token(checkpoints[1]), 0]}
+    (folder / "fault.json").write_text(json.dumps(fault))
+    with pytest.raises(WeightSyncError, match=why):
+        sync_weights(near, checkpoints[1], handover=handed_over(1), asleep=True)  # then files are not tried
+    assert_closed(near)
+    (folder / "fault.json").unlink()
+    assert sync_weights(near, checkpoints[1]).mode == "reload"
+    assert sync_weights(near, checkpoints[0], handover=handed_over(0)).mode == "memory"
+
+
+def test_memory_that_changed_after_the_trainer_hashed_it_is_caught(near, checkpoints, handed_over):
+    """The server holds what lies there, and the canary does not see it."""
+    handover = handed_over(1)
+    with open(handover.memory, "r+b") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(begin - 8))
+        file.seek(begin + header["model.embed_tokens.weight"]["data_offsets"][0] + unused_token(checkpoints[1]) * 64 * 4)
+        file.write(b"\0\0\0\0")
+    report = sync_weights(near, checkpoints[1], handover=handover)
+    assert report.mode == "reload"
+    assert report.fell_back == "1 tensors in memory are not those that the trainer wrote, such as model.embed_tokens.weight"
+
+
+def test_memory_that_cannot_be_mapped(near, checkpoints, handed_over):
+    report = sync_weights(near, checkpoints[1], handover=Handover("/proc/self/fd/999", handed_over(1).parts))
+    assert report.mode == "reload" and "No such file" in report.fell_back
 
 
 def test_in_place_and_every_weight_compared(server, checkpoints):

@@ -12,6 +12,7 @@ from ttrl.server import weights
 from ttrl.server.canary import Canary, Tolerance, check_canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.model_folder import weights_digest
+from ttrl.server.transfer import Handover
 from ttrl.server.weights import sync_weights, verify_canary, verify_weights
 
 
@@ -27,6 +28,52 @@ def test_sync(fake_server, checkpoints, mode):
         assert (server._child.pid == pid) == (mode == "reload")
         assert server.model_folder == new  # what a later restart loads
         assert not check_canary(server, Canary.load(old)).passed
+
+
+def held_out(checkpoint, weight=None):
+    """What a trainer says of the weights of a checkpoint, in "memory"."""
+    memory = checkpoint / "memory"
+    memory.write_text((checkpoint / "weight").read_text() if weight is None else weight)
+    sha = json.loads((checkpoint / "canary.json").read_text())["weights"]["w"]
+    return Handover(str(memory), [("w", [0], [1], sha)])
+
+
+def test_from_memory(fake_server, checkpoints):
+    with fake_server() as server:
+        report = sync_weights(server, checkpoints[1], handover=held_out(checkpoints[1]))
+        assert (report.mode, report.fell_back) == ("memory", None) and report.canary_max_difference < 1e-9
+        assert report.comparison.compared == 4
+        assert server.request("GET", "/calls") == [
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/shutdown_weight_transfer_engine",
+        ]
+        assert server.model_folder == checkpoints[1]  # what a later restart loads
+
+
+@pytest.mark.parametrize(
+    "behaviour, reason",
+    [
+        ("ignore-memory", "what the server holds differs"),
+        ("refuse-memory", "ServerError: POST /update_weights: the server answered 500: .*shape mismatch"),
+        ("gone", "no such memory"),
+        ("changed", "^1 tensors in memory are not those that the trainer wrote, such as w$"),  # the canary sees nothing
+    ],
+)
+def test_where_memory_fails_files_are_read(fake_server, checkpoints, behaviour, reason):
+    handover = held_out(checkpoints[1], "0.7500001" if behaviour == "changed" else None)
+    if behaviour == "gone":
+        handover = dataclasses.replace(handover, memory="/nowhere")
+    with fake_server(behaviour) as server:
+        report = sync_weights(server, checkpoints[1], handover=handover)
+        assert report.mode == "reload" and re.search(reason, report.fell_back), report.fell_back
+
+
+def test_servers_that_read_files_alone(fake_server, checkpoints):
+    for arguments in ({"weight_transfer_config": {"backend": "nccl"}}, {"worker_extension_cls": None}):
+        with fake_server(extra_args=arguments) as server:
+            assert sync_weights(server, checkpoints[1], handover=held_out(checkpoints[1])).mode == "reload"
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(200, {})
         if path == "/collective_rpc":
             if behaviour == "refuse": return self.answer(500, {"error": "shape mismatch"})
-            folder = pathlib.Path(body["kwargs"].get("folder") or body["kwargs"]["weights_path"])
-            weight = (folder / "weight").read_text()
+            memory = body["kwargs"].get("memory")
+            folder = pathlib.Path(body["kwargs"].get("folder") or body["kwargs"].get("weights_path") or "")
+            weight = pathlib.Path(memory or folder / "weight").read_text()
             if body["method"] == "ttrl_compare_weights":
                 equal = behaviour != "differs" and float(weight) == state["weight"]
                 problems = [] if equal or behaviour == "blind" else ["w: 1 elements are not those of the files"]
-                tensors = {"w": hashlib.sha256(weight.encode()).hexdigest()}
+                name = "w" if memory is None else body["kwargs"]["parts"][0][0] + " 0"
+                tensors = {name: hashlib.sha256(weight.encode()).hexdigest()}
                 result = {"problems": problems, "tensors": tensors, "compared": 2}
                 result |= {"unchecked": int("proven" not in behaviour), "exact": behaviour != "proven-roughly"}
                 result["failed"] = "KeyError: 'w'" if behaviour == "cannot-compare" else None
@@ -70,6 +72,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             state["calls"].append(body["method"])
             if behaviour not in ("ignore-reload", "blind"): state["weight"] = float(weight)
             return self.answer(200, {"results": [None]})
+        if path == "/init_weight_transfer_engine":
+            state["memory"] = body["init_info"]["memory"]
+            return self.answer(200 if pathlib.Path(state["memory"]).exists() else 500, {"error": "no such memory"})
+        if "weight_update" in path or path in ("/update_weights", "/shutdown_weight_transfer_engine"):
+            state["calls"].append(path)
+            if path == "/update_weights":
+                if behaviour == "refuse-memory": return self.answer(500, {"error": "shape mismatch"})
+                if behaviour != "ignore-memory": state["weight"] = float(pathlib.Path(state["memory"]).read_text())
+            return self.answer(200, {})
         if path == "/calls": return self.answer(200, state["calls"])
         if path.startswith(("/sleep", "/wake_up")):
             state["calls"].append(path)

@@ -32,6 +32,11 @@ class ServerConnection:
     serves_adapters = False
     """Whether it keeps a base and receives adapters instead of merged weights."""
 
+    @property
+    def takes_memory(self) -> bool:
+        """Whether it can be given weights from a trainer's memory (`ttrl.server.transfer`)."""
+        return False
+
     def __init__(self, *, served_model_name: str, dtype: str, api_key: str) -> None:
         self.served_model_name, self.dtype, self.api_key = served_model_name, dtype, api_key
         self.policy_folder: str | os.PathLike[str] | None = None

@@ -34,6 +34,7 @@ from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE
 from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder, merge_adapter
+from ttrl.server.transfer import BACKEND
 from ttrl.system.processes import ChildProcess
 
 logger = logging.getLogger(__name__)
@@ -236,6 +237,11 @@ class VLLMServer(ServerConnection):
     # Talking to it
 
     @property
+    def takes_memory(self) -> bool:
+        own_engine = "weight-transfer-config" not in self.extra_args
+        return self.worker_extension and own_engine and not self.serves_adapters
+
+    @property
     def root_url(self) -> str:
         return f"http://{_bracketed(self.host)}:{self.port}"
 
@@ -263,6 +269,8 @@ class VLLMServer(ServerConnection):
             "enable-prompt-tokens-details": True,
             "worker-extension-cls": WORKER_EXTENSION,
         }
+        if self.takes_memory:
+            arguments["weight-transfer-config"] = {"backend": BACKEND}
         if self.max_model_len is not None:
             arguments["max-model-len"] = self.max_model_len
         if is_cpu_build():

@@ -34,6 +34,7 @@ from ttrl.errors import ConfigError, ServerDiedError, ServerError, WeightSyncErr
 from ttrl.records import ADAPTER_FOLDER
 from ttrl.server.canary import Canary, CanaryReport, check_canary, leave_in_cache
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
+from ttrl.server.transfer import Handover, load_from_memory, map_memory
 from ttrl.server.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 _DRAIN_SECONDS = 30.0  # how long the prefix cache may refuse to be emptied because requests still run
 _LOAD_SECONDS = 1800.0  # a large model from a slow disk
 
-Mode = Literal["reload", "restart", "adapter"]
+Mode = Literal["memory", "reload", "restart", "adapter"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def sync_weights(
     compare: bool = True,
     remote_folder: str | os.PathLike[str] | None = None,
     asleep: bool = False,
+    handover: Handover | None = None,
 ) -> SyncReport:
     """Make `server` compute with the policy in `checkpoint_folder`, and prove it. Afterwards the server is still closed to
     requests that name weights.
@@ -88,6 +90,8 @@ def sync_weights(
     compare: False checks the canary alone.
     remote_folder: where the server's host finds that folder; None: at the same path.
     asleep: the server sleeps (`sleep`) and is woken: the weights first, the KV cache after they were loaded.
+    handover: the same weights in the trainer's memory, from where they are taken if the server can; else, and where that fails,
+        they are read from the folder.
 
     No request should be running. Raises ModelFolderError for a folder without a readable canary.json, WeightSyncError if the
     server does not compute with these weights even after a restart (or cannot be restarted from here), and what
@@ -99,24 +103,38 @@ def sync_weights(
     folder = Path(checkpoint_folder).absolute()
     canary = Canary.load(folder)
     there = folder if remote_folder is None else Path(remote_folder)
-    fell_back = None
+    reasons: list[str] = []
     if mode == "reload":
-        report, comparison, fell_back = _reload(server, folder, canary, there=there, compare=compare, asleep=asleep)
-        if fell_back is None:
-            way: Mode = "adapter" if server.has_adapter else "reload"
-            seconds = time.monotonic() - start
-            return SyncReport(way, seconds, report.max_difference, None, comparison)
+        sources: list[Path | Handover] = [there]
+        if handover is not None and server.takes_memory:
+            try:
+                map_memory(server, handover, _LOAD_SECONDS)
+                sources = [handover] if asleep else [handover, there]  # what failed half awake is started anew
+            except ServerDiedError:
+                raise
+            except ServerError as error:
+                logger.warning("weights are read from files: %s", error)
+                reasons.append(str(error))
+        for source in sources:
+            report, comparison, why = _reload(server, folder, canary, source=source, compare=compare, asleep=asleep)
+            if why is None:
+                way: Mode = "memory" if source is handover else "adapter" if server.has_adapter else "reload"
+                seconds = time.monotonic() - start
+                return SyncReport(way, seconds, report.max_difference, "; ".join(reasons) or None, comparison)
+            reasons.append(why)
+            if source is handover:
+                logger.warning("weights from memory were not taken as they should be: %s", why)
         if not isinstance(server, VLLMServer):
             raise WeightSyncError(
-                f"the server at {server.base_url} does not compute with the weights in {folder}: {fell_back}; it cannot be "
-                "restarted from here: start it again on its host (ttrl serve), with the same model and dtype"
+                f"the server at {server.base_url} does not compute with the weights in {folder}: {'; '.join(reasons)}; it cannot "
+                "be restarted from here: start it again on its host (ttrl serve), with the same model and dtype"
             )
-        logger.warning("weights were not loaded in place, restarting the server: %s", fell_back)
+        logger.warning("weights were not loaded in place, restarting the server: %s", "; ".join(reasons))
     _restart(server, folder)
-    after = f"a restart (the reload before it failed: {fell_back})" if fell_back else "a restart"
+    after = f"a restart (the reload before it failed: {'; '.join(reasons)})" if reasons else "a restart"
     report, comparison = verify_weights(server, folder, after=after, compare=compare)
     seconds = time.monotonic() - start
-    return SyncReport("restart", seconds, report.max_difference, fell_back, comparison)
+    return SyncReport("restart", seconds, report.max_difference, "; ".join(reasons) or None, comparison)
 
 
 def verify_weights(
@@ -187,7 +205,7 @@ def _reload(
     folder: Path,
     canary: Canary,
     *,
-    there: Path,
+    source: Path | Handover,
     compare: bool,
     asleep: bool,
 ) -> tuple[CanaryReport, WeightComparison, str | None]:
@@ -201,12 +219,17 @@ def _reload(
             # Puts keys and values of the old weights into the prefix cache, where the check finds them if they stay.
             leave_in_cache(server, canary)
         server.policy_folder = folder
-        load_weights(server, there)
+        if isinstance(source, Handover):
+            load_from_memory(server, _LOAD_SECONDS)
+            if isinstance(server, VLLMServer):
+                server.model_folder = folder
+        else:
+            load_weights(server, source)
         if asleep:
             server.request("POST", "/wake_up?tags=kv_cache", timeout=_LOAD_SECONDS)
         reset_prefix_cache(server)
         if compare:
-            comparison = compare_weights(server, there, canary)
+            comparison = compare_weights(server, source, canary)
         if comparison.problem is None:
             report = check_canary(server, canary, cache_is_empty=True)
     except ServerDiedError:
@@ -242,25 +265,32 @@ def load_weights(server: ServerConnection, folder: Path) -> None:
             server.model_folder = folder  # what a later restart loads
 
 
-def compare_weights(server: ServerConnection, folder: str | os.PathLike[str], canary: Canary) -> WeightComparison:
-    """Make every worker of `server` compare what it holds with the files of `folder`, and those with what the trainer recorded in
-    the canary. A server with adapters is not asked: its base does not change, and adapters are verified by the canary. Raises
-    ServerError."""
+def compare_weights(server: ServerConnection, source: str | os.PathLike[str] | Handover, canary: Canary) -> WeightComparison:
+    """Make every worker of `server` compare what it holds with the files of a folder, and those with what the trainer recorded in
+    the canary; or with the trainer's memory, and that with its digests. A server with adapters is not asked: its base does not
+    change, and adapters are verified by the canary. Raises ServerError."""
     if not server.worker_extension or server.serves_adapters:
         return WeightComparison()
-    body = {"method": "ttrl_compare_weights", "kwargs": {"folder": os.fspath(folder)}}
+    where: dict[str, Any] = (
+        {"memory": source.memory, "parts": source.places} if isinstance(source, Handover) else {"folder": os.fspath(source)}
+    )
+    body = {"method": "ttrl_compare_weights", "kwargs": where}
     workers: list[dict[str, Any]] = server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)["results"]
     failed = [worker["failed"] for worker in workers if worker["failed"]]
     if failed:
         logger.warning("%s cannot compare its weights, so the canary alone speaks for them: %s", server.base_url, failed[0])
         return WeightComparison()
     problems = [f"what the server holds differs: {problem}" for worker in workers for problem in worker["problems"]]
-    for worker in workers:
-        problems += _other_bytes(worker["tensors"], canary.weights)
+    if isinstance(source, Handover):
+        problems += source.problems({name: sha for worker in workers for name, sha in worker["tensors"].items()})
+    else:
+        for worker in workers:
+            problems += _other_bytes(worker["tensors"], canary.weights)
     compared, unchecked = (sum(worker[name] for worker in workers) for name in ("compared", "unchecked"))
     exact, problem = all(worker["exact"] for worker in workers), "; ".join(dict.fromkeys(problems)) or None
     # Without the trainer's own record, which a starting model lacks, the files may not be what the trainer computed with.
-    is_proof = bool(compared and canary.weights) and not unchecked and exact and problem is None
+    of_trainer = isinstance(source, Handover) or bool(canary.weights)
+    is_proof = bool(compared) and of_trainer and not unchecked and exact and problem is None
     return WeightComparison(compared, unchecked, exact, problem, is_proof)
 
 

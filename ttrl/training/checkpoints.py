@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ttrl.system.files import atomic_folder, json_text
 from ttrl.training.canary import compute_canary
 from ttrl.training.models.weights import bytes_of, composite_of, iter_stored, layout_of, stored_as, write_tensors
 from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.weight_memory import Held, WeightMemory
 from ttrl.training.policy.adapters import base_folder, gather_adapter, merged_weight
 from ttrl.training.policy.lora import adapted, is_adapter
 from ttrl.training.policy.policy import Policy
@@ -37,11 +38,13 @@ CheckpointDtype = Literal["fp32", "bf16"]
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor to be written: its size in bytes, and how to get it (a collective where parameters are sharded)."""
+    """A tensor to be written: its size in bytes, how to get it (a collective where parameters are sharded), and the parameters
+    that its rows are, one after the other; none where it is something else."""
 
     name: str
     size: int
     gather: Callable[[], Tensor]
+    parameters: tuple[Tensor, ...] = ()
 
 
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
@@ -70,7 +73,8 @@ def _entries(policy: Policy, dtype: torch.dtype) -> Iterator[CheckpointTensor]:
             whole = [merged_weight(parameters[part], layers.get(part)).to(device="cpu", dtype=dtype) for part in parts]
             return torch.cat(whole) if len(whole) > 1 else whole[0]
 
-        yield CheckpointTensor(name, sum(parameters[part].numel() for part in parts) * dtype.itemsize, gather)
+        own = tuple(parameters[part] for part in parts)
+        yield CheckpointTensor(name, sum(part.numel() for part in own) * dtype.itemsize, gather, own)
 
 
 def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
@@ -135,6 +139,19 @@ def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_byt
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def hand_over(
+    memory: WeightMemory, policy: Policy, start_folder: str | Path, checkpoint_dtype: CheckpointDtype
+) -> dict[str, Any]:
+    """Hold the policy out to servers, as a checkpoint would have it, in what the policy computes in. A collective. Returns what
+    they are told; raises StorageError. Not for adapters, which servers are given as files."""
+    assert not adapted(policy)
+    dtype = torch.bfloat16 if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]) else torch.float32
+    tied = policy.decoder.config.tie_word_embeddings  # the worker makes its head from the embeddings
+    own = [entry for entry in _entries(policy, dtype) if not (tied and entry.name == "lm_head.weight")]
+    entries = _entries_beside_text(Path(start_folder), own)
+    return memory.write([Held(entry.name, entry.parameters or (entry.gather(),)) for entry in entries], dtype)
 
 
 def write_merged(folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype) -> None:

@@ -37,6 +37,8 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from ttrl.vllm_worker.memory import MappedWeights, pack_again
+
 logger = logging.getLogger(__name__)
 
 EXACT_FLOPS = 2e10
@@ -55,15 +57,17 @@ class WeightSync:
         worker: Any = self
         _share_prompts(worker)
         worker.reload_weights(weights_path=folder)
-        with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-            for layer in worker.model_runner.get_model().modules():
-                if hasattr(layer, "cpu_linear") and layer.weight.numel() and not layer.weight.is_meta:
-                    layer.quant_method.process_weights_after_loading(layer)
+        with set_current_vllm_config(worker.vllm_config):
+            pack_again(worker.model_runner.get_model())
 
-    def ttrl_compare_weights(self, folder: str) -> dict[str, Any]:
-        """Compare what this worker computes with to the files of `folder`.
+    def ttrl_compare_weights(
+        self, folder: str | None = None, memory: str | None = None, parts: list[tuple[str, list[int], list[int]]] | None = None
+    ) -> dict[str, Any]:
+        """Compare what this worker computes with to the files of `folder`, or to what lies in `memory`.
 
-        {"problems": what differs, in words; "tensors": name in the files → SHA-256 of the bytes that were read;
+        parts: those of the tensors that the trainer recorded digests of, as (name, where they begin, how long they are); each
+            worker reads its share of them. None: each of the tensors.
+        {"problems": what differs, in words; "tensors": name (and number, with `parts`) → SHA-256 of the bytes that were read;
         "compared": elements compared with the files, "exact": whether packed copies were compared bit for bit too;
         "unchecked": elements of parameters that cannot be compared; "failed": why nothing could be compared, or None}
         """
@@ -71,7 +75,8 @@ class WeightSync:
         _share_prompts(worker)
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             try:
-                return _compare(worker, folder) | {"failed": None}
+                weights = MappedWeights(memory) if memory is not None else _stored(worker, str(folder))
+                return _compare(worker, weights, None if parts is None else _share(worker, parts)) | {"failed": None}
             except Exception as error:  # a model or a vLLM that does this differently: there is still the canary
                 logger.exception("weights cannot be compared")
                 why = f"{type(error).__name__}: {error}"
@@ -88,22 +93,42 @@ def _share_prompts(worker: Any) -> None:
             share_prompts(worker)
 
 
-def _compare(worker: Any, folder: str) -> dict[str, Any]:
-    model = worker.model_runner.get_model()
+def _stored(worker: Any, folder: str) -> Iterable[tuple[str, Tensor]]:
     config = copy.copy(worker.vllm_config.model_config)
     config.model, config.model_weights, config.revision = folder, "", None
+    loader: Any = get_model_loader(worker.vllm_config.load_config)
+    weights: Iterable[tuple[str, Tensor]] = loader.get_all_weights(config, worker.model_runner.get_model())
+    return weights
+
+
+_Parts = dict[str, list[tuple[str, tuple[slice, ...]]]]
+"""Name of a tensor → what is hashed of it, each part under a name of its own."""
+
+
+def _share(worker: Any, parts: list[tuple[str, list[int], list[int]]]) -> _Parts:
+    """Return the parts that this worker hashes; together the workers hash all of them, each once."""
+    mine: _Parts = {}
+    for number, (name, starts, lengths) in enumerate(parts):
+        if number % worker.parallel_config.world_size == worker.rank:
+            slices = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+            mine.setdefault(name, []).append((f"{name} {number}", slices))
+    return mine
+
+
+def _compare(worker: Any, weights: Iterable[tuple[str, Tensor]], parts: _Parts | None) -> dict[str, Any]:
+    model = worker.model_runner.get_model()
     held = _Held(model)
     digests: dict[str, Future[str]] = {}
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
 
-        def read(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                digests[name] = pool.submit(_digest, tensor)
+        def read(source: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in source:
+                for label, part in [(name, ())] if parts is None else parts.get(name, []):
+                    digests[label] = pool.submit(_digest, tensor[part])
                 yield name, tensor
 
         with held.in_place_of_what_is_packed(), _CompareInsteadOfCopying(held):
-            loader: Any = get_model_loader(worker.vllm_config.load_config)
-            model.load_weights(read(loader.get_all_weights(config, model)))
+            model.load_weights(read(weights))
         held.compare_packed()
         tensors = {name: digest.result() for name, digest in digests.items()}
     return {

@@ -1,0 +1,129 @@
+"""Weights held out in memory: what others read there is the policy, by its names, whoever holds which part of it."""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from support.tiny_models import load_policy_in
+
+from ttrl.errors import StorageError
+from ttrl.training.checkpoints import hand_over, save_checkpoint
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.weight_memory import Held, WeightMemory
+
+HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def read(handed_over):
+    """The tensors, with each part held to its digest, and every element in one part."""
+    weights = load_file(handed_over["memory"])
+    left = {name: torch.ones(tensor.shape, dtype=torch.int) for name, tensor in weights.items()}
+    for name, starts, lengths, sha in handed_over["parts"]:
+        part = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+        assert digest(weights[name][part]) == sha
+        left[name][part] -= 1
+    assert not any(map(torch.any, left.values()))
+    return weights
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "phi3", "gemma2"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_it_is_what_a_checkpoint_would_be(family, dtype, model_folder, tmp_path):
+    start, memory = model_folder(family), WeightMemory(HERE)
+    policy = load_policy_in(start, torch.float32)
+    save_checkpoint(tmp_path / "checkpoint", policy, start, HERE, checkpoint_dtype=dtype)
+    stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    if policy.decoder.config.tie_word_embeddings:
+        stored.pop("lm_head.weight", None)  # the worker makes it from the embeddings
+    held = read(hand_over(memory, policy, start, dtype))
+    assert held.keys() == stored.keys() and all(torch.equal(held[name], stored[name]) for name in held)
+    memory.close()
+
+
+def test_the_next_weights_lie_in_the_same_place_and_it_is_gone_with_its_process():
+    memory = WeightMemory(HERE)
+    first = memory.write([Held("a", (torch.ones(3, 2),)), Held("b", (torch.ones(4),))], torch.float32)
+    read(first)
+    second = memory.write([Held("a", (torch.full((3, 2), 2.0),)), Held("b", (torch.ones(4),))], torch.float32)
+    assert second["memory"] == first["memory"] and second["parts"][0] != first["parts"][0]
+    assert torch.equal(read(second)["a"], torch.full((3, 2), 2.0))
+    fused = memory.write([Held("a", (torch.zeros(1, 2), torch.ones(2, 2)))], torch.bfloat16)  # another layout
+    assert read(fused)["a"].tolist() == [[0, 0], [1, 1], [1, 1]]
+    memory.close()
+    assert not os.path.exists(fused["memory"])
+
+
+def test_without_memory_for_it(monkeypatch):
+    def none_left(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none_left)
+    memory = WeightMemory(HERE)
+    with pytest.raises(StorageError, match=r"no 0\.0 GiB of memory for them: No space left"):
+        memory.write([Held("a", (torch.ones(3),))], torch.float32)
+    monkeypatch.undo()
+    read(memory.write([Held("a", (torch.ones(3),))], torch.float32))
+    memory.close()
+
+
+RANK = """
+import json, sys
+from pathlib import Path
+from ttrl.configs import TrainingConfig
+from ttrl.training.checkpoints import hand_over
+from ttrl.training.parallel.distributed import ranks
+from ttrl.training.parallel.weight_memory import WeightMemory
+from ttrl.training.policy.loading import load_policy
+
+model, output, tensor_parallel = sys.argv[1:]
+settings = {"dtype": "fp32", "device": "cpu", "num_threads": 1, "tensor_parallel": int(tensor_parallel)}
+config = TrainingConfig(model=model, output_dir="", **settings)
+with ranks(config) as here:
+    memory = WeightMemory(here)
+    for _ in range(2):
+        said = hand_over(memory, load_policy(config, here), Path(model), "fp32")
+        here.barrier()
+    if here.is_first:
+        Path(output + ".part").write_text(json.dumps(said))
+        Path(output + ".part").rename(output)
+        sys.stdin.read()  # the memory is gone with this process
+    here.barrier()
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family, tensor_parallel, processes", [("qwen2", 1, 2), ("phi3", 2, 2), ("qwen2", 2, 4)])
+def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_folder, tmp_path):
+    start = model_folder(family)
+    command = [sys.executable, "-c", RANK, str(start), str(tmp_path / "said.json"), str(tensor_parallel)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.PIPE)
+        for rank in range(processes)
+    ]
+    while not (tmp_path / "said.json").exists():
+        assert all(process.poll() is None for process in ranks)
+        time.sleep(0.05)
+    said = json.loads((tmp_path / "said.json").read_text())
+    held, whole = read(said), WeightMemory(HERE)
+    assert len(said["parts"]) > len(held)  # nothing was gathered
+    alone = read(hand_over(whole, load_policy_in(start, torch.float32), start, "fp32"))
+    assert save(held) == save(alone)
+    whole.close()
+    ranks[0].stdin.close()
+    assert [process.wait(timeout=120) for process in ranks] == [0] * processes

@@ -1,0 +1,115 @@
+"""Take weights that a trainer on this machine holds out in memory: the worker's half of their transfer (`ttrl.server.transfer`).
+
+`MemoryEngine` is an engine of vLLM's own weight transfer (0.32), registered as "ttrl" by whoever imports `ttrl.vllm_worker`, as
+every worker does:
+
+    /init_weight_transfer_engine  {"init_info": {"memory": PATH}}   the worker maps it, or says why it cannot
+    /start_weight_update, /update_weights {"update_info": {}}, /finish_weight_update
+
+The memory is laid out as a safetensors file. vLLM's own `load_weights` narrows each tensor to what this worker holds, so of a
+mapped model it reads no more than that. Has run on CPU; a GPU would copy from here as from a file. Never run on one."""
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "ttrl"
+_finish: Callable[..., None] = finalize_layerwise_reload
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class MappedWeights:
+    """What lies in the memory at a path, under Hugging Face names. Raises OSError; ValueError where nothing of it does."""
+
+    def __init__(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Writable for torch, which knows no other memory; what is written would be this process's alone.
+            memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(descriptor)
+        begin = 8 + int.from_bytes(memory[:8], "little")
+        self._header: dict[str, Any] = json.loads(memory[8:begin])
+        self._data = torch.frombuffer(memory, dtype=torch.uint8)[begin:]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, entry in self._header.items():
+            begin, end = entry["data_offsets"]
+            yield name, self._data[begin:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Where the memory is."""
+
+    memory: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Nothing: all of it is loaded at once."""
+
+
+class MemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads a model from mapped memory."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    _weights: MappedWeights | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self._weights = MappedWeights(init_info.memory)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load what was mapped. On a CPU there is nothing to wait for, and PyTorch would raise."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self._weights is None:
+            raise RuntimeError("/init_weight_transfer_engine comes first: it says where the weights are")
+        model: Any = self.model
+        try:
+            with disable_mtp_completeness_check():
+                model.load_weights(self.weights())
+        except BaseException:
+            _finish(self.model, self.model_config)  # layers that were not reached are as they were
+            raise
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is loaded."""
+        assert self._weights is not None
+        yield from self._weights
+
+    def finish_weight_update(self) -> None:
+        _finish(self.model, self.model_config)
+        pack_again(self.model)
+
+    def shutdown(self) -> None:
+        self._weights = None
+
+
+@torch.no_grad()
+def pack_again(model: Any) -> None:
+    """Make new packed copies for layers that kept theirs: on CPU, vLLM does not do it for a tied head, see `WeightSync`."""
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and layer.weight.numel() and not layer.weight.is_meta:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, MemoryEngine)
