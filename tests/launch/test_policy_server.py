@@ -15,6 +15,7 @@ from ttrl.launch.policy_server import PolicyServer, make_server
 from ttrl.launch.server_member import ServerTools
 from ttrl.launch.trainer import Trainer
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import SyncReport, WeightComparison
 from ttrl.system.console import Console
@@ -107,12 +108,13 @@ class Syncs:
         server.check()
         server.policy_folder = folder
 
-    def sync(self, server, folder, *, mode, compare=True, remote_folder=None, asleep=False):
+    def sync(self, server, folder, *, mode, compare=True, remote_folder=None, asleep=False, handover=None):
         if mode == "restart":
             server.stop()
             server.model_folder = folder
             server.start()
-        self.step(f"sync by {mode}" + (" from sleep" if asleep else ""), server, remote_folder or folder)
+        how = (" from sleep" if asleep else "") + (" from memory" if handover else "")
+        self.step(f"sync by {mode}{how}", server, remote_folder or folder)
         return SyncReport(mode, 0.5, 1e-6, None, WeightComparison(7, 1))
 
     def sleep(self, server):
@@ -356,6 +358,18 @@ def test_rest(make, syncs, weight_sync, events, how):
         server.endpoints()
     server.serve(B)
     assert FakeVLLM.made[0].events == events and syncs.events == [("verify", "A"), *how]
+
+
+def test_weights_in_memory_are_for_servers_on_this_machine(make, syncs):
+    server = make(weight_sync="memory", joined_servers=["http://one:1"])
+    server.serve(A)
+    syncs.events.clear()
+    handover = Handover("/proc/7/fd/3", [])
+    server.serve(B, handover)
+    assert sorted(syncs.events) == [("sync by reload", "B"), ("sync by reload from memory", "B")]
+    FakeVLLM.made[0].dead = True
+    server.serve(C, handover)  # it is started anew, from files
+    assert syncs.events[-1][1] == "C" and FakeVLLM.made[0].events[-1] == "start C"
 
 
 def test_one_that_does_not_sleep_is_stopped(make, syncs):

@@ -14,6 +14,7 @@ from ttrl import TrainConfig
 from ttrl.errors import StorageError, TrainerError
 from ttrl.launch.trainer import Trainer
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
 from ttrl.system.request_folder import RequestFolder
 
@@ -51,7 +52,7 @@ for number in itertools.count(1):
             sys.exit(1)
         finally:
             log.flush()
-    folder.put_answer(number, {})
+    folder.put_answer(number, {"handover": config.get("handover")})
 """
 
 
@@ -111,6 +112,18 @@ def test_iterations_leave_their_files(made, form):
     assert not is_alive(pid_of(made, 2))
     assert not (made.run / "trainer").exists()
     trainer.stop()
+
+
+def test_where_it_holds_out_the_weights_of_the_last_iteration(made):
+    trainer = made()
+    said = {"memory": "/proc/7/fd/3", "parts": [["w", [0], [2], "sha"]]}
+    trainer.train(1, made.config(1, handover=said))
+    assert trainer.handover(1) == Handover("/proc/7/fd/3", [["w", [0], [2], "sha"]]) and trainer.handover(0) is None
+    trainer.train(2, made.config(2, handover=None))
+    assert trainer.handover(1) is None and trainer.handover(2) is None  # there was no memory for them
+    trainer.train(3, made.config(3, handover=said))
+    trainer.stop()
+    assert trainer.handover(3) is None
 
 
 def test_it_can_be_started_before_it_is_needed(made):

@@ -132,6 +132,7 @@ SICK = {
     "skipped_steps": [("train.skipped", lambda n: 1 if n == 7 else 0)],
     "too_long": [("pack.dropped.too_long", 3)],
     "fell_back": [("sync.fell_back", lambda n: "canary 0.3" if n == 4 else None)],
+    "read_files": [("sync.files_because", lambda n: "no such memory" if n == 4 else None)],
     "extra_tasks": [("extra_tasks", 64)],
     "dropped_groups": [("dropped_groups", 10)],
     "drift": [("sampler_trainer.by_version", lambda n: {str(n - 1): {"tokens": 4000, "mean": 0.02}})],

@@ -47,7 +47,7 @@ class FakeServer:
     def start(self, model_folder: Path) -> None:
         self.world.note("start")
 
-    def serve(self, checkpoint: Path) -> dict[str, Any] | None:
+    def serve(self, checkpoint: Path, handover: Any = None) -> dict[str, Any] | None:
         assert (checkpoint / "config.json").is_file(), checkpoint
         if self.checkpoint == checkpoint:
             return None
@@ -274,6 +274,9 @@ class World:
                 else:
                     world.fake_canary(output / "checkpoint")
                 return output / "checkpoint"
+
+            def handover(self, number: int) -> None:
+                return None
 
             def check(self) -> None:
                 pass

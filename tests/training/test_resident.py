@@ -14,7 +14,7 @@ from support.tiny_models import random_samples
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.errors import PackError, RunFolderError
+from ttrl.errors import PackError, RunFolderError, StorageError
 from ttrl.system.files import read_jsonl
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.resident import Residence
@@ -229,3 +229,28 @@ def test_after_an_error_nothing_is_kept(chain, loads, tmp_path):
     (first / "state" / "optimizer.safetensors").write_bytes(b"damaged")
     with pytest.raises(RunFolderError, match="cannot be read"):
         chain.iteration("resident", 1, residence, **start)
+
+
+def test_what_was_trained_is_held_out_in_memory(chain, monkeypatch):
+    once, residence, held = chain("once"), Residence(HERE), []
+
+    def look(number):
+        held.append(residence.handover)  # of the iteration before
+        return {"hand_over": True}
+
+    resident = chain("resident", residence, look)
+    check_same(resident, once)
+    assert held[0] is None and len({one["memory"] for one in [*held[1:], residence.handover]}) == 1
+    written = json.loads((resident[-1] / "checkpoint" / "canary.json").read_text())["weights"]
+    digests = {name: sha for name, _, _, sha in residence.handover["parts"]}
+    assert digests == {name: sha for name, sha in written.items() if name in digests} and "model.norm.weight" in digests
+    in_memory = load_file(residence.handover["memory"])
+    stored = load_file(resident[-1] / "checkpoint" / "model.safetensors")
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in in_memory.items())
+
+    def none_left(*arguments):
+        raise StorageError("no memory")
+
+    monkeypatch.setattr(residence._memory, "write", none_left)
+    chain.iteration("again", 1, residence, model=resident[0] / "checkpoint", state=resident[0] / "state", hand_over=True)
+    assert residence.handover is None  # servers read files then

@@ -1,16 +1,12 @@
 """Weights held out in memory: what others read there is the policy, by its names, whoever holds which part of it."""
 
 import hashlib
-import json
 import os
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
+from support.handing_over import HandingOver
 from support.tiny_models import load_policy_in
 
 from ttrl.errors import StorageError
@@ -77,53 +73,16 @@ def test_without_memory_for_it(monkeypatch):
     memory.close()
 
 
-RANK = """
-import json, sys
-from pathlib import Path
-from ttrl.configs import TrainingConfig
-from ttrl.training.checkpoints import hand_over
-from ttrl.training.parallel.distributed import ranks
-from ttrl.training.parallel.weight_memory import WeightMemory
-from ttrl.training.policy.loading import load_policy
-
-model, output, tensor_parallel = sys.argv[1:]
-settings = {"dtype": "fp32", "device": "cpu", "num_threads": 1, "tensor_parallel": int(tensor_parallel)}
-config = TrainingConfig(model=model, output_dir="", **settings)
-with ranks(config) as here:
-    memory = WeightMemory(here)
-    for _ in range(2):
-        said = hand_over(memory, load_policy(config, here), Path(model), "fp32")
-        here.barrier()
-    if here.is_first:
-        Path(output + ".part").write_text(json.dumps(said))
-        Path(output + ".part").rename(output)
-        sys.stdin.read()  # the memory is gone with this process
-    here.barrier()
-"""
-
-
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family, tensor_parallel, processes", [("qwen2", 1, 2), ("phi3", 2, 2), ("qwen2", 2, 4)])
-def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_folder, tmp_path):
-    start = model_folder(family)
-    command = [sys.executable, "-c", RANK, str(start), str(tmp_path / "said.json"), str(tensor_parallel)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.PIPE)
-        for rank in range(processes)
-    ]
-    while not (tmp_path / "said.json").exists():
-        assert all(process.poll() is None for process in ranks)
-        time.sleep(0.05)
-    said = json.loads((tmp_path / "said.json").read_text())
-    held, whole = read(said), WeightMemory(HERE)
-    assert len(said["parts"]) > len(held)  # nothing was gathered
-    alone = read(hand_over(whole, load_policy_in(start, torch.float32), start, "fp32"))
-    assert save(held) == save(alone)
+def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_folder):
+    start, whole = model_folder(family), WeightMemory(HERE)
+    with HandingOver(start, processes, tensor_parallel) as trainer:
+        said = [trainer.hold_out(start) for _ in range(2)][1]
+        held = read(said)
+        assert len(said["parts"]) > len(held)  # nothing was gathered
+        alone = read(hand_over(whole, load_policy_in(start, torch.float32), start, "fp32"))
+        assert save(held) == save(alone)
     whole.close()
-    ranks[0].stdin.close()
-    assert [process.wait(timeout=120) for process in ranks] == [0] * processes
+    assert not os.path.exists(said["memory"])

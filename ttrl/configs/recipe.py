@@ -297,6 +297,9 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     None: one iteration, that of this config."""
     free_memory: bool = False
     """With `follow`: between iterations, model and optimizer wait in the CPU's memory, and the GPU's is free for others."""
+    hand_over: bool = False
+    """With `follow`: after an iteration, the new weights are held out in memory, for servers on this machine to take them
+    (`ttrl.server.transfer`), until the next ones are."""
 
     @property
     def start_of_all_rows(self) -> bool:

@@ -21,7 +21,7 @@ LIMIT_NAMES = ("mean", "p999", "ess", "outside")
 """The keys that `drift_limits` may have."""
 SET_BY_THE_LOOP = (
     "model", "packed", "output_dir", "state", "iteration", "seed", "device", "dtype", "num_threads", "reference_model",
-    "sampler_model", "sampler_version", "temperature", "lora_base", "lora_merge", "context", "follow", "free_memory",
+    "sampler_model", "sampler_version", "temperature", "lora_base", "lora_merge", "context", "follow", "free_memory", "hand_over",
 )  # fmt: skip
 """Settings of the recipe that the loop chooses for each iteration, and that `training` therefore cannot hold."""
 _OTHER_DISTRIBUTIONS = (
@@ -170,10 +170,11 @@ class TrainConfig(Config):
     `pipeline_parallel_size`) or its cores. 0: use joined servers only. None: as many as there are GPUs for, or on CPUs one."""
     server: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
-    weight_sync: Literal["auto", "reload", "restart", "sleep"] = "auto"
+    weight_sync: Literal["auto", "reload", "restart", "sleep", "memory"] = "auto"
     """How new weights reach the servers: "reload" in place; "restart" with a new server, which is stopped while the trainer
-    works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2; never run
-    on a GPU). "auto": "sleep" where they share GPUs with a trainer that works while they do not, else "reload"."""
+    works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2; never
+    run on a GPU); "memory" in place, out of a resident trainer's memory on this machine, and from files where that is not
+    possible. "auto": "sleep" where they share GPUs with a trainer that works while they do not, else "reload"."""
     joined_servers: list[str] = field(default_factory=list)
     """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their keys are never written here: see
     `joined_key_file`."""
@@ -406,9 +407,15 @@ class TrainConfig(Config):
         return 1 if self.servers is None else self.servers
 
     @property
-    def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep"]:
+    def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep", "memory"]:
         """What `weight_sync` means where nothing was chosen (`ttrl.plans.choices`)."""
         return "reload" if self.weight_sync == "auto" else self.weight_sync
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the trainer holds new weights out in memory: a resident one on the servers' machine, without adapters."""
+        near = self.trainer == "resident" and self.nnodes == 1 and self.servers != 0
+        return self.resolved_weight_sync == "memory" and near and self.recipe_settings.get("lora_rank") is None
 
     def endpoint(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Return `rdzv_endpoint`, or what SLURM's variables say in its place; None where neither is known."""

@@ -24,6 +24,7 @@ from ttrl.records import Endpoint
 from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import is_cpu_build, thread_variables
 from ttrl.server.model_folder import base_of_adapter, merge_adapter
+from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
 
@@ -79,6 +80,8 @@ class PolicyServer:
         self._adapters = config.gives_adapters
         self._watching: threading.Thread | None = None
         self._over = threading.Event()
+        self._handover: Handover | None = None
+        """Where the trainer holds out the weights of the last checkpoint that was asked for."""
         self._serving: tuple[Path, str] | None = None
         """The checkpoint and version of requests, while they are served: one value, so that no thread mixes two of them."""
 
@@ -91,8 +94,9 @@ class PolicyServer:
             if not member.is_up:
                 member.start(self._base(model_folder))
 
-    def serve(self, checkpoint: Path) -> dict[str, Any] | None:
-        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them to it.
+    def serve(self, checkpoint: Path, handover: Handover | None = None) -> dict[str, Any] | None:
+        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them to it. `handover`: where a
+        trainer on this machine holds out its weights.
 
         Returns what the sync has to say (mode, seconds, the canary's largest difference, why it fell back, and for several
         servers how many serve and what is wrong with the others), None where they had these weights already. A server that
@@ -102,7 +106,7 @@ class PolicyServer:
         if not self._members:
             self.start(checkpoint)
         self._merge(checkpoint)
-        self._serving = None
+        self._serving, self._handover = None, handover
         if checkpoint != self._folder or self._version is None:
             self._version = secrets.token_hex(16)
             self._folder = None
@@ -226,8 +230,9 @@ class PolicyServer:
             for url in config.joined_servers
         ]
         compare, tools = config.weight_check == "all", self._tools
+        mode = "reload" if config.resolved_weight_sync == "memory" else config.resolved_weight_sync
         remote = None if config.joined_run is None else (Path(config.run), Path(config.joined_run))
-        return [ServerMember(server, mode=config.resolved_weight_sync, compare=compare, tools=tools) for server in own] + [
+        return [ServerMember(server, mode=mode, compare=compare, tools=tools) for server in own] + [
             ServerMember(server, mode="reload", compare=compare, remote_run=remote, tools=tools) for server in others
         ]
 
@@ -244,7 +249,7 @@ class PolicyServer:
     def _bring(self, member: ServerMember, checkpoint: Path) -> dict[str, Any] | None:
         assert self._version is not None
         try:
-            return member.bring(checkpoint, self._version, self._base(checkpoint))
+            return member.bring(checkpoint, self._version, self._base(checkpoint), self._handover)
         except ServerError as error:
             if not member.server.serves_adapters:
                 raise

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ttrl.errors import ServerDiedError, ServerError, ServerStartError, UserError, WeightSyncError
 from ttrl.server.canary import CanaryReport
 from ttrl.server.connection import JoinedServer, ServerConnection
+from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import SyncReport, WeightComparison, sleep, sync_weights, verify_weights
 
@@ -130,8 +131,9 @@ class ServerMember:
 
     # Weights
 
-    def bring(self, checkpoint: Path, version: str, base: Path) -> dict[str, Any] | None:
-        """Make it compute with `checkpoint`, prove that, and open it to requests for `version`. Return what the sync has to
+    def bring(self, checkpoint: Path, version: str, base: Path, handover: Handover | None = None) -> dict[str, Any] | None:
+        """Make it compute with `checkpoint`, or the same weights out of memory, prove that, and open it to requests for
+        `version`. Return what the sync has to
         say, None where it had these weights. One that died is started anew, once, from `base` where it serves adapters and from
         the checkpoint elsewhere. Raises ServerError; it is not proven then."""
         began = time.monotonic()
@@ -139,7 +141,7 @@ class ServerMember:
             if self.proven == checkpoint and not self._asleep and self._is_open_to(version):
                 return None
             self.proven = None
-            facts = self._bring(checkpoint, base) | {"seconds": time.monotonic() - began}
+            facts = self._bring(checkpoint, base, handover) | {"seconds": time.monotonic() - began}
             self.server.open_to(version)
         except ServerError as error:
             self.problem, self._fresh = error, False
@@ -157,7 +159,7 @@ class ServerMember:
             logger.warning("%s", error)  # `_bring` starts it anew
             return False
 
-    def _bring(self, checkpoint: Path, base: Path) -> dict[str, Any]:
+    def _bring(self, checkpoint: Path, base: Path, handover: Handover | None) -> dict[str, Any]:
         server = self.server
         if not self.is_up and not self._start_failed:
             self.start(base)
@@ -178,8 +180,10 @@ class ServerMember:
                 return facts
             restarts = self._mode == "restart" and self.ours is not None and not fresh
             mode: Literal["reload", "restart"] = "restart" if restarts else "reload"
-            sync = self._tools.sync
-            return _facts(sync(server, checkpoint, mode=mode, compare=self._compare, remote_folder=there, asleep=asleep))
+            how: dict[str, Any] = {"mode": mode, "compare": self._compare, "remote_folder": there, "asleep": asleep}
+            if handover is not None and self.ours is not None:
+                how["handover"] = handover
+            return _facts(self._tools.sync(server, checkpoint, **how))
         except ServerDiedError as error:
             if self.ours is None or not self.may_restart:
                 raise
@@ -274,6 +278,7 @@ def _facts(report: SyncReport) -> dict[str, Any]:
         "seconds": report.seconds,
         "canary_max_difference": report.canary_max_difference,
         "fell_back": report.fell_back,
+        **({} if report.files_because is None else {"files_because": report.files_because}),
         "weights_compared": report.comparison.compared,
         "weights_unchecked": report.comparison.unchecked,
     }

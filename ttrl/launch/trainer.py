@@ -7,6 +7,7 @@ message that the one-shot form ends with.
 """
 
 import contextlib
+import json
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
 from ttrl.launch.nodes import PROGRESS_FILE, arrived, is_loopback, network_environment, torchrun_arguments, write_meeting
 from ttrl.launch.tune import TrainerProcess, checkpoint_of, tune, tune_command, visible_devices, write_recipe_config
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
 from ttrl.system.request_folder import RequestFolder
 
@@ -45,6 +47,7 @@ class Trainer:
         self._resident: tuple[TrainerProcess, RequestFolder] | None = None
         self._asked = 0
         self._made_of: dict[str, Any] = {}
+        self._handed_over: tuple[int, Handover] | None = None
 
     def start(self, recipe_config: Mapping[str, Any]) -> None:
         """Start the resident process, which loads what `recipe_config` names (of its pack nothing is needed yet) and waits.
@@ -129,9 +132,17 @@ class Trainer:
                 self._check_runs("in the middle of an iteration", log, unless=answer)
             return answer.exists()
 
+        self._handed_over = None
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         process.log_task_to(None)
+        said = json.loads(answer.read_text(encoding="utf-8")).get("handover")
+        self._handed_over = None if said is None else (number, Handover(**said))
         return checkpoint_of(output)
+
+    def handover(self, number: int) -> Handover | None:
+        """Return where the process holds out the weights of iteration `number`; None where it does not, or died since."""
+        found = self._handed_over if self._resident is not None else None
+        return found[1] if found is not None and found[0] == number else None
 
     def stop(self) -> None:
         """End the process, whatever it is doing. Harmless when there is none."""

@@ -125,7 +125,7 @@ class Phases:
         one of them, says what that took."""
         began = clock()
         self._synced = None
-        sync = self.server.serve(self.folder.checkpoint(number))
+        sync = self.server.serve(self.folder.checkpoint(number), self.trainer.handover(number))
         self._synced = number, {recorded_by: {"sync_seconds": clock() - began, "sync": sync}}
 
     def _serve(self, number: int, phase: str) -> dict[str, Any]:
@@ -307,6 +307,7 @@ class Phases:
             "context": config.context,
             "reference_model": str(self.model) if settings.needs_reference else None,
             "lora_base": str(self.model) if settings.lora_rank is not None else None,
+            "hand_over": config.hands_over,
             "free_memory": config.trainer == "resident" and config.resolved_trainer_memory(config.device) == "free",
         }
         return config.recipe_config(values).to_dict()

@@ -309,6 +309,14 @@ def too_long(h: History) -> str | None:
     return f"Samples were longer than a row of seq_len: {', '.join(parts)}." if parts else None
 
 
+@rule("note", "If it happens each time, weight_sync='reload' saves the attempt.")
+def read_files(h: History) -> str | None:
+    why = {r["iteration"]: r["sync"]["files_because"] for r in h.rows if (r.get("sync") or {}).get("files_because")}
+    if not why:
+        return None
+    return f"The server read the weights from files, not from memory, in {_named(list(why))}: {list(why.values())[-1]}."
+
+
 @rule("note", "If it happens each time, weight_sync='restart' saves the attempt; the log says why.")
 def fell_back(h: History) -> str | None:
     numbers = [row["iteration"] for row in h.rows if isinstance(row.get("sync"), dict) and row["sync"].get("fell_back")]

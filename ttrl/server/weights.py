@@ -72,6 +72,8 @@ class SyncReport:
     fell_back: str | None
     """Why a reload was followed by a restart, or None."""
     comparison: WeightComparison = WeightComparison()
+    files_because: str | None = None
+    """Why weights that were held out in memory were read from files, or None."""
 
 
 def sync_weights(
@@ -103,38 +105,29 @@ def sync_weights(
     folder = Path(checkpoint_folder).absolute()
     canary = Canary.load(folder)
     there = folder if remote_folder is None else Path(remote_folder)
-    reasons: list[str] = []
+    no_memory = fell_back = None
     if mode == "reload":
-        sources: list[Path | Handover] = [there]
         if handover is not None and server.takes_memory:
-            try:
-                map_memory(server, handover, _LOAD_SECONDS)
-                sources = [handover] if asleep else [handover, there]  # what failed half awake is started anew
-            except ServerDiedError:
-                raise
-            except ServerError as error:
-                logger.warning("weights are read from files: %s", error)
-                reasons.append(str(error))
-        for source in sources:
-            report, comparison, why = _reload(server, folder, canary, source=source, compare=compare, asleep=asleep)
-            if why is None:
-                way: Mode = "memory" if source is handover else "adapter" if server.has_adapter else "reload"
-                seconds = time.monotonic() - start
-                return SyncReport(way, seconds, report.max_difference, "; ".join(reasons) or None, comparison)
-            reasons.append(why)
-            if source is handover:
-                logger.warning("weights from memory were not taken as they should be: %s", why)
+            report, comparison, no_memory = _reload(server, folder, canary, source=handover, compare=compare, asleep=asleep)
+            if no_memory is None:
+                return SyncReport("memory", time.monotonic() - start, report.max_difference, None, comparison)
+            logger.warning("weights are read from files, as they were not taken from memory: %s", no_memory)
+        report, comparison, fell_back = _reload(server, folder, canary, source=there, compare=compare, asleep=asleep)
+        if fell_back is None:
+            way: Mode = "adapter" if server.has_adapter else "reload"
+            seconds = time.monotonic() - start
+            return SyncReport(way, seconds, report.max_difference, None, comparison, no_memory)
         if not isinstance(server, VLLMServer):
             raise WeightSyncError(
-                f"the server at {server.base_url} does not compute with the weights in {folder}: {'; '.join(reasons)}; it cannot "
-                "be restarted from here: start it again on its host (ttrl serve), with the same model and dtype"
+                f"the server at {server.base_url} does not compute with the weights in {folder}: {fell_back}; it cannot be "
+                "restarted from here: start it again on its host (ttrl serve), with the same model and dtype"
             )
-        logger.warning("weights were not loaded in place, restarting the server: %s", "; ".join(reasons))
+        logger.warning("weights were not loaded in place, restarting the server: %s", fell_back)
     _restart(server, folder)
-    after = f"a restart (the reload before it failed: {'; '.join(reasons)})" if reasons else "a restart"
+    after = f"a restart (the reload before it failed: {fell_back})" if fell_back else "a restart"
     report, comparison = verify_weights(server, folder, after=after, compare=compare)
     seconds = time.monotonic() - start
-    return SyncReport("restart", seconds, report.max_difference, "; ".join(reasons) or None, comparison)
+    return SyncReport("restart", seconds, report.max_difference, fell_back, comparison, no_memory)
 
 
 def verify_weights(
@@ -212,6 +205,8 @@ def _reload(
     """Load weights in place; returns the canary's report, what was compared, and None or why a restart is needed."""
     report, comparison = CanaryReport(False, math.inf, None), WeightComparison()
     try:
+        if isinstance(source, Handover):
+            map_memory(server, source, _LOAD_SECONDS)  # before anything is changed
         server.close_to_all()
         if asleep:
             server.request("POST", "/wake_up?tags=weights", timeout=_LOAD_SECONDS)

@@ -32,11 +32,13 @@ from omegaconf import OmegaConf
 from torch import distributed
 
 from ttrl.configs import GRPOConfig
-from ttrl.errors import TtrlError
+from ttrl.errors import StorageError, TtrlError
 from ttrl.records import ADAPTER_FOLDER
 from ttrl.system.request_folder import RequestFolder
+from ttrl.training.checkpoints import hand_over
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, run_on_ranks
+from ttrl.training.parallel.weight_memory import WeightMemory
 from ttrl.training.policy.adapters import base_folder
 from ttrl.training.policy.loading import load_policy, seed_dropout
 from ttrl.training.policy.policy import Policy, fill_parameters
@@ -78,6 +80,9 @@ class Residence:
     def __init__(self, here: Ranks) -> None:
         self._here = here
         self._kept: tuple[Trained, dict[str, Any], Files] | None = None
+        self._memory = WeightMemory(here)
+        self.handover: dict[str, Any] | None = None
+        """What servers are told of the weights of the iteration that was left last."""
 
     def enter(self, config: GRPOConfig) -> Trained:
         """Return what `config` starts from: from memory if it is the same there, else from its files. Raises ModelFolderError,
@@ -106,7 +111,15 @@ class Residence:
             fill_parameters(trained.policy.parameters_by_name(), written.model)
         if config.optimizer == "adamw_8bit" and self._here.processes > 1:
             trained.stepper.load(output / "state")
+        self.handover = self._hand_over(written, trained.policy) if config.hand_over else None
         self.keep(written, trained)
+
+    def _hand_over(self, written: GRPOConfig, policy: Policy) -> dict[str, Any] | None:
+        try:
+            return hand_over(self._memory, policy, written.model, written.checkpoint_dtype)
+        except StorageError as error:
+            logger.warning("servers have to read files: %s", error)
+            return None
 
     def prepare(self, config: GRPOConfig) -> None:
         """Load what `config` starts from before it is asked for. What is wrong with it is left for the iteration to report."""
@@ -186,10 +199,11 @@ def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOCon
         config = parse_config(GRPOConfig, OmegaConf.load(request))
         with _output_to(Path(config.output_dir, "train.log")):
             check_here(config, here)
+            residence.handover = None
             train(config, here, residence)
         here.barrier()
         if here.is_first:
-            folder.put_answer(number, {"seconds": time.perf_counter() - began})
+            folder.put_answer(number, {"seconds": time.perf_counter() - began, "handover": residence.handover})
         _give_back_memory()
 
 
