@@ -27,7 +27,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.training.batches import check_pack, updates
 from ttrl.training.canary import CANARY_LENGTH, write_canary
-from ttrl.training.checkpoints import save_checkpoint
+from ttrl.training.checkpoints import canary_of, save_checkpoint
 from ttrl.training.drift import compare_tokens
 from ttrl.training.faults import memory_advice
 from ttrl.training.objective.objective import objective_from
@@ -86,7 +86,10 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
 
         with watch.part("checkpoint"):
             folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype
-            save_checkpoint(folder, policy, config.model, here, checkpoint_dtype=dtype, config=config)
+            canary = canary_of(policy, config.model, here, dtype)
+            if residence is not None:
+                residence.hand_over(config, policy, canary)  # servers may have it while it is written
+            save_checkpoint(folder, policy, config.model, here, checkpoint_dtype=dtype, config=config, canary=canary)
             stepper.save(Path(config.output_dir, "state"))
         log.close()
         if residence is not None:

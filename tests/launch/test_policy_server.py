@@ -360,16 +360,33 @@ def test_rest(make, syncs, weight_sync, events, how):
     assert FakeVLLM.made[0].events == events and syncs.events == [("verify", "A"), *how]
 
 
-def test_weights_in_memory_are_for_servers_on_this_machine(make, syncs):
+def test_weights_in_memory_are_for_servers_on_this_machine(make, syncs, tmp_path, monkeypatch):
+    """The others wait until they are written."""
+    monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
     server = make(weight_sync="memory", joined_servers=["http://one:1"])
     server.serve(A)
     syncs.events.clear()
-    handover = Handover("/proc/7/fd/3", [])
-    server.serve(B, handover)
-    assert sorted(syncs.events) == [("sync by reload", "B"), ("sync by reload from memory", "B")]
-    FakeVLLM.made[0].dead = True
-    server.serve(C, handover)  # it is started anew, from files
-    assert syncs.events[-1][1] == "C" and FakeVLLM.made[0].events[-1] == "start C"
+    memory, checkpoint = tmp_path / "memory", tmp_path / "checkpoint"
+    memory.touch()
+
+    def write():
+        wait_until(lambda: syncs.events)
+        checkpoint.mkdir()
+        (checkpoint / "canary.json").touch()
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    server.serve(checkpoint, Handover(str(memory), [], {}))
+    writing.join()
+    assert syncs.events == [("sync by reload from memory", str(checkpoint)), ("sync by reload", str(checkpoint))]
+
+
+def test_a_trainer_that_ends_before_it_has_written_what_another_server_needs(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
+    server = make(weight_sync="memory", servers=0, joined_servers=["http://one:1"])
+    server.serve(A)
+    with pytest.raises(ServerError, match="the trainer ended before it had written B"):
+        server.serve(B, Handover(str(tmp_path / "gone"), [], {}))
 
 
 def test_one_that_does_not_sleep_is_stopped(make, syncs):

@@ -11,7 +11,7 @@ import yaml
 from support.pretended_tune import PretendedTune
 
 from ttrl import TrainConfig
-from ttrl.errors import StorageError, TrainerError
+from ttrl.errors import StorageError, TrainerDiedError, TrainerError
 from ttrl.launch.trainer import Trainer
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.transfer import Handover
@@ -26,6 +26,9 @@ from ttrl.system.request_folder import RequestFolder
 def train(config):
     exec(config.get("do") or "")
     output = pathlib.Path(config["output_dir"])
+    if config.get("handover"):
+        folder.put_handover(number, config["handover"])
+        exec(config.get("do_beside") or "")
     (output / "checkpoint").mkdir(parents=True)
     (output / "checkpoint" / "config.json").write_text("{}")
     (output / "pid").write_text(str(os.getpid()))
@@ -52,7 +55,7 @@ for number in itertools.count(1):
             sys.exit(1)
         finally:
             log.flush()
-    folder.put_answer(number, {"handover": config.get("handover")})
+    folder.put_answer(number, {})
 """
 
 
@@ -114,16 +117,38 @@ def test_iterations_leave_their_files(made, form):
     trainer.stop()
 
 
-def test_where_it_holds_out_the_weights_of_the_last_iteration(made):
-    trainer = made()
-    said = {"memory": "/proc/7/fd/3", "parts": [["w", [0], [2], "sha"]]}
-    trainer.train(1, made.config(1, handover=said))
-    assert trainer.handover(1) == Handover("/proc/7/fd/3", [["w", [0], [2], "sha"]]) and trainer.handover(0) is None
-    trainer.train(2, made.config(2, handover=None))
+SAID = {"memory": "/proc/7/fd/3", "parts": [["w", [0], [2], "sha"]], "canary": {}}
+
+
+def test_weights_that_are_handed_over_before_they_are_written(made):
+    trainer, hold = made(), made.run / "hold"
+    hold.parent.mkdir(exist_ok=True)
+    hold.touch()
+    wait = f"while os.path.exists({str(hold)!r}): time.sleep(0.01)"
+    checkpoint = trainer.train(1, made.config(1, handover=SAID, do_beside=wait))
+    assert trainer.handover(1) == Handover(**SAID) and trainer.handover(0) is None
+    trainer.check()
+    assert not checkpoint.exists()
+    hold.unlink()
+    trainer.wait_until_saved()
+    assert checkpoint.exists()
+    trainer.wait_until_saved()
+    trainer.train(2, made.config(2))
     assert trainer.handover(1) is None and trainer.handover(2) is None  # there was no memory for them
-    trainer.train(3, made.config(3, handover=said))
+    trainer.wait_until_saved()
+    trainer.train(3, made.config(3, handover=SAID))
     trainer.stop()
     assert trainer.handover(3) is None
+
+
+def test_a_death_before_what_was_handed_over_is_written(made):
+    trainer = made()
+    trainer.train(1, made.config(1, handover=SAID, do_beside="os.kill(os.getpid(), 9)"))
+    with pytest.raises(TrainerDiedError):
+        trainer.wait_until_saved()
+    assert trainer.handover(1) is None
+    trainer.train(1, made.config(1, handover=SAID))
+    trainer.wait_until_saved()
 
 
 def test_it_can_be_started_before_it_is_needed(made):

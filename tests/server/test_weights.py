@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import re
+import shutil
+import threading
 
 import pytest
 
@@ -34,8 +36,8 @@ def held_out(checkpoint, weight=None):
     """What a trainer says of the weights of a checkpoint, in "memory"."""
     memory = checkpoint / "memory"
     memory.write_text((checkpoint / "weight").read_text() if weight is None else weight)
-    sha = json.loads((checkpoint / "canary.json").read_text())["weights"]["w"]
-    return Handover(str(memory), [("w", [0], [1], sha)])
+    canary = json.loads((checkpoint / "canary.json").read_text())
+    return Handover(str(memory), [("w", [0], [1], canary["weights"]["w"])], canary)
 
 
 def test_from_memory(fake_server, checkpoints):
@@ -69,6 +71,22 @@ def test_where_memory_fails_files_are_read(fake_server, checkpoints, behaviour, 
         report = sync_weights(server, checkpoints[1], handover=handover)
         assert (report.mode, report.fell_back) == ("reload", None)
         assert re.search(reason, report.files_because), report.files_because
+
+
+def test_files_that_come_later(fake_server, checkpoints, tmp_path):
+    """What is handed over is proven before there are files; what has to be read waits for them, as long as there is a trainer."""
+    handover, later = held_out(checkpoints[1]), tmp_path / "later"
+    with fake_server() as server:
+        assert sync_weights(server, later, handover=handover).mode == "memory"
+        with pytest.raises(ServerError, match=r"the trainer ended before it had written .*/later"):
+            sync_weights(server, later, handover=dataclasses.replace(handover, memory="/nowhere"))
+        writing = threading.Timer(0.5, lambda: checkpoints[1].rename(later))
+        handover = dataclasses.replace(handover, memory=str(shutil.copy(handover.memory, tmp_path / "memory")))
+        wrong = dataclasses.replace(handover, parts=[("w", [0], [1], "another")])
+        writing.start()
+        report = sync_weights(server, later, handover=wrong)
+        writing.join()
+        assert report.mode == "reload" and "such as w" in report.files_because
 
 
 def test_servers_that_read_files_alone(fake_server, checkpoints):

@@ -43,15 +43,18 @@ class FakeServer:
 
     def __init__(self, config: TrainConfig, logs: Path, console: Any) -> None:
         self.checkpoint: Path | None = None
+        self.version = 0
 
     def start(self, model_folder: Path) -> None:
         self.world.note("start")
 
     def serve(self, checkpoint: Path, handover: Any = None) -> dict[str, Any] | None:
-        assert (checkpoint / "config.json").is_file(), checkpoint
+        """In the place of weights in memory, this world hands over the version."""
+        assert handover is not None or (checkpoint / "config.json").is_file(), checkpoint
         if self.checkpoint == checkpoint:
             return None
-        self.world.note(f"serve {version_of(checkpoint)}")
+        self.version = version_of(checkpoint) if handover is None else handover
+        self.world.note(f"serve {self.version}")
         self.checkpoint = checkpoint
         return {"mode": "reload", "seconds": 0.0, "canary_max_difference": 0.0, "fell_back": None}
 
@@ -76,8 +79,7 @@ class FakeServer:
             return http.Response(404)
         body = json.loads(request.content)
         prompt = body["messages"][-1]["content"]
-        assert self.checkpoint is not None
-        version = version_of(self.checkpoint)
+        version = self.version
         if self.world.server_is_dead or prompt in self.world.refused:
             return http.Response(400, json={"error": {"message": "as told"}})
         self.world.requests.append((version, prompt))
@@ -119,6 +121,9 @@ class FakeServer:
         chunks.append(content | {"choices": [], "usage": usage})
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
         return http.Response(200, headers={"Content-Type": "text/event-stream"}, content="".join([*lines, "data: [DONE]\n\n"]))
+
+    def weights_digest(self) -> str:
+        return f"weights {self.version}"
 
     def request(self, method: str, path: str) -> Any:
         raise ServerError(f"{method} {path}: 404")
@@ -277,6 +282,9 @@ class World:
 
             def handover(self, number: int) -> None:
                 return None
+
+            def wait_until_saved(self) -> None:
+                pass
 
             def check(self) -> None:
                 pass

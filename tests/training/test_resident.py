@@ -231,26 +231,27 @@ def test_after_an_error_nothing_is_kept(chain, loads, tmp_path):
         chain.iteration("resident", 1, residence, **start)
 
 
-def test_what_was_trained_is_held_out_in_memory(chain, monkeypatch):
-    once, residence, held = chain("once"), Residence(HERE), []
+def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, monkeypatch, tmp_path):
+    def look(facts):
+        held.append(facts | {"weights": {name: tensor.clone() for name, tensor in load_file(facts["memory"]).items()}})
+        assert not (tmp_path / "resident" / str(len(held) - 1) / "checkpoint").exists()
 
-    def look(number):
-        held.append(residence.handover)  # of the iteration before
-        return {"hand_over": True}
-
-    resident = chain("resident", residence, look)
+    held = []
+    once, residence = chain("once"), Residence(HERE, look)
+    resident = chain("resident", residence, hand_over=True)
     check_same(resident, once)
-    assert held[0] is None and len({one["memory"] for one in [*held[1:], residence.handover]}) == 1
-    written = json.loads((resident[-1] / "checkpoint" / "canary.json").read_text())["weights"]
-    digests = {name: sha for name, _, _, sha in residence.handover["parts"]}
-    assert digests == {name: sha for name, sha in written.items() if name in digests} and "model.norm.weight" in digests
-    in_memory = load_file(residence.handover["memory"])
-    stored = load_file(resident[-1] / "checkpoint" / "model.safetensors")
-    assert all(torch.equal(tensor, stored[name]) for name, tensor in in_memory.items())
+    assert len(held) == ITERATIONS and len({facts["memory"] for facts in held}) == 1
+    for facts, folder in zip(held, resident, strict=True):
+        canary = json.loads((folder / "checkpoint" / "canary.json").read_text())
+        assert facts["canary"] == {name: value for name, value in canary.items() if name not in ("weights", "files")}
+        digests = {name: sha for name, _, _, sha in facts["parts"]}
+        assert digests == {name: sha for name, sha in canary["weights"].items() if name in digests}
+        stored = load_file(folder / "checkpoint" / "model.safetensors")
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in facts["weights"].items())
 
     def none_left(*arguments):
         raise StorageError("no memory")
 
     monkeypatch.setattr(residence._memory, "write", none_left)
     chain.iteration("again", 1, residence, model=resident[0] / "checkpoint", state=resident[0] / "state", hand_over=True)
-    assert residence.handover is None  # servers read files then
+    assert len(held) == ITERATIONS  # servers read files then

@@ -50,7 +50,7 @@ def script_arguments(
     parser.add_argument("--run", type=Path, default=Path(run), help=f"the run folder ({run})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=iterations, help=f"at most ({iterations})")
-    parser.add_argument("--weight-sync", choices=("auto", "reload", "restart", "sleep"), default="auto")
+    parser.add_argument("--weight-sync", choices=("auto", "reload", "restart", "sleep", "memory"), default="auto")
     parser.add_argument("--nproc-per-node", type=int, help="trainer processes: one for each GPU")
     if model is not None:
         parser.add_argument("--model", default=model, help=f"a model folder, a name of `ttrl models` or on the hub ({model})")

@@ -104,6 +104,8 @@ class PolicyServer:
         is left.
         """
         if not self._members:
+            if handover is not None:
+                handover.wait_for_files(checkpoint)
             self.start(checkpoint)
         self._merge(checkpoint)
         self._serving, self._handover = None, handover
@@ -324,7 +326,7 @@ class PolicyServer:
                     continue
                 try:  # what is to be served is read with the lock held: whoever changes it waits for the lock before it syncs
                     if (serving := self._serving) is not None and not over.is_set():
-                        member.look_after(*serving, self._base(serving[0]))
+                        member.look_after(*serving, self._base(serving[0]), self._handover)
                 except Exception:  # the thread must not end; the loop will find what is wrong
                     logger.exception("looking after %s failed", member.server.base_url)
                 finally:

@@ -161,6 +161,8 @@ class ServerMember:
 
     def _bring(self, checkpoint: Path, base: Path, handover: Handover | None) -> dict[str, Any]:
         server = self.server
+        if handover is not None and (self.ours is None or not self.is_up or self._fresh or self.ours.has_ended):
+            handover.wait_for_files(checkpoint)
         if not self.is_up and not self._start_failed:
             self.start(base)
             self.wait_for_start()
@@ -187,6 +189,8 @@ class ServerMember:
         except ServerDiedError as error:
             if self.ours is None or not self.may_restart:
                 raise
+            if handover is not None:
+                handover.wait_for_files(checkpoint)
             return self._start_anew(checkpoint, error)
 
     def _started_with(self, checkpoint: Path) -> dict[str, Any] | None:
@@ -229,7 +233,7 @@ class ServerMember:
 
     # While nobody asks for another policy
 
-    def look_after(self, checkpoint: Path, version: str, base: Path) -> None:
+    def look_after(self, checkpoint: Path, version: str, base: Path, handover: Handover | None = None) -> None:
         """Bring it back to the policy where it was lost. Called again and again while it should serve."""
         server = self.ours
         if server is None:
@@ -251,7 +255,7 @@ class ServerMember:
             if not self.may_restart:
                 return
         try:
-            self.bring(checkpoint, version, base)
+            self.bring(checkpoint, version, base, handover)
         except ServerError as error:
             self.may_restart = False
             (logger.debug if server is None else logger.warning)("%s is still out: %s", self.server.base_url, error)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ttrl.launch.tune import TrainerProcess, checkpoint_of, tune, tune_command, 
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
-from ttrl.system.request_folder import RequestFolder
+from ttrl.system.request_folder import LOOK_SECONDS, RequestFolder
 
 # What a process is made of when it starts; any other setting may differ from request to request.
 PROCESS_SETTINGS = ("device", "num_threads", "tensor_parallel", "cpu_offload")
@@ -124,20 +125,33 @@ class Trainer:
         process.progress.unlink(missing_ok=True)
         text = write_recipe_config(recipe_config, config_path)
         self._asked += 1
-        answer = requests.answer(self._asked)
+        answer, handover = requests.answer(self._asked), requests.handover(self._asked)
         requests.put(requests.request(self._asked), text)
 
         def answered() -> bool:
-            if not answer.exists():
+            if not (done := handover.exists() or answer.exists()):
                 self._check_runs("in the middle of an iteration", log, unless=answer)
-            return answer.exists()
+            return done
 
         self._handed_over = None
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
+        if handover.exists():
+            self._handed_over = number, Handover(**json.loads(handover.read_text(encoding="utf-8")))
+            return output / "checkpoint"
         process.log_task_to(None)
-        said = json.loads(answer.read_text(encoding="utf-8")).get("handover")
-        self._handed_over = None if said is None else (number, Handover(**said))
         return checkpoint_of(output)
+
+    def wait_until_saved(self) -> None:
+        """Wait until the files of the last `train` are there; while they are only on their way it returned early, and says so by
+        `handover`. Raises as `train`."""
+        if self._resident is None:
+            return
+        process, requests = self._resident
+        answer = requests.answer(self._asked)
+        while not answer.exists():
+            self._check_runs("while it wrote its files", self._log, unless=answer)
+            time.sleep(LOOK_SECONDS)
+        process.log_task_to(None)
 
     def handover(self, number: int) -> Handover | None:
         """Return where the process holds out the weights of iteration `number`; None where it does not, or died since."""

@@ -16,10 +16,11 @@ The main thread prepares, packs, trains, and brings weights to the server. What 
 what follows from a validation: the line of metrics, the report, the pruning of checkpoints.
 """
 
+import functools
 from typing import Any
 
 from ttrl.loop.environment import describe_environment
-from ttrl.loop.jobs import Jobs
+from ttrl.loop.jobs import Jobs, PhaseJob
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.drift import check_drift
 from ttrl.monitoring.findings import findings
@@ -108,6 +109,10 @@ class Iterations:
             if self._reached is not None:
                 return self._jobs.close()
         self._phases.train(number)
+        if self._folder.iteration(number).marker("train") is not None:
+            self._check_drift(number)
+
+    def _check_drift(self, number: int) -> None:
         check_drift(self._config, self._folder, number, self._console, self._phases.ask_server())
 
     def _begin_validation_and_rollouts(self, number: int) -> None:
@@ -122,10 +127,15 @@ class Iterations:
         validate = finish and self._phases.has_to_validate(number)
         if validate or rollouts:
             self._phases.sync(number, "validate" if validate else "rollouts")
+        validation = None
         if finish:  # first, so that its requests are: it may end the run
-            self._jobs.begin(f"validation {number}", lambda: self._finish(number))
+            validation = self._jobs.begin(f"validation {number}", lambda: self._phases.validate(number))
         if rollouts:
             self._jobs.begin(f"rollouts {rollouts[0]}", lambda: self._sample(rollouts))
+        if (saved := self._phases.finish_saving()) is not None:  # beside all of that
+            self._check_drift(saved)
+        if validation is not None:
+            self._jobs.begin(f"metrics {number}", functools.partial(self._finish, number, validation))
 
     def _sample(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -133,9 +143,11 @@ class Iterations:
             self._sampled.add(number)
             self._jobs.tell()
 
-    def _finish(self, number: int) -> None:
-        """Validate the policy after iteration `number`, and write down what there is to say of that iteration."""
-        self._phases.validate(number)
+    def _finish(self, number: int, validation: PhaseJob) -> None:
+        """Write down what there is to say of iteration `number`, once its policy is validated."""
+        validation.thread.join()
+        if validation.error is not None or self._phases.has_to_validate(number):
+            return  # the thread that waits for all will say why
         row, now = metrics_row(self._folder.iteration(number)), clock()
         if number not in self._resumed:  # all of it was done by this process
             row["seconds"]["total"] = now - self._finished_at

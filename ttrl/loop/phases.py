@@ -62,6 +62,8 @@ class Phases:
         self.trainer = Trainer(config, folder, console)
         self._deaths = 0
         """Of the trainer, since it last finished an iteration."""
+        self._unsaved: tuple[int, float, float] | None = None
+        """The iteration whose files are still being written, and when its training began and ended."""
         self.stream = TaskStream(config, folder, self.tasks)
         self.timeline = Timeline()
         self._sampler = Sampler(config, server, console, self.timeline)
@@ -103,6 +105,7 @@ class Phases:
                 (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
         if not is_known:
             self._ask_trainer(0, self.recipe_config(1) | {"packed": "", "output_dir": str(iteration.path)})
+            self._deaths = 0
         plan = write_plan(self.config, self.folder.path, self.model, self.tasks, self.validation_tasks, self.tokenizer())
         if plan is not None:
             self.console.line(plan.time_line())
@@ -250,11 +253,36 @@ class Phases:
             self._synced = None
             self.server.rest()  # its memory is the trainer's now
         self._ask_trainer(number, self.recipe_config(number))
+        self._unsaved = number, began, clock()
+        if self.trainer.handover(number) is None or self.config.cache:  # the cache goes by what the files hold
+            self.finish_saving()
+        else:
+            self.folder.held.add(number)
+
+    def finish_saving(self) -> int | None:
+        """Wait until checkpoint and state of the last training are on disk, and mark it as done; return its iteration, None where
+        that was done before. A trainer that was killed meanwhile trains it again, to the same bits."""
+        if self._unsaved is None:
+            return None
+        number, began, trained = self._unsaved
+        iteration = self.folder.iteration(number)
+        while True:
+            try:
+                self.trainer.wait_until_saved()
+                break
+            except TrainerDiedError as error:
+                self._count_death(error)
+                self._ask_trainer(number, self.recipe_config(number))
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
-        self.timeline.add_training(began, clock(), steps)
-        facts = {"seconds": clock() - began, "trained": True, "steps": steps}
+        self.timeline.add_training(began, trained, steps)
+        facts = {"seconds": trained - began, "trained": True, "steps": steps}
+        if self.trainer.handover(number) is not None:
+            facts["save_seconds"] = clock() - trained
         files = ["checkpoint", "state", "train.jsonl", "trainer_logprobs.safetensors"]
         iteration.mark("train", files, facts, _known_digests(iteration.path))
+        self.folder.held.discard(number)
+        self._unsaved, self._deaths = None, 0
+        return number
 
     def _ask_trainer(self, number: int, recipe_config: dict[str, Any]) -> None:
         """Have the trainer do its part of an iteration; start one that was killed again. Raises TrainerError, StorageError."""
@@ -268,7 +296,6 @@ class Phases:
                 break
             except TrainerDiedError as error:
                 self._count_death(error)
-        self._deaths = 0
 
     def check_trainer(self) -> None:
         """Notice a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises

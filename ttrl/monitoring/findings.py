@@ -311,7 +311,10 @@ def too_long(h: History) -> str | None:
 
 @rule("note", "If it happens each time, weight_sync='reload' saves the attempt.")
 def read_files(h: History) -> str | None:
-    why = {r["iteration"]: r["sync"]["files_because"] for r in h.rows if (r.get("sync") or {}).get("files_because")}
+    syncs = {row["iteration"]: row.get("sync") for row in h.rows}
+    why = {
+        number: sync["files_because"] for number, sync in syncs.items() if isinstance(sync, dict) and sync.get("files_because")
+    }
     if not why:
         return None
     return f"The server read the weights from files, not from memory, in {_named(list(why))}: {list(why.values())[-1]}."

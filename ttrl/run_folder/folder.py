@@ -123,6 +123,8 @@ class RunFolder:
         self._lock = RunLock(self.path, beat_seconds)
         self._trained: dict[int, bool] = {}
         """Whether a finished iteration made a policy: a marker that is there stays as it is."""
+        self.held: set[int] = set()
+        """Iterations whose policy a trainer of this process holds, though its files are still being written."""
         self.on_mark: Callable[[], None] = lambda: None
         """Called after each marker, by the thread that wrote it."""
 
@@ -202,7 +204,7 @@ class RunFolder:
 
     def policy_version(self, number: int) -> int:
         """Return the iteration whose checkpoint is the policy after iteration `number`: an earlier one if nothing was trained."""
-        while number > 0 and not (self.iteration(number).marker("train") or {}).get("trained"):
+        while number > 0 and number not in self.held and not (self.iteration(number).marker("train") or {}).get("trained"):
             number -= 1
         return number
 

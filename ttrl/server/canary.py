@@ -76,6 +76,14 @@ class Canary:
             raise ModelFolderError(f"{path} is damaged ({type(error).__name__}: {error}); {way_out}") from error
 
     @classmethod
+    def of(cls, content: dict[str, Any]) -> "Canary":
+        """Return what a trainer said of weights that are no files yet. Raises ModelFolderError."""
+        try:
+            return cls._checked(content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelFolderError(f"the trainer's canary is damaged ({type(error).__name__}: {error})") from error
+
+    @classmethod
     def _checked(cls, content: dict[str, Any]) -> "Canary":
         if content["schema"] != 1:
             raise ValueError(f"schema {content['schema']!r}, this version reads 1")

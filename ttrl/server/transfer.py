@@ -11,9 +11,17 @@ memory, element by element, and together the workers hash what lies there, for t
 hashed before they wrote it. Then the canary.
 """
 
+import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from ttrl.errors import ServerError
+from ttrl.records import CANARY_FILE
 from ttrl.server.connection import ServerConnection
+
+_LOOK_SECONDS = 0.1
 
 BACKEND = "ttrl"
 """The engine's name in `--weight-transfer-config` (`ttrl.vllm_worker.memory`)."""
@@ -28,6 +36,15 @@ class Handover:
     parts: list[tuple[str, list[int], list[int], str]]
     """Name of a tensor, where a part of it begins, how long that is in each dimension, and its SHA-256; together they are all of
     the weights."""
+    canary: dict[str, Any]
+    """What is computed with them, as canary.json will say it."""
+
+    def wait_for_files(self, checkpoint: Path) -> None:
+        """Wait until the trainer has written the weights as files, too. Raises ServerError where it ended before that."""
+        while not (checkpoint / CANARY_FILE).is_file():  # the folder appears as a whole
+            if not os.path.exists(self.memory) and not (checkpoint / CANARY_FILE).is_file():
+                raise ServerError(f"the trainer ended before it had written {checkpoint}")
+            time.sleep(_LOOK_SECONDS)
 
     @property
     def places(self) -> list[tuple[str, list[int], list[int]]]:

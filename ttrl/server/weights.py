@@ -93,7 +93,7 @@ def sync_weights(
     remote_folder: where the server's host finds that folder; None: at the same path.
     asleep: the server sleeps (`sleep`) and is woken: the weights first, the KV cache after they were loaded.
     handover: the same weights in the trainer's memory, from where they are taken if the server can; else, and where that fails,
-        they are read from the folder.
+        they are read from the folder, as soon as the trainer has written it.
 
     No request should be running. Raises ModelFolderError for a folder without a readable canary.json, WeightSyncError if the
     server does not compute with these weights even after a restart (or cannot be restarted from here), and what
@@ -103,15 +103,20 @@ def sync_weights(
         raise ConfigError("sync_weights", [f"mode is {mode!r}; it is 'reload' or 'restart'"])
     start = time.monotonic()
     folder = Path(checkpoint_folder).absolute()
-    canary = Canary.load(folder)
+    if handover is not None and not (mode == "reload" and server.takes_memory):
+        handover.wait_for_files(folder)
+        handover = None
+    canary = Canary.load(folder) if handover is None else Canary.of(handover.canary)
     there = folder if remote_folder is None else Path(remote_folder)
     no_memory = fell_back = None
     if mode == "reload":
-        if handover is not None and server.takes_memory:
+        if handover is not None:
             report, comparison, no_memory = _reload(server, folder, canary, source=handover, compare=compare, asleep=asleep)
             if no_memory is None:
                 return SyncReport("memory", time.monotonic() - start, report.max_difference, None, comparison)
             logger.warning("weights are read from files, as they were not taken from memory: %s", no_memory)
+            handover.wait_for_files(folder)
+            canary = Canary.load(folder)
         report, comparison, fell_back = _reload(server, folder, canary, source=there, compare=compare, asleep=asleep)
         if fell_back is None:
             way: Mode = "adapter" if server.has_adapter else "reload"

@@ -1,6 +1,7 @@
 """Requests and answers between processes, as files that appear in a folder: how the loop talks to a resident trainer.
 
     request-000001.yaml   written by the one who asks, numbered from 1
+    handover-000001.json  written by the one who does it, where others may use its result before it is on disk
     answer-000001.json    written by the one who does it, once it is done
     stop                  no request will come any more
 
@@ -31,6 +32,9 @@ class RequestFolder:
     def answer(self, number: int) -> Path:
         return self.path / f"answer-{number:06d}.json"
 
+    def handover(self, number: int) -> Path:
+        return self.path / f"handover-{number:06d}.json"
+
     @property
     def stop(self) -> Path:
         return self.path / "stop"
@@ -43,6 +47,9 @@ class RequestFolder:
 
     def put_answer(self, number: int, facts: dict[str, Any]) -> None:
         self.put(self.answer(number), json.dumps(facts) + "\n")
+
+    def put_handover(self, number: int, facts: dict[str, Any]) -> None:
+        self.put(self.handover(number), json.dumps(facts) + "\n")
 
     def next_request(self, number: int) -> Path | None:
         """Wait for request `number`; return None when there will be none: the conversation has ended, or its folder is gone."""

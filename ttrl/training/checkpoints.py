@@ -159,6 +159,12 @@ def write_merged(folder: Path, policy: Policy, base: Path, checkpoint_dtype: Che
     _write_weights(folder, _entries_beside_text(base, list(_entries(policy, _DTYPES[checkpoint_dtype]))), MAX_SHARD_BYTES)
 
 
+def canary_of(policy: Policy, start_folder: str | Path, ranks: Ranks, checkpoint_dtype: CheckpointDtype) -> dict[str, Any]:
+    """Return the canary of a checkpoint of the policy. A collective."""
+    canary = compute_canary(policy, ranks.device, Path(start_folder))
+    return canary if checkpoint_dtype == "fp32" else canary | {"dtype": "bfloat16"}
+
+
 def save_checkpoint(
     folder: str | Path,
     policy: Policy,
@@ -168,17 +174,17 @@ def save_checkpoint(
     checkpoint_dtype: CheckpointDtype = "fp32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: TrainingConfig | None = None,
+    canary: dict[str, Any] | None = None,
 ) -> None:
     """Write the policy as a model folder, atomically. A collective: all ranks must call it; rank 0 writes. `config`: the
-    training's, which says what happens to adapters; without it they are merged, and not written separately.
+    training's, which says what happens to adapters; without it they are merged, and not written separately. `canary`: that of
+    `canary_of`, if it is known.
 
     With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with the tolerance of bfloat16;
     training continues from what is written, so small updates are lost.
     """
-    canary = compute_canary(policy, ranks.device, Path(start_folder))
+    canary = canary_of(policy, start_folder, ranks, checkpoint_dtype) if canary is None else dict(canary)
     dtype = _DTYPES[checkpoint_dtype]
-    if checkpoint_dtype != "fp32":
-        canary["dtype"] = "bfloat16"
     adapter = None
     if config is not None and config.lora_rank is not None:
         start_folder = base_folder(config)

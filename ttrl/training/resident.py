@@ -77,12 +77,12 @@ class Residence:
     residence.leave(config, trained)      # without it nothing is kept: half a step must not be continued
     """
 
-    def __init__(self, here: Ranks) -> None:
-        self._here = here
+    def __init__(self, here: Ranks, handed_over: Callable[[dict[str, Any]], None] = lambda facts: None) -> None:
+        """Make an empty one. `handed_over` is called with what servers are told, while checkpoint and state are still to be
+        written."""
+        self._here, self._tell = here, handed_over
         self._kept: tuple[Trained, dict[str, Any], Files] | None = None
         self._memory = WeightMemory(here)
-        self.handover: dict[str, Any] | None = None
-        """What servers are told of the weights of the iteration that was left last."""
 
     def enter(self, config: GRPOConfig) -> Trained:
         """Return what `config` starts from: from memory if it is the same there, else from its files. Raises ModelFolderError,
@@ -111,15 +111,18 @@ class Residence:
             fill_parameters(trained.policy.parameters_by_name(), written.model)
         if config.optimizer == "adamw_8bit" and self._here.processes > 1:
             trained.stepper.load(output / "state")
-        self.handover = self._hand_over(written, trained.policy) if config.hand_over else None
         self.keep(written, trained)
 
-    def _hand_over(self, written: GRPOConfig, policy: Policy) -> dict[str, Any] | None:
+    def hand_over(self, config: GRPOConfig, policy: Policy, canary: dict[str, Any]) -> None:
+        """Hold the policy out to servers, if `config` says so, before anything is written; `canary`: what they must compute."""
+        if not config.hand_over:
+            return
         try:
-            return hand_over(self._memory, policy, written.model, written.checkpoint_dtype)
+            facts = hand_over(self._memory, policy, config.model, config.checkpoint_dtype)
         except StorageError as error:
             logger.warning("servers have to read files: %s", error)
-            return None
+        else:
+            self._tell(facts | {"canary": canary})
 
     def prepare(self, config: GRPOConfig) -> None:
         """Load what `config` starts from before it is asked for. What is wrong with it is left for the iteration to report."""
@@ -188,7 +191,13 @@ def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: 
 
 def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOConfig, here: Ranks) -> None:
     assert start.follow is not None
-    folder, residence = RequestFolder(start.follow), Residence(here)
+    folder, number = RequestFolder(start.follow), 0
+
+    def tell(handover: dict[str, Any]) -> None:
+        if here.is_first:
+            folder.put_handover(number, handover)
+
+    residence = Residence(here, tell)
     residence.prepare(start)
     logger.info("waiting for configs in %s", folder.path)
     for number in itertools.count(1):
@@ -199,11 +208,10 @@ def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOCon
         config = parse_config(GRPOConfig, OmegaConf.load(request))
         with _output_to(Path(config.output_dir, "train.log")):
             check_here(config, here)
-            residence.handover = None
             train(config, here, residence)
         here.barrier()
         if here.is_first:
-            folder.put_answer(number, {"seconds": time.perf_counter() - began, "handover": residence.handover})
+            folder.put_answer(number, {"seconds": time.perf_counter() - began})
         _give_back_memory()
 
 
