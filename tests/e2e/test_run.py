@@ -43,6 +43,7 @@ SCRIPT = textwrap.dedent(
         TrainConfig(
             run=run, model=model, iterations=int(iterations), tasks_per_iteration=8, samples_per_task=8, max_tokens=8,
             seq_len=256, num_threads=1, training={"lr": 1e-3, "rows_per_microbatch": 1}, server={"max_num_seqs": 64},
+            weight_sync=sys.argv[4],
         ),
         tasks[:16],
         tasks[16:],
@@ -67,7 +68,7 @@ SITE = textwrap.dedent(
 )
 
 
-def start(folder: Path, iterations: int) -> subprocess.Popen:
+def start(folder: Path, iterations: int, weight_sync: str = "reload") -> subprocess.Popen:
     (folder / "script.py").write_text(SCRIPT)
     if not (folder / "model").exists():
         make_tiny_model(folder / "model", layers=2, width=64, heads=2)
@@ -76,12 +77,13 @@ def start(folder: Path, iterations: int) -> subprocess.Popen:
     paths = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(folder / "script.py"), str(folder / "run"), str(folder / "model"), str(iterations)]
+    command.append(weight_sync)
     with open(folder / "output.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-def finish(folder: Path, iterations: int) -> str:
-    process = start(folder, iterations)
+def finish(folder: Path, iterations: int, weight_sync: str = "reload") -> str:
+    process = start(folder, iterations, weight_sync)
     assert process.wait(900) == 0, (folder / "output.log").read_text()[-5000:]
     return (folder / "output.log").read_text()
 
@@ -222,3 +224,27 @@ def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
     assert [row["iteration"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(last + 1))
     assert not processes_of(run), "something of a killed run is left"
     assert yaml.safe_load((run / "config.yaml").read_text())["iterations"] == last
+
+
+def test_weights_out_of_memory_and_killed_while_they_are_written(tmp_path):
+    """The server samples from a policy whose files are not there yet. After kill -9 that is trained again, to the same bits, and
+    what was sampled from it stays."""
+    run, log, last = tmp_path / "run", tmp_path / "output.log", 4
+    torn, after = run / "iterations/0003", run / "iterations/0004"
+    (tmp_path / "hold-state").touch()
+    process = start(tmp_path, last, "memory")
+    wait_for((after / "done/rollouts.json").exists, process, log)
+    assert not (torn / "state").exists() and not (torn / "done/train.json").exists()
+    wait_for((torn / "checkpoint").exists, process, log)
+    before = {path: digest(path) for path in (torn / "checkpoint/model.safetensors", after / "rollouts.jsonl")}
+    kill_all(process)
+    (tmp_path / "hold-state").unlink()
+    assert f"finished {last}" in finish(tmp_path, last, "memory")
+    assert before == {path: digest(path) for path in before}
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == list(range(last + 1))
+    markers = [json.loads(path.read_text())["facts"] for path in run.rglob("done/*.json")]
+    syncs = [marker["sync"] for marker in markers if marker.get("sync")]
+    assert [sync["mode"] for sync in syncs].count("memory") >= 2 and not any(sync.get("files_because") for sync in syncs)
+    assert all(row["sampler_trainer"]["max"] < 1e-3 for row in rows[1:])
+    assert not processes_of(run), "something of a killed run is left"
