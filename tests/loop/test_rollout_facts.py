@@ -27,6 +27,7 @@ def test_counts_and_shares():
     ]
     facts = rollout_facts(groups)
     assert facts["truncated"] == 1 / 12 and facts["empty"] == 1 / 12 and facts["grader_failures"] == 1
+    assert facts["stopped_early"] is None and rollout_facts(groups, stops_early=True)["stopped_early"] == 0
     assert facts["truncated_reward"] == 0 and facts["ended_reward"] == 5 / 10
     assert facts["repeated"] == 6 / 11  # 11 graded samples, 5 different ones within their groups
     assert facts["repeated_groups"] == 2 / 3 and facts["stuck_groups"] == 1 / 3

@@ -1,5 +1,6 @@
 """Sample logs: readable, one file per sample whatever its task is called, and never in the way."""
 
+import json
 import logging
 import math
 import os
@@ -9,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttrl.records import Sample
-from ttrl.rollouts.sample_logs import SampleLogs, file_name, sample_text
+from ttrl.rollouts import sample_logs
+from ttrl.rollouts.client.assembly import LiveCompletion
+from ttrl.rollouts.client.wire import decoded_chunk
+from ttrl.rollouts.sample_logs import LiveAnswers, SampleLogs, file_name, sample_text
+from ttrl.tasks.task import Task
 
 
 def make(**changes):
@@ -161,3 +166,91 @@ def test_a_full_disk(tmp_path, monkeypatch, caplog):
     assert logs.num_failed == 1 and "No space left on device" in caplog.text
     assert "first" in path.read_text()
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def says(index, **delta):
+    return decoded_chunk(json.dumps({"id": "1", "choices": [{"index": index, "delta": delta}]}).encode(), "server")
+
+
+def test_answers_are_in_their_files_while_they_come(tmp_path, monkeypatch):
+    """Two samples of one request, one of them thinking first; then the request is made again, and a late chunk comes."""
+    monkeypatch.setattr(sample_logs, "LIVE_SECONDS", 0.0)
+    logs, samples = SampleLogs(tmp_path / "logs"), [make(sample=k) for k in range(2)]
+    watch = LiveAnswers(logs, samples, [2, 3], [{"role": "user", "content": "How many?"}])
+    paths = [logs.path_of(sample, 2 + number) for number, sample in enumerate(samples)]
+    completion = LiveCompletion(2, watch)
+    completion.take(says(0, role="assistant"))
+    head = f"task    letters-7\nsample  0\nbeing sampled\n\n{'── user ':─<100}\nHow many?\n\n{'── answer so far ':─<100}\n"
+    assert paths[0].read_text() == head and not paths[1].exists()
+    for chunk in (says(0, content="Thr"), says(1, reasoning="Let me"), says(0, content="ee\x1b"), says(1, reasoning=" see")):
+        completion.take(chunk)
+    completion.take(says(1, content="4"))
+    assert paths[0].read_text() == head + "Three\\x1b"
+    assert paths[1].read_text() == head.replace("sample  0", "sample  1") + "Let me see\n\n4"
+    again = LiveCompletion(2, watch)  # after a broken connection
+    again.take(says(0, content="Two"))
+    assert paths[0].read_text() == head + "Two"
+    logs.write(samples[0], number=2)
+    again.take(says(0, content=" or so"))
+    assert "being sampled" not in paths[0].read_text() and "or so" not in paths[0].read_text()
+
+
+def test_the_newest_request_of_a_sample_has_its_file(tmp_path, monkeypatch):
+    """A rollout may ask twice at the same time."""
+    monkeypatch.setattr(sample_logs, "LIVE_SECONDS", 0.0)
+    logs = SampleLogs(tmp_path)
+    first, second = (LiveCompletion(1, LiveAnswers(logs, [make()], [0], [])) for _ in range(2))
+    for completion, text in ((first, "one "), (second, "two "), (first, "more"), (second, "and more")):
+        completion.take(says(0, content=text))
+    assert logs.path_of(make(), 0).read_text().endswith("\ntwo and more")
+
+
+def test_files_are_written_about_once_a_second(tmp_path, monkeypatch):
+    clock = iter([0.0, 0.4, 0.9, 1.1])
+    monkeypatch.setattr(sample_logs.time, "monotonic", lambda: next(clock))
+    logs = SampleLogs(tmp_path)
+    completion, seen = LiveCompletion(1, LiveAnswers(logs, [make()], [0], [])), []
+    for letter in "abcd":
+        completion.take(says(0, content=letter))
+        seen.append(logs.path_of(make(), 0).read_text().rpartition("\n")[2])
+    assert seen == ["a", "a", "a", "abcd"]
+
+
+def test_live_answers_that_cannot_be_written_cost_no_sample(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    completion = LiveCompletion(1, LiveAnswers(SampleLogs(tmp_path / "file" / "logs"), [make()], [0], []))
+    with caplog.at_level(logging.WARNING):
+        completion.take(says(0, content="a"))
+    assert completion.choices[0].message.content == "a" and caplog.text.count("sampling goes on without") == 1
+
+
+@pytest.mark.parametrize("rollout", [None, lambda chat: chat()], ids=["samples", "rollout"])
+def test_a_folder_for_samples_has_answers_streamed(kit, tmp_path, rollout):
+    """Seen by a listener: the file of what is being sampled is there with the first chunk, and whole in the end."""
+    seen = []
+
+    def look(chunk, completion):
+        seen.extend(path.read_text() for path in (tmp_path / "logs").iterdir())
+
+    def behaviour(body, attempt):
+        assert body["stream"]
+        parts = [{**kit.choice(0, ""), "delta": {"content": text}, "finish_reason": None} for text in ("x", "y")]
+        for part, text in zip(parts, "xy", strict=True):
+            part |= {"token_ids": [ord(text)], "logprobs": {"content": [{"token": text, "logprob": -0.5}]}}
+        parts[1]["finish_reason"] = "stop"
+        chunks = [{"id": "1", "model": "m", "choices": [part], "prompt_token_ids": kit.prompt_ids} for part in parts]
+        data = "".join(f"data: {json.dumps(one)}\n\n" for one in [*chunks]) + "data: [DONE]\n\n"
+        return kit.Reply(data.encode(), headers={"content-type": "text/event-stream"})
+
+    async def play(chat):
+        return float((await rollout(chat)).message.content == "xy")
+
+    grade = {"grader": lambda choice: 1.0} if rollout is None else {"rollout": play}
+    task = Task([{"role": "user", "content": "q"}], id="t", **grade)
+    results, server = kit.run(behaviour, [task], log_dir=tmp_path / "logs", on_chunk=look)
+    assert len(seen) == 2 and all("being sampled" in text for text in seen) and seen[0].endswith("\nx")
+    assert "being sampled" not in (tmp_path / "logs" / "t_000.txt").read_text()
+    assert results[0].samples[0].reward == 1.0
+    quiet, server = kit.run(behaviour, [task], log_dir=tmp_path / "more")
+    assert server.requests[0]["stream_interval"] > 1 and quiet[0].samples[0].token_ids == [ord("x"), ord("y")]
+    assert (tmp_path / "more" / "t_000.txt").read_text().startswith("task               t\n")

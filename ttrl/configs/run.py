@@ -86,8 +86,9 @@ class TrainConfig(Config):
     repeated with the same seed, settings and weights is served from there."""
 
     sample_files: bool = False
-    """Write each completion of training to a readable text file, in the iteration's folder samples/. A task that comes up again
-    in the same iteration replaces its files."""
+    """Write each completion of training to a readable text file while it is sampled, in the iteration's folder samples/; to look
+    on: tail -F. A task that comes up again in the same iteration replaces its files. Completions are streamed for it, which
+    costs the client several times the CPU."""
     requests_log: bool = False
     """Append a line for each request, what it cost and how it ended, to logs/requests.jsonl."""
 

@@ -24,7 +24,8 @@ def pack(iteration: IterationFolder, groups: list[TaskResult], config: TrainConf
     began = clock()
     keep_equal = config.recipe_config({}).rewards_tokens
     advantages = advantages_of(groups, config.advantage_config(), tokenizer, keep_equal=keep_equal)
-    facts: dict[str, Any] = {"groups": advantages.groups, "advantages": advantages.facts, "rollouts": rollout_facts(groups)}
+    rollouts = rollout_facts(groups, stops_early=config.early_stop is not None)
+    facts: dict[str, Any] = {"groups": advantages.groups, "advantages": advantages.facts, "rollouts": rollouts}
     if not advantages.kept:
         iteration.mark("pack", [], {"seconds": clock() - began, **facts, "rows": 0})
         return

@@ -9,13 +9,15 @@ from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.assembly import STOPPED_EARLY
 
 
-def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
+def rollout_facts(groups: Sequence[TaskResult], *, stops_early: bool = False) -> dict[str, Any]:
     """Return counts and shares over the groups of one iteration; shares are None where there is nothing to share.
+
+    stops_early: whether the run has an `early_stop`.
 
     truncated           share of the completed samples that the length limit ended
     truncated_reward    mean reward of these, as far as they were graded
     ended_reward        mean reward of those that ended by themselves
-    stopped_early       share of the completed samples that `early_stop` ended; None where there is none
+    stopped_early       share of the completed samples that `early_stop` ended; None in a run without one
     empty               share of the completed samples without any text or token
     grader_failures     samples whose grader failed (of the failed ones)
     repeated            share of the graded samples whose completion another sample of their group wrote before
@@ -48,7 +50,7 @@ def rollout_facts(groups: Sequence[TaskResult]) -> dict[str, Any]:
         "truncated": _share(sum(sample.finish_reason == "length" for sample in completed), len(completed)),
         "truncated_reward": math.fsum(rewards[True]) / len(rewards[True]) if rewards[True] else None,
         "ended_reward": math.fsum(rewards[False]) / len(rewards[False]) if rewards[False] else None,
-        "stopped_early": _share(stopped, len(completed)) if stopped else None,
+        "stopped_early": _share(stopped, len(completed)) if stops_early else None,
         "empty": _share(sum(length == 0 for length in lengths), len(completed)),
         "grader_failures": sum((sample.error or "").startswith("GraderError") for sample in samples),
         "repeated": _share(graded - distinct, graded),

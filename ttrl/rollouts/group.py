@@ -108,6 +108,7 @@ class Group:
             n=len(samples),
             seed_offset=self.job.first + samples[0].sample,
             on_chunk=self.s.settings.on_chunk,
+            watch=self.ledger.watch(samples, self.messages),
             count=self.s.count_tokens,
             cut=self.s.cut,
         )

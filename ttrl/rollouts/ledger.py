@@ -1,14 +1,16 @@
 """The books of one task while it is sampled: its tokens, its lines in the logs, its entries in the cache."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttrl.records import Sample
 from ttrl.rollouts.cache.completions import sample_key
+from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.attempts import Attempt
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.results import TaskUsage
+from ttrl.rollouts.sample_logs import LiveAnswers
 from ttrl.rollouts.sampling import Sampling, SamplingJob
 from ttrl.rollouts.scheduling.servers import Size
 
@@ -47,6 +49,11 @@ class Ledger:
             facts = {"prompt_tokens": prompt, "cached_prompt_tokens": cached, "completion_tokens": completion}
         self.log(samples, base_url=attempt.base_url, digest=digest, seconds=loop.time() - began, **facts)
         return answers
+
+    def watch(self, samples: Sequence[Sample], messages: Sequence[Mapping[str, Any]]) -> OnChunk | None:
+        """Return what shows the answers of a request in the samples' files while they come; None where there are no files."""
+        logs, first = self.s.sample_logs, self.job.first
+        return None if logs is None else LiveAnswers(logs, samples, [first + sample.sample for sample in samples], messages)
 
     async def from_cache(self, samples: Sequence[Sample], digest: str | None) -> list[Answer | None]:
         """Look the samples of a request up in the cache; hits are logged."""

@@ -263,6 +263,7 @@ class Play:
             messages=messages,
             seed_offset=place if same else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big"),
             on_chunk=self.s.settings.on_chunk,
+            watch=self.ledger.watch([self.sample], messages),
             count=self.s.count_tokens,
             place=self.place,
         )

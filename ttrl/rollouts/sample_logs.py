@@ -1,17 +1,23 @@
-"""One readable text file per sample: what was asked, what was answered, what became of it. For people; nothing reads it back."""
+"""One readable text file per sample: what was asked, what was answered, what became of it. For people; nothing reads it back.
 
+While an answer comes in a stream, it can be read in its file (`tail -F`), about a second behind.
+"""
+
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ttrl.records import Sample
+from ttrl.rollouts.client.assembly import LiveChoice, LiveCompletion
 from ttrl.system import files
 
 logger = logging.getLogger(__name__)
@@ -19,6 +25,8 @@ logger = logging.getLogger(__name__)
 _LONGEST_NAME = 80  # bytes of a task's id within a file name; file systems take 255 for the whole
 _RULE = "─" * 100
 _LONGEST_URL = 200
+LIVE_SECONDS = 1.0
+"""Between two looks at an answer that is coming: each costs the event loop a small write."""
 
 
 class SampleLogs:
@@ -30,15 +38,29 @@ class SampleLogs:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.num_failed = 0
+        self.live: dict[Path, LiveAnswers] = {}
+        """The request whose answer a file shows while it comes: the newest of its sample."""
 
     def write(self, sample: Sample, *, number: int | None = None) -> Path:
         """Write one sample and return its file (which does not exist where writing failed).
 
         number: in the file's name; by default the sample's own. Equal tasks of one call number their samples one after another.
         """
-        path = self.folder / f"{file_name(sample.task_id)}_{sample.sample if number is None else number:03d}.txt"
+        path = self.path_of(sample, number)
+        self.live.pop(path, None)
+        with self.failures_counted(path):  # an fsync would hold up the event loop
+            files.write_text(path, _writable(sample_text(sample)), durable=False)
+        return path
+
+    def path_of(self, sample: Sample, number: int | None = None) -> Path:
+        """Return the file of a sample."""
+        return self.folder / f"{file_name(sample.task_id)}_{sample.sample if number is None else number:03d}.txt"
+
+    @contextlib.contextmanager
+    def failures_counted(self, path: Path) -> Iterator[None]:
+        """Count what the operating system refuses inside the block, and warn of the first."""
         try:
-            files.write_text(path, _writable(sample_text(sample)), durable=False)  # an fsync would hold up the event loop
+            yield
         except OSError as error:
             if not self.num_failed:
                 logger.warning(
@@ -47,7 +69,54 @@ class SampleLogs:
                     error.__cause__ or error,
                 )
             self.num_failed += 1
-        return path
+
+
+class LiveAnswers:
+    """An `on_chunk` that shows the answers of one request in their samples' files while they come.
+
+    messages: what is asked. numbers: of the samples, in the files' names.
+    """
+
+    def __init__(
+        self, logs: SampleLogs, samples: Sequence[Sample], numbers: Sequence[int], messages: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._logs, self._messages = logs, messages
+        self._samples = [(sample, logs.path_of(sample, number)) for sample, number in zip(samples, numbers, strict=True)]
+        self._completion: LiveCompletion | None = None
+        self._shown: dict[int, int] = {}
+        """Characters of each choice that its file has."""
+        self._due = 0.0
+
+    def __call__(self, chunk: Any, completion: LiveCompletion) -> None:
+        """Write what has come since the last look."""
+        now = time.monotonic()
+        if completion is not self._completion:  # the first one, or the request is made again
+            self._completion, self._shown = completion, {}
+        elif now < self._due:
+            return
+        self._due = now + LIVE_SECONDS
+        for choice in completion.choices[: len(self._samples)]:
+            self._show(choice)
+
+    def _show(self, choice: LiveChoice) -> None:
+        if choice.index >= len(self._samples):
+            return
+        (sample, path), shown, logs = self._samples[choice.index], self._shown.get(choice.index), self._logs
+        thought = choice.message.reasoning or choice.message.reasoning_content
+        text = "\n\n".join(part for part in (thought, choice.message.content) if part)
+        if shown is None:
+            logs.live[path] = self
+            head = f"task    {' '.join(sample.task_id.split())}\nsample  {sample.sample}\nbeing sampled"
+            new = "\n\n".join([head, *_messages(self._messages), f"{_title('answer so far')}\n{text}"])
+        elif logs.live.get(path) is self:  # a later request of the sample may have begun, or the sample has ended
+            new = text[shown:]
+        else:
+            return
+        self._shown[choice.index] = len(text)
+        with logs.failures_counted(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w" if shown is None else "a", encoding="utf-8") as file:
+                file.write(_writable(new))
 
 
 def file_name(task_id: str) -> str:

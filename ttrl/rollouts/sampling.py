@@ -112,7 +112,8 @@ class Sampling:
             await stack.enter_async_context(self.servers)
             for part in (self.graders, self.progress, self.transform_thread):
                 stack.enter_context(part)
-            if self.settings.on_chunk is None and self.cut is None:  # else answers are streamed, and counted as they come
+            listeners = (self.settings.on_chunk, self.cut, self.sample_logs)
+            if all(one is None for one in listeners):  # else answers are streamed, and counted as they come
                 stack.callback(self.progress.keep_moving(self.servers.tokens_in_flight))
             yield
 

@@ -105,7 +105,7 @@ async def get_task_results(
 
     prices: dollars per million prompt and completion tokens. Only what is new is counted.
     pbar: a progress bar in terminals and notebooks; a string is its description, as is `pbar_desc`.
-    log_dir: a folder for one readable text file per sample.
+    log_dir: a folder for one readable text file per sample, in which answers can be read while they come (they are streamed).
     requests_log: a jsonl file to which one line per request is appended.
 
     Raises TaskError or UserError before anything is sent if the arguments are wrong; afterwards failures are kept with their

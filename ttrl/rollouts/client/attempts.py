@@ -86,7 +86,7 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class ChatAttempt(Attempt):
-    """A request for n samples of one prompt; streamed with `on_chunk` or `cut`."""
+    """A request for n samples of one prompt; streamed with `on_chunk`, `cut` or `watch`."""
 
     request: ChatRequest
     messages: Sequence[Mapping[str, Any]]
@@ -94,9 +94,11 @@ class ChatAttempt(Attempt):
     """Added to the seed of a seeded request: the number of its first sample, as vLLM seeds choice i with seed + i."""
     on_chunk: OnChunk | None = None
     """See `stream_answers`; whatever it raises comes through, and ends the request."""
+    watch: OnChunk | None = None
+    """Sees chunks too, but need not see each token alone, and ends nothing."""
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
-        request, streamed = self.request, self.on_chunk is not None or self.cut is not None
+        request, streamed = self.request, any(one is not None for one in (self.on_chunk, self.cut, self.watch))
         # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
         interval = STREAM_INTERVAL if self.on_chunk is None and request.token_ids else 1
         body = request.body(self.messages, self.n, seed_offset=self.seed_offset, stream=streamed, interval=interval)
@@ -107,10 +109,15 @@ class ChatAttempt(Attempt):
             body,
             self.n,
             stall_timeout=request.stall_timeout,
-            on_chunk=self.on_chunk,
+            on_chunk=self._see if self.on_chunk and self.watch else self.on_chunk or self.watch,
             on_tokens=self.add,
             cut=self.cut,
         )
+
+    def _see(self, chunk: Any, completion: Any) -> None:
+        assert self.on_chunk is not None and self.watch is not None
+        self.watch(chunk, completion)
+        self.on_chunk(chunk, completion)
 
 
 async def room_left(
