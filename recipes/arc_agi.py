@@ -9,11 +9,13 @@ settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import REPORT_PRESETS, run_recipe, script_arguments
 from ttrl.tasks.arc_agi import get_arc_agi_tasks
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/arc_agi", iterations=100, model="Qwen/Qwen2.5-7B-Instruct", data="")
+    arguments = script_arguments(
+        __doc__, run="runs/arc_agi", iterations=100, model="Qwen/Qwen2.5-7B-Instruct", data="", presets=REPORT_PRESETS
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

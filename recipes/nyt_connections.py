@@ -8,11 +8,13 @@ Reward: the share of groups that are exactly right. The settings are for one GPU
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import REPORT_PRESETS, run_recipe, script_arguments
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/nyt_connections", iterations=60, model="Qwen/Qwen2.5-7B-Instruct", data="")
+    arguments = script_arguments(
+        __doc__, run="runs/nyt_connections", iterations=60, model="Qwen/Qwen2.5-7B-Instruct", data="", presets=REPORT_PRESETS
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

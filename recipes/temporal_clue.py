@@ -11,11 +11,13 @@ Reward: the share of right answers. Settings for eight GPUs with 80 GB; they hav
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import REPORT_PRESETS, run_recipe, script_arguments
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/temporal_clue", iterations=100, model="Qwen/Qwen2.5-14B-Instruct", data="")
+    arguments = script_arguments(
+        __doc__, run="runs/temporal_clue", iterations=100, model="Qwen/Qwen2.5-14B-Instruct", data="", presets=REPORT_PRESETS
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

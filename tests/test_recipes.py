@@ -184,3 +184,29 @@ def test_data_without_a_default_must_be_given(monkeypatch: pytest.MonkeyPatch, c
     with pytest.raises(SystemExit):
         run("arc_agi", monkeypatch, "--check")
     assert "--data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["temporal_clue", "zebra_grid", "nyt_connections", "arc_agi"])
+@pytest.mark.parametrize("preset", ["036", "038", "044", "049"])
+def test_experiments_of_the_report_by_their_names(
+    name: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what is known of them; a setting of its own prevails."""
+    seen: list[TrainConfig] = []
+
+    def checked(config: TrainConfig, *others: object, problems: list[str], **more: object) -> None:
+        assert not problems
+        seen.append(config)
+
+    monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
+    arguments = ["--check", "--run", str(tmp_path / "run"), "--preset", preset]
+    if name in DATA:
+        DATA[name](tmp_path)
+        arguments += ["--data", str(tmp_path)]
+    run(name, monkeypatch, *arguments)
+    run(name, monkeypatch, *arguments, "--set", "early_stop=null")
+    assert [config.early_stop for config in seen] == [{"alpha": 0.992, "threshold": -3.0}, None]
+    assert all(config.sample_files and config.problems() == [] for config in seen)
+    with pytest.raises(SystemExit):
+        run(name, monkeypatch, *arguments, "--preset", "050")
+    assert "'036', '038', '044', '049'" in capsys.readouterr().err

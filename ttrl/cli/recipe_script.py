@@ -10,6 +10,7 @@ rewards nothing is trained, so chance is added to them there.
 import argparse
 import dataclasses
 import inspect
+import json
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,15 +33,27 @@ from ttrl.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
+REPORT_PRESETS: dict[str, dict[str, Any]] = {
+    name: {"early_stop": {"alpha": 0.992, "threshold": -3.0}, "sample_files": True} for name in ("036", "038", "044", "049")
+}
+"""What is known of these experiments of the report that the project was created from, and sets them apart from its others. Which
+task each of them was on, its model, sizes and learning rate are not known here: those are the recipe's."""
 _TINY_CONTEXT = 16_384
 _TINY_TASKS, _TINY_TOKENS = 2, 8
 
 
 def script_arguments(
-    description: str | None, *, run: str, iterations: int, model: str | None = None, data: str | None = None
+    description: str | None,
+    *,
+    run: str,
+    iterations: int,
+    model: str | None = None,
+    data: str | None = None,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> argparse.Namespace:
     """Read the command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model; with
-    `data`, also data ("" for data that has no default).
+    `data`, also data ("" for data that has no default); with `presets`, settings of an experiment by its name, over which
+    single ones given with --set prevail.
 
     `run` of what it returns is absolute; where the recipe has a model, it has `tiny`.
     """
@@ -62,11 +75,15 @@ def script_arguments(
         parser.add_argument(
             "--data", default=data or None, required=not data, help=f"a file, a folder, or a data set's name on the hub{shown}"
         )
+    if presets:
+        parser.add_argument("--preset", choices=presets, help="with the settings of an experiment; see docs/tasks.md")
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
     parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
     parser.add_argument("--plan", action="store_true", help="say what the run will take, by a short run; see docs/plan.md")
     arguments = parser.parse_args()
+    chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
+    arguments.set = [f"{name}={json.dumps(value)}" for name, value in chosen.items()] + arguments.set
     arguments.run = arguments.run.absolute()
     print(f"{parser.prog}: making the tasks", file=sys.stderr)
     return arguments
