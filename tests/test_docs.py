@@ -39,6 +39,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not dead
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_as_short_as_those_of_the_code(page: Path) -> None:
+    """Those of tables and examples are as long as they must be."""
+    assert not [line for line in prose(page).split("\n") if len(line) > 130 and not line.startswith(("|", "    "))]
+
+
 def test_the_first_task_of_the_readme_tells_right_from_wrong() -> None:
     """That a real model learns it: tests/e2e/test_real_model.py."""
     task = first_task()(41, 17)
