@@ -245,6 +245,27 @@ def test_held_memory_by_hand():
     assert whole + 0.5 * matrices < base < whole + 0.53 * matrices
 
 
+def test_four_bits_are_shared_and_gathered_as_they_are():
+    settings = {"lora_rank": 8, "lora_base_dtype": "nf4", "dtype": "bf16"}
+    decoder = decoder_parameters(QWEN)
+    one, four = (training_memory(QWEN, settings, ONCE, device="cuda", ranks=ranks).moments["gradient"] for ranks in (1, 4))
+    assert four["parameters"] == one["parameters"] / 4 and "gathered parameters" not in one
+    rest = decoder.outside_layers + 2 * (decoder.layer - decoder.shape.layer_weights)
+    whole = 2 * rest + 2 * decoder.shape.layer_weights / 2  # in bf16 and in 4 bits
+    assert whole < four["gathered parameters"] < 1.05 * whole
+    shared = training_memory(QWEN, settings | {"tensor_parallel": 4}, ONCE, device="cuda").moments["gradient"]
+    assert "gathered parameters" not in shared and shared["parameters"] == pytest.approx(one["parameters"] / 4, rel=0.01)
+
+
+def test_tensor_parallelism_leaves_one_of_an_adapters_matrices_whole():
+    settings = {"lora_rank": 8, "lora_targets": ["q_proj", "w2"], "tensor_parallel": 4}
+    parts = training_memory(QWEN, settings, ONCE, ranks=2).moments["optimizer"]
+    q = 8 * 3584 + 8 * 3584 / 4  # A whole
+    w2 = 8 * 18944 / 4 + 8 * 3584  # B whole
+    assert parts["gradients"] == pytest.approx(4 * 28 * (q + w2) / 2)
+    assert parts["optimizer state"] == pytest.approx(8 * 28 * (q + w2) / 2)
+
+
 def test_what_is_not_in_four_bits_is_copied_in_bf16():
     decoder = decoder_parameters(QWEN)
     settings = {"lora_rank": 8, "lora_base_dtype": "nf4", "lora_targets": ["q_proj", "v_proj"], "dtype": "bf16"}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from support import parallel_worker
 from support.tiny_models import load_policy_in
 from support.training_steps import ALONE, adapter_config, adapter_gradients, distance, move_adapters, packed_rows
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ttrl import Task, TrainConfig, train
 from ttrl.server.canary import Canary, check_canary
@@ -25,24 +26,49 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures
 
 SETTINGS = {"lora_rank": 4, "lr": 1e-2, "max_grad_norm": 0.05, "weight_decay": 0.1}
 KINDS = {"lora": {}, "dora": {"lora_kind": "dora", "activation_checkpointing": True, "lora_targets": ["q_proj", "w2", "output"]}}
+NF4 = {"lora_base_dtype": "nf4"}
+STARTS = {  # adapters that were trained a little, so that both of their matrices have gradients: family and settings
+    **{kind: ("qwen2", settings) for kind, settings in KINDS.items()},
+    "biases": ("phi", {"lora_kind": "dora"}),
+    "nf4": ("wide", NF4),
+    "nf4-dora": ("wide", NF4 | {"lora_kind": "dora", "activation_checkpointing": True}),
+}
+TP = {"tensor_parallel": 2}
+IN_BACKWARD = {**TP, "max_grad_norm": None, "optimizer_in_backward": True, "rows_per_microbatch": 100}
+WORLDS = {"tp": (2, TP), "both": (4, TP), "in-backward": (2, IN_BACKWARD), "fsdp": (2, {})}
+SHARED = [(start, world) for start in KINDS for world in ("tp", "both", "in-backward")] + [("biases", "tp"), ("biases", "both")]
+SHARED += [(start, world) for start in ("nf4", "nf4-dora") for world in ("tp", "fsdp")]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """name → what its first process left, for both kinds in one process and in two, and handed over in between."""
     root = tmp_path_factory.mktemp("parallel")
-    check_parity.make_folder("qwen2", root / "model")
+    for family in ("qwen2", "phi"):
+        check_parity.make_folder(family, root / family)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **shape)).save_pretrained(root / "wide")
     packed_rows().save(root / "packed.safetensors")
     jobs = []
 
-    def add(name, processes, kind, model="model", **more):
+    def add(name, processes, model, settings, **more):
         job = {"name": name, "processes": processes, "model": str(root / model), "packed": str(root / "packed.safetensors")}
-        jobs.append({**job, "output_dir": str(root / name), "settings": {**SETTINGS, **KINDS[kind]}, "checkpoint": True, **more})
+        jobs.append({**job, "output_dir": str(root / name), "settings": {**SETTINGS, **settings}, "checkpoint": True, **more})
 
-    for kind in KINDS:
-        add(f"{kind}-1", 1, kind, steps=3)
-        add(f"{kind}-2", 2, kind, steps=2)
-        add(f"{kind}-3", 1, kind, f"{kind}-2/checkpoint", steps=1, state=str(root / f"{kind}-2" / "state"))
+    for kind, settings in KINDS.items():
+        add(f"{kind}-1", 1, "qwen2", settings, steps=3)
+        add(f"{kind}-2", 2, "qwen2", settings, steps=2)
+        add(f"{kind}-3", 1, f"{kind}-2/checkpoint", settings, steps=1, state=str(root / f"{kind}-2" / "state"))
+        add(f"{kind}-stays", 2, f"{kind}-2/checkpoint", settings | TP | {"lr": 0.0})
+    for start, (family, settings) in STARTS.items():
+        add(start, 1, family, settings, steps=2)
+        add(f"{start}/alone", 1, f"{start}/checkpoint", settings, steps=2)
+    for start, world in SHARED:
+        processes, more = WORLDS[world]
+        add(f"{start}/{world}", processes, f"{start}/checkpoint", STARTS[start][1] | more, steps=2)
+    unclipped = {"max_grad_norm": None}
+    for kind, settings in KINDS.items():
+        add(f"{kind}/alone-unclipped", 1, f"{kind}/checkpoint", settings | unclipped, steps=2)
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -64,6 +90,39 @@ def test_two_processes_do_what_one_does(kind, results):
         torch.testing.assert_close(handed_over["weights"][name], weight, **close)
     sizes = [path.stat().st_size for path in (two["folder"] / "checkpoint" / "adapter").glob("*.safetensors")]
     assert len(sizes) == 1 and sizes[0] > 4 * sum(one["weights"][name].numel() for name in trained)
+
+
+@pytest.mark.parametrize(("start", "world"), SHARED)
+def test_processes_that_share_layers_do_what_one_does(start, world, results):
+    """Tensor parallelism, with FSDP too, and a base in 4 bits that is shared in either way."""
+    alone, many = results[f"{start}/alone{'-unclipped' if world == 'in-backward' else ''}"], results[f"{start}/{world}"]
+    assert distance({"": many["logprobs"]}, {"": alone["logprobs"]}) < 1e-5
+    gradients = many["gradients"]
+    assert not gradients if world == "in-backward" else all(float(value.norm()) > 1e-4 for value in gradients.values())
+    assert not gradients or distance(gradients, alone["gradients"]) < 1e-5
+    assert many["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    trained = {name for name in alone["weights"] if is_adapter(name)}
+    assert many["weights"].keys() == alone["weights"].keys()
+    assert all(torch.equal(many["weights"][name], weight) for name, weight in alone["weights"].items() if name not in trained)
+    assert distance(*({name: result["weights"][name] for name in trained} for result in (many, alone))) < 2e-5
+    for moment in ("exp_avg", "exp_avg_sq"):
+        one, other = ({n: t for n, t in r["state"].items() if n.endswith("." + moment)} for r in (many, alone))
+        assert distance(one, other) < 1e-4
+    whole = sum(weight.numel() for weight in many["weights"].values())
+    assert many["parts"] < 0.6 * whole if WORLDS[world][0] == 2 else many["parts"] < 0.35 * whole
+    one, other = (load_file(result["folder"] / "checkpoint" / "model.safetensors") for result in (many, alone))
+    assert distance(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_the_same_files_from_processes_that_share_layers(kind, results):
+    """One whose learning rate is zero leaves what it started from, to the last byte."""
+    before, after = (results[f"{kind}-{name}"]["folder"] / "checkpoint" / "adapter" for name in ("2", "stays"))
+    assert sorted(path.name for path in before.iterdir()) == sorted(path.name for path in after.iterdir())
+    for path in before.iterdir():
+        assert path.read_bytes() == (after / path.name).read_bytes(), path.name
+    models = [load_file(folder.parent / "model.safetensors") for folder in (before, after)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
 def test_compiled(model_folder):

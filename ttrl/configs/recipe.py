@@ -135,7 +135,8 @@ class TrainingConfig(Config):
     """Folder of the frozen base, if `model` is an earlier iteration's checkpoint; None: the folder that its adapter names."""
     lora_base_dtype: Literal["fp32", "bf16", "nf4"] = "fp32"
     """"bf16" holds the base in half the memory, as most models are stored and as a server in bf16 has it; for `dtype` bf16. "nf4"
-    holds its adapted matrices in 4 bits (QLoRA, arXiv 2305.14314); one process."""
+    holds its adapted matrices in 4 bits (QLoRA, arXiv 2305.14314); several processes share them by FSDP2 or by
+    tensor_parallel, not both."""
     lora_merge: bool = True
     """Checkpoints hold the merged model, ready to be served, with the adapter next to it in adapter/. False: the adapter
     only, which `python -m ttrl.training.merge` merges later, and whatever serves it (`ttrl eval`, `ttrl chat`)."""
@@ -215,11 +216,6 @@ class TrainingConfig(Config):
             found.append(
                 "lora_dropout with an adapter on 'output', which is merged in each pass and drops nothing: leave one out"
             )
-        if self.tensor_parallel > 1:
-            found.append(
-                "lora_rank with tensor_parallel; the frozen base has neither gradients nor optimizer state: shard it over more "
-                "processes instead (FSDP2), with tensor_parallel 1"
-            )
         if self.lora_base_dtype == "nf4":
             for name in ("compile", "cpu_offload"):
                 if getattr(self, name):
@@ -239,9 +235,10 @@ class TrainingConfig(Config):
             found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
         if self.lora_base_dtype == "bf16" and self.dtype != "bf16":
             found.append(f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or keep the base in 'fp32'")
-        if self.lora_base_dtype == "nf4" and processes > 1:
+        if self.lora_base_dtype == "nf4" and 1 < self.tensor_parallel < processes:
             found.append(
-                f"lora_base_dtype is 'nf4', which is for one process, and there are {processes}; 'fp32' is sharded over them"
+                f"lora_base_dtype is 'nf4' and tensor_parallel {self.tensor_parallel}, with {processes} processes; what is in 4 "
+                f"bits is shared in one way: set tensor_parallel to 1 or {processes}"
             )
         parts = self.tensor_parallel
         if parts == 1:

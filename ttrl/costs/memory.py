@@ -25,7 +25,13 @@ from typing import Any, Literal
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.costs.activations import Computation, layer_bytes
-from ttrl.costs.parameters import DecoderParameters, adapter_parameters, decoder_parameters, trained_parameters
+from ttrl.costs.parameters import (
+    DecoderParameters,
+    adapter_parameters,
+    decoder_parameters,
+    trained_parameters,
+    undivided_parameters,
+)
 from ttrl.costs.storage import PACKED_POSITION_BYTES, STATE_BYTES, model_bytes, state_bytes
 
 Device = Literal["cpu", "cuda"]
@@ -135,7 +141,7 @@ def savings(
     found = {f"{name}: {value}": now - peak(**{name: value}) for name, value in changes.items()}
     if config.lora_rank is None and config.tensor_parallel == 1:
         found[f"lora_rank: {LORA_RANK} (adapters alone are trained)"] = now - peak(lora_rank=LORA_RANK)
-    if not (four_bits or config.optimizer_on_cpu):  # both are for one process
+    if not (config.optimizer_on_cpu or (four_bits and config.tensor_parallel > 1)):  # which exclude it
         found[f"{2 * ranks} processes with different rows"] = now - peak(2 * ranks)
     half = workload.row_length // 2
     if 0 < (workload.longest_sample or 0) <= half:
@@ -179,12 +185,15 @@ class _Training:
         self.merged_head = self.head_matrix * _FP32 if adapted_head else 0.0
         """Bytes of an output projection with its adapter, made anew in each pass; DoRA also holds it with unscaled rows."""
         shared = settings.tensor_parallel * ranks
-        self.trainable = trained_parameters(decoder, settings) / shared
+        undivided = undivided_parameters(decoder, settings)
+        undivided_here = undivided / ranks - undivided / shared  # beyond the share of each
+        self.trainable = trained_parameters(decoder, settings) / shared + undivided_here
         """Parameters with a gradient that this process holds."""
         numbers = decoder.total + adapter_parameters(decoder, settings)
         in_four_bits = decoder.shape.layers * self._adapted_numbers() if settings.lora_base_dtype == "nf4" else 0
         halved = decoder.total if settings.lora_base_dtype == "bf16" else 0
         self.parameters = (numbers * _FP32 - in_four_bits * (_FP32 - _NF4) - halved * (_FP32 - _BF16)) / shared
+        self.parameters += undivided_here * _FP32
         """Bytes of all parameters that this process holds."""
         self.mapped = 0.0 if cuda else min(decoder.stored * _FP32 / ranks, _SHARD)
         """Bytes of a model's files that are mapped while they are read, one file after the other."""
@@ -354,15 +363,17 @@ class _Training:
         settings, decoder = self.settings, self.decoder
         each, four_bits = decoder.layer / settings.tensor_parallel, settings.lora_base_dtype == "nf4"
         parts: Parts = {}
+        in_four_bits = self._adapted_numbers() / settings.tensor_parallel if four_bits else 0.0
         if four_bits:
-            largest = max(before * behind for before, behind in decoder.matrix_shapes.values())
+            largest = max(before * behind for before, behind in decoder.matrix_shapes.values()) / settings.tensor_parallel
             parts["matrices out of 4 bits"] = largest * (2 * _FP32 + _FP32)  # indices and numbers
         if self.sharded:
             root, all_layers = decoder.outside_layers / settings.tensor_parallel, decoder.shape.layers
-            gathered = root + each * (min(2, all_layers) if settings.reshard_after_forward else all_layers)
-            parts["gathered parameters"] = gathered * self.gathered_size
+            layer = (each - in_four_bits) * self.gathered_size + in_four_bits * _NF4
+            at_once = min(2, all_layers) if settings.reshard_after_forward else all_layers
+            parts["gathered parameters"] = root * self.gathered_size + at_once * layer
         if self.how.bf16 and not self.in_bf16:
-            parts["bf16 copies"] = layers * (each - (self._adapted_numbers() if four_bits else 0)) * _BF16
+            parts["bf16 copies"] = layers * (each - in_four_bits) * _BF16
         return parts
 
     def _whole_gradients(self) -> tuple[float, float, float]:

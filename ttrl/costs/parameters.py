@@ -213,6 +213,18 @@ def adapter_parameters(decoder: DecoderParameters, config: TrainingConfig) -> in
     return total
 
 
+def undivided_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
+    """Count those of the adapters that each process of `tensor_parallel` holds whole: of a matrix whose rows it deals out, what
+    has the columns' side, and the other way round."""
+    rank, shape = config.lora_rank, decoder.shape
+    if rank is None or config.tensor_parallel == 1:
+        return 0
+    of_rows = 1 if config.lora_kind == "dora" else 0
+    own = {name: ends for name, ends in decoder.matrix_shapes.items() if name in config.lora_targets}
+    total = sum((rank + of_rows) * ends[1] if name in ("output_proj", "w2") else rank * ends[0] for name, ends in own.items())
+    return shape.layers * total + (rank * shape.width if "output" in config.lora_targets and not decoder.tied else 0)
+
+
 def trained_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
     """Count the parameters that have a gradient: the adapters' where there are any, else all."""
     return decoder.total if config.lora_rank is None else adapter_parameters(decoder, config)

@@ -28,7 +28,15 @@ from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import gathered_precision
 from ttrl.training.policy.adapters import as_reference
 from ttrl.training.policy.loading import load_policy
-from ttrl.training.policy.lora import AdaptedLinear, adapted, is_adapter, plain, without_adapters
+from ttrl.training.policy.lora import (
+    AdaptedLinear,
+    _check_parts,
+    _part_in_four_bits,
+    adapted,
+    is_adapter,
+    plain,
+    without_adapters,
+)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -159,23 +167,33 @@ def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
         assert far <= tolerance, (settings, far)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_sharding_over_one_process_changes_nothing(kind, model_folder, packed):
-    """The code of FSDP on a mesh of one; more processes: tests/e2e/test_lora.py."""
+def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, packed):
+    """The code of FSDP and of tensor parallelism on a mesh of one; more processes, and 4 bits: tests/e2e/test_lora.py."""
+    from ttrl.training.kernels import cpu_ops
     from ttrl.training.parallel import sharding
 
-    config = adapter_config(model_folder(), lora_kind=kind, activation_checkpointing=True)
+    targets = ["q_proj", "w2", "output"]
+    config = adapter_config(model_folder(), lora_kind=kind, lora_targets=targets, activation_checkpointing=True)
     alone = load_policy(config, ALONE)
     with group_of_one() as here, pytest.MonkeyPatch.context() as patch:
 
         def over_one(policy, config, here, between):
+            if shared:
+                sharding.apply_tensor_parallel(policy.decoder, here.mesh["tensor"])
             between()
             sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
 
         patch.setattr("ttrl.training.policy.loading.shard", over_one)
+        # As on sharded parameters: the rounding of another norm is as far from this one as either is from float64.
+        patch.setattr(cpu_ops, "rms_norm", lambda x, scale, eps: torch.nn.functional.rms_norm(x, scale.shape, scale, eps))
         policy = load_policy(config, here)
         for name, whole in policy.full_weights().items():
             assert torch.equal(whole, alone.parameters_by_name()[name]), name
+        for one in (policy, alone):
+            for layer in adapted(one).values():
+                nn.init.constant_(layer.lora_b, 0.1)
         (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
         accumulate(policy, step, config, here)
         accumulate(alone, step, config, ALONE)
@@ -308,7 +326,6 @@ def test_magnitudes_are_never_gathered_in_bf16():
         ({"lora_targets": []}, "lora_targets is empty"),
         ({"lora_targets": ["w1", "w1"]}, "names a matrix twice"),
         ({"lora_targets": ["lm_head"]}, "it must be a list of which each is one of 'q_proj'"),
-        ({"tensor_parallel": 2}, "lora_rank with tensor_parallel"),
         ({"lora_base_dtype": "nf4", "compile": True}, "lora_base_dtype 'nf4' with compile"),
         ({"lora_base_dtype": "nf4", "lora_targets": ["output"]}, "lora_base_dtype 'nf4' with an adapter on 'output'"),
         ({"lora_rank": None}, "lora_alpha is 6.0 without lora_rank"),
@@ -327,10 +344,39 @@ def test_what_a_model_or_machine_does_not_allow(model_folder):
         load_policy(adapter_config(model_folder("qwen2-tied"), lora_targets=["q_proj", "output"]), ALONE)
     with pytest.raises(ConfigError, match="lora_targets is w3, and the model has none of them"):
         load_policy(adapter_config(model_folder("phi"), lora_targets=["w3"]), ALONE)
-    assert adapter_config(lora_base_dtype="nf4").problems_here("cpu", 2, {}) == [
-        "lora_base_dtype is 'nf4', which is for one process, and there are 2; 'fp32' is sharded over them"
-    ]
-    assert not adapter_config().problems_here("cpu", 2, {})
+    for settings, processes, fits in (({}, 4, True), ({"tensor_parallel": 2}, 2, True), ({"tensor_parallel": 2}, 4, False)):
+        problems = adapter_config(lora_base_dtype="nf4", **settings).problems_here("cpu", processes, {})
+        assert bool(problems) != fits and (fits or "set tensor_parallel to 1 or 4" in problems[0])
+        assert not adapter_config(**settings).problems_here("cpu", processes, {})
+
+
+@pytest.mark.parametrize("shape", [(6, 128), (12, 32), (256, 384)])
+def test_a_part_in_four_bits_has_the_numbers_of_the_whole(shape):
+    layer = AdaptedLinear(nn.Linear(shape[1], shape[0]), adapter_config())
+    nn.init.normal_(layer.weight)
+    layer.quantise(layer.weight)
+    whole, (height, width) = layer.weight, shape
+    places = [(slice(0, height // 2), slice(0, width)), (slice(height // 2, height), slice(0, width))]
+    if width >= 128:
+        places += [(slice(0, height), slice(0, 64)), (slice(0, height), slice(64, width)), (slice(2, 4), slice(64, 128))]
+    for rows, columns in places:
+        part = _part_in_four_bits(whole, rows, columns)
+        assert torch.equal(part.get_original_weight(), whole.get_original_weight()[rows, columns])
+        assert part.quantized_data.numel() == part.numel() // 2 and part.quantized_scalers.numel() == part.numel() // 64
+        assert part.quantization_factor.numel() * part.scaler_block_size == part.quantized_scalers.numel()
+
+
+def test_processes_share_four_bits_in_whole_blocks_or_not_at_all():
+    _check_parts("w1", (6, 128), 3, by_rows=True)
+    _check_parts("w1", (6, 32), 3, by_rows=True)
+    _check_parts("w2", (7, 384), 3, by_rows=False)
+    for shape, by_rows, wanted in (
+        ((6, 128), True, r"w1 \[6, 128\] by its rows, whose number must be a multiple of 4; use fewer"),
+        ((6, 32), True, "rows, whose number must be a multiple of 8"),
+        ((8, 128), False, "columns, whose number must be a multiple of 256"),
+    ):
+        with pytest.raises(ConfigError, match=wanted):
+            _check_parts("w1", shape, 4, by_rows=by_rows)
 
 
 def test_four_bits_need_whole_blocks():

@@ -2,7 +2,8 @@
 
 Tensor parallelism (Megatron-LM, arXiv 1909.08053) deals out the columns of q, k, v, w1, w3 (whole heads, so attention itself
 needs no communication), the rows of the output projections, and the vocabulary of embeddings and head. Norms are computed by
-every process alike; q/k norms see only the local heads, so their gradients are summed.
+every process alike; q/k norms see only the local heads, so their gradients are summed. Layers with adapters are dealt out alike:
+of an adapter's two matrices the one with the dealt-out side, while the other, of low rank, is on all.
 
 Shapes: B rows, T tokens, H heads, E dimension of a head, D width, V vocabulary.
 Has run on CPU over gloo; CUDA and NCCL, mixed precision and CPU offload among them: never run on a GPU.
@@ -10,13 +11,13 @@ Has run on CPU over gloo; CUDA and NCCL, mixed precision and CPU offload among t
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -35,14 +36,18 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def place_of_part(like: Tensor) -> tuple[slice, ...]:
+    """Return where in the whole of `like` this process's part is."""
+    if not isinstance(like, DTensor):
+        return tuple(slice(0, length) for length in like.shape)
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    starts = [min(start, size) for start, size in zip(offset, like.shape, strict=True)]
+    return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
+
+
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """Return the part of `whole` that this process holds of `like`: a view, so that nothing else is read from a file."""
-    if not isinstance(like, DTensor):
-        return whole
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
-    return whole
+    return whole[place_of_part(like)] if isinstance(like, DTensor) else whole
 
 
 @torch.no_grad()
@@ -81,6 +86,65 @@ class _SameEverywhere(ParallelStyle):
         return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
 
 
+class Share(NamedTuple):
+    """What a linear layer that computes with its process's part exchanges with the others of a mesh: with `rows`, parts of the
+    input go in, and what comes out is summed; else the input is whole, and each process has a part of the output."""
+
+    mesh: DeviceMesh
+    rows: bool
+    gathered: bool = False
+    """Whether the output is put together."""
+
+    def entered(self, x: Tensor) -> Tensor:
+        """Return the input, whose gradient is to be summed where each process knows a part of it."""
+        if self.rows:
+            return x
+        return DTensor.from_local(x, self.mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
+
+    def summed(self, y: Tensor) -> Tensor:
+        return self._whole(y, Partial(), y.shape[-1]) if self.rows else y
+
+    def left(self, y: Tensor, width: int) -> Tensor:
+        """Return the output, `width` wide in all, as others want it."""
+        return self._whole(y, Shard(y.ndim - 1), width) if self.gathered else y
+
+    def _whole(self, y: Tensor, placement: Placement, width: int) -> Tensor:
+        shape = torch.Size((*y.shape[:-1], width))
+        stride = torch.empty(shape, device="meta").stride()
+        spread = DTensor.from_local(y, self.mesh, (placement,), run_check=False, shape=shape, stride=stride)
+        return local_part(spread.redistribute(placements=(Replicate(),)))
+
+    def lengths(self, lengths: Tensor) -> Tensor:
+        """Return the lengths of vectors of which each process has a part, from those of the parts; without a gradient."""
+        if not self.rows:
+            return lengths
+        squares = lengths.square()
+        distributed.all_reduce(squares, group=self.mesh.get_group())
+        return squares.sqrt()
+
+
+def with_partial_gradient(parameter: Tensor) -> Tensor:
+    """Return this process's part of a parameter, of whose gradient it will know one summand."""
+    return parameter.to_local(grad_placements=(Partial(),)) if isinstance(parameter, DTensor) else parameter
+
+
+class _WithAdapter(ParallelStyle):
+    """A layer with adapters (`ttrl.training.policy.lora`), which exchanges by itself what its `share` says."""
+
+    def __init__(self, rows: bool = False, gathered: bool = False) -> None:
+        super().__init__()
+        self.rows, self.gathered = rows, gathered
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        whole, dealt = Replicate(), Shard(1 if self.rows else 0)
+        alike = ("bias", "lora_b", "magnitude") if self.rows else ("lora_a",)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(parameter.detach(), device_mesh, (whole if name in alike else dealt,))
+            setattr(module, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+        module.share = Share(device_mesh, self.rows, self.gathered)  # type: ignore[assignment]
+        return module
+
+
 class TiedHead:
     """The output projection that uses vocabulary-sharded embeddings: h [..., D], the same on all → logits [..., V], whole."""
 
@@ -105,7 +169,9 @@ def tensor_parallel_plan(decoder: nn.Module) -> dict[str, ParallelStyle]:
     for name, module in decoder.named_modules():
         if not list(module.parameters(recurse=False)):
             continue
-        if name == "tok_embeddings":
+        if hasattr(module, "lora_a"):
+            plan[name] = _WithAdapter(name.endswith(_ROWS), gathered=name == "output")
+        elif name == "tok_embeddings":
             plan[name] = RowwiseParallel(input_layouts=Replicate())
         elif name == "output":
             plan[name] = ColwiseParallel(output_layouts=Replicate())

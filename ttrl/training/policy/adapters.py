@@ -155,7 +155,7 @@ def _begin(layers: Mapping[str, AdaptedLinear], seed: int) -> None:
         copy_whole(layer.lora_a, a)
         layer.lora_b.zero_()
         if layer.magnitude is not None:
-            copy_whole(layer.magnitude, torch.linalg.vector_norm(plain(full_tensor(layer.weight)).float(), dim=1))
+            copy_whole(layer.magnitude, torch.linalg.vector_norm(full_tensor(plain(layer.weight)).float(), dim=1))
 
 
 def _load(folder: Path, policy: Policy, base: str) -> None:
@@ -329,7 +329,7 @@ def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict
 
 def merged_weight(parameter: Tensor, layer: AdaptedLinear | None) -> Tensor:
     """Return a parameter of the base, with its adapter if it has one: whole, on its device. A collective if sharded."""
-    whole = full_tensor(parameter.detach())
+    whole = full_tensor(plain(parameter.detach()))
     if layer is None:
         return whole
     a, b = full_tensor(layer.lora_a.detach()), full_tensor(layer.lora_b.detach())

@@ -14,7 +14,7 @@ from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.sharding import materialise, shard
 from ttrl.training.policy.activations import checkpoint_layers, offload_activations
 from ttrl.training.policy.adapters import base_folder, fill_policy
-from ttrl.training.policy.lora import adapted, apply_lora
+from ttrl.training.policy.lora import adapted, apply_lora, check_parts
 from ttrl.training.policy.policy import Policy, fill_parameters
 
 
@@ -42,8 +42,10 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
             checkpoint_layers(decoder.layers, config)
 
     shard(policy, config, ranks, wrap_layers)
-    in_four_bits = [layer.weight for layer in adapted(policy).values()] if config.lora_base_dtype == "nf4" else []
-    materialise(policy, torch.device("cpu") if config.cpu_offload else ranks.device, but=in_four_bits)
+    in_four_bits = adapted(policy) if config.lora_base_dtype == "nf4" else {}
+    check_parts(in_four_bits)
+    device = torch.device("cpu") if config.cpu_offload else ranks.device
+    materialise(policy, device, but=[layer.weight for layer in in_four_bits.values()])
     decoder.materialise_buffers(ranks.device)
     if config.lora_rank is None:
         fill_parameters(policy.parameters_by_name(), base)

@@ -11,16 +11,19 @@ Shapes: D width in, O width out, r rank. NF4 has run on CPU; never run on a GPU.
 """
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
-from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4, to_nf4
+from torchao.dtypes.nf4tensor import NF4Tensor, SubclassTensorArgs, linear_nf4, to_nf4
 
 from ttrl.configs import TrainingConfig
 from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.errors import ConfigError
+from ttrl.training.parallel.sharding import Share, local_part, place_of_part, with_partial_gradient
 
 ADAPTER_PARTS = ("lora_a", "lora_b", "magnitude")
 _SCALE_BLOCK = 256  # scales of blocks that share a scale of their own
@@ -40,46 +43,117 @@ class AdaptedLinear(nn.Linear):
         self.magnitude = nn.Parameter(weight.new_empty(self.out_features)) if config.lora_kind == "dora" else None
         self.scaling = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
+        self.share: Share | None = None
+        """Set where tensor parallelism deals the layer out."""
         self.enabled = True
         """False: as if there were no adapter."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map x [..., D] → [..., O]."""
-        bias = self.bias if self.magnitude is None or not self.enabled else None
-        if isinstance(self.weight, NF4Tensor):
-            base: Tensor = linear_nf4(input, self.weight)
-            base = base if bias is None else (base + bias).to(base.dtype)
+        """Map x [..., D] → [..., O]; under tensor parallelism, parts of either (`share`)."""
+        share, magnitude = self.share, self.magnitude if self.enabled else None
+        weight, bias = frozen_part(self.weight), None if self.bias is None else local_part(self.bias)
+        x = input if share is None else share.entered(input)
+        early = magnitude is None and not (share is not None and share.rows)  # else the bias waits for what is scaled or summed
+        added = bias if early else None
+        if isinstance(weight, NF4Tensor):
+            out: Tensor = linear_nf4(x, weight)
+            out = out if added is None else (out + added).to(out.dtype)
         else:
-            base = F.linear(input, self.weight, bias)
-        if not self.enabled:
-            return base
-        # Passes without a gradient measure what the model computes.
-        x = F.dropout(input, self.dropout) if self.dropout and torch.is_grad_enabled() else input
-        out = base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b)
-        if self.magnitude is None:
-            return out
-        # In bf16, scales near 1 would ignore a change of the magnitude below 0.4%, which merged matrices do not.
-        scaled = out * self._row_scales(self.weight)
-        return (scaled if self.bias is None else scaled + self.bias).to(out.dtype)
+            out = F.linear(x, weight, added)
+        if self.enabled:
+            # Passes without a gradient measure what the model computes. Processes that share the layer draw alike, for an input
+            # that all have; so where they have parts of it, these drop the same places.
+            x = F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
+            lora_a, lora_b = self._adapter()
+            out = out + self.scaling * F.linear(F.linear(x, lora_a), lora_b)
+        if share is not None:
+            out = share.summed(out)
+        dtype = out.dtype
+        if magnitude is not None:
+            # In bf16, scales near 1 would ignore a change of the magnitude below 0.4%, which merged matrices do not.
+            out = out * self._row_scales(weight, local_part(magnitude))
+        if bias is not None and not early:
+            out = out + bias
+        out = out.to(dtype)
+        return out if share is None else share.left(out, self.out_features)
 
-    def _row_scales(self, weight: Tensor) -> Tensor:
+    def _adapter(self) -> tuple[Tensor, Tensor]:
+        """Return this process's parts of A and B. The one that all have whole gets a part of its gradient on each."""
+        if self.share is None:
+            return self.lora_a, self.lora_b
+        if self.share.rows:
+            return local_part(self.lora_a), with_partial_gradient(self.lora_b)
+        return with_partial_gradient(self.lora_a), local_part(self.lora_b)
+
+    def _row_scales(self, weight: Tensor, magnitude: Tensor) -> Tensor:
         """Return m / ‖W + s·B A‖, [O]; only m gets a gradient."""
-        assert self.magnitude is not None
-        with torch.no_grad(), torch.autocast(self.magnitude.device.type, enabled=False):
-            lengths = _row_lengths(plain(weight) + self.scaling * (self.lora_b @ self.lora_a))
-        return self.magnitude / lengths
+        with torch.no_grad(), torch.autocast(magnitude.device.type, enabled=False):
+            lora_a, lora_b = self._adapter()
+            changed = plain(weight) + self.scaling * (lora_b @ lora_a)
+            lengths = _row_lengths(changed, None if self.share is None else self.share.lengths)
+        return magnitude / lengths
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the matrix [O, D] that computes the same, from the frozen one; differentiable in the adapter."""
+        """Return the matrix [O, D] that computes the same, from the frozen one, or its part of one that is dealt out by columns;
+        differentiable in the adapter."""
         if not self.enabled:
             return weight
-        return merge(weight, self.lora_a, self.lora_b, self.magnitude, self.scaling)
+        magnitude = None if self.magnitude is None else local_part(self.magnitude)
+        return merge(weight, *self._adapter(), magnitude, self.scaling)
 
     def quantise(self, weight: Tensor) -> None:
-        """Set `weight` [O, D] as the frozen matrix, in 4 bits."""
+        """Set this process's part of `weight` [O, D] as the frozen matrix, in 4 bits: a part has the numbers of the whole."""
         blocks = weight.numel() // NF4_BLOCK
-        quantised = to_nf4(weight.detach(), NF4_BLOCK, next(n for n in range(_SCALE_BLOCK, 0, -1) if blocks % n == 0))
-        self.weight = nn.Parameter(quantised, requires_grad=False)
+        whole = to_nf4(weight.detach(), NF4_BLOCK, next(n for n in range(_SCALE_BLOCK, 0, -1) if blocks % n == 0))
+        own: Tensor = whole
+        if isinstance(self.weight, DTensor):
+            own = DTensor(_part_in_four_bits(whole, *place_of_part(self.weight)), self.weight._spec, requires_grad=False)
+        self.weight = nn.Parameter(own, requires_grad=False)
+
+
+def check_parts(layers: Mapping[str, AdaptedLinear]) -> None:
+    """Raise ConfigError where processes would share a matrix that is to be in 4 bits unevenly, or in the middle of a block."""
+    for name, layer in layers.items():
+        if isinstance(layer.weight, DTensor):
+            [placement], processes = layer.weight.placements, layer.weight.device_mesh.size()
+            _check_parts(name, layer.weight.shape, processes, by_rows=placement == Shard(0))
+
+
+def _check_parts(name: str, shape: Sequence[int], processes: int, by_rows: bool) -> None:
+    height, width = shape
+    side, block = (height, NF4_BLOCK // math.gcd(NF4_BLOCK, width)) if by_rows else (width, NF4_BLOCK)
+    if side % (processes * block):
+        problem = (
+            f"lora_base_dtype is 'nf4', and {processes} processes would share {name} [{height}, {width}] by its "
+            f"{'rows' if by_rows else 'columns'}, whose number must be a multiple of {processes * block}; use fewer processes, "
+            "or another lora_base_dtype"
+        )
+        raise ConfigError("config", [problem])
+
+
+def _part_in_four_bits(whole: NF4Tensor, rows: slice, columns: slice) -> NF4Tensor:
+    """Return a part of a matrix, whose blocks keep their codes and scales. It must begin and end with blocks."""
+    width, size = whole.shape[1], (rows.stop - rows.start, columns.stop - columns.start)
+    blocks = torch.arange(whole.numel() // NF4_BLOCK, device=whole.device)
+    if size[1] == width:
+        ends = [rows.start * width // NF4_BLOCK, rows.stop * width // NF4_BLOCK]
+        blocks = blocks[ends[0] : ends[1]]
+    else:
+        ends = [columns.start // NF4_BLOCK, columns.stop // NF4_BLOCK, width // NF4_BLOCK]
+        blocks = blocks.view(whole.shape[0], -1)[rows, ends[0] : ends[1]].flatten()
+    group = math.gcd(whole.scaler_block_size, *ends)  # as many blocks have one scale of scales, here as in the whole
+    about = SubclassTensorArgs(torch.Size(size), (size[1], 1), 0, whole.dtype, whole.device, False)
+    return NF4Tensor(
+        about,
+        NF4_BLOCK,
+        len(blocks),
+        group,
+        whole.quantized_scalers[blocks],
+        whole.quantization_factor[blocks[::group] // whole.scaler_block_size],
+        whole.scaler_mean,
+        whole.quantized_data.view(-1, NF4_BLOCK // 2)[blocks].flatten(),
+        whole.nf4,
+    )
 
 
 def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | None, scaling: float) -> Tensor:
@@ -91,16 +165,28 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | No
         return changed * (magnitude / _row_lengths(changed.detach())).unsqueeze(1)
 
 
-def _row_lengths(weight: Tensor) -> Tensor:
-    """Return ‖W‖ of each row, [O]; above 0 for rows of zeros too, which stay zeros."""
+def _row_lengths(weight: Tensor, of_parts: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return ‖W‖ of each row, [O]; above 0 for rows of zeros too, which stay zeros. `of_parts`: makes it from those of parts."""
     lengths: Tensor = torch.linalg.vector_norm(weight, dim=1)
+    lengths = lengths if of_parts is None else of_parts(lengths)
     return lengths.clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a matrix as the numbers to compute with; others than NF4 unchanged."""
-    numbers: Tensor = weight.get_original_weight() if isinstance(weight, NF4Tensor) else weight
-    return numbers
+    """Return a matrix as the numbers to compute with, sharded as it is; others than NF4 unchanged."""
+    local = frozen_part(weight)
+    if not isinstance(local, NF4Tensor):
+        return weight
+    numbers: Tensor = local.get_original_weight()
+    if not isinstance(weight, DTensor):
+        return numbers
+    return DTensor.from_local(numbers, weight.device_mesh, weight.placements, run_check=False)
+
+
+def frozen_part(weight: Tensor) -> Tensor:
+    """Return this process's part of a matrix that gets no gradient."""
+    with torch.no_grad():
+        return local_part(weight)
 
 
 def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:

@@ -22,7 +22,7 @@ from ttrl.training.models.architecture import check_same_architecture, read_conf
 from ttrl.training.models.decoder import Decoder
 from ttrl.training.models.weights import check_weights, iter_weights
 from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part
-from ttrl.training.policy.lora import AdaptedLinear
+from ttrl.training.policy.lora import AdaptedLinear, plain
 from ttrl.training.policy.value_head import ValueHead
 
 
@@ -171,7 +171,7 @@ class Policy(nn.Module):
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return whole parameters on the CPU under torchtune's names; a collective if sharded: all ranks must call it."""
-        return {name: full_tensor(parameter.detach()).cpu() for name, parameter in self.parameters_by_name().items()}
+        return {name: full_tensor(plain(parameter.detach())).cpu() for name, parameter in self.parameters_by_name().items()}
 
     def load_folder(self, folder: str | Path) -> None:
         """Replace all weights by those of another folder of the same architecture; sharded policies keep each rank's part. Raises
