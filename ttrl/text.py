@@ -30,6 +30,11 @@ def compact(value: float) -> str:
     return f"{value:.3g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Write a number of things: 1 iteration, 1,024 GPUs."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def si(value: float, space: str = "") -> str:
     """Write a count in three digits, with `space` before its prefix: 999, 12.3k, 4.56M."""
     for factor, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -66,6 +66,12 @@ def test_three_mistakes_are_named_at_once(wrong, said, tmp_path, monkeypatch):
     assert len(caught.value.problems) == 3 and not list(tmp_path.iterdir())
 
 
+def test_a_misspelt_setting_is_not_missing_too():
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(run="r", model="tiny", iteratons=3)
+    assert caught.value.problems == ["unknown key 'iteratons'; did you mean 'iterations'?"]
+
+
 def test_one_mistake_of_a_kind_of_its_own_keeps_its_kind():
     with pytest.raises(ModelFolderError, match="not/there/at/all does not exist"):
         train(TrainConfig(**RIGHT | {"model": "not/there/at/all"}), TASKS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -277,8 +278,11 @@ def test_what_does_not_fit_is_said_with_the_way_out(big):
     assert warned("does not fit: trainer", made) and warned("lora_rank: 16 (adapters alone are trained) saves", made)
     assert warned("weight_sync: restart", made)
     assert all(warned(f"{name} saves", made) for name in made.memory.savings) and len(made.memory.savings) > 4
-    gpu = plan(config_of(big, device="cuda"), gpu="RTX4090")  # the server keeps its share while the trainer works
-    assert warned("gpu_memory_utilization", gpu)
+    kept = plan(config_of(big, device="cuda", weight_sync="reload"), gpu="RTX4090")
+    assert warned("gpu_memory_utilization", kept)  # the server keeps its share while the trainer works
+    turns = plan(config_of(big, device="cuda", weight_sync="sleep"), gpu="RTX4090")
+    assert warned("does not fit: the trainer (", turns) and not warned("gpu_memory_utilization", turns)
+    assert warned("cannot even hold the weights; take a smaller model", made) and "1 GPU for servers, 1 for each" in str(turns)
     adapters = {"lora_rank": 8, "lora_base_dtype": "nf4"}
     small = plan(config_of(big, device="cuda", weight_sync="sleep", training=adapters), gpu="B200")
     assert not warned("does not fit", small)
@@ -350,6 +354,12 @@ def test_the_table_fits_a_terminal(big):
     assert max(len(line) for line in text.splitlines() if not line.startswith("Plan: ")) <= 80  # but for a path
     for word in ("7.62 G parameters", "samples", "packed rows", "FLOP", "trainer", "cache", "disk", "an iteration", "price", "!"):
         assert word in text
+
+
+def test_times_that_nobody_counts_in_seconds_are_hours_and_days(big):
+    assert re.search(r"^  train +([\d.]+ days|\d+ h \d\d min)   rough$", str(plan(config_of(big))), re.MULTILINE)
+    one = plan(config_of(big, tasks_per_iteration=1, iterations=1))
+    assert " 1 in 1 microbatch\n" in str(one) and "\n  1 iteration  " in str(one)
 
 
 def test_the_command_on_a_recipes_config(big, capsys):

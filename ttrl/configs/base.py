@@ -128,9 +128,11 @@ class Config:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         kinds = typing.get_type_hints(cls)
         found: list[str] = []
+        meant = set()
         for key in values:
             if key not in fields:
                 near = difflib.get_close_matches(str(key), fields, n=1)
+                meant.update(near)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(fields)}"
                 found.append(f"unknown key {key!r}{hint}")
         converted: dict[str, Any] = {}
@@ -142,7 +144,7 @@ class Config:
                     continue
                 except TypeError:
                     found.append(f"{name} is {values[name]!r}; it must be {_describe(kinds[name])}")
-            elif required:
+            elif required and name not in meant:  # else it is there, misspelt
                 found.append(f"{name} is missing; it must be {_describe(kinds[name])}")
             if required:
                 converted[name] = _STAND_INS[kinds[name]]

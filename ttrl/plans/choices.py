@@ -18,7 +18,7 @@ from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import model_shape
 from ttrl.errors import ConfigError
 from ttrl.plans.memory import argument, given_memory, server_needs, shares_memory
-from ttrl.text import gib
+from ttrl.text import counted, gib
 
 IGNORE_VARIABLE = "TTRL_IGNORE_MEMORY"
 """Set to 1: a run starts although it does not fit by the figures."""
@@ -165,7 +165,7 @@ def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> It
         trainers = [given]
     for n in trainers:
         serving = count if placement == "colocated" else count - n
-        on_each = f"one on each GPU that trains; {count} GPUs in all"
+        on_each = f"one on each GPU that trains; {counted(count, 'GPU')} in all"
         yield _Placed(values | {"nproc_per_node": n}, serving, reasons | {"nproc_per_node": on_each})
 
 
@@ -196,7 +196,7 @@ def _fitted(model: Mapping[str, Any], config: TrainConfig, placed: _Placed, memo
     servers = config.servers if config.servers is not None else max(1, placed.serving // (parallel * stages))
     if servers:
         add("server.tensor_parallel_size", parallel, f"{gib(needed)} of each GPU for weights and {_SAMPLES} samples at least")
-        add("servers", servers, f"{placed.serving} GPUs serve, {parallel * stages} for each server")
+        add("servers", servers, f"{counted(placed.serving, 'GPU')} for servers, {parallel * stages} for each")
     if length is not None:
         add("server.max_model_len", length, "the length of a row: the cache has no room for the model's whole context")
     beside = (needed if fixed is None else fixed) if together and servers else 0.0

@@ -13,7 +13,7 @@ from ttrl.plans.measured import PLAN_FILE
 from ttrl.plans.memory import PlannedMemory
 from ttrl.plans.seconds import PlannedSeconds
 from ttrl.system.files import write_json
-from ttrl.text import duration, gib, si_spaced
+from ttrl.text import counted, duration, gib, si_spaced
 
 _WIDTH = 80
 _LABEL = 18
@@ -65,7 +65,7 @@ class Plan:
         """Return the time of the whole run in a line."""
         seconds = self.seconds
         rough = "; rough, may be wrong by a factor of 3" if self.is_rough else ""
-        count = f"{self.iterations} iteration{'s' * (self.iterations != 1)}"
+        count = counted(self.iterations, "iteration")
         return f"plan: {count} of about {duration(seconds.iteration)}, {duration(seconds.run)} with the start{rough}"
 
     @property
@@ -111,7 +111,7 @@ def plan_text(plan: Plan) -> str:
     lines.append("\nTime")
     lines += _time(plan)
     if plan.with_server:
-        lines += _row(f"{plan.iterations} iterations", f"{duration(seconds.run)} with the start")
+        lines += _row(counted(plan.iterations, "iteration"), f"{duration(seconds.run)} with the start")
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
     if plan.is_rough:
@@ -147,7 +147,7 @@ def _iteration(plan: Plan) -> list[str]:
             f"{work.rows:,} of {work.seq_len:,} positions, {100 * work.fill:.0f}% full: "
             f"{si_spaced(work.row_tokens)} tokens{saved}",
         )
-    lines += _row("optimizer steps", f"{work.optimizer_steps} in {work.microbatches} microbatches")
+    lines += _row("optimizer steps", f"{work.optimizer_steps} in {work.microbatches} microbatch{'es' * (work.microbatches != 1)}")
     if work.validation_samples:
         lines += _row("held out", f"{work.validation_samples:,} samples")
     parts = [f"training {si_spaced(flops.training)}FLOP"]
@@ -187,13 +187,18 @@ def _time(plan: Plan) -> list[str]:
     if plan.with_server:
         for name, part in seconds.start.items():
             what = f"{name} start"
-            lines.append(f"  {what:{_LABEL}}{part.seconds:9.1f} s   once ({_SOURCES[part.source]})")
+            lines.append(f"  {what:{_LABEL}}{_clock(part.seconds, 1)}   once ({_SOURCES[part.source]})")
         for name, phase in seconds.phases.items():
-            lines.append(f"  {name:{_LABEL}}{phase.seconds:9.2f} s   {_SOURCES[phase.source]}")
+            lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {_SOURCES[phase.source]}")
         together = sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001
         how = "   some of them at the same time" if together else ""
-        return [*lines, f"  {'an iteration':{_LABEL}}{seconds.iteration:9.2f} s{how}"]
-    return [f"  {'train':{_LABEL}}{seconds.phases['train'].seconds:9.2f} s   {_SOURCES[seconds.phases['train'].source]}"]
+        return [*lines, f"  {'an iteration':{_LABEL}}{_clock(seconds.iteration)}{how}"]
+    return [f"  {'train':{_LABEL}}{_clock(seconds.phases['train'].seconds)}   {_SOURCES[seconds.phases['train'].source]}"]
+
+
+def _clock(seconds: float, digits: int = 2) -> str:
+    """Return seconds for a column; hours and days where nobody reads seconds any more."""
+    return f"{f'{seconds:.{digits}f} s' if seconds < 3600 else duration(seconds):>11}"
 
 
 def _row(name: str, text: str) -> list[str]:

@@ -40,13 +40,13 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
     found = []
     where = "of the GPU" if machine.cuda else "of this machine"
     if memory.peak > memory.available:
-        who = f"trainer ({gib(memory.trainer)})"
+        who = f"the trainer ({gib(memory.trainer)}) needs"
         if memory.together:
-            who += f" and server ({gib(memory.server)}) together"
+            who = f"trainer ({gib(memory.trainer)}) and server ({gib(memory.server)}) together need"
         elif memory.server > memory.trainer:
-            who = f"the server ({gib(memory.server)})"
+            who = f"the server ({gib(memory.server)}) needs"
         ways = [f"{name} saves {gib(saved)}" for name, saved in memory.savings.items()]
-        if memory.server_parts and machine.cuda:
+        if machine.cuda and memory.server_parts and (memory.together or memory.server > memory.available):
             ways.insert(0, 'server: {"gpu_memory_utilization": ...} gives the server less')
         if memory.together and config.off_policy_steps:
             ways.append("off_policy_steps: 0 with weight_sync: restart stops the server while the trainer works")
@@ -54,12 +54,13 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
             ways.append("weight_sync: restart stops the server while the trainer works")
         if memory.together and machine.cuda and config.resolved_trainer_memory("cuda") == "keep":
             ways.append("trainer_memory: free gives the trainer's memory to the server while that works")
-        found.append(f"does not fit: {who} need more than the {gib(memory.available)} {where}; " + "; ".join(ways))
+        found.append(f"does not fit: {who} more than the {gib(memory.available)} {where}; " + "; ".join(ways))
     # A server by itself takes as much of a GPU as it is told to, which is no estimate.
     elif (memory.peak if memory.together else memory.trainer * memory.beside[0]) > _NEARLY_FULL * memory.available:
         found.append(f"nearly full: {gib(memory.peak)} of the {gib(memory.available)} {where}; the estimate is good to about 10%")
     if memory.server_parts and memory.server_parts.get("weights", 0.0) > memory.available:
-        found.append("the server cannot even hold the weights; use more GPUs (server: tensor_parallel_size)")
+        way = "use more GPUs (server: tensor_parallel_size)" if machine.cuda else "take a smaller model, or dtype: bf16"
+        found.append(f"the server cannot even hold the weights; {way}")
     return found
 
 
