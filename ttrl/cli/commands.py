@@ -51,7 +51,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     speak_in_lines()
-    arguments = make_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if not given:  # somebody looks around
+        make_parser().print_help(sys.stderr)
+        return 2
+    arguments = make_parser().parse_args(given)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     try:

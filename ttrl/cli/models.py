@@ -54,11 +54,13 @@ def run_chat(arguments: argparse.Namespace) -> int:
     import openai
 
     from ttrl.ready_models import ready_model
+    from ttrl.server.model_folder import check_model_folder
     from ttrl.server.serving import is_address, serving
 
     start: list[Any] = [{"role": "system", "content": arguments.system}] if arguments.system else []
     model = str(ready_model(arguments.model) or arguments.model)
     if not is_address(model):
+        check_model_folder(model)
         print("Starting a server (half a minute on a CPU) ...", file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         served = stack.enter_context(serving(model, dtype=arguments.dtype))

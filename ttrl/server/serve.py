@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ServerDiedError, ServerStartError, TtrlError, UserError
-from ttrl.server.model_folder import weights_digest
+from ttrl.server.model_folder import check_model_folder, weights_digest
 from ttrl.server.vllm import HOST, VLLMServer
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ def serve(
 
     Raises UserError, ServerStartError, and ServerDiedError for one that keeps dying.
     """
+    check_model_folder(model)
     server = make_server(
         model,
         served_model_name=SERVED_MODEL_NAME,
