@@ -1,6 +1,6 @@
 """How many r are in strawberry? A tiny model learns to count letters aloud, on a laptop.
 
-    python recipes/letter_counting.py [--run runs/letter_counting] [--seed 0]
+    python recipes/letter_counting.py [--run runs/letter_counting] [--seed 0] [--model smollm2-135m]
 
 A random model of a million parameters is warmed up by supervised training on words of up to 8 letters and answers that spell the
 word and number the letter asked for: "str1awber2r3y: 3". Words that contain a letter two or three times are rarer there than in
@@ -13,6 +13,8 @@ what was right, was miscopied, and GRPO, which is told nothing of that, came fro
 learning rate) from 0.71 to 0.85 and back to 0.78. With these settings, seeds 3, 4 and 5: the reward of the samples rose from
 0.78, 0.77 and 0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five), and of 256 held-out words that
 played no part in choosing the settings, 0.844, 0.859 and 0.863 were right before and 0.879, 0.918 and 0.898 after.
+
+With --model, that chat model is asked instead, and may think aloud for 64 tokens.
 """
 
 from ttrl import TrainConfig
@@ -23,35 +25,34 @@ STEPS, BATCH = 600, 64
 KNOWN, LONGEST = 8, 10  # letters of the words of the warm start, and of those that are asked
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/letter_counting", iterations=25)
-    examples = letter_counting_examples(
-        STEPS * BATCH, seed=arguments.seed, max_length=KNOWN, spelled=True, count_weights=(16, 16, 4, 1)
-    )
-    start = arguments.run / "warm_start"
-    if not arguments.check:
-        start = supervised_start(start, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed)
+    arguments = script_arguments(__doc__, run="runs/letter_counting", iterations=25, model="")
+    training: dict[str, object] = {"updates_per_iteration": 4, "lr": 1e-4, "rows_per_microbatch": 8, "num_output_chunks": 1}
+    # Without it, what was learnt in the first half wavers in the second.
+    training |= {"warmup_steps": 4, "lr_schedule": "linear", "total_steps": max(8, 4 * arguments.iterations)}
+    sizes = {"tasks_per_iteration": 64, "max_tokens": 24, "seq_len": 512}
+    model, questions = arguments.model, 256
+    if model:
+        training, sizes = {"updates_per_iteration": 2, "lr": 2e-5}, {"tasks_per_iteration": 8, "max_tokens": 64, "seq_len": 1024}
+        questions = 64
+    else:
+        examples = letter_counting_examples(
+            STEPS * BATCH, seed=arguments.seed, max_length=KNOWN, spelled=True, count_weights=(16, 16, 4, 1)
+        )
+        model = arguments.run / "warm_start"
+        if not arguments.check:
+            model = supervised_start(model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed)
     config = TrainConfig(
         run=str(arguments.run),
-        model=str(start),
+        model=str(model),
         iterations=arguments.iterations,
-        tasks_per_iteration=64,
         samples_per_task=8,
-        max_tokens=24,
-        seq_len=512,
         seed=arguments.seed,
-        training={
-            "lr": 1e-4,
-            "warmup_steps": 4,
-            "lr_schedule": "linear",  # without it, what was learnt in the first half wavers in the second
-            "total_steps": max(8, 4 * arguments.iterations),
-            "updates_per_iteration": 4,
-            "rows_per_microbatch": 8,
-            "num_output_chunks": 1,
-        },
+        training=training,
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
+        **sizes,
     )
     tasks = get_letter_counting_tasks("train", n=4096, seed=arguments.seed, max_length=LONGEST)
-    held_out = get_letter_counting_tasks("validation", n=256, max_length=LONGEST)
+    held_out = get_letter_counting_tasks("validation", n=questions, max_length=LONGEST)
     print(run_recipe(arguments, config, tasks, held_out, "words counted right"))

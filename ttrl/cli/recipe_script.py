@@ -51,11 +51,11 @@ def script_arguments(
     data: str | None = None,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> argparse.Namespace:
-    """Read the command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model; with
-    `data`, also data ("" for data that has no default); with `presets`, settings of an experiment by its name, over which
-    single ones given with --set prevail.
+    """Read the command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model ("" where
+    the recipe makes one of its own); with `data`, also data ("" for data that has no default); with `presets`, settings of an
+    experiment by its name, over which single ones given with --set prevail.
 
-    `run` of what it returns is absolute; where the recipe has a model, it has `tiny`.
+    `run` of what it returns is absolute; where the recipe has a model that is not its own, it has `tiny`.
     """
     speak_in_lines()
     errors_in_lines(TtrlError, KeyboardInterrupt)
@@ -66,7 +66,9 @@ def script_arguments(
     parser.add_argument("--weight-sync", choices=("auto", "reload", "restart", "sleep", "memory"), default="auto")
     parser.add_argument("--nproc-per-node", type=int, help="trainer processes: one for each GPU")
     if model is not None:
-        parser.add_argument("--model", default=model, help=f"a model folder, a name of `ttrl models` or on the hub ({model})")
+        shown = model or "a tiny one, made and warmed up first"
+        parser.add_argument("--model", default=model, help=f"a model folder, a name of `ttrl models` or on the hub ({shown})")
+    if model:
         parser.add_argument(
             "--tiny", action="store_true", help="try it out: one iteration of a tiny random model, on any machine"
         )
@@ -134,7 +136,7 @@ def run_recipe(
         config, tasks, validation_tasks = _tiny(config, tasks, validation_tasks, make=not arguments.check)
     config, problems = with_settings(config, getattr(arguments, "set", ()))
     if arguments.check or problems:
-        has_model = getattr(arguments, "model", None) is not None and not arguments.tiny
+        has_model = bool(getattr(arguments, "model", None)) and not getattr(arguments, "tiny", False)
         checked(config, tasks, validation_tasks, model=has_model, problems=problems)
         if not tasks or not validation_tasks:
             raise UserError(f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?")
