@@ -9,15 +9,18 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import training_flops
 from ttrl.costs.parameters import model_shape
+from ttrl.data.packing.masks import dense_mask
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, DivergedError, ModelFolderError, PackError, RunFolderError, TrainerMemoryError
 from ttrl.system.files import read_jsonl
 from ttrl.training import prepass
+from ttrl.training.counts import forward_work
 from ttrl.training.models.architecture import read_config
 from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages
 from ttrl.training.parallel.distributed import Ranks, derived_generator
@@ -206,6 +209,7 @@ def test_the_line_of_a_step_adds_up(trials):
     positions = packed.input_pos[packed.group_ids >= 0].tolist()
     shape = model_shape(read_config(trials.model).to_dict())
     assert line["flops"] == training_flops(shape, positions, packed.num_trained).total
+    assert line["flops_by_part"]["training"] == line["flops"]
     assert line["flops_per_second"] == pytest.approx(line["flops"] / line["seconds"])
     assert line["tokens_per_second"] == pytest.approx(line["row_tokens"] / line["seconds"])
     assert line["peak_share"] == pytest.approx(line["flops_per_second"] / line["matmul_peak"])
@@ -218,6 +222,52 @@ def test_the_line_of_a_step_adds_up(trials):
     for one in drift["worst"]:  # in the places of the pack
         assert packed.labels[one["row"], one["position"]] != -100
         assert one["sampler"] == pytest.approx(float(packed.logprobs[one["row"], one["position"]]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({}, {}),
+        ({"kl_coefficient": 0.3}, {"reference": 1}),
+        ({"kl_coefficient": 0.3, "kl_estimator": "full", "entropy_coefficient": 0.1}, {"reference": 1}),
+        ({"kl_coefficient": 0.1, "updates_per_iteration": 3}, {"prepass": 1, "reference": 1}),
+        ({"objective": "clip_cov", "activation_checkpointing": True, "checkpoint_keeps": "products"}, {"prepass": 1}),
+        ({"activation_checkpointing": True, "entropy_coefficient": 0.1}, {}),
+        (
+            {"lora_rank": 2, "updates_per_iteration": 2, "reference_model": None, "kl_coefficient": 0.3},
+            {"prepass": 1, "reference": 1},
+        ),
+    ],
+)
+def test_flops_by_part_are_those_that_pytorch_counts(settings, passes, trials, monkeypatch):
+    """Of the whole recipe, less attention, whose kernel PyTorch counts nothing for, and which is counted by its mask here."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # of oneDNN's products it counts nothing
+    counted = []
+    canary_of = grpo_recipe.canary_of
+    monkeypatch.setattr(
+        grpo_recipe,
+        "canary_of",
+        lambda *given: (counted.append(counter.get_flop_counts()["Global"].copy()), canary_of(*given))[1],
+    )
+    packed = trials.pack()
+    # It knows nothing of the in-place product that makes the gradient of the head's weight.
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        out = trials.train(packed, **settings)
+    parts = [line["flops_by_part"] for line in lines(out)]
+    total = {name: sum(part[name] for part in parts) for name in parts[0]}
+    shape = model_shape(read_config(trials.model).to_dict())
+    real = packed.group_ids >= 0
+    pairs = int((dense_mask(packed.group_ids, packed.parent_ids) & real.unsqueeze(1)).sum())
+    times = 3 + 0.5 + sum(passes.values()) + ("activation_checkpointing" in settings and "checkpoint_keeps" not in settings)
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs * times
+    products = sum(count for name, count in counted[0].items() if name != torch.ops.aten.bmm)  # entropies: no product of matrices
+    assert sum(total.values()) - attention == pytest.approx(products, rel=1e-3)
+    forward = forward_work(packed, read_config(trials.model), GRPOConfig(model="", packed="", output_dir=""))
+    for name in ("prepass", "reference"):
+        assert (total[name] > 0) == (name in passes)
+        if "kl_estimator" not in settings and "lora_rank" not in settings:
+            assert total[name] == pytest.approx(forward * passes.get(name, 0))
 
 
 def test_ratios_of_the_policy_with_itself_are_one(trials):

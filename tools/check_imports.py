@@ -116,7 +116,7 @@ HOUSE = {
     "launch": _room("run_folder server configs records", "torch psutil tqdm yaml"),
     "loop": _room(
         "launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders rollouts.scheduling "
-        "data data.chat data.packing server tasks ready_models tiny_model configs records intervals",
+        "data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",
         "torch transformers huggingface_hub numpy psutil",
     ),
     "evaluation": _room(

@@ -72,7 +72,8 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
                     prepass.choose(number)
                 scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
                 stepper.begin(scale)
-                result = gradient.accumulate(step, objective.at(stepper.global_step), compare=drift is None)
+                now = objective.at(stepper.global_step)
+                result = gradient.accumulate(step, now, compare=drift is None, before=prepass.take_spent())
                 if drift is None:
                     assert result.compared is not None
                     drift = compare_tokens([step], *result.compared, (packed.num_rows, packed.seq_len), config, here)

@@ -51,6 +51,8 @@ class Turn:
     weights_version: int = -1
     cached: bool = False
     """True where the reply came from the cache."""
+    prefix_cached: int | None = None
+    """As in Sample, of this reply's whole prompt."""
 
 
 @dataclass(kw_only=True)
@@ -85,6 +87,9 @@ class Sample:
     """The weights version of every completion token, where a sample was continued under other weights; None: the same for all."""
     cached: bool = False
     """True where the completion came from the cache; with several turns, all of them."""
+    prefix_cached: int | None = None
+    """Of the prompt's tokens, those that the server's prefix cache knew when it was last asked; of samples that one request asked
+    for, the server says it of one of them alone. None where it did not say."""
     error: str | None = None
     """Why the sample or its grade failed: exception type, message and, for graders, the traceback."""
     logprob_tokens: list[str] | None = None
@@ -106,7 +111,7 @@ class Sample:
         """Return what `json` can write as it is: unknown logprobs become null. It shares the messages with the sample."""
         # Not dataclasses.asdict, which copies every token id by itself: that took longer than all else that is done to a sample.
         row = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        for name in ("logprob_tokens", "turns"):
+        for name in ("logprob_tokens", "turns", "prefix_cached"):
             if row[name] is None:
                 del row[name]
         if self.turns is not None:

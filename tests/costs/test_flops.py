@@ -11,12 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import (
+    Flops,
     attention_pairs,
     consecutive_pairs,
     decode_flops,
     forward_flops,
     pass_flops,
     prefill_flops,
+    recomputed_flops,
+    sampling_flops,
     training_flops,
 )
 from ttrl.costs.parameters import decoder_parameters, model_shape
@@ -24,6 +27,7 @@ from ttrl.data.packing.masks import dense_mask, subtree_ends
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ModelFolderError
 from ttrl.training.kernels.logprobs import IGNORE
+from ttrl.training.policy.activations import checkpoint_layers
 from ttrl.training.policy.lora import apply_lora
 
 SHAPE = {
@@ -71,7 +75,10 @@ def attend_plainly(policy, monkeypatch):
             monkeypatch.setitem(module_globals, "attend", plain_attention)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral"])
+FAMILIES = ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi", "phi3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypatch):
     """With all pairs, since plain products compute them all. PyTorch counts nothing for its CPU attention kernel."""
     policy = load_policy_in(model_folder(family), torch.float32)
@@ -83,11 +90,50 @@ def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypa
         policy.decoder.output(h[trained]).sum().backward()
     shape = model_shape(json.loads((model_folder(family) / "config.json").read_text()))
     T = packed.seq_len
-    counted = forward_flops(shape, T, {None: T * T}, int(trained.sum())) * 3
+    counted = forward_flops(shape, T, dict.fromkeys(shape.windows, T * T), int(trained.sum())) * 3
     assert counter.get_total_flops() == counted.total
     real = training_flops(shape, packed.input_pos[packed.group_ids >= 0].tolist(), int(trained.sum()))
     assert (real.layers, real.head) == (counted.layers, counted.head)
-    assert real.attention * T * T == counted.attention * attention_pairs(packed.input_pos[0].tolist())
+    positions = packed.input_pos[packed.group_ids >= 0].tolist()
+    seen = sum(attention_pairs(positions, window) for window in shape.windows)
+    assert real.attention * T * T * shape.layers == counted.attention * seen
+
+
+@pytest.mark.parametrize("lora", [None, ["q_proj"], ["w2"]])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputation_is_what_pytorch_counts_more(family, every, lora, model_folder, monkeypatch):
+    """Checkpointed layers, against the same pass without: attention is plain products, so nothing else is made twice."""
+    policy = load_policy_in(model_folder(family), torch.float32)
+    adapters = {} if lora is None else {"lora_rank": 3, "lora_targets": lora}
+    given = {"model": "m", "packed": "p", "output_dir": "o", **adapters}
+    recipe = GRPOConfig(**given, activation_checkpointing=True, checkpoint_every=every)
+    if lora is not None:
+        apply_lora(policy.decoder, recipe)
+        for name, parameter in policy.named_parameters():
+            parameter.data.normal_() if "lora" in name else None
+    attend_plainly(policy, monkeypatch)
+    T, N = 12, 5
+    tokens, positions = torch.zeros(1, T, dtype=torch.int64), torch.arange(T).unsqueeze(0)
+
+    def count():
+        with FlopCounterMode(display=False) as counter:
+            policy.decoder.output(policy.decoder.hidden_states(tokens, positions, None)[0, :N]).sum().backward()
+        return counter.get_total_flops()
+
+    plain = count()
+    checkpoint_layers(policy.decoder.layers, recipe)
+    decoder = decoder_parameters(json.loads((model_folder(family) / "config.json").read_text()))
+    pairs = dict.fromkeys(decoder.shape.windows, T * T)
+    again = recomputed_flops(decoder, recipe, T, pairs, N, fused_attention=False)
+    assert again.total == pytest.approx(count() - plain, rel=1e-3)
+    fused = recomputed_flops(decoder, GRPOConfig(**given), T, pairs, N, head_again=True)
+    assert fused == Flops(0, *(part for part in _half_of_attention_and_head(decoder.shape, T, N)))
+    assert plain == pytest.approx(pass_flops(decoder, recipe, T, pairs, N).total, rel=1e-3)
+
+
+def _half_of_attention_and_head(shape, T, N):
+    return 2 * shape.layers * shape.heads * shape.head_dim * T * T, 2 * shape.width * shape.vocabulary * N
 
 
 ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
@@ -128,6 +174,36 @@ def test_generating_costs_what_its_passes_cost(prompt, completion, cached, windo
         for position in range(prompt, prompt + completion - 1)
     ]
     assert decode_flops(shape, prompt, completion).total == sum(step.total for step in one_by_one)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_costs_what_pytorch_counts(family, model_folder, monkeypatch):
+    """Against a model that reads a prompt and then token after token, with plain attention over all that came before: each pass
+    without a cache computes T x T pairs and T tokens, of which the last row alone is new."""
+    policy = load_policy_in(model_folder(family), torch.float32)
+    attend_plainly(policy, monkeypatch)
+    decoder = decoder_parameters(json.loads((model_folder(family) / "config.json").read_text()))
+    shape, prompt, known, completion = decoder.shape, 7, 4, 5
+
+    def counted(T):
+        tokens, positions = torch.zeros(1, T, dtype=torch.int64), torch.arange(T).unsqueeze(0)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            policy.decoder.output(policy.decoder.hidden_states(tokens, positions, None)[0, -1:])
+        return counter.get_total_flops()
+
+    def step(T):  # by the counter, the pass over T tokens less that over T - 1, which leaves one token and 2T - 1 pairs
+        return counted(T) - counted(T - 1) + head - extra(T)
+
+    head = 2 * shape.width * shape.vocabulary
+
+    def extra(T):
+        seen = sum(consecutive_pairs(T - 1, T, window) for window in shape.windows)
+        return 4 * shape.heads * shape.head_dim * (shape.layers * (2 * T - 1) - seen)
+
+    reading = sum(step(T) for T in range(known + 1, prompt + 1)) - head * (prompt - known - 1)
+    writing = sum(step(T) for T in range(prompt + 1, prompt + completion))
+    assert sampling_flops(shape, [(prompt, known, completion)]) == (reading, writing)
+    assert sampling_flops(shape, [(prompt, known, completion)] * 3 + [(prompt, prompt, 1)]) == (3 * reading + head, 3 * writing)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def everything(world):
             found[name] = [{**row, "logprob_tokens": None} for row in read_jsonl(path)]
         elif path.is_file() and (path.suffix in (".safetensors", ".txt") or path.name == "train.jsonl"):
             found[name] = digest(path)
-    times = ("seconds", "dead_seconds", "tokens_per_second", "sync")
+    times = ("seconds", "dead_seconds", "tokens_per_second", "sync", "server")
     return found | {row["iteration"]: {key: row[key] for key in row if key not in times} for row in world.rows()}
 
 
@@ -266,6 +266,14 @@ def test_a_job_that_was_cancelled_by_nobody_has_failed():
     jobs.begin("samples", cancelled)
     with pytest.raises(RuntimeError, match="samples: cancelled"):
         jobs.wait_for_all()
+
+
+def test_what_a_server_computes_in_a_second_counts_phases_at_the_same_time():
+    timeline = Timeline()
+    assert timeline.served(0.0, 4.0, 40.0) == 10.0
+    assert timeline.served(2.0, 10.0, 100.0) == (100.0 + 20.0) / 8
+    timeline.forget_before(5.0)
+    assert timeline.served(0.0, 4.0, 0.0) == 100.0 * 2 / 8 / 4
 
 
 def test_time_that_is_neither_sampling_nor_training(monkeypatch):

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from ttrl.loop.rollout_facts import rollout_facts
-from ttrl.records import Sample, TaskResult
+from ttrl.loop.rollout_facts import rollout_facts, sampled_reads
+from ttrl.records import Sample, TaskResult, Turn
 
 
 def group(task, *samples):
@@ -66,3 +66,39 @@ def test_texts_stand_in_where_a_server_gives_no_ids():
     ]
     facts = rollout_facts([TaskResult(task_id="t", messages=[], samples=samples)])
     assert facts["repeated"] == 1 / 3 and facts["mean_length"] == 1
+
+
+def asked(*samples, task="t", **fields):
+    """A group of samples as (prompt tokens, cached of these, completion tokens)."""
+    made = [
+        Sample(
+            task_id=task, sample=k, messages=[], prompt_token_ids=[1] * prompt, prefix_cached=known, token_ids=[2] * new, **fields
+        )
+        for k, (prompt, known, new) in enumerate(samples)
+    ]
+    return TaskResult(task_id=task, messages=[], samples=made)
+
+
+def test_a_prompt_is_read_once_and_by_the_others_as_far_as_the_cache_does_not_know_it():
+    group = asked((40, 32, 3), (40, 32, 5), (40, 32, 0), (40, 32, 7))
+    assert sampled_reads([group]) == [(40, 0, 3), (40, 32, 5), (40, 32, 7)]
+    assert sampled_reads([group], shared=True) == [(40, 0, 3), (40, 40, 5), (40, 40, 7)]
+    one_by_one = asked((40, 0, 3), (40, 32, 5))
+    assert sampled_reads([one_by_one], shared=True) == [(40, 0, 3), (40, 32, 5)]
+    assert sampled_reads([asked((9, 4, 2)), asked((9, None, 2)), asked((9, 4, 2), cached=True)]) == [(9, 4, 2), (9, 0, 2)]
+
+
+def test_a_continued_sample_reads_what_it_had():
+    before, after = asked((10, None, 4), (10, None, 0), (10, None, 6)), asked((10, 8, 9), (10, 0, 5), (10, None, 6))
+    assert sampled_reads([after], [before]) == [(14, 8, 5), (10, 0, 5)]
+
+
+def test_each_turn_reads_its_whole_prompt():
+    turns = [
+        Turn(messages=[], prompt_token_ids=[1] * 6, num_tokens=3),
+        Turn(messages=[], prompt_token_ids=[1] * 4, num_tokens=2, continues=0, prefix_cached=8),
+        Turn(messages=[], prompt_token_ids=[1] * 5, num_tokens=2, cached=True),
+    ]
+    group = asked((6, None, 7))
+    group.samples[0].turns = turns
+    assert sampled_reads([group]) == [(6, 0, 3), (13, 8, 2)]

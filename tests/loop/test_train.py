@@ -21,6 +21,7 @@ from ttrl.loop.phases import Phases
 from ttrl.monitoring.progress_line import seconds_left
 from ttrl.report.words import summary
 from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.metrics import FLOPS_PARTS
 from ttrl.run_folder.reader import read_run
 from ttrl.system.files import digest, read_jsonl
 
@@ -69,6 +70,14 @@ def test_metrics_rows_say_what_happened(world):
         assert row["train"]["global_step"] == number
         assert row["sync"]["mode"] == "reload"
         assert 0 <= row["dead_seconds"] <= row["seconds"]["total"]
+        assert row["server"]["flops_per_second"] > 0
+    total = 0.0
+    for row in world.rows():
+        spent = row["flops"]
+        assert spent["total"] == sum(spent[name] for name in FLOPS_PARTS if name in spent)
+        total += spent["total"]
+        assert spent["cumulated"] == total and spent["validation"] > 0
+        assert ("prefill" in spent) == ("decode" in spent) == (row["iteration"] > 0)
     assert rows[0]["completion_tokens"] == 2 * len("yes") + 6 * len("no") + 8  # a token per letter, and the end of turn
 
 

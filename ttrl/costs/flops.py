@@ -1,9 +1,9 @@
 """Count the exact floating-point operations of training and generating, from config.json and the tokens that are computed.
 
 A multiplication and an addition count as two operations. Counted are the matrix products: projections, feed-forward, attention
-scores and values, output projection. Norms, activations, softmax and RoPE are left out, as usual (about 1%); so is whatever is
-recomputed (activation checkpointing, attention's backward pass), which makes the numbers those of the model, not of a way to
-compute it ("model FLOPs", PaLM, arXiv 2204.02311).
+scores and values, output projection. Norms, activations, softmax and RoPE are left out, as usual (about 1%). What is computed
+again (activation checkpointing, attention's backward pass) is counted apart, in `recomputed_flops`: without it the numbers are
+those of the model, not of a way to compute it ("model FLOPs", PaLM, arXiv 2204.02311).
 
 Attention is counted in pairs of a query and a key that it may see, not as rows × seq_len². In packed trees of samples, the keys
 that a query sees are its sample's tokens up to itself, whatever the tree: position + 1 of them, or as many as its window holds.
@@ -79,6 +79,19 @@ def training_flops(shape: ModelShape, positions: Iterable[int], trained: int) ->
     return forward_flops(shape, counts.total(), pairs, trained) * 3
 
 
+def sampling_flops(shape: ModelShape, reads: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
+    """Count what a server did for answers: (prefill, decode). `reads`: of each answer, the tokens of its prompt, how many of them
+    were computed before (for another answer, or in the prefix cache), and the tokens that were generated.
+
+    A prompt that was known whole is not read; its last position is still projected, once for each answer.
+    """
+    prefill = decode = 0
+    for (prompt, known, completion), times in Counter(reads).items():
+        prefill += prefill_flops(shape, prompt, min(known, prompt)).total * times
+        decode += decode_flops(shape, prompt, completion).total * times
+    return prefill, decode
+
+
 def prefill_flops(shape: ModelShape, prompt: int, cached: int = 0) -> Flops:
     """Count the reading of a prompt, the first `cached` tokens of which are in the KV cache; one position is projected."""
     pairs = {window: consecutive_pairs(cached, prompt, window) for window in shape.layers_by_window}
@@ -117,6 +130,58 @@ def pass_flops(
     if "output" in config.lora_targets and not decoder.tied:
         head += forward.head  # of the merged matrix, from which its adapter's gradient is made
     return Flops(layers, attention, head)
+
+
+def forward_only_flops(
+    decoder: DecoderParameters, config: TrainingConfig, tokens: int, pairs: Mapping[int | None, int], head_positions: int
+) -> Flops:
+    """Count a forward pass without gradient, adapters of low rank included; arguments as for `forward_flops`."""
+    adapters = tokens * decoder.shape.layers * sum(_adapter_flops(decoder, config).values())
+    return forward_flops(decoder.shape, tokens, pairs, head_positions) + Flops(adapters, 0, 0)
+
+
+def recomputed_flops(
+    decoder: DecoderParameters,
+    config: TrainingConfig,
+    tokens: int,
+    pairs: Mapping[int | None, int],
+    head_positions: int,
+    *,
+    head_again: bool = False,
+    fused_attention: bool = True,
+) -> Flops:
+    """Count what the backward pass computes a second time; arguments as for `forward_flops`.
+
+    - With `activation_checkpointing` that keeps nothing, one layer in `checkpoint_every`. PyTorch stops at the last thing that
+      the backward pass needs: the layer's last product (with w2, or with its adapter) is not made again unless a norm follows.
+    - With `fused_attention` (all ways of ours), the scores, one product of the forward pass' two.
+    - With `head_again`, the logits (`ttrl.training.kernels.logprobs`, "recompute").
+    """
+    shape = decoder.shape
+    adapters = _adapter_flops(decoder, config)
+    layers = attention = 0
+    for number, window in enumerate(shape.windows):
+        products = 4 * shape.heads * shape.head_dim * pairs[window]
+        attention += products // 2 if fused_attention else 0
+        if config.activation_checkpointing and config.checkpoint_keeps == "nothing" and number % config.checkpoint_every == 0:
+            attention += products
+            layers += tokens * (2 * shape.layer_weights + sum(adapters.values()))
+            if not decoder.post_norms:
+                last = config.lora_rank if "w2" in adapters and config.lora_rank is not None else shape.feed_forward_width
+                layers -= tokens * 2 * shape.width * last
+            if decoder.family == "phi" and number == 0 and adapters and not adapters.keys() & {"w1", "w2", "output_proj"}:
+                # Nothing of the embeddings' way through the feed-forward half, nor what attention projects, has a gradient.
+                layers -= tokens * 2 * shape.width * (shape.feed_forward_width + decoder.queries)
+    head = 2 * shape.width * shape.vocabulary * head_positions if head_again else 0
+    return Flops(layers, attention, head)
+
+
+def _adapter_flops(decoder: DecoderParameters, config: TrainingConfig) -> dict[str, int]:
+    """Return what each adapter of a layer costs a token, forward."""
+    if config.lora_rank is None:
+        return {}
+    shapes = decoder.matrix_shapes
+    return {name: 2 * config.lora_rank * sum(shapes[name]) for name in config.lora_targets if name in shapes}
 
 
 def _layer_with_adapters(decoder: DecoderParameters, config: TrainingConfig, rank: int, reached: bool) -> tuple[int, int, bool]:

@@ -152,6 +152,9 @@ class Iterations:
         if number not in self._resumed:  # all of it was done by this process
             row["seconds"]["total"] = now - self._finished_at
             row["dead_seconds"] = row["seconds"]["total"] - self._phases.timeline.busy(self._finished_at, now)
+        if "flops" in row:
+            before = self._rows.get(number - 1, {}).get("flops", {})
+            row["flops"]["cumulated"] = before.get("cumulated", 0.0) + row["flops"]["total"]
         self._finished_at = now
         self._phases.timeline.forget_before(now)
         append_jsonl(self._folder.path / "metrics.jsonl", row)

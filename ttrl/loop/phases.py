@@ -11,8 +11,10 @@ In which order they run, and which of them at the same time: `ttrl.loop.iteratio
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -20,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
+from ttrl.costs.flops import sampling_flops
+from ttrl.costs.parameters import ModelShape, model_shape
 from ttrl.errors import ServerError, TrainerDiedError
 from ttrl.intervals import estimate_mean
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, groups_of, is_open
 from ttrl.loop.pack import pack
+from ttrl.loop.rollout_facts import sampled_reads
 from ttrl.loop.sampling import Sampler, SamplingOrder
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
@@ -185,6 +190,7 @@ class Phases:
             all_stats = results.stats
             stats |= {"seconds": all_stats.seconds, "tokens_per_second": all_stats.tokens_per_second}
             more |= budget_facts(results, carried, version)
+        more |= {"flops": self._flops(results, began, carried)}
         iteration.mark("rollouts", files, {"seconds": clock() - began, **synced, "stats": stats} | more)
         self._sampled[number] = list(finished)
         partial.unlink(missing_ok=True)
@@ -217,8 +223,27 @@ class Phases:
         results = self._sampler.sample(self.validation_tasks, asked)
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_rows())
         facts = {"seconds": clock() - began, **synced, "stats": results.stats.to_json()}
+        facts["flops"] = self._flops(results, began)
         facts |= {"sampling": _sampled_how(asked, len(results)), "intervals": _intervals(results)}
         iteration.mark("validate", ["validation.jsonl"], facts)
+
+    def _flops(self, results: TaskResults, began: float, carried: Sequence[TaskResult] = ()) -> dict[str, float]:
+        """Return what the servers computed for a phase that has just been sampled; "per_second" on one GPU (on CPUs of the whole
+        machine), where it is known, with what they did for other phases meanwhile."""
+        config = self.config
+        shared = config.device == "cpu" and not config.gives_adapters
+        prefill, decode = sampling_flops(self._shape, sampled_reads(list(results), carried, shared=shared))
+        flops = {"prefill": float(prefill), "decode": float(decode)}
+        if results.stats.seconds is None:
+            return flops
+        per_second = self.timeline.served(began, clock(), flops["prefill"] + flops["decode"])
+        each = [config.server.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline")]
+        gpus = (config.servers_here + len(config.joined_servers)) * math.prod(each) if config.device == "cuda" else 1
+        return flops | {"per_second": per_second / gpus}
+
+    @functools.cached_property
+    def _shape(self) -> ModelShape:
+        return model_shape(json.loads((self.model / "config.json").read_text(encoding="utf-8")))
 
     # Training
 

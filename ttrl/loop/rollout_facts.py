@@ -64,6 +64,46 @@ def rollout_facts(groups: Sequence[TaskResult], *, stops_early: bool = False) ->
     }
 
 
+def sampled_reads(
+    groups: Sequence[TaskResult], carried: Sequence[TaskResult] = (), *, shared: bool = False
+) -> list[tuple[int, int, int]]:
+    """Return (tokens of the prompt, how many of them the server did not compute, tokens generated) of each answer that a server
+    gave, for `ttrl.costs.flops.sampling_flops`. carried: as the first groups were before, whose samples went on from there.
+
+    Of samples that one request asked for, the server says how much of the prompt its prefix cache knew for one alone, the last to
+    finish. So the first of a group is taken to have read all of the prompt, and the others what the cache did not know; with
+    `shared`, nothing, as our servers on CPUs compute such prompts once (`ttrl.vllm_worker.shared_prompts`). Where the samples of
+    a group were asked for one by one, each has its own count. Not seen: what was generated for requests that failed, canaries,
+    and what vLLM computed again after it had run out of cache.
+    """
+    reads = []
+    for place, group in enumerate(groups):
+        before = carried[place].samples if place < len(carried) else []
+        fresh: list[tuple[int, int, int]] = []
+        for number, sample in enumerate(group.samples):
+            had = len(before[number].token_ids or ()) if number < len(before) else 0
+            new, known = len(sample.token_ids or ()) - had, sample.prefix_cached or 0
+            if sample.turns:
+                reads += _turn_reads(sample)
+            elif not sample.cached and new > 0:
+                (reads if had else fresh).append((len(sample.prompt_token_ids or ()) + had, known, new))
+        if len(fresh) > 1 and len({known for _, known, _ in fresh}) == 1:
+            fresh = [(prompt, 0 if not k else prompt if shared else known, n) for k, (prompt, known, n) in enumerate(fresh)]
+        reads += fresh
+    return reads
+
+
+def _turn_reads(sample: Sample) -> list[tuple[int, int, int]]:
+    reads: list[tuple[int, int, int]] = []
+    lengths: list[int] = []  # of each turn's prompt and reply
+    for turn in sample.turns or ():
+        prompt = len(turn.prompt_token_ids or ()) + (0 if turn.continues is None else lengths[turn.continues])
+        lengths.append(prompt + turn.num_tokens)
+        if not turn.cached and turn.num_tokens:
+            reads.append((prompt, turn.prefix_cached or 0, turn.num_tokens))
+    return reads
+
+
 def _key(sample: Sample) -> Hashable:
     return tuple(sample.token_ids) if sample.token_ids is not None else sample.text
 

@@ -17,6 +17,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._spans: list[tuple[str, float, float]] = []
         self._open: dict[object, tuple[str, float]] = {}
+        self._sampled: list[tuple[float, float, float]] = []
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
@@ -40,6 +41,15 @@ class Timeline:
         with self._lock:
             self._spans.append(("train", began + margin, ended - margin))
 
+    def served(self, began: float, ended: float, flops: float) -> float:
+        """Record what the servers computed for a phase; return what they did per second in that time, for phases before it that
+        took place at the same time as well."""
+        with self._lock:
+            self._sampled.append((began, ended, flops))
+            spans = list(self._sampled)
+        shares = [(max(0.0, min(end, ended) - max(start, began)) / max(end - start, 1e-9), done) for start, end, done in spans]
+        return sum(share * done for share, done in shares) / max(ended - began, 1e-9)
+
     def busy(self, began: float, ended: float, kinds: tuple[str, ...] = ("sample", "train")) -> float:
         """Return the seconds between two moments in which work of any of these kinds was done; open work counts up to now."""
         with self._lock:
@@ -55,3 +65,4 @@ class Timeline:
         """Drop spans that ended by then."""
         with self._lock:
             self._spans = [span for span in self._spans if span[2] > moment]
+            self._sampled = [span for span in self._sampled if span[1] > moment]

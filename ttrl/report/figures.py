@@ -8,6 +8,7 @@ from markupsafe import Markup
 
 from ttrl.report import words
 from ttrl.report.charts import Series, line_chart, sparkline, stacked_bars
+from ttrl.run_folder.metrics import FLOPS_PARTS
 from ttrl.run_folder.reader import PHASES, RunData, held_out_metric, held_out_sampling, interval, phase_columns
 from ttrl.text import compact
 
@@ -87,7 +88,12 @@ def time(run: RunData) -> list[Figure]:
     busy = [
         Series("of the peak, while training", run.column("train.peak_share")),
         Series("over the whole iteration", words.utilisation(run), 2),
+        Series("of the server, while sampling", run.column("server.peak_share"), 3),
     ]
+    parts = {name: run.column(f"flops.{name}") for name in FLOPS_PARTS}
+    passes = zip(parts.pop("prepass"), parts.pop("reference"), strict=True)
+    parts["before the gradient"] = [None if one is None and other is None else (one or 0) + (other or 0) for one, other in passes]
+    spent = [Series(name, values, color) for color, (name, values) in enumerate(parts.items(), 1)]
     return [
         *_bars(
             run,
@@ -108,10 +114,17 @@ def time(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Utilisation",
-            "The trainer's FLOP/s as a share of the machine's largest matrix product.",
+            "FLOP/s of trainer and server as a share of the model's largest matrix product, as the trainer measured it here.",
             busy,
             percent=True,
             from_zero=True,
+        ),
+        *_bars(
+            run,
+            "FLOPs",
+            "What was computed: prompts read (less what the prefix cache knew) and tokens written, held-out samples, forward and "
+            "backward pass, what the backward pass computes again, and the passes before it, of policy and reference.",
+            spent,
         ),
     ]
 

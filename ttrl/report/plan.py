@@ -68,6 +68,9 @@ def outcomes(plan: Mapping[str, Any], metrics: Sequence[dict[str, Any]]) -> list
     def mean(path: str) -> float | None:
         return sum(found) / len(found) if (found := values(path)) else None
 
+    def both(one: str, other: str) -> float | None:
+        return None if (first := mean(one)) is None else first + (mean(other) or 0.0)
+
     work, phases = plan["work"], plan["seconds"]["phases"]
     lengths, made = _FROM[plan["completions_from"]], "as the lengths"
     lines: list[tuple[str, float | None, float | None, Callable[[float], str], str]] = [
@@ -78,6 +81,7 @@ def outcomes(plan: Mapping[str, Any], metrics: Sequence[dict[str, Any]]) -> list
         ("packed rows", work["rows"], mean("pack.rows"), si_spaced, made),
         ("tokens in rows", work["row_tokens"], mean("pack.row_tokens"), si_spaced, made),
         ("optimizer steps", work["optimizer_steps"], mean("train.steps"), si_spaced, made),
+        ("sampling, FLOP", plan["flops"]["sampling"], both("flops.prefill", "flops.decode"), si_spaced, "counted, " + lengths),
         ("training, FLOP", plan["flops"]["training"], mean("train.flops"), si_spaced, "exact for the lengths"),
     ]
     measured = {name: value.seconds for name, value in measured_in_run(metrics).items()}

@@ -22,7 +22,7 @@ from ttrl.run_folder.reader import (
     read_run,
     total_seconds,
 )
-from ttrl.text import compact, duration, percent
+from ttrl.text import compact, duration, percent, si_spaced
 
 
 def _ends(run: RunData, path: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -106,6 +106,8 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     tokens = sum(number(row, "completion_tokens") or 0.0 for row in run.rows)
     if tokens:
         found.append(("Tokens sampled", compact(tokens) if tokens < 1e6 else f"{tokens / 1e6:.3g} million"))
+    if spent := max((value for value in run.column("flops.cumulated") if value is not None), default=0.0):
+        found.append(("FLOPs", si_spaced(spent)))
     return found
 
 

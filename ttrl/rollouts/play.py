@@ -320,6 +320,7 @@ def _turn(replies: Sequence[_Reply], number: int, given: list[dict[str, Any]]) -
         finish_reason=read.finish_reason,
         weights_version=read.weights_version,
         cached=read.cached,
+        prefix_cached=read.prefix_cached,
     )
 
 

@@ -10,6 +10,8 @@ from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.files import write_json
 
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
+FLOPS_PARTS = ("prefill", "decode", "validation", "training", "recomputation", "prepass", "reference")
+"""What an iteration's FLOPs are spent on; "total" and, over the run, "cumulated" stand beside them."""
 TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "in longer rows"}
 """What `PackedTensors.dropped` counts of samples that are longer than a row, for people."""
 _AVERAGED = (
@@ -46,6 +48,11 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
         row |= {"validation_reward": stats["mean_reward"], "validation": stats["metrics"]}
         row |= {"validation_samples": stats["num_graded"], "validation_failed": stats["num_failed"]}
         row |= {f"validation_{name}": done["validate"][name] for name in ("sampling", "intervals") if name in done["validate"]}
+    if parts := _flops(done):
+        row["flops"] = parts | {"total": sum(parts.values())}
+    if (speed := done.get("rollouts", {}).get("flops", {}).get("per_second")) is not None:
+        peak = row.get("train", {}).get("matmul_peak")
+        row["server"] = {"flops_per_second": speed} | ({"peak_share": speed / peak} if peak else {})
     syncs = [marker["sync"] for marker in done.values() if marker.get("sync")]
     return row | ({"sync": syncs[-1]} if syncs else {})
 
@@ -71,6 +78,14 @@ def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(own := compared.get("own_weights"), dict):
             compared["own_weights"] = {name: value for name, value in own.items() if name != "worst"}
     return {"train": train, "sampler_trainer": compared}
+
+
+def _flops(done: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return what the phases computed: to read and to write the rollouts, for held-out samples, and in training, by part."""
+    sampled, held_out = (done.get(phase, {}).get("flops", {}) for phase in ("rollouts", "validate"))
+    parts = {name: sampled[name] for name in ("prefill", "decode") if name in sampled}
+    parts |= {"validation": held_out["prefill"] + held_out["decode"]} if held_out else {}
+    return parts | _added_up("flops_by_part", sum, done.get("train", {}).get("steps", [])).get("flops_by_part", {})
 
 
 def _same_weights(iteration: IterationFolder) -> bool:

@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ttrl.configs import TrainingConfig
-from ttrl.costs.flops import forward_flops, pass_flops
-from ttrl.costs.parameters import decoder_parameters
+from ttrl.costs.flops import forward_flops, forward_only_flops, pass_flops, recomputed_flops
+from ttrl.costs.parameters import DecoderParameters, decoder_parameters
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.training.kernels.logprobs import IGNORE
 
@@ -20,19 +20,47 @@ def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"trained_tokens": trained, "row_tokens": used, "padding_tokens": batch["tokens"].numel() - used}
 
 
-def work_counts(rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig) -> dict[str, float]:
-    """Return "flops" of a forward and a backward pass, and "logical_tokens": positions in rows that share nothing."""
+PARTS = ("training", "recomputation", "prepass", "reference")
+"""What a step's FLOPs were spent on, as train.jsonl says: forward and backward pass; what the backward pass computes again;
+passes without gradient, of the policy and of the reference model."""
+
+
+def work_counts(
+    rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig, *, head_again: bool = False, reference: bool = False
+) -> dict[str, float]:
+    """Return "flops" of a forward and a backward pass, those of the PARTS "recomputation" and "reference", and "logical_tokens":
+    positions in rows that share nothing. head_again: whether the backward pass computes logits again. reference: whether both
+    passes compute the reference's as well."""
     decoder = decoder_parameters(config.to_dict())
-    shape = decoder.shape
-    positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
-    pairs = {
-        window: int((positions if window is None else positions.clamp(max=window)).sum()) for window in shape.layers_by_window
-    }
+    tokens, pairs = _tokens_and_pairs(rows, decoder)
     owned = rows.sample_ids >= 0
     lengths = torch.zeros(len(rows.samples), dtype=torch.int64)
     lengths.scatter_reduce_(0, rows.sample_ids[owned], rows.input_pos[owned] + 1, "amax")
-    flops = pass_flops(decoder, training, len(positions), pairs, rows.num_trained)
-    return {"flops": float(flops.total), "logical_tokens": float(lengths.sum())}
+    flops = pass_flops(decoder, training, tokens, pairs, rows.num_trained)
+    again = recomputed_flops(decoder, training, tokens, pairs, rows.num_trained, head_again=head_again)
+    logits = 2 * decoder.vocabulary_matrix * rows.num_trained
+    return {
+        "flops": float(flops.total),
+        "recomputation": float(again.total),
+        "reference": float(2 * logits * reference),
+        "logical_tokens": float(lengths.sum()),
+    }
+
+
+def forward_work(rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig, *, head: bool = True) -> float:
+    """Return the FLOPs of a pass without gradient over the rows; without `head`, only to the hidden states."""
+    decoder = decoder_parameters(config.to_dict())
+    tokens, pairs = _tokens_and_pairs(rows, decoder)
+    return float(forward_only_flops(decoder, training, tokens, pairs, rows.num_trained * head).total)
+
+
+def _tokens_and_pairs(rows: PackedTensors, decoder: DecoderParameters) -> tuple[int, dict[int | None, int]]:
+    """Return how many positions hold a token, and the pairs of query and key for each window."""
+    positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
+    return len(positions), {
+        window: int((positions if window is None else positions.clamp(max=window)).sum())
+        for window in decoder.shape.layers_by_window
+    }
 
 
 def row_flops(rows: PackedTensors, config: PretrainedConfig) -> list[float]:

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, distributed
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
+from ttrl.training.counts import forward_work
 from ttrl.training.drift import compare_tokens
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.objective.covariance import token_keys
@@ -64,6 +66,12 @@ class Prepass:
         """`compare_tokens` over the whole iteration, if a pass was made for it."""
         self.own_weights: dict[str, Any] | None = None
         """The same for some rows' tokens that `config.sampler_version` sampled, under its own weights; if it is given."""
+        self._spent: defaultdict[str, float] = defaultdict(float)
+
+    def take_spent(self) -> dict[str, float]:
+        """Return the FLOPs of this rank's passes since the last call, by `ttrl.training.counts.PARTS`."""
+        spent, self._spent = self._spent, defaultdict(float)
+        return dict(spent)
 
     def run(self) -> None:
         """Make all passes but the choice of tokens. A collective."""
@@ -98,7 +106,7 @@ class Prepass:
         chosen = sorted(judged.sum(dim=1).topk(count).indices.tolist())
         part = dataclasses.replace(step, rows=step.rows.rows(chosen), numbers=[step.numbers[row] for row in chosen], signals={})
         with as_policy_of(self._policy, config, folder):
-            logprobs = row_signals(self._policy, part, config, here.device)["start_logprobs"]
+            logprobs = self._signals(part)["start_logprobs"]
         sampled = torch.where(judged, step.rows.logprobs, torch.nan)[chosen]  # tokens of others count as unknown
         gathered = here.gather(logprobs[trained[chosen]]), here.gather(sampled[trained[chosen]])
         figures = compare_tokens([part], *gathered, (self._packed.num_rows, self._packed.seq_len), config, here, write=False)
@@ -125,8 +133,15 @@ class Prepass:
         step.signals["chosen"][trained] = torch.isin(own_keys, keys_N[chosen_N])
 
     def _own_signals(self, step: Update, values: bool = True) -> dict[str, Tensor]:
-        head = self._value_head if values else None
+        return self._signals(step, self._value_head if values else None)
+
+    def _signals(self, step: Update, head: ValueHead | None = None, part: str = "prepass") -> dict[str, Tensor]:
+        self._spent[part] += forward_work(step.rows, self._policy.decoder.config, self._counted(part))
         return row_signals(self._policy, step, self._config, self._here.device, head)
+
+    def _counted(self, part: str) -> TrainingConfig:
+        """Return the settings by which passes are counted: the reference is the base without its adapters."""
+        return dataclasses.replace(self._config, lora_rank=None) if part == "reference" else self._config
 
     def _add_reference(self) -> None:
         estimates = any(objective.needs_reference for objective in self._objectives)
@@ -137,9 +152,11 @@ class Prepass:
         with as_reference(self._policy, self._config):
             for step in self._steps:
                 if estimates:
-                    signals = row_signals(self._policy, step, self._config, self._here.device)
+                    signals = self._signals(step, part="reference")
                     step.rows.reference_logprobs = signals["start_logprobs"]
                 if whole:
+                    work = forward_work(step.rows, self._policy.decoder.config, self._counted("reference"), head=False)
+                    self._spent["reference"] += work
                     step.reference_hidden = row_hidden(self._policy, step, self._config, self._here.device)
             if whole:
                 self.reference_head = self._policy.whole_head()

@@ -8,14 +8,16 @@ pass; else the chunks are computed again in the backward pass. What is reported 
 Shapes: N trained positions of a microbatch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.training.batches import Update, policy_inputs
-from ttrl.training.counts import token_counts, work_counts
+from ttrl.training.counts import PARTS, token_counts, work_counts
 from ttrl.training.faults import Finite
 from ttrl.training.kernels.logprobs import ReferenceHead
 from ttrl.training.metrics import Range, Sums, effective_sample_size
@@ -64,8 +66,11 @@ class GradientStep:
         self._value_head = value_head
         self._reference_head = [None if part is None else part.to(here.device) for part in reference_head or ()]
 
-    def accumulate(self, step: Update, objective: Objective, *, compare: bool = False) -> StepResult:
-        """Add the gradient of the whole step to the parameters. With `compare`, the result holds all log-probabilities."""
+    def accumulate(
+        self, step: Update, objective: Objective, *, compare: bool = False, before: Mapping[str, float] | None = None
+    ) -> StepResult:
+        """Add the gradient of the whole step to the parameters. With `compare`, the result holds all log-probabilities. before:
+        FLOPs that were spent for this step already, by PARTS."""
         sums, ratio, finite = Sums(), Range(), Finite()
         compared: list[Tensor] = []
         size, batches = self._config.rows_per_microbatch, step.microbatches(self._config, self._here.device)
@@ -86,7 +91,11 @@ class GradientStep:
             if compare:
                 compared.append(torch.stack([out.logprobs.detach().float(), tokens.sampled]))
             self._progress.advance()
-        sums.add(not_finite=finite.count(), **work_counts(step.rows, self._policy.decoder.config, self._config))
+        again, reference = not objective.per_token, objective.needs_divergence_grad
+        model = self._policy.decoder.config
+        sums.add(not_finite=finite.count())
+        sums.add(**work_counts(step.rows, model, self._config, head_again=again, reference=reference))
+        sums.add(**dict.fromkeys(PARTS, 0.0) | dict(before or {}))
         both = torch.cat(compared, dim=1) if compare else None
         return StepResult(
             sums.over_ranks(self._here),
@@ -175,13 +184,11 @@ class _Tokens:
         return self.loss(logprobs_n, at)[0] * self.weights[at]
 
 
-def step_metrics(result: StepResult, step: Update) -> dict[str, float | int | None]:
+def step_metrics(result: StepResult, step: Update) -> dict[str, Any]:
     """Return what train.jsonl says about a step's loss, from sums over all ranks."""
     sums = result.sums
     tokens = max(sums["trained_tokens"], 1)
-    metrics: dict[str, float | int | None] = {
-        name: sums[name] / step.normaliser for name in ("loss", *_WEIGHTED, "value_loss") if name in sums
-    }
+    metrics: dict[str, Any] = {name: sums[name] / step.normaliser for name in ("loss", *_WEIGHTED, "value_loss") if name in sums}
     parts = {name: abs(metrics.get(name) or 0.0) for name in ("policy_loss", "kl_loss", "entropy_loss")}
     if "kl_loss" in metrics:
         metrics["kl_share"] = parts["kl_loss"] / sum(parts.values()) if sum(parts.values()) else 0.0
@@ -194,4 +201,5 @@ def step_metrics(result: StepResult, step: Update) -> dict[str, float | int | No
     metrics |= {"ratio_min": result.ratio[0], "ratio_max": result.ratio[1]}
     metrics["ess"] = effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["trained_tokens"])
     metrics |= {name: int(sums[name]) for name in TOKENS}
+    metrics["flops_by_part"] = {name: sums["flops" if name == "training" else name] for name in PARTS}
     return metrics | {"normaliser": step.normaliser}

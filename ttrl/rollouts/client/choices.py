@@ -66,7 +66,7 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
     if read.message is None:
         raise ServerError(f"{place}: the server returned a choice without a message")
     sample.text = writable(read.message.content or "")
-    sample.finish_reason = read.finish_reason
+    sample.finish_reason, sample.prefix_cached = read.finish_reason, answer.cached_tokens
     values = None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
     if values and min(values) <= UNKNOWN_LOGPROB:
         values = [math.nan if value <= UNKNOWN_LOGPROB else value for value in values]
