@@ -140,6 +140,19 @@ def test_means_go_with_their_completions():
     assert stop._streams == {}
 
 
+@given(st.lists(st.floats(-9, 0) | st.just(math.nan), max_size=60))
+def test_where_it_would_have_ended_an_earlier_sample(logprobs):
+    stop, completion = InferenceEarlyStop(0.8, -2.0), Completion()
+    ended = None
+    for count, logprob in enumerate(logprobs, 1):
+        try:
+            stop(chunk(part([None if math.isnan(logprob) else logprob])), completion)
+        except StopIteration:
+            ended = count
+            break
+    assert stop.ends_at(logprobs) == ended
+
+
 def test_cache_key_is_what_it_does():
     keys = {InferenceEarlyStop(*arguments).cache_key for arguments in ((), (0.992, -3.0), (0.9, -3.0), (0.992, -4))}
     assert len(keys) == 3

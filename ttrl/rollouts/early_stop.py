@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from openai.types.chat import ChatCompletionChunk
@@ -74,6 +75,17 @@ class InferenceEarlyStop:
     def mean(self, completion: Any, index: int = 0) -> float:
         """Return the moving mean of a choice so far, 0 before its first token."""
         return self._means(completion).get(index, 0.0)
+
+    def ends_at(self, logprobs: Sequence[float]) -> int | None:
+        """Return after how many tokens a completion with these log-probabilities would have been ended; None: not at all. To
+        choose alpha and threshold by an earlier run's samples; NaN is a token without one."""
+        mean = 0.0
+        for count, logprob in enumerate(logprobs, 1):
+            if logprob == logprob:
+                mean = self.alpha * mean + (1.0 - self.alpha) * logprob
+            if mean < self.threshold:
+                return count
+        return None
 
     def _mean_after(self, mean: float, entries: Any) -> float:
         alpha, rest, threshold = self.alpha, 1.0 - self.alpha, self.threshold
