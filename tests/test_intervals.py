@@ -8,11 +8,13 @@ from fractions import Fraction
 import pytest
 
 from ttrl.intervals import (
+    Ratio,
     _newcombe,
     estimate_mean,
     mcnemar,
     paired_difference,
     pass_at_k,
+    ratio_of_means,
     t_cdf,
     t_quantile,
     wilson,
@@ -179,3 +181,26 @@ def test_differences_of_shares() -> None:
             0.05 + (other.high - other.mean) + (one.mean - one.low),
         )
     )
+
+
+def test_a_ratio_of_means_and_how_often_its_interval_holds_the_truth() -> None:
+    draw = random.Random(1)
+    held = opened = 0
+    for _ in range(2000):
+        pairs = [(draw.gauss(6, 2), draw.gauss(1.5, 1.5)) for _ in range(16)]
+        found = ratio_of_means(*zip(*pairs, strict=True))
+        assert found.low is not None and found.high is not None
+        held += found.low <= 4 <= found.high
+        opened += math.isinf(found.high)
+        if found.value is not None:
+            assert found.low <= found.value <= found.high
+    assert 0.93 < held / 2000 < 0.97
+    assert 0 < opened < 400  # where the denominator may be 0
+
+
+def test_a_ratio_whose_denominator_is_not_positive_has_no_value() -> None:
+    assert ratio_of_means([], []) == Ratio(None, None, None)
+    assert ratio_of_means([1.0, 2.0], [1.0, 0.5]) == Ratio(2.0, None, None)
+    assert ratio_of_means([1.0, 2.0, 3.0], [-1.0, -2.0, 1.0]) == Ratio(None, 0.0, math.inf)
+    exact = ratio_of_means([2.0, 4.0, 6.0, 4.0, 4.0], [1.0, 2.0, 3.0, 2.0, 2.0])
+    assert exact.value == pytest.approx(2.0) and exact.low == pytest.approx(2.0) and exact.high == pytest.approx(2.0)

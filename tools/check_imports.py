@@ -94,7 +94,7 @@ HOUSE = {
         "training.models training.kernels training.parallel configs records", "torch torchtune torchao safetensors"
     ),
     "training.optimizer": _room("training.policy training.models training.parallel configs", "torch torchao safetensors"),
-    "grpo_recipe": _room("training training.objective training.parallel data.packing configs", "torchtune omegaconf"),
+    "grpo_recipe": _room("instruments training training.objective training.parallel data.packing configs", "torchtune omegaconf"),
     "sft_recipe": _room(
         "training training.kernels training.models training.objective training.parallel training.policy data.chat data.packing "
         "configs records",
@@ -102,11 +102,11 @@ HOUSE = {
     ),
     "instruments": _room(
         "training training.kernels training.objective training.optimizer training.parallel training.policy data data.packing "
-        "tiny_model configs records",
+        "tiny_model configs records intervals",
         "torch numpy",
     ),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
-    "run_folder": _room("configs intervals", "yaml obstore tokenizers"),
+    "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers"),
     "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
     "plans": _room(
         "run_folder costs data.packing server tasks ready_models configs records",

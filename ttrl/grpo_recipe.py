@@ -25,11 +25,13 @@ from torchtune.config import parse
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
+from ttrl.instruments.gradient_noise import step_noise
 from ttrl.training.batches import check_pack, updates
 from ttrl.training.canary import CANARY_LENGTH, write_canary
 from ttrl.training.checkpoints import canary_of, save_checkpoint
 from ttrl.training.drift import compare_tokens
 from ttrl.training.faults import memory_advice
+from ttrl.training.gradient_noise import GradientPieces
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks, run_recipe
 from ttrl.training.prepass import Prepass
@@ -65,7 +67,8 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
         with watch.part("prepass"):
             prepass.run()
         drift = prepass.drift
-        gradient = GradientStep(policy, config, here, watch, progress, value_head, prepass.reference_head)
+        pieces = GradientPieces(policy, config, here) if config.sees_gradients else None
+        gradient = GradientStep(policy, config, here, watch, progress, value_head, prepass.reference_head, pieces)
         for number, step in enumerate(steps):
             with profiler.step(f"optimizer step {stepper.global_step + 1}"):
                 with watch.part("prepass"):
@@ -80,10 +83,14 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
                 with watch.part("optimizer"):
                     taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
             row = {"global_step": stepper.global_step, "iteration": config.iteration} | step_metrics(result, step) | taken
+            if result.pieces is not None:
+                row["gradient_noise"] = step_noise(result.pieces)
             if number == 0:
                 row["sampler_trainer"] = drift if prepass.own_weights is None else drift | {"own_weights": prepass.own_weights}
             log.line(row, result.sums["flops"])
         profiler.close()
+        if pieces is not None:
+            pieces.close()
 
         with watch.part("checkpoint"):
             folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype

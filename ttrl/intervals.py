@@ -203,6 +203,39 @@ def paired_difference(
     return Difference(mean, mean - half, mean + half, p_value, f"t over tasks, {test}", count, better, worse)
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two means with its interval; None where it cannot be told."""
+
+    value: float | None
+    """None where the denominator's mean is not above 0."""
+    low: float | None
+    high: float | None
+    """Infinite where the denominator may be 0."""
+
+
+def ratio_of_means(numerators: Sequence[float], denominators: Sequence[float], confidence: float = 0.95) -> Ratio:
+    """Return mean(numerators)/mean(denominators), paired, and Fieller's interval (1954): all ρ for which the mean of
+    numerator - ρ·denominator is within t standard errors of 0. Unlike a symmetric one it says so where the denominator may be 0.
+    Meant for ratios that are not negative, to which the interval is cut."""
+    count = len(numerators)
+    if not count:
+        return Ratio(None, None, None)
+    top, bottom = statistics.fmean(numerators), statistics.fmean(denominators)
+    value = top / bottom if bottom > 0 else None
+    if count < 3:
+        return Ratio(value, None, None)
+    square = t_quantile(0.5 + confidence / 2, count - 1) ** 2 / count
+    # (top - ρ·bottom)² <= square·(v_tt - 2ρ·v_tb + ρ²·v_bb): a quadratic in ρ.
+    a = bottom * bottom - square * statistics.variance(denominators)
+    b = top * bottom - square * statistics.covariance(numerators, denominators)
+    c = top * top - square * statistics.variance(numerators)
+    root = math.sqrt(max(0.0, b * b - a * c))
+    if bottom <= 0 or b * b < a * c or b + root <= 0:
+        return Ratio(value, 0.0, math.inf)
+    return Ratio(value, max(0.0, c / (b + root)), (b + root) / a if a > 0 else math.inf)  # with a <= 0, it is open above
+
+
 def mcnemar(one_only: int, other_only: int) -> float:
     """Return the two-sided p value of McNemar's exact test: whether each of two is equally often the only one to get a task
     right."""

@@ -147,6 +147,18 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     assert "What stands out" not in text and "disagree" not in text  # nothing was wrong
 
 
+def test_the_noise_of_the_gradient_and_what_it_advises(tmp_path: Path) -> None:
+    noise = {"scale": 40.0, "low": 20.0, "prompts": 9.0, "from_samples": 0.8, "best_prompts": 4, "best_samples": 31, "gain": 1.62}
+    rows = [metrics_row(n, 0.5, gradient_noise=noise | ({"high": 90.0} if n > 2 else {})) for n in range(1, 5)]
+    folder = make_run(tmp_path / "run", [0.5, 0.7])
+    write_lines(folder / "metrics.jsonl", rows)
+    text = page_of(folder).text
+    assert "Gradient noise scale" in text and "Noise from samples" in text
+    assert "4 prompts with 31 samples each (of those that have a signal) would have 1/1.6 of its noise." in text
+    write_lines(folder / "metrics.jsonl", [metrics_row(1, 0.5, gradient_noise=noise | {"gain": 1.01})])
+    assert "divided well" in page_of(folder).text
+
+
 def test_every_picture_is_well_formed_and_every_curve_has_its_points(tmp_path: Path) -> None:
     html = write_report(make_run(tmp_path / "run", [0.5, 0.7, 0.9])).read_text(encoding="utf-8")
     pictures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)

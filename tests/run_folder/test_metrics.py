@@ -42,6 +42,22 @@ def test_an_iteration_whose_only_step_was_skipped(row_of):
     assert "loss" not in row and row["skipped"] == 1
 
 
+def test_the_noise_of_the_gradient_is_averaged_over_the_last_steps_of_several_iterations(tmp_path):
+    def noisy(number):
+        noise = {"prompts": 8.0, "samples": 32, "noise": 2.0 + number % 2, "signal": 1.0 + number % 3, "layers": {}}
+        return step(number, gradient_noise=noise, row_tokens=900, trained_tokens=500)
+
+    for number in range(1, 8):
+        iteration = IterationFolder(tmp_path / f"{number:04d}", number)
+        steps = [noisy(3 * number + place) for place in range(3)]
+        iteration.mark("train", [], {"seconds": 1.0, "trained": True, "steps": steps})
+    found = metrics_row(iteration)["gradient_noise"]
+    last = [noisy(number)["gradient_noise"] for number in range(24 - 16, 24)]
+    assert found["steps"] == 16 and found["noise"] == pytest.approx(sum(one["noise"] for one in last) / 16)
+    assert found["scale"] == pytest.approx(8 * found["noise"] / found["signal"])
+    assert found["low"] < found["scale"] < found["high"]
+
+
 # Weights that did not change
 
 

@@ -288,6 +288,9 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """The weights version of `sampler_model` in the pack: only its tokens are compared in that way."""
     sampler_rows: int = 4
     """On how many rows of the first optimizer step: those with the most such tokens, equally many on each rank; 0: none."""
+    gradient_noise: bool = True
+    """Measure how much of each step's gradient is noise, from the gradients of its microbatches and ranks as they pass by
+    (`ttrl.instruments.gradient_noise`). Not with tensor_parallel, optimizer_in_backward and optimizer_on_cpu."""
     follow: str | None = None
     """Folder in which the configs of iterations appear one after the other (`ttrl.system.request_folder`). This config then says
     how to set up the process, and which model and state the first iteration will probably start from, to be loaded meanwhile.
@@ -297,6 +300,11 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     hand_over: bool = False
     """With `follow`: after an iteration, the new weights are held out in memory, for servers on this machine to take them
     (`ttrl.server.transfer`), until the next ones are."""
+
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether `gradient_noise` is measured: a step's gradients must all be there, and whole on each rank, at its end."""
+        return self.gradient_noise and not (self.tensor_parallel > 1 or self.optimizer_in_backward or self.optimizer_on_cpu)
 
     @property
     def start_of_all_rows(self) -> bool:

@@ -192,6 +192,7 @@ def training(run: RunData) -> list[Figure]:
     return [
         *_line(run, "Entropy", "train.entropy", entropy),
         *_line(run, "Gradient norm", "train.grad_norm", "Before clipping.", from_zero=True),
+        *_gradient_noise(run),
         *_lines(
             run,
             "Clipped tokens",
@@ -217,6 +218,28 @@ def training(run: RunData) -> list[Figure]:
             percent=True,
             y_range=(0.0, 1.0),
         ),
+    ]
+
+
+def _gradient_noise(run: RunData) -> list[Figure]:
+    """Return the noise scale with its interval, and where the noise comes from, with the advice that follows from the newest."""
+    low, high = (run.column(f"gradient_noise.{side}") for side in ("low", "high"))
+    known = [a is not None and b is not None for a, b in zip(low, high, strict=True)]
+    band = [[value if both else None for value, both in zip(side, known, strict=True)] for side in (low, high)]
+    scale = Series("noise scale", run.column("gradient_noise.scale"), 1, *(band if any(known) else ()))
+    batch = Series("prompts of a step", run.column("gradient_noise.prompts"), 2, dashed=True)
+    scales = (
+        "Prompts at which a step's gradient has as much noise as signal, over the last 16 steps. Well below it more prompts a "
+        "step are worth their cost; well above it fewer, and more steps, are."
+    )
+    parts = (
+        "Share of the noise that comes from drawing few samples of each prompt; the rest comes from drawing few prompts. "
+        + words.allocation(run)
+    )
+    from_samples = [Series("from samples", run.column("gradient_noise.from_samples"))]
+    return [
+        *_lines(run, "Gradient noise scale", scales, [scale, batch], "95% interval" if any(known) else "", log=True),
+        *_lines(run, "Noise from samples", parts, from_samples, percent=True, y_range=(0.0, 1.0)),
     ]
 
 

@@ -135,6 +135,20 @@ def utilisation(run: RunData) -> list[float | None]:
     return [min(1.0, share * part) if share is not None and part is not None else None for share, part in shares]
 
 
+def allocation(run: RunData) -> str:
+    """Say what the newest measurement of the gradient's noise advises; "" where there is none."""
+    for row in reversed(run.trained):
+        prompts, samples, gain = (number(row, f"gradient_noise.{name}") for name in ("best_prompts", "best_samples", "gain"))
+        if prompts is not None and samples is not None and gain is not None:
+            if gain < 1.1:
+                return "The batch is divided well: no other number of samples would lower its noise by a tenth for the same cost."
+            return (
+                f"For the cost of a step in tokens, {prompts:.0f} prompts with {samples:.0f} samples each (of those that have a "
+                f"signal) would have 1/{gain:.1f} of its noise."
+            )
+    return ""
+
+
 def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:
     """Return (heading, cells of the rows whose places are in `shown`) for the main figures that the run recorded."""
     wanted = [
@@ -153,6 +167,7 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
         ("KL", "train.kl"),
         ("entropy", "train.entropy"),
         ("gradient norm", "train.grad_norm"),
+        ("noise scale", "gradient_noise.scale"),
         ("clipped above", "train.clip_fraction_high"),
         ("clipped below", "train.clip_fraction_low"),
         ("learning rate", "train.lr"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
+from ttrl.instruments.gradient_noise import WINDOW, recent_noise
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.files import write_json
 
@@ -41,6 +42,8 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
         row |= {"pack": {k: v for k, v in done["pack"].items() if k not in ("groups", "rollouts", "seconds")}}
     if "train" in done:
         row |= {"trained": done["train"]["trained"]} | _training_summary(done["train"].get("steps", []))
+        if "train" in row and (noise := recent_noise(_recent_steps(iteration))):
+            row["gradient_noise"] = noise
         if "train" in row and _same_weights(iteration):
             row["train"]["unchanged"] = True
     if "validate" in done:
@@ -86,6 +89,17 @@ def _flops(done: dict[str, dict[str, Any]]) -> dict[str, float]:
     parts = {name: sampled[name] for name in ("prefill", "decode") if name in sampled}
     parts |= {"validation": held_out["prefill"] + held_out["decode"]} if held_out else {}
     return parts | _added_up("flops_by_part", sum, done.get("train", {}).get("steps", [])).get("flops_by_part", {})
+
+
+def _recent_steps(iteration: IterationFolder) -> list[dict[str, Any]]:
+    """Return the lines of the last optimizer steps, as many as are averaged, of this iteration and those before it."""
+    steps: list[dict[str, Any]] = []
+    for number in range(iteration.number, 0, -1):
+        marker = IterationFolder(iteration.path.parent / f"{number:04d}", number).marker("train") or {}
+        steps = [*marker.get("steps", []), *steps]
+        if len(steps) >= WINDOW:
+            break
+    return steps
 
 
 def _same_weights(iteration: IterationFolder) -> bool:

@@ -1,7 +1,8 @@
 """Which rows are trained together: packed rows → optimizer steps → this rank's microbatches."""
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig
 
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing.masks import DEFAULT_BLOCK_SIZE, free_to_look
-from ttrl.data.packing.pack import PackedTensors
+from ttrl.data.packing.pack import PackedSample, PackedTensors
 from ttrl.data.packing.packed import normaliser
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.packing.placement import balance
@@ -58,7 +59,8 @@ class Update:
     def microbatches(self, config: TrainingConfig, device: torch.device) -> Iterator[dict[str, Tensor]]:
         """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number.
         "trained" says where the labels are, int64 [N], rows laid end to end; to look on a GPU would mean to wait for it. There,
-        rows are as long as whole blocks of attention, also so that memory is allocated in few sizes."""
+        rows are as long as whole blocks of attention, also so that memory is allocated in few sizes. "sample_keys": of those that
+        `sample_ids` number."""
         size, multiple = config.rows_per_microbatch, config.row_length_multiple
         if not free_to_look(device):
             multiple = math.lcm(multiple, DEFAULT_BLOCK_SIZE)
@@ -68,8 +70,19 @@ class Update:
             tensors |= {name: signal[start : start + size, : part.seq_len] for name, signal in self.signals.items()}
             if self.reference_hidden:
                 tensors["reference_hidden"] = torch.cat(self.reference_hidden[start : start + size])
+            tensors["sample_keys"] = sample_keys(part.samples)
             tensors["trained"] = (part.labels.flatten() != IGNORE).nonzero().squeeze(1)
             yield {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def sample_keys(samples: Sequence[PackedSample]) -> Tensor:
+    """Return [S, 2]: a number for the task of each sample and one for the sample, which are the same in every process."""
+
+    def number(text: str) -> int:
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+    both = [[number(one.task_id), number(f"{one.task_id}\0{one.sample}")] for one in samples]
+    return torch.tensor(both, dtype=torch.int64).reshape(-1, 2)
 
 
 def updates(

@@ -19,6 +19,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.counts import PARTS, token_counts, work_counts
 from ttrl.training.faults import Finite
+from ttrl.training.gradient_noise import GradientPieces
 from ttrl.training.kernels.logprobs import ReferenceHead
 from ttrl.training.metrics import Range, Sums, effective_sample_size
 from ttrl.training.objective.divergences import ESTIMATORS
@@ -46,6 +47,8 @@ class StepResult:
     """Log-probabilities of all trained tokens under the trainer and the sampler, [N] each; if they were asked for."""
     first_bad: str | None
     """Where the first loss of this rank is that is not finite."""
+    pieces: dict[str, Any] | None = None
+    """What `GradientPieces` saw; if it looked."""
 
 
 class GradientStep:
@@ -60,10 +63,11 @@ class GradientStep:
         progress: TrainProgress,
         value_head: ValueHead | None = None,
         reference_head: tuple[Tensor, Tensor | None] | None = None,
+        pieces: GradientPieces | None = None,
     ) -> None:
         self._policy, self._config, self._here = policy, config, here
         self._watch, self._progress = watch, progress
-        self._value_head = value_head
+        self._value_head, self._pieces = value_head, pieces
         self._reference_head = [None if part is None else part.to(here.device) for part in reference_head or ()]
 
     def accumulate(
@@ -73,6 +77,8 @@ class GradientStep:
         FLOPs that were spent for this step already, by PARTS."""
         sums, ratio, finite = Sums(), Range(), Finite()
         compared: list[Tensor] = []
+        if self._pieces is not None:
+            self._pieces.begin(objective.global_step, -(-step.rows.num_rows // self._config.rows_per_microbatch))
         size, batches = self._config.rows_per_microbatch, step.microbatches(self._config, self._here.device)
         while True:
             with self._watch.part("data"):
@@ -83,6 +89,8 @@ class GradientStep:
             with self._watch.part("forward"):
                 out = self._policy(*policy_inputs(batch), self._head_options(batch, tokens, objective))
                 total, facts = self._losses(out, tokens, objective)
+            if self._pieces is not None:
+                self._pieces.piece()
             with self._watch.part("backward"):
                 step.backward(total)
             self._report(sums, batch, tokens, out, facts)
@@ -102,6 +110,7 @@ class GradientStep:
             ratio.over_ranks(self._here),
             None if both is None else (self._here.gather(both[0]), self._here.gather(both[1])),
             finite.described(step.rows, step.numbers, size),
+            None if self._pieces is None else self._pieces.finish(),
         )
 
     def _head_options(self, batch: dict[str, Tensor], tokens: "_Tokens", objective: Objective) -> HeadOptions:
@@ -117,6 +126,7 @@ class GradientStep:
             divergence_grad=objective.needs_divergence_grad,
             reference=reference,
             value_head=self._value_head,
+            watch=self._pieces and self._pieces.watch_hidden(batch["sample_keys"], tokens.samples, tokens.weights),
         )
 
     def _losses(self, out: PolicyOutput, tokens: "_Tokens", objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
@@ -165,7 +175,7 @@ class _Tokens:
             return batch[name].flatten()[trained] if name in batch else None
 
         self._objective = objective
-        self.sampled, self.weights, self._advantages, self._samples = (
+        self.sampled, self.weights, self._advantages, self.samples = (
             batch[name].flatten()[trained] for name in ("logprobs", "weights", "advantages", "sample_ids")
         )
         self.reference = of("reference_logprobs")
@@ -177,7 +187,7 @@ class _Tokens:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective's loss of the tokens in `at`, and facts about them."""
         known = {name: None if value is None else value[at] for name, value in self._extras.items()} | (extras or {})
-        return self._objective.loss(logprobs_n, self.sampled[at], self._advantages[at], self._samples[at], known)
+        return self._objective.loss(logprobs_n, self.sampled[at], self._advantages[at], self.samples[at], known)
 
     def weighted_loss(self, logprobs_n: Tensor, at: slice) -> Tensor:
         """Return w·ℓ of the tokens in `at`, which the head differentiates chunk by chunk."""

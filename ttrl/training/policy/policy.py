@@ -42,6 +42,8 @@ class HeadOptions:
     """The hidden states, and nothing else."""
     trained: Tensor | None = None
     """Where the labels are, int64 [N], rows laid end to end; None: looked up, for which the CPU waits for the device."""
+    watch: Callable[[Tensor], None] | None = None
+    """Is given the hidden states [N, D] in passes of which log-probabilities are wanted."""
     distributions: bool = False
     """Whole distributions at temperature 1 [N, V] in the place of log-probabilities, and nothing else: for a few positions."""
 
@@ -111,6 +113,8 @@ class Policy(nn.Module):
             return PolicyOutput(nothing, nothing, hidden=h_ND)
         if options.distributions:  # their entropies would take twice their memory once more
             return PolicyOutput(torch.log_softmax(self.decoder.logits(h_ND).float(), dim=-1), nothing)
+        if options.watch is not None:
+            options.watch(h_ND)
         out = run_head(
             h_ND,
             labels_N,

@@ -1,0 +1,153 @@
+"""What the recipe sees of its own gradients, against the gradients themselves."""
+
+import os
+import socket
+
+import pytest
+import torch
+from support.tiny_models import random_samples
+from support.training_steps import ALONE
+from torch import multiprocessing
+
+from ttrl import grpo_recipe
+from ttrl.configs import GRPOConfig
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.instruments.gradient_noise import step_noise
+from ttrl.system.files import read_jsonl
+from ttrl.training.batches import updates
+from ttrl.training.gradient_noise import GradientPieces
+from ttrl.training.objective.objective import objective_from
+from ttrl.training.parallel.distributed import ranks
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.policy import HeadOptions
+from ttrl.training.step import GradientStep
+from ttrl.training.timing import Stopwatch
+from ttrl.training.train_log import TrainProgress
+
+PROMPTS = (3, 5, 8, 9, 4)
+
+
+def pack():
+    return packed_tensors_from_tokenized_results(random_samples(3, prompts=PROMPTS), seq_len=40, pad_id=0)
+
+
+def config_of(folder, **settings):
+    values = {"model": str(folder), "packed": "p", "output_dir": "", "device": "cpu", "rows_per_microbatch": 1}
+    return GRPOConfig.parse({**values, "objective": "reinforce", **settings}, "test")
+
+
+def seen_by(config, here=ALONE):
+    """What is seen of one step, and the policy with its gradient."""
+    policy = load_policy(config, here)
+    (step,) = updates(pack(), 1, (0, 1), here, policy.decoder.config)
+    pieces = GradientPieces(policy, config, here)
+    gradient = GradientStep(policy, config, here, Stopwatch(here.device), TrainProgress(0, here), pieces=pieces)
+    result = gradient.accumulate(step, objective_from(config))
+    pieces.close()
+    return result.pieces, policy, step
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}, {"activation_checkpointing": True}, {"objective": "gspo"}], ids=str)
+def test_the_pieces_are_the_gradients_of_the_microbatches(model_folder, settings):
+    config = config_of(model_folder(), **settings)
+    seen, policy, step = seen_by(config)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    whole = [p.grad.clone() for p in trained]
+    assert sum(seen["whole"]) == pytest.approx(sum(float(g.square().sum()) for g in whole), rel=1e-4)
+    assert len(seen["squares"]) == step.rows.num_rows > 2
+    for row, squares in enumerate(seen["squares"]):
+        policy.zero_grad()
+        (alone,) = updates(pack().rows([step.numbers[row]]), 1, (0, 1), ALONE)
+        alone.normaliser = step.normaliser
+        GradientStep(policy, config, ALONE, Stopwatch(ALONE.device), TrainProgress(0, ALONE)).accumulate(
+            alone, objective_from(config)
+        )
+        expected = sum(float(p.grad.square().sum()) for p in trained if p.grad is not None)
+        assert sum(squares) == pytest.approx(expected, rel=1e-4)
+        labels = int((alone.rows.labels != -100).sum())
+        assert seen["shares"][row] == pytest.approx(labels / step.normaliser)
+    assert not any(p._backward_hooks for p in trained)  # none is left behind
+
+
+def test_the_sketch_divides_the_gradient_of_a_layer_on_top_by_samples(model_folder, monkeypatch):
+    """With projections that change nothing, it is the analysis of variance of the samples' whole gradients."""
+    width = 32
+    monkeypatch.setattr("ttrl.training.gradient_noise.SKETCH", width)
+    config = config_of(model_folder())
+    policy = load_policy(config, ALONE)
+    assert policy.decoder.tok_embeddings.embedding_dim == width
+    same = torch.eye(width)
+    monkeypatch.setattr(GradientPieces, "begin", lambda self, *_: setattr(self, "_projections", (same, same)))
+    seen, _, _ = seen_by(config)
+
+    samples, x = random_samples(3, prompts=PROMPTS), []
+    for one in samples:  # each alone: of its gradient Σ δ hᵀ
+        (step,) = updates(packed_tensors_from_tokenized_results([one], seq_len=40, pad_id=0), 1, (0, 1), ALONE)
+        (batch,) = step.microbatches(config, ALONE.device)
+        held = []
+        inputs = (batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos"))
+        out = policy(*inputs, HeadOptions(watch=lambda h, held=held: (h.retain_grad(), held.append(h))))
+        (-out.logprobs * one.advantage).sum().backward()
+        x.append((held[0].grad.T @ held[0]).detach().double() / len(pack_labels()) * len(samples))
+    x = torch.stack(x).flatten(1)
+    tasks = [one.task_id for one in samples]
+    means = torch.stack([x[[t == one for t in tasks]].mean(0) for one in tasks])
+    assert seen["counts"] == [4] * len(PROMPTS)
+    assert seen["within"] == pytest.approx(float((x - means).square().sum()), rel=1e-4)
+    assert seen["between"] == pytest.approx(float((means - x.mean(0)).square().sum()), rel=1e-4)
+    assert seen["mean"] == pytest.approx(float(x.mean(0).square().sum()), rel=1e-3)
+
+
+def pack_labels():
+    packed = pack()
+    return packed.labels[packed.labels != -100]
+
+
+def test_the_recipe_says_it_in_train_jsonl(model_folder, tmp_path, short_canaries):
+    pack().save(tmp_path / "p.safetensors")
+    written = {}
+    for name, settings in (("on", {}), ("off", {"gradient_noise": False}), ("one", {"rows_per_microbatch": 100})):
+        config = config_of(model_folder(), packed=str(tmp_path / "p.safetensors"), output_dir=str(tmp_path / name), **settings)
+        grpo_recipe.train(config, ALONE)
+        written[name] = read_jsonl(tmp_path / name / "train.jsonl")[0]
+        written[name]["bytes"] = (tmp_path / name / "checkpoint" / "model.safetensors").read_bytes()
+    noise = written["on"]["gradient_noise"]
+    assert noise["prompts"] == 5 and noise["samples"] == 20 and noise["pieces"] > 2
+    assert noise["noise"] + noise["signal"] == pytest.approx(written["on"]["grad_norm"] ** 2, rel=1e-4)
+    assert set(noise["layers"]) >= {"embeddings", "head"} and noise["nested"]["samples"] > 0
+    assert written["one"]["gradient_noise"]["pieces"] == 1 and "noise" not in written["one"]["gradient_noise"]
+    assert "gradient_noise" not in written["off"]
+    assert written["on"]["bytes"] == written["off"]["bytes"]  # looking changes nothing
+
+
+def one_rank(rank, port, folder, output):
+    torch.set_num_threads(1)
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    config = config_of(folder)
+    with ranks(config) as here:
+        seen, _, _ = seen_by(config, here)
+        torch.save(seen, f"{output}/{rank}.pt")
+
+
+@pytest.mark.e2e
+def test_two_processes_see_what_one_does(model_folder, tmp_path):
+    """The rows of either are pieces, and padding rows have no share."""
+    alone, _, _ = seen_by(config_of(model_folder()))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(one_rank, (port, str(model_folder()), str(tmp_path)), nprocs=2)
+    both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for name in ("squares", "whole", "shares", "counts", "within", "between", "mean", "split"):
+        assert both[0][name] == both[1][name], name
+    assert both[0]["layers"] == alone["layers"]
+    assert both[0]["whole"] == pytest.approx(alone["whole"], rel=1e-4)
+    mine = sorted(sum(squares) for squares in both[0]["squares"] if sum(squares))
+    assert mine == pytest.approx(sorted(sum(squares) for squares in alone["squares"]), rel=1e-4)
+    assert sorted(share for share in both[0]["shares"] if share) == pytest.approx(sorted(alone["shares"]))
+    for name in ("counts", "within", "between", "mean", "split"):
+        assert both[0][name] == pytest.approx(alone[name], rel=1e-4), name
+    assert step_noise(both[0] | {"seconds": 0.0})["noise"] == pytest.approx(
+        step_noise(alone | {"seconds": 0.0})["noise"], rel=1e-3
+    )

@@ -1,0 +1,214 @@
+"""How much of a step's gradient is noise, where the noise comes from, and which batch follows from it. Plain Python, no torch.
+
+A step's gradient g is a mean over B examples that were drawn, so E[g] = G and tr Cov(g) = S/B, and
+
+    E|g|² = |G|² + S/B.                                                                                             (1)
+
+The gradient noise scale S/|G|² is the batch at which noise and signal are equal ("An empirical model of large-batch training",
+arXiv 1812.06162): far below it, twice the batch is worth twice the steps; far above it, nothing. No gradient is computed for it:
+g = Σ h_j is a sum of pieces anyway, one for each microbatch and rank, whose norms are read as they pass by.
+
+**From pieces** (`noise_of_pieces`). Let piece j have the share f_j of the examples. Independent pieces have E h_j = f_j·G and
+tr Cov(h_j) = f_j·n with n = tr Cov(g) = S/B. So, with F = Σ f_j²,
+
+    E Σ|h_j|² = F·|G|² + n,     E|g|² = |G|² + n    ⇒    n = (Σ|h_j|² - F|g|²) / (1 - F),   |G|² = |g|² - n.          (2)
+
+For J equal pieces, F = 1/J and |g_b|² = J·Σ|h_j|² on average, and this is S = (|g_b|² - |g_B|²)/(1/b - 1/B),
+|G|² = (B|g_B|² - b|g_b|²)/(B - b), with b = B/J.
+
+**Between prompts, between samples** (`nested_noise`). Sample s of prompt p contributes x_ps = G + u_p + e_ps to the mean over K
+samples, with tr Cov(u) = P and tr Cov(e) = E. With c_p samples of prompt p, a = Σ c_p²/K²,
+
+    n = a·P + E/K,     which is P/N + E/(N·M) for N prompts with M samples each.                                     (3)
+
+That is the analysis of variance of a nested design with unequal groups: with m_p the mean of a prompt and m of all,
+
+    E Σ_ps |x_ps - m_p|²   = (K - N)·E                                                                              (4)
+    E Σ_p c_p |m_p - m|²   = (N - 1)·E + (K - K·a)·P                                                                 (5)
+
+(5): Cov(m_p) = P + E/c_p, Cov(m) = a·P + E/K, Cov(m_p, m) = (c_p·P + E)/K, summed with weights c_p. Advantages r - mean(r) of a
+group make its x_ps depend on each other a little; both sides change by the same factor 1 - 1/M, to first order.
+
+**Split groups.** Where a prompt's samples lie in several pieces, these are not independent. By (3), with A = Σ_j Σ_p c_jp²/K²,
+E Σ|h_j|² = F|G|² + A·P + E/K, and (2) finds (A - F·a)/(1 - F)·P + E/K in the place of n. `unsplit` takes that back.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ttrl.intervals import ratio_of_means
+
+WINDOW = 16
+"""Optimizer steps over which numerator and denominator are averaged."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Estimates of one step, each unbiased, so that the signal may come out below 0: average before dividing."""
+
+    noise: float
+    """n = tr Cov(g), of the step's whole gradient; S is this times the number of examples."""
+    signal: float
+    """|G|²."""
+
+
+def noise_of_pieces(squares: Sequence[float], shares: Sequence[float], whole: float) -> Noise | None:
+    """Solve (2). squares: |h_j|² of each piece; shares: f_j, which sum to 1; whole: |g|². None for a single piece."""
+    together = math.fsum(share * share for share in shares)
+    if 1 - together < 1e-9:
+        return None
+    noise = (math.fsum(squares) - together * whole) / (1 - together)
+    return Noise(noise, whole - noise)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A step's noise by where it comes from; estimates of one step, of which `prompts` and `signal` may come out below 0."""
+
+    signal: float
+    """|G|²."""
+    prompts: float
+    """a·P: what is left of the noise with infinitely many samples of these prompts."""
+    samples: float
+    """E/K."""
+
+
+def nested_noise(counts: Sequence[int], within: float, between: float, whole: float) -> Nested | None:
+    """Solve (4) and (5). counts: c_p; within: Σ_ps |x_ps - m_p|²; between: Σ_p c_p |m_p - m|²; whole: |m|². None where a single
+    prompt, or no prompt with two samples, leaves one of them unknown."""
+    groups, total = len(counts), sum(counts)
+    if groups < 2 or total == groups:
+        return None
+    share = sum(count * count for count in counts) / total**2
+    samples = within / (total - groups)
+    prompts = (between - (groups - 1) * samples) / (total - total * share)
+    return Nested(whole - share * prompts - samples / total, share * prompts, samples / total)
+
+
+def unsplit(found: Noise, nested: Nested, shares: Sequence[float], split: float) -> Noise:
+    """Correct what `noise_of_pieces` found where prompts lie in several pieces. split: A/a, 1 where none does."""
+    together = math.fsum(share * share for share in shares)
+    prompts, samples = max(nested.prompts, 0.0), max(nested.samples, 0.0)
+    if prompts + samples == 0:
+        return found
+    part = prompts / (prompts + samples)
+    seen = 1 - part + part * (split - together) / (1 - together)
+    return Noise(found.noise / seen, found.signal + found.noise - found.noise / seen) if seen > 0.1 else found
+
+
+def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return "gradient_noise" of a line of train.jsonl, from what `ttrl.training.gradient_noise` saw of the step: "prompts" (1/a,
+    their number where all have as many samples), "samples", "pieces", "seconds"; "noise" n and "signal" |G|², over all parameters
+    and by "layers", where there are two pieces; "nested", as seen by the sketch, where prompts have several samples."""
+    counts, shares = seen["counts"], seen["shares"]
+    total = sum(counts)
+    row: dict[str, Any] = {"pieces": len(shares), "samples": total, "seconds": seen["seconds"]}
+    row["prompts"] = total**2 / sum(count * count for count in counts)
+    nested = nested_noise(counts, seen["within"], seen["between"], seen["mean"])
+    if nested is not None:
+        row["nested"] = vars(nested)
+
+    def found(squares: Sequence[float], whole: float) -> Noise | None:
+        plain = noise_of_pieces(squares, shares, whole)
+        return plain if plain is None or nested is None else unsplit(plain, nested, shares, seen["split"])
+
+    everything = found([math.fsum(piece) for piece in seen["squares"]], math.fsum(seen["whole"]))
+    if everything is not None:
+        row |= vars(everything) | {"layers": {}}
+        for group, name in enumerate(seen["layers"]):
+            one = found([piece[group] for piece in seen["squares"]], seen["whole"][group])
+            row["layers"][name] = None if one is None else [one.noise, one.signal]
+    return row if all(math.isfinite(value) for value in _numbers(row)) else {"pieces": len(shares)}
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [number for part in value for number in _numbers(part)] if isinstance(value, list) else [value]
+
+
+def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average what the last `WINDOW` optimizer steps say, numerators and denominators apart. steps: lines of train.jsonl, oldest
+    first. Returns what metrics.jsonl says; empty where no step has any.
+
+    "scale": S/|G|² in prompts, the batch at which noise equals signal, and "low", "high": its 95% interval (Fieller's, from the
+    scatter between steps; "high" is left out where the signal may be 0). "prompts": of a step, on the average. "noise", "signal",
+    and "share", S/(B|G|²), their ratio.
+    "from_samples": the share of the noise that more samples of the same prompts would take away. "layers": S/(B|G|²) of each
+    group of layers. "best_samples", "best_prompts", "gain": `best_allocation` by positions that are trained on.
+    """
+    lines = [step for step in steps if "skipped" not in step and (step.get("gradient_noise") or {}).get("prompts")][-WINDOW:]
+    if not lines:
+        return {}
+    last = [line["gradient_noise"] for line in lines]
+    mean: dict[str, Any] = {"steps": len(last), "prompts": statistics.fmean(step["prompts"] for step in last)}
+    measured = [step for step in last if step.get("noise") is not None]
+    if measured:
+        mean |= {name: statistics.fmean(step[name] for step in measured) for name in ("noise", "signal")}
+        scales = [step["noise"] * step["prompts"] for step in measured]
+        ratio = ratio_of_means(scales, [step["signal"] for step in measured])
+        found = {"scale": ratio.value, "low": ratio.low, "high": ratio.high}
+        mean |= {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+        if mean["signal"] > 0:
+            mean["share"] = mean["noise"] / mean["signal"]
+        mean["layers"] = _of_layers([step["layers"] for step in measured])
+    nested = [step["nested"] for step in last if step.get("nested")]
+    if nested:
+        prompts, samples = (max(0.0, statistics.fmean(one[name] for one in nested)) for name in ("prompts", "samples"))
+        if prompts + samples > 0:
+            mean["from_samples"] = samples / (prompts + samples)
+            mean |= _advice(lines, mean["from_samples"])
+    return mean
+
+
+def _advice(lines: Sequence[Mapping[str, Any]], from_samples: float) -> dict[str, float]:
+    prompts, samples = (sum(line["gradient_noise"][name] for line in lines) for name in ("prompts", "samples"))
+    answers = sum(line["trained_tokens"] for line in lines)
+    costs = (sum(line["row_tokens"] for line in lines) - answers) / prompts, answers / samples
+    best = best_allocation(prompts / len(lines), samples / prompts, from_samples, *costs)
+    return {"best_samples": best.samples, "best_prompts": best.prompts, "gain": best.gain}
+
+
+def _of_layers(steps: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    sums: dict[str, list[float]] = {}
+    for step in steps:
+        for name, (noise, signal) in step.items():
+            noises, signals = sums.setdefault(name, [0.0, 0.0])
+            sums[name] = [noises + noise, signals + signal]
+    return {name: noise / signal for name, (noise, signal) in sums.items() if signal > 0}
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How a budget is best divided into prompts and samples of each."""
+
+    samples: int
+    """Of each prompt."""
+    prompts: int
+    """For the cost that was paid."""
+    gain: float
+    """Noise of the step as it is, over its noise then, for the same cost."""
+
+
+def best_allocation(prompts: float, samples: float, from_samples: float, prompt_cost: float, sample_cost: float) -> Allocation:
+    """Divide the cost of `prompts` × `samples` anew. from_samples: the share of the noise that comes from samples; costs in any
+    unit, such as tokens: of one more prompt, and of one more sample.
+
+    By (3), N prompts with M samples have n·cost = (P + E/M)·(c + M·d), whatever N is. It is least at M = √(E·c / (P·d)): few
+    samples where prompts are cheap or differ much, many where each prompt is dear (Cochran, "Sampling techniques", section 10.6).
+    At least two, without which there is no advantage, and at least two prompts.
+    """
+    between, within = 1 - from_samples, from_samples * samples  # in units of n·N
+    cost = prompts * (prompt_cost + samples * sample_cost)
+
+    def product(count: float) -> float:
+        return (between + within / count) * (prompt_cost + count * sample_cost)
+
+    most = max(2, int((cost / 2 - prompt_cost) / sample_cost))
+    exact = math.sqrt(within * prompt_cost / (between * sample_cost)) if between > 0 else math.inf
+    choices = {max(2, math.floor(exact)), min(most, max(2, math.ceil(exact)))} if exact < most else {most}
+    best = min(choices, key=product)
+    return Allocation(best, max(2, round(cost / (prompt_cost + best * sample_cost))), product(samples) / product(best))

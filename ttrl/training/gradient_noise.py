@@ -1,0 +1,197 @@
+"""Read what the gradient noise scale needs as a step's gradients pass by. The mathematics: `ttrl.instruments.gradient_noise`.
+
+Two things are watched in the one backward pass that there is:
+
+    pieces    |h_j|² of each microbatch's gradient on each rank, by a hook on every parameter that sees the gradient before it is
+              added to the others; on a rank of FSDP2 this is its own, before gradients are summed over ranks
+    sketch    the gradient of each sample with respect to a linear layer on top of the decoder's hidden states, Σ_t δ_t h_tᵀ over
+              its labels, projected to SKETCH × SKETCH numbers at random: E|projected|² = |x|². Completions see each other
+              nowhere below the head, so this is exact for samples that share a prompt, where gradients of deeper weights, which
+              also pass through the prompt's keys and values, cannot be told apart by sample
+
+The sketch only divides the noise between prompts and samples. A norm reads each gradient once, which is little beside the
+products that made it; `seconds` says how much (on a GPU, of the CPU that launched it).
+
+Shapes: N trained positions of a microbatch, D width, S samples, L lines (one for each sample of each microbatch),
+r and q = SKETCH. Has run on CPU, alone and over gloo; CUDA: never run on a GPU.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from ttrl.configs import GRPOConfig
+from ttrl.training.parallel.distributed import Ranks, derived_generator
+from ttrl.training.parallel.sharding import local_part
+from ttrl.training.policy.policy import Policy
+
+SKETCH = 16
+_BLOCKS = 4  # into which layers are divided, at most
+
+
+class GradientPieces:
+    """Watches the gradients of one optimizer step at a time, on all ranks alike."""
+
+    def __init__(self, policy: Policy, config: GRPOConfig, here: Ranks) -> None:
+        self._here, self._policy = here, policy
+        self._parameters = {name: p for name, p in policy.parameters_by_name().items() if p.requires_grad}
+        own = _layer_groups(list(self._parameters), len(policy.decoder.layers))
+        self.groups = list(dict.fromkeys(own))
+        self._group_of = [self.groups.index(group) for group in own]
+        self._slots = {name: number for number, name in enumerate(self._parameters)}
+        self._norms: list[dict[int, Tensor]] = []
+        self._lines: list[tuple[Tensor, Tensor]] = []
+        self._hooks: list[Any] = []
+        self._alone = False
+        self._projections: tuple[Tensor, Tensor] | None = None
+        self._seed = (config.seed, "gradient noise")
+        self.seconds = 0.0
+
+    def begin(self, global_step: int, microbatches: int) -> None:
+        """Forget the step before; the next has so many microbatches on each rank. The sketch's projections are new in each step,
+        so that averages over steps have no bias."""
+        width = self._policy.decoder.tok_embeddings.embedding_dim
+        drawn = torch.randn(2, width, SKETCH, generator=derived_generator(*self._seed, global_step)) / SKETCH**0.5
+        both = drawn.to(self._here.device)
+        self._projections = both[0], both[1]
+        self._norms.clear()
+        self._lines.clear()
+        self._alone = microbatches * self._here.world_size == 1
+        self.seconds = 0.0
+
+    def piece(self) -> None:
+        """Begin a microbatch. Call it between forward and backward pass: FSDP has made its whole parameters by then."""
+        self._norms.append({})
+        if not self._hooks and not self._alone:
+            self._hooks = [leaf.register_hook(self._seen(self._slots[name])) for name, leaf in self._leaves()]
+
+    def watch_hidden(self, keys: Tensor, sample_ids_N: Tensor, weights_N: Tensor) -> Callable[[Tensor], None]:
+        """Return what is to be given the hidden states [N, D] of the microbatch's labels in the forward pass."""
+        piece = len(self._norms)
+
+        def watch(h_ND: Tensor) -> None:
+            if not h_ND.requires_grad:
+                return
+            assert self._projections is not None
+            left, right = self._projections
+            with torch.no_grad(), torch.autocast(h_ND.device.type, enabled=False):
+                seen_Nr = h_ND.detach().float() @ right
+
+            @torch.no_grad()
+            def note(gradient_ND: Tensor) -> None:
+                began = time.perf_counter()
+                outer_N = torch.einsum("nr,nq->nrq", gradient_ND.float() @ left, seen_Nr).flatten(1)
+                each_N = torch.cat([weights_N.float()[:, None], outer_N], dim=1).double()
+                sums = torch.zeros(len(keys), each_N.shape[1], dtype=torch.float64, device=h_ND.device)
+                who = torch.cat([torch.full_like(keys[:, :1], piece), keys], dim=1)
+                self._lines.append((who, sums.index_add_(0, sample_ids_N, each_N)))
+                self.seconds += time.perf_counter() - began
+
+            h_ND.register_hook(note)
+
+        return watch
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, Any]:
+        """Return what was seen, the same on every rank: of pieces their `shares` f_j of the weights in the loss, `squares` |h_j|²
+        and of all `whole` |g|², by group of layers; of samples `counts`, `within`, `between`, `mean`, `split`
+        (`ttrl.instruments.gradient_noise`). A collective. Call it before gradients are clipped."""
+        began = time.perf_counter()
+        here, pieces = self._here, len(self._norms)
+        scale = 1 / here.world_size  # FSDP takes the mean over ranks of what `Update.backward` made larger by their number
+        gradients = {self._slots[name]: p.grad for name, p in self._parameters.items() if p.grad is not None and not self._alone}
+        squares = self._by_group(self._norms) * scale**2
+        whole = self._by_group([{slot: _norm(grad) for slot, grad in gradients.items()}])[0]
+        whole = here.sum(whole.to(here.device)).cpu()
+        who = torch.cat([who.cpu() for who, _ in self._lines])
+        who[:, 0] += here.rank * pieces
+        seen = torch.cat([seen.cpu() for _, seen in self._lines])
+        who, seen = (here.gather(part.flatten()).view(-1, part.shape[1]) for part in (who, seen))
+        seen[:, 1:] *= scale
+        found = {
+            "layers": self.groups,
+            "squares": here.gather(squares.flatten()).view(-1, len(self.groups)).tolist(),
+            "whole": whole.tolist(),
+            **_moments(who, seen, pieces * here.world_size),
+        }
+        return found | {"seconds": self.seconds + time.perf_counter() - began}
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _seen(self, slot: int) -> Callable[[Tensor], None]:
+        def note(gradient: Tensor) -> None:  # without gradient, as all of a backward pass
+            began = time.perf_counter()
+            self._norms[-1][slot] = _norm(gradient)
+            self.seconds += time.perf_counter() - began
+
+        return note
+
+    def _leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that autograd gives gradients to: with FSDP2, whole parameters, which the first forward pass makes
+        and later ones fill again."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        sharded: list[Any] = [module for module in self._policy.modules() if isinstance(module, FSDPModule)]
+        if not sharded:
+            yield from self._parameters.items()
+        for module in sharded:
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for one in group.fsdp_params:
+                    if id(one.sharded_param) in names:
+                        yield names[id(one.sharded_param)], one._unsharded_param
+
+    def _by_group(self, norms: Sequence[Mapping[int, Tensor]]) -> Tensor:
+        """Square and add up norms, given by the numbers of their parameters: [pieces, groups], float64, on the CPU."""
+        sums = torch.zeros(len(norms), len(self.groups), dtype=torch.float64)
+        values = [norm for piece in norms for norm in piece.values()]
+        if values:
+            places = [row * len(self.groups) + self._group_of[slot] for row, piece in enumerate(norms) for slot in piece]
+            sums.view(-1).index_add_(0, torch.tensor(places), torch.stack(values).cpu().double().square())
+        return sums
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(local_part(gradient), dtype=torch.float32)
+
+
+def _layer_groups(names: Sequence[str], layers: int) -> list[str]:
+    """Return for each parameter the group of layers that it is in: embeddings, head, and parts of the decoder."""
+    size = -(-layers // _BLOCKS)
+    found = []
+    for name in names:
+        if name.startswith("layers."):
+            first = int(name.split(".")[1]) // size * size
+            last = min(first + size, layers) - 1
+            found.append(f"layer {first}" if first == last else f"layers {first}-{last}")
+        else:
+            found.append("embeddings" if name.startswith("tok_embeddings") else "head")
+    return found
+
+
+def _moments(who_L3: Tensor, seen: Tensor, pieces: int) -> dict[str, Any]:
+    """Return what `finish` says of shares and samples. who: (piece, task, sample) of each line; seen: its weight in the loss, and
+    its part of the sketched gradient."""
+    shares = torch.zeros(pieces, dtype=torch.float64).index_add_(0, who_L3[:, 0], seen[:, 0])
+    samples, place_L = torch.unique(who_L3[:, 2], return_inverse=True)
+    count = len(samples)
+    x = torch.zeros(count, seen.shape[1] - 1, dtype=torch.float64).index_add_(0, place_L, seen[:, 1:]) * count
+    tasks = torch.empty_like(samples).scatter_(0, place_L, who_L3[:, 1])
+    _, task_S, counts = torch.unique(tasks, return_inverse=True, return_counts=True)
+    means = torch.zeros(len(counts), x.shape[1], dtype=torch.float64).index_add_(0, task_S, x) / counts[:, None]
+    mean = x.mean(dim=0)
+    _, together = torch.unique(who_L3[:, 0] * len(counts) + task_S[place_L], return_counts=True)
+    return {
+        "shares": (shares / shares.sum()).tolist(),
+        "counts": counts.tolist(),
+        "within": float((x - means[task_S]).square().sum()),
+        "between": float((counts * (means - mean).square().sum(dim=1)).sum()),
+        "mean": float(mean.square().sum()),
+        "split": float(together.square().sum() / counts.square().sum()),
+    }
