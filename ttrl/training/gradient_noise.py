@@ -158,7 +158,8 @@ class GradientPieces:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(local_part(gradient), dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(local_part(gradient), dtype=torch.float32)
+    return norm
 
 
 def _layer_groups(names: Sequence[str], layers: int) -> list[str]:

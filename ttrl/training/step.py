@@ -119,6 +119,9 @@ class GradientStep:
             weight, bias = self._reference_head
             assert weight is not None, "the prepass keeps it where the objective needs it"
             reference = ReferenceHead(batch["reference_hidden"], weight, bias)
+        watch = None
+        if self._pieces is not None:
+            watch = self._pieces.watch_hidden(batch["sample_keys"], tokens.samples, tokens.weights)
         return HeadOptions(
             trained=tokens.trained,
             token_loss=tokens.weighted_loss if objective.per_token else None,
@@ -126,7 +129,7 @@ class GradientStep:
             divergence_grad=objective.needs_divergence_grad,
             reference=reference,
             value_head=self._value_head,
-            watch=self._pieces and self._pieces.watch_hidden(batch["sample_keys"], tokens.samples, tokens.weights),
+            watch=watch,
         )
 
     def _losses(self, out: PolicyOutput, tokens: "_Tokens", objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:

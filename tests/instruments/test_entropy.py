@@ -1,0 +1,147 @@
+"""Entropy of sequences where all of them can be enumerated: every estimate against the exact sum, and its autograd."""
+
+import itertools
+
+import pytest
+import torch
+
+from ttrl.instruments.entropy import (
+    by_sequence,
+    effective_size,
+    entropy_estimates,
+    importance_entropy,
+    mean_over,
+    others_mean,
+)
+
+VOCAB, END, LONGEST = 3, 2, 3  # a sequence ends with END, or after 3 tokens
+
+
+def every_sequence(prefix=()):
+    if prefix and (prefix[-1] == END or len(prefix) == LONGEST):
+        return [prefix]
+    return [one for token in range(VOCAB) for one in every_sequence((*prefix, token))]
+
+
+SEQUENCES = every_sequence()
+PREFIXES = sorted({one[:k] for one in SEQUENCES for k in range(len(one))})
+
+
+def a_policy(seed=0):
+    """A free distribution after each prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(PREFIXES), VOCAB, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def tables(logits, sequences=SEQUENCES):
+    """log π and entropy at each place, [S, T], 0 behind the end."""
+    logp = torch.log_softmax(logits, dim=1)
+    entropy = -(logp.exp() * logp).sum(dim=1)
+    rows = [[PREFIXES.index(one[:k]) for k in range(len(one))] for one in sequences]
+    samples = torch.tensor([s for s, row in enumerate(rows) for _ in row])
+    places = torch.tensor([place for row in rows for place in row])
+    tokens = torch.tensor([token for one in sequences for token in one])
+    return by_sequence(logp[places, tokens], samples)[0], by_sequence(entropy[places], samples)[0]
+
+
+def exact(logits):
+    log_pi = tables(logits)[0].sum(dim=1)
+    return -(log_pi.exp() * log_pi).sum()
+
+
+def test_both_estimates_are_unbiased_and_the_second_has_less_variance():
+    logits = a_policy()
+    logprobs, entropies = tables(logits.detach())
+    probability = logprobs.sum(dim=1).exp()
+    assert float(probability.sum()) == pytest.approx(1.0)
+    truth = float(exact(logits))
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(300):
+        drawn = torch.multinomial(probability, 100, replacement=True, generator=generator)
+        found.append([mean_over(values) for values in entropy_estimates(logprobs[drawn], entropies[drawn])])
+    for which in (0, 1):
+        values = torch.tensor([one[which].value for one in found])
+        error = float(values.std()) / 300**0.5
+        assert abs(float(values.mean()) - truth) < 3 * error
+        said = sum(one[which].error for one in found) / 300
+        assert said == pytest.approx(float(values.std()), rel=0.15)  # the errors are what they say
+    plain, better = (torch.tensor([one[which].value for one in found]).var() for which in (0, 1))
+    assert better < 0.5 * plain
+
+
+def test_the_gradient_with_the_score_of_the_prefix_is_that_of_the_exact_entropy():
+    """Its expectation, by summing over all sequences; without the prefix's term it is another one."""
+    logits = a_policy()
+    (wanted,) = torch.autograd.grad(exact(logits), logits)
+    logprobs, entropies = tables(logits)
+    probability = logprobs.detach().sum(dim=1).exp()
+    values, log_w = importance_entropy(logprobs, entropies, logprobs.detach(), 0.7)
+    assert torch.equal(log_w, torch.zeros_like(log_w))
+    (found,) = torch.autograd.grad((probability * values).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-14)
+    (bonus,) = torch.autograd.grad((probability * entropies.sum(dim=1)).sum(), logits)
+    assert (bonus - wanted).abs().max() > 0.01
+
+
+def test_the_second_derivative_is_that_of_the_exact_entropy():
+    logits = a_policy()
+    v = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def curvature(value):
+        (gradient,) = torch.autograd.grad(value, logits, create_graph=True)
+        return float((torch.autograd.grad((gradient * v).sum(), logits)[0] * v).sum())
+
+    logprobs, entropies = tables(logits)
+    probability = logprobs.detach().sum(dim=1).exp()
+    values, _ = importance_entropy(logprobs, entropies, logprobs.detach(), -0.3)
+    assert curvature((probability * values).sum()) == pytest.approx(curvature(exact(logits)), rel=1e-10)
+
+
+def test_weighing_gives_the_entropy_of_another_policy():
+    start, other = a_policy().detach(), a_policy().detach() + 0.3 * a_policy(5).detach()
+    before = tables(start)[0]
+    probability = before.sum(dim=1).exp()
+    values, log_w = importance_entropy(*tables(other), before, baseline_ST=2.0)
+    assert float((probability * values).sum()) == pytest.approx(float(exact(other)), rel=1e-12)
+    assert float((probability * log_w.exp()).sum()) == pytest.approx(1.0)
+    drawn = torch.multinomial(probability, 20_000, replacement=True, generator=torch.Generator().manual_seed(3))
+    w = log_w[drawn].exp()
+    assert effective_size(log_w[drawn]) == pytest.approx(float(w.sum() ** 2 / (w**2).sum()) / 20_000)
+
+
+def gradient_of(logits, chosen, with_baseline):
+    logprobs, entropies = (table[chosen] for table in tables(logits))
+    baseline = others_mean(entropies) if with_baseline else 0.0
+    values, _ = importance_entropy(logprobs, entropies, logprobs.detach(), baseline)
+    return torch.autograd.grad(values.mean(), logits)[0]
+
+
+def test_the_mean_of_the_others_as_a_baseline_has_no_bias():
+    """Over all pairs of sequences."""
+    logits = a_policy()
+    (wanted,) = torch.autograd.grad(exact(logits), logits)
+    probability = tables(logits.detach())[0].sum(dim=1).exp()
+    mean = torch.zeros_like(wanted)
+    for pair in itertools.product(range(len(SEQUENCES)), repeat=2):
+        mean += probability[list(pair)].prod() * gradient_of(logits, torch.tensor(pair), True)
+    torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-13)
+
+
+def test_the_baseline_lowers_the_variance():
+    logits = a_policy()
+    (wanted,) = torch.autograd.grad(exact(logits), logits)
+    probability = tables(logits.detach())[0].sum(dim=1).exp()
+    generator, errors = torch.Generator().manual_seed(4), {True: 0.0, False: 0.0}
+    for _ in range(200):
+        drawn = torch.multinomial(probability, 50, replacement=True, generator=generator)
+        for with_baseline in errors:
+            errors[with_baseline] += float((gradient_of(logits, drawn, with_baseline) - wanted).square().sum())
+    assert errors[True] < 0.9 * errors[False]
+
+
+def test_sequences_of_one_prompt_count_as_one_draw():
+    values = torch.tensor([1.0, 1.0, 1.0, 3.0, 3.0, 3.0])
+    clustered = mean_over(values, torch.tensor([7, 7, 7, 4, 4, 4]))
+    assert clustered.value == 2.0 and clustered.error == pytest.approx(1.0)  # of two draws, 1 and 3
+    assert mean_over(values).error == pytest.approx(float(values.std()) / 6**0.5)
+    assert torch.tensor(mean_over(values[:1]).error).isnan()
