@@ -87,16 +87,16 @@ def test_a_proxy_is_not_given_the_key_of_our_own_server(server, monkeypatch, use
                 client.with_options(max_retries=0).models.list()
 
 
-@pytest.mark.parametrize(
-    "command", [["chat", "/not/there"], ["serve", "/not/there", "--key-file", "KEY"]], ids=lambda one: one[0]
-)
+@pytest.mark.parametrize("command", ["chat /not/there", "serve /not/there --key-file KEY", "tasks try t.py --model /not/there"])
 def test_nothing_is_said_to_start_for_a_model_that_is_not_there(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(command) == 2
+    (tmp_path / "t.py").write_text("from ttrl import Task\ntasks = [Task([{'role': 'user', 'content': 'a'}], lambda c: 1.0)]\n")
+    assert main(command.split()) == 2
     said = capsys.readouterr().err
     assert said.startswith("ttrl: error: model folder /not/there does not exist") and "tarting" not in said
 
 
 def test_without_a_command_there_is_the_list_of_them(capsys):
-    assert main([]) == 2
+    with pytest.raises(SystemExit):
+        main([])
     assert "talk to a model, such as a checkpoint" in capsys.readouterr().err

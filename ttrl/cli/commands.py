@@ -51,11 +51,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     speak_in_lines()
-    given = sys.argv[1:] if argv is None else argv
+    parser, given = make_parser(), sys.argv[1:] if argv is None else argv
     if not given:  # somebody looks around
-        make_parser().print_help(sys.stderr)
-        return 2
-    arguments = make_parser().parse_args(given)
+        parser.exit(2, parser.format_help())
+    arguments = parser.parse_args(given)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     try:

@@ -15,6 +15,7 @@ from ttrl.errors import UserError
 from ttrl.ready_models import ready_model
 from ttrl.records import Sample
 from ttrl.rollouts.task_results import get_task_results
+from ttrl.server.model_folder import check_model_folder
 from ttrl.server.serving import is_address, serving
 from ttrl.system.files import write_text
 from ttrl.tasks.task import Grade, Grader, Task
@@ -59,10 +60,12 @@ def try_tasks(
     elif replies:
         raise UserError("give a model or replies, not both: replies are for grading without a model")
     else:
-        if not is_address(model):
+        folder = str(ready_model(model) or model)
+        if not is_address(folder):
+            check_model_folder(folder)
             say(f"starting a vLLM server for {model} (half a minute or more) ...")
         params = {"max_tokens": max_tokens, "temperature": temperature}
-        with serving(str(ready_model(model) or model), server_args=server_args) as served:
+        with serving(folder, server_args=server_args) as served:
             options: dict[str, Any] = {"n": samples, "params": params, "token_ids": served.is_ours, "pbar": False}
             answers = [
                 result.samples for result in asyncio.run(get_task_results(tasks, served.endpoint, served.model, **options))

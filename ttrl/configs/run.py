@@ -38,7 +38,7 @@ class TrainConfig(Config):
     run: str
     """The run folder. The same command on the same folder continues where it stopped."""
     model: str
-    """The model to start from: a folder in Hugging Face layout, or a name on the hub."""
+    """The model to start from: a folder in Hugging Face layout, a name of `ttrl models`, or one on the hub."""
     iterations: int
     """How many times to sample, grade and train."""
     seed: int = 0

@@ -7,6 +7,7 @@ from itertools import permutations, product
 import pytest
 
 from ttrl.errors import TaskError
+from ttrl.records import ANSWER_END
 from ttrl.tasks.words import in_validation
 from ttrl.tasks.zebra_grid import ZebraGridGrader, get_zebra_grid_tasks, load_puzzles, make_puzzle
 from ttrl.tasks.zebra_grid.generator import make_draft
@@ -82,7 +83,16 @@ def test_long_replies_take_linear_time(grade_long_replies):
 
 
 def test_tables_are_told_from_text():
-    assert read_tables("no table\n\n| a | B |\n|---|---|\n| 1 | **2** |\n\na|b") == [[["a", "b"], ["1", "2"]], [["a", "b"]]]
+    tables = read_tables("no table\n\n| a | B |\n|---|---|\n| 1 | **2** |\n\na|b")
+    assert tables == [([["a", "b"], ["1", "2"]], 43), ([["a", "b"]], 48)]
+
+
+@pytest.mark.parametrize("before", ["", "<think>|1|2|\n</think>", "First:\r\n\r\n"])
+@pytest.mark.parametrize("after", ["", "  \n", "\n\nThat is all.", " \n\n| House | Name |\n"])
+def test_where_the_last_answer_ends(before, after, reply):
+    text = before + RIGHT + after
+    assert ZebraGridGrader(HEADER, ROWS)(reply(text))[1][ANSWER_END] == len(before + RIGHT)
+    assert ANSWER_END not in ZebraGridGrader(HEADER, ROWS)(reply("none"))[1]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +195,8 @@ def test_puzzles_are_made_again_by_the_same_seed_and_split(reply):
     assert len({*ids[0], *ids[2], *ids[3]}) == 6
     row = make_puzzle("train 1 0", 4, 3)
     assert row["size"] == "4*3" and row["puzzle"] in one[0].messages[0]["content"]
-    assert one[0].grader(reply(table_of(**row["solution"]))) == (1.0, {"solved": 1.0, "table": 1.0})
+    table = table_of(**row["solution"])
+    assert one[0].grader(reply(table)) == (1.0, {"solved": 1.0, "table": 1.0, ANSWER_END: len(table)})
 
 
 def test_no_setting_is_made_for_both_splits():

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ttrl.errors import TaskError
+from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.task import Choice
 
@@ -19,16 +20,18 @@ _LONGEST_LINE = 2000  # characters; a row of a grid has less than 200
 Table = list[list[str]]
 
 
-def read_tables(reply: str) -> list[Table]:
-    """Return every markdown table: rows of normalised cells, the heading first, lines of dashes left out."""
-    tables: list[Table] = []
-    block: list[list[str]] = []
-    for line in [*reply.splitlines(), ""]:
+def read_tables(reply: str) -> list[tuple[Table, int]]:
+    """Return every markdown table: rows of normalised cells, the heading first, lines of dashes left out; and where it ends."""
+    tables: list[tuple[Table, int]] = []
+    block: list[tuple[list[str], int]] = []
+    end = 0
+    for line in [*reply.splitlines(keepends=True), ""]:
         if "|" in line and len(line) <= _LONGEST_LINE:
-            block.append(_cells(line))
+            block.append((_cells(line), end + len(line.rstrip())))
         elif block:
             tables += _tables_of(block)
             block = []
+        end += len(line)
     return tables
 
 
@@ -46,12 +49,12 @@ def _is_rule(cells: list[str]) -> bool:
     return all(cell and not cell.strip(":- ") and "-" in cell for cell in cells)
 
 
-def _tables_of(block: list[list[str]]) -> list[Table]:
+def _tables_of(block: list[tuple[list[str], int]]) -> list[tuple[Table, int]]:
     """Cut lines into tables: those without an empty line between them begin one line above their dashes."""
-    rules = [number for number, cells in enumerate(block) if _is_rule(cells)]
+    rules = [number for number, (cells, _) in enumerate(block) if _is_rule(cells)]
     starts = sorted({0, *(number - 1 for number in rules if number > 0)})
     parts = [block[start:end] for start, end in zip(starts, [*starts[1:], len(block)])]
-    return [[cells for cells in part if not _is_rule(cells)] for part in parts]
+    return [([cells for cells, _ in part if not _is_rule(cells)], part[-1][1]) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,19 @@ class ZebraGridGrader:
             raise TaskError(f"zebra-grid: two columns of the same name in {list(self.header)}")
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"solved": 0 or 1, "table": 1 if there was one of the right height})."""
-        fitting = [table for table in read_tables(after_thinking(reply_text(choice))) if len(table) == len(self.rows) + 1]
+        """Return (reward, {"solved": 0 or 1, "table": 1 if there was one of the right height}), and where that ends
+        (`ttrl.records.ANSWER_END`)."""
+        reply = reply_text(choice)
+        answer = after_thinking(reply)
+        fitting = [(table, end) for table, end in read_tables(answer) if len(table) == len(self.rows) + 1]
         if not fitting:
             return 0.0, {"solved": 0.0, "table": 0.0}
-        given = self._in_order(fitting[-1])
+        table, end = fitting[-1]
+        given = self._in_order(table)
         wanted = [_normalise(cell) for row in self.rows for cell in row[1:]]
         right = sum(mine == theirs for mine, theirs in zip(given, wanted))
-        return right / len(wanted), {"solved": float(right == len(wanted)), "table": 1.0}
+        ends = float(len(reply) - len(answer) + end)
+        return right / len(wanted), {"solved": float(right == len(wanted)), "table": 1.0, ANSWER_END: ends}
 
     def reference(self) -> str:
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, *self.rows)]
