@@ -21,6 +21,7 @@ from ttrl.errors import ConfigError, DivergedError, ModelFolderError, PackError,
 from ttrl.system.files import read_jsonl
 from ttrl.training import prepass
 from ttrl.training.counts import forward_work
+from ttrl.training.gradient_parts import GradientParts
 from ttrl.training.models.architecture import read_config
 from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages
 from ttrl.training.parallel.distributed import Ranks, derived_generator
@@ -200,8 +201,7 @@ def test_the_line_of_a_step_adds_up(trials):
     (line,) = lines(trials.train(packed, **settings))
     assert line["loss"] == pytest.approx(line["policy_loss"] + line["kl_loss"] + line["entropy_loss"])
     assert line["kl_loss"] == pytest.approx(0.3 * line["kl"])
-    parts = [abs(line[name]) for name in ("policy_loss", "kl_loss", "entropy_loss")]
-    assert line["kl_share"] == pytest.approx(parts[1] / sum(parts))
+    assert "kl_share" not in line  # with an entropy bonus it cannot be told
     assert line["row_tokens"] == packed.num_tokens and line["trained_tokens"] == packed.num_trained
     widths = [packed.rows(slice(start, start + 2)).trim().tokens.numel() for start in range(0, packed.num_rows, 2)]
     assert line["padding_tokens"] == sum(widths) - packed.num_tokens
@@ -253,7 +253,7 @@ def test_flops_by_part_are_those_that_pytorch_counts(settings, passes, trials, m
     # It knows nothing of the in-place product that makes the gradient of the head's weight.
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        out = trials.train(packed, **settings)
+        out = trials.train(packed, gradient_noise=False, **settings)
     parts = [line["flops_by_part"] for line in lines(out)]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
     shape = model_shape(read_config(trials.model).to_dict())
@@ -262,12 +262,76 @@ def test_flops_by_part_are_those_that_pytorch_counts(settings, passes, trials, m
     times = 3 + 0.5 + sum(passes.values()) + ("activation_checkpointing" in settings and "checkpoint_keeps" not in settings)
     attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs * times
     products = sum(count for name, count in counted[0].items() if name != torch.ops.aten.bmm)  # entropies: no product of matrices
+    if any("kl_share" in line for line in lines(out)):
+        products -= 4 * shape.width**2 * packed.num_trained  # what measures it: much here, little of a real model
     assert sum(total.values()) - attention == pytest.approx(products, rel=1e-3)
     forward = forward_work(packed, read_config(trials.model), GRPOConfig(model="", packed="", output_dir=""))
     for name in ("prepass", "reference"):
         assert (total[name] > 0) == (name in passes)
         if "kl_estimator" not in settings and "lora_rank" not in settings:
             assert total[name] == pytest.approx(forward * passes.get(name, 0))
+
+
+def moved(folder, start):
+    """The SGD step that a checkpoint took, as one vector."""
+    before, after = load_file(start / "model.safetensors"), weights(folder)
+    return torch.cat([(after[name] - before[name]).double().flatten() for name in sorted(before)])
+
+
+@pytest.mark.parametrize("settings", [{}, {"objective": "gspo"}, {"objective": "reinforce", "kl_estimator": "k2"}])
+@pytest.mark.parametrize("beta", [0.02, 0.2, 2.0])
+def test_the_share_of_kl_is_that_of_the_gradients(settings, beta, trials):
+    """Against the steps of either part alone, over all parameters."""
+    packed = trials.pack()
+    packed.logprobs = trials.logprobs(trials.model, packed)
+    mean = float((packed.advantages * packed.weights).nansum() / packed.weights[packed.labels != -100].sum())
+    packed.advantages = torch.where(packed.labels != -100, packed.advantages - mean, packed.advantages)
+    both = lines(trials.train(packed, kl_coefficient=beta, **settings))[0]
+    policy = moved(trials.train(packed, lr=0.01, **{**settings, "kl_estimator": "k3"}), trials.model).norm()
+    packed.advantages = packed.advantages * 0
+    kl = moved(trials.train(packed, lr=0.01, kl_coefficient=beta, **settings), trials.model).norm()
+    true = float(kl / (kl + policy))
+    assert both["kl_share"] == pytest.approx(true, abs=0.12)
+    if settings.get("objective") != "reinforce":
+        assert abs(both["policy_loss"]) < 0.01  # by loss values, KL would be nearly everything
+
+
+def test_the_parts_of_a_gradient_are_those_of_a_matrix_before_the_head():
+    torch.manual_seed(0)
+    h, head, labels = torch.randn(20, 8), torch.randn(11, 8), torch.randint(11, (20,))
+    matrix = torch.eye(8, requires_grad=True)
+    logprobs = torch.log_softmax((h @ matrix) @ head.T, -1)[range(20), labels]
+    policy, kl = torch.randn(20), torch.randn(20) / 3
+    norms = [
+        float(torch.autograd.grad((slopes * logprobs).sum(), matrix, retain_graph=True)[0].norm()) for slopes in (policy, kl)
+    ]
+    states = h.clone().requires_grad_()
+    logprobs = torch.log_softmax(states @ head.T, -1)[range(20), labels]
+    parts = GradientParts()
+    for part in (slice(0, 12), slice(12, 20)):
+        parts.expect((policy + kl)[part], kl[part])
+        gradient = torch.autograd.grad(((policy + kl)[part] * logprobs[part]).sum(), states, retain_graph=True)[0]
+        parts.add(h[part], gradient[part])
+    assert parts.share(HERE) == pytest.approx(norms[1] / sum(norms), rel=1e-4)
+
+
+def test_kl_is_watched_where_it_has_no_weight(trials):
+    packed = trials.pack()
+    rows = packed.num_rows
+    assert 1 < rows < 12
+    watched = [lines(trials.train(packed, watch_kl=True, iteration=number))[0] for number in range(1, 14)]
+    every = 12 // rows
+    assert ["kl" in line for line in watched] == [(number - 1) % every == 0 for number in range(1, 14)]
+    alone = trials.pack().rows([0])
+    (line,) = lines(trials.train(alone, watch_kl=True))
+    (weighed,) = lines(trials.train(alone, kl_coefficient=1e-9))
+    assert line["kl"] == pytest.approx(weighed["kl"], rel=1e-5) and "kl_loss" not in line and "kl_share" not in line
+    unwatched = trials.train(packed)
+    assert all(
+        torch.equal(weights(unwatched)[name], weight) for name, weight in weights(trials.train(packed, watch_kl=True)).items()
+    )
+    forward = forward_work(packed, read_config(trials.model), GRPOConfig(model="", packed="", output_dir=""))
+    assert sum(line["flops_by_part"]["reference"] for line in watched) < len(watched) * forward / 5
 
 
 def test_ratios_of_the_policy_with_itself_are_one(trials):

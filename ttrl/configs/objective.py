@@ -40,6 +40,9 @@ class ObjectiveConfig(Config):
     over the tokens before it by `gamma`."""
     kl_after_steps: int = 0
     """The coefficient is 0 for the first optimizer steps of the run, as many as this."""
+    watch_kl: bool = False
+    """Measure KL to the reference also where the coefficient is 0, on a twelfth of an iteration's rows (of few rows, one in every
+    so many iterations). That takes about 3% of a step, besides loading the reference's weights (adapters are switched off)."""
 
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus: the loss of a token is lowered by this times the entropy of its distribution, in nats."""
@@ -119,6 +122,8 @@ class ObjectiveConfig(Config):
         found = self.at_least(0, "kl_coefficient", "kl_after_steps") + self.above_zero("implicit_beta")
         if self.kl_coefficient > 0 and self.kl_estimator == "full" and not self.has_reference:
             found.append("kl_coefficient is above 0, with kl_estimator 'full', but reference_model is missing")
+        if self.watch_kl and not self.has_reference:
+            found.append("watch_kl is on, but reference_model is missing; name the model to which KL is to be measured")
         if self.kl_after_steps > 0 and self.kl_coefficient == 0:
             found.append(f"kl_after_steps is {self.kl_after_steps} but kl_coefficient is 0; there is nothing to begin with")
         if self.kl_in == "reward" and self.kl_estimator == "full":

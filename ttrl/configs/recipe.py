@@ -319,7 +319,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether anything in the objective compares the policy with a reference model."""
-        return self.kl_coefficient > 0 or self.token_rewards == "implicit"
+        return self.kl_coefficient > 0 or self.token_rewards == "implicit" or self.watch_kl
 
     @property
     def needs_estimates(self) -> bool:

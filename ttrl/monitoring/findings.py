@@ -252,7 +252,7 @@ def kl_blew_up(h: History) -> str | None:
 @rule("warn", "The reward hardly counts: a lower kl_coefficient.")
 def kl_rules(h: History) -> str | None:
     share = h.now("train.kl_share")
-    return f"{percent(share)} of the loss is the KL term." if share is not None and share > 0.9 else None
+    return f"{percent(share)} of the gradient is KL's, by the norms of its parts." if share is not None and share > 0.9 else None
 
 
 # What went wrong

@@ -161,6 +161,6 @@ def flops_of(
     return PlannedFlops(
         sampling=float(reading + writing) * lengths.scale * share_sampled,
         training=float(training) * lengths.scale,
-        prepass=float(forward) * (own + recipe.needs_reference) * lengths.scale,
+        prepass=float(forward) * (own + (recipe.kl_coefficient > 0 or recipe.needs_estimates)) * lengths.scale,
         validation=float(held_out),
     )

@@ -8,7 +8,7 @@ pass; else the chunks are computed again in the backward pass. What is reported 
 Shapes: N trained positions of a microbatch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.counts import PARTS, token_counts, work_counts
 from ttrl.training.faults import Finite
 from ttrl.training.gradient_noise import GradientPieces
+from ttrl.training.gradient_parts import GradientParts
 from ttrl.training.kernels.logprobs import ReferenceHead
 from ttrl.training.metrics import Range, Sums, effective_sample_size
 from ttrl.training.objective.divergences import ESTIMATORS
@@ -49,6 +50,8 @@ class StepResult:
     """Where the first loss of this rank is that is not finite."""
     pieces: dict[str, Any] | None = None
     """What `GradientPieces` saw; if it looked."""
+    kl_share: float | None = None
+    """See `GradientParts`; None where there is no KL in the loss, or its part cannot be told."""
 
 
 class GradientStep:
@@ -80,15 +83,21 @@ class GradientStep:
         if self._pieces is not None:
             self._pieces.begin(objective.global_step, -(-step.rows.num_rows // self._config.rows_per_microbatch))
         size, batches = self._config.rows_per_microbatch, step.microbatches(self._config, self._here.device)
+        parts: GradientParts | None = None
+        measured = objective.kl_in_loss > 0 and not (objective.needs_entropy_grad or objective.needs_divergence_grad)
+        measured = measured and not (self._config.value_head and self._config.value_grad_in_decoder)
         while True:
             with self._watch.part("data"):
                 batch = next(batches, None)
             if batch is None:
                 break
             tokens = _Tokens(batch, objective)
+            parts = GradientParts() if parts is None and measured else parts
             with self._watch.part("forward"):
-                out = self._policy(*policy_inputs(batch), self._head_options(batch, tokens, objective))
+                out = self._policy(*policy_inputs(batch), self._head_options(batch, tokens, objective, parts))
                 total, facts = self._losses(out, tokens, objective)
+                if parts is not None:
+                    parts.expect(*tokens.slopes(out.logprobs))
             if self._pieces is not None:
                 self._pieces.piece()
             with self._watch.part("backward"):
@@ -111,17 +120,25 @@ class GradientStep:
             None if both is None else (self._here.gather(both[0]), self._here.gather(both[1])),
             finite.described(step.rows, step.numbers, size),
             None if self._pieces is None else self._pieces.finish(),
+            None if parts is None else parts.share(self._here),
         )
 
-    def _head_options(self, batch: dict[str, Tensor], tokens: "_Tokens", objective: Objective) -> HeadOptions:
+    def _head_options(
+        self, batch: dict[str, Tensor], tokens: "_Tokens", objective: Objective, parts: GradientParts | None
+    ) -> HeadOptions:
         reference = None
         if objective.needs_divergence_grad:
             weight, bias = self._reference_head
             assert weight is not None, "the prepass keeps it where the objective needs it"
             reference = ReferenceHead(batch["reference_hidden"], weight, bias)
-        watch = None
+        watches: list[Callable[[Tensor], None]] = [] if parts is None else [parts.watch_hidden]
         if self._pieces is not None:
-            watch = self._pieces.watch_hidden(batch["sample_keys"], tokens.samples, tokens.weights)
+            watches.append(self._pieces.watch_hidden(batch["sample_keys"], tokens.samples, tokens.weights))
+
+        def watch(h_ND: Tensor) -> None:
+            for look in watches:
+                look(h_ND)
+
         return HeadOptions(
             trained=tokens.trained,
             token_loss=tokens.weighted_loss if objective.per_token else None,
@@ -129,7 +146,7 @@ class GradientStep:
             divergence_grad=objective.needs_divergence_grad,
             reference=reference,
             value_head=self._value_head,
-            watch=watch,
+            watch=watch if watches else None,
         )
 
     def _losses(self, out: PolicyOutput, tokens: "_Tokens", objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
@@ -158,6 +175,8 @@ class GradientStep:
         if "kl" not in facts and tokens.reference is not None:  # in the reward, or not yet in the loss
             kind = self._config.kl_estimator
             facts["kl"] = ESTIMATORS["k3" if kind == "full" else kind](out.logprobs.detach(), tokens.reference)
+            if self._config.watch_kl:  # of some rows alone
+                sums.add(kl_weights=tokens.weights * ~torch.isnan(tokens.reference))
         sums.add(loss=facts["loss"] * tokens.weights, entropy=out.entropy)
         sums.add(**{name: facts[name] * tokens.weights for name in (*_WEIGHTED, "value_loss") if name in facts})
         sums.add(**{name: facts[name] for name in _SHARES if name in facts})
@@ -192,6 +211,14 @@ class _Tokens:
         known = {name: None if value is None else value[at] for name, value in self._extras.items()} | (extras or {})
         return self._objective.loss(logprobs_n, self.sampled[at], self._advantages[at], self.samples[at], known)
 
+    def slopes(self, logprobs_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of the weighted loss, and of KL's part of it, by the log-probabilities, [N] each."""
+        with torch.enable_grad():
+            at_N = logprobs_N.detach().requires_grad_()
+            losses = self.loss(at_N)[0], self._objective.divergence_loss(at_N, self._extras)
+            whole_N, kl_N = (torch.autograd.grad((loss_N * self.weights).sum(), at_N)[0] for loss_N in losses)
+        return whole_N, kl_N
+
     def weighted_loss(self, logprobs_n: Tensor, at: slice) -> Tensor:
         """Return w·ℓ of the tokens in `at`, which the head differentiates chunk by chunk."""
         return self.loss(logprobs_n, at)[0] * self.weights[at]
@@ -202,9 +229,12 @@ def step_metrics(result: StepResult, step: Update) -> dict[str, Any]:
     sums = result.sums
     tokens = max(sums["trained_tokens"], 1)
     metrics: dict[str, Any] = {name: sums[name] / step.normaliser for name in ("loss", *_WEIGHTED, "value_loss") if name in sums}
-    parts = {name: abs(metrics.get(name) or 0.0) for name in ("policy_loss", "kl_loss", "entropy_loss")}
-    if "kl_loss" in metrics:
-        metrics["kl_share"] = parts["kl_loss"] / sum(parts.values()) if sum(parts.values()) else 0.0
+    if "kl_weights" in sums and not sums["kl_weights"] > 0:
+        del metrics["kl"]
+    elif "kl_weights" in sums:
+        metrics["kl"] = sums["kl"] / sums["kl_weights"]
+    if result.kl_share is not None:
+        metrics["kl_share"] = result.kl_share
     metrics["entropy"] = sums["entropy"] / tokens
     metrics |= {f"clip_fraction_{side}": sums[f"clipped_{side}"] / tokens for side in ("low", "high")}
     others = {"dual_clipped": "dual_clip_fraction", "chosen": "chosen_fraction", "capped": "capped_fraction"}

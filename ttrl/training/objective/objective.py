@@ -163,6 +163,10 @@ class Objective:
             facts["entropy_loss"] = -bonus_N
         return loss_N, {name: fact.detach().to(loss_N.dtype) for name, fact in facts.items()}
 
+    def divergence_loss(self, logprobs_N: Tensor, extras: Mapping[str, Tensor | None]) -> Tensor:
+        """Return KL's part of each token's loss [N], for `kl_in` "loss"; arguments as for `loss`."""
+        return self.kl_in_loss * self._divergence(logprobs_N, extras)
+
     def _policy_loss(
         self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, samples_N: Tensor, chosen_N: Tensor | None
     ) -> Tensor:
