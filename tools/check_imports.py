@@ -103,7 +103,7 @@ HOUSE = {
     "instruments": _room(
         "training training.kernels training.objective training.optimizer training.parallel training.policy data data.packing "
         "tiny_model configs records intervals",
-        "torch numpy",
+        "torch numpy omegaconf matplotlib",
     ),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
     "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers"),
@@ -126,8 +126,8 @@ HOUSE = {
         "loop launch report run_folder rollouts rollouts.client rollouts.graders data tasks configs records", "numpy tqdm yaml"
     ),
     "cli": _room(
-        "evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks tasks.temporal_clue "
-        "tasks.zebra_grid ready_models tiny_model configs records",
+        "instruments evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks "
+        "tasks.temporal_clue tasks.zebra_grid ready_models tiny_model configs records",
         "openai tqdm yaml",
     ),
 }

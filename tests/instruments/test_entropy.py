@@ -127,6 +127,15 @@ def test_the_mean_of_the_others_as_a_baseline_has_no_bias():
     torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-13)
 
 
+def test_a_sequence_that_was_drawn_twice_is_no_other_of_its_own():
+    _, entropies = tables(a_policy().detach())
+    drawn = [3, 5, 5, 1]
+    once = others_mean(entropies[[3, 5, 1]], torch.tensor([1, 2, 1]))
+    torch.testing.assert_close(once[0], others_mean(entropies[drawn])[0])
+    torch.testing.assert_close(once[1], others_mean(entropies[[3, 1, 5]])[2])
+    assert not others_mean(entropies[:1]).any()
+
+
 def test_the_baseline_lowers_the_variance():
     logits = a_policy()
     (wanted,) = torch.autograd.grad(exact(logits), logits)

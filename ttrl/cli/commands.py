@@ -26,6 +26,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     "plan": (plan.add_plan, "say what a run will take: memory, disk, FLOPs, time, money"),
     "config": (config.add_config, "say what a setting means: ttrl config max_tokens"),
     "replay": (runs.add_replay, "grade a run's rollouts again with a changed grader, and train on the new grades"),
+    "study": (runs.add_study, "study an optimizer step of a run: its noise, AdamW's vector, what it does to the entropy"),
     "eval": (evaluate.add_eval, "ask a model the tasks of one or more families: accuracy with intervals, pass@k, tokens, cost"),
     "models": (models.add_models, "list and get the models that need no hub"),
     "chat": (models.add_chat, "talk to a model, such as a checkpoint before and after training"),

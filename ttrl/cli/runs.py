@@ -1,9 +1,11 @@
-"""`ttrl report`, `ttrl view` and `ttrl replay`: what is done with the folder of a run."""
+"""`ttrl report`, `ttrl view`, `ttrl replay` and `ttrl study`: what is done with the folder of a run."""
 
 import argparse
 import shutil
 import sys
 from pathlib import Path
+
+from ttrl.errors import ConfigError
 
 _RUN = "a run folder, such as runs/sort_letters"
 
@@ -77,4 +79,33 @@ def run_replay(arguments: argparse.Namespace) -> int:
     names = ("grader", "tasks", "iterations", "output", "again", "skip_missing", "isolated", "grader_timeout", "grader_memory")
     options = {name: getattr(arguments, name) for name in (*names, "train", "from_checkpoints")}
     replay(arguments.run, **options)
+    return 0
+
+
+def add_study(parser: argparse.ArgumentParser) -> None:
+    checkpoint = "the checkpoint of an iteration whose start is still there, such as runs/NAME/iterations/0007/checkpoint"
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint)
+    parser.add_argument("--sequences", type=int, default=256, metavar="N", help="answers on which the entropy is measured (256)")
+    factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64)"
+    parser.add_argument("--factors", metavar="A,B,…", help=factors)
+    parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help="fp64 sees small steps that fp32 rounds away")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="for study.json and study.png (study/ beside the checkpoint)")
+    parser.set_defaults(run_command=run_study)
+
+
+def run_study(arguments: argparse.Namespace) -> int:
+    from ttrl.instruments.study import FACTORS, study, study_text, write_study
+
+    try:
+        factors = FACTORS if arguments.factors is None else [float(one) for one in arguments.factors.split(",")]
+    except ValueError:
+        raise ConfigError("arguments", [f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2"]) from None
+    if arguments.sequences < 2:
+        raise ConfigError("arguments", [f"--sequences is {arguments.sequences}; it must be at least 2"])
+    options = {"sequences": arguments.sequences, "factors": factors, "dtype": arguments.dtype, "seed": arguments.seed}
+    found = study(arguments.checkpoint, **options)
+    print(study_text(found))
+    for path in write_study(found, arguments.output or arguments.checkpoint.parent / "study"):
+        print(path)
     return 0

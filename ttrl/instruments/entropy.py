@@ -84,13 +84,14 @@ def importance_entropy(
     return (w_ST * (entropies_ST - baseline_ST * torch.expm1(ratio_ST))).sum(dim=1), ratio_ST.sum(dim=1)
 
 
-def others_mean(entropies_ST: Tensor) -> Tensor:
+def others_mean(entropies_ST: Tensor, times_S: Tensor | None = None) -> Tensor:
     """Return for each place of a sequence the mean over all other sequences of the entropy that follows it there [S, T], without
-    gradient; 0 for a single sequence."""
+    gradient; 0 where there is no other. times: how often each was drawn; None: once."""
     entropies = entropies_ST.detach()
     following = entropies.flip(1).cumsum(1).flip(1) - entropies
-    count = len(following)
-    return (following.sum(dim=0) - following) / (count - 1) if count > 1 else torch.zeros_like(following)
+    times = torch.ones_like(following[:, :1]) if times_S is None else times_S[:, None].to(following.dtype)
+    others = times.sum() - times
+    return ((times * following).sum(dim=0) - times * following) / others.clamp(min=1)
 
 
 def effective_size(log_w_S: Tensor) -> float:

@@ -1,0 +1,127 @@
+"""A whole study of a tiny model's second step, in float64 against the truth, and its command."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from support.tiny_models import random_samples
+from support.training_steps import ALONE
+
+from ttrl import grpo_recipe
+from ttrl.cli import main
+from ttrl.configs import GRPOConfig
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.instruments import study as module
+from ttrl.instruments.linear_response import inner, moved
+from ttrl.instruments.study import EntropyBatch, draw, halves, only, study
+from ttrl.training.policy.loading import load_policy
+
+
+@pytest.fixture(scope="module")
+def run(model_folder, tmp_path_factory):
+    """Two iterations, each with its grpo.yaml; the checkpoint of the second."""
+    folder, model, state = tmp_path_factory.mktemp("run"), str(model_folder()), None
+    for number in (1, 2):
+        iteration = folder / f"{number:04d}"
+        iteration.mkdir()
+        samples = [dataclasses.replace(one, sample=n % 6) for n, one in enumerate(random_samples(number, (3, 5, 8, 4), 6))]
+        packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(iteration / "packed.safetensors")
+        values = {"model": model, "packed": str(iteration / "packed.safetensors"), "output_dir": str(iteration), "state": state}
+        values |= {"device": "cpu", "lr": 1e-3, "weight_decay": 0.1, "iteration": number, "objective": "reinforce"}
+        (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
+        grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
+        model, state = str(iteration / "checkpoint"), str(iteration / "state")
+    return iteration / "checkpoint"
+
+
+def test_the_vector_by_hand_is_the_true_step_and_the_checkpoint(run):
+    found = study(run, sequences=16, factors=[1.0])
+    assert found["global_step"] == 2 and found["lr"] == 1e-3
+    assert found["step"]["cosine"] > 0.9999 and found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-4)
+    assert found["step"]["checkpoint_distance"] < 1e-5
+    assert 0.2 < found["half_cosine"] < 1
+    assert found["slope"] == pytest.approx(sum(found["parts"].values()), rel=1e-4)
+    assert all(found["parts"].values())
+
+
+def test_the_response_follows_its_first_and_second_order(run):
+    """In float64, the error of the first order falls as η², and of both together as η³."""
+    found = study(run, sequences=24, factors=[0.0, 0.02, 0.04, 0.08], dtype="fp64")
+    still, *sweep = found["sweep"]
+    assert still["measured"] == pytest.approx(0, abs=1e-12) and still["effective_size"] == pytest.approx(1)
+    first = [abs(one["measured"] - one["first"]) for one in sweep]
+    both = [abs(one["measured"] - one["first"] - one["second"]) for one in sweep]
+    for smaller, larger in itertools.pairwise(first):
+        assert larger / smaller == pytest.approx(4, rel=0.3)
+    assert all(b < 0.2 * a for a, b in zip(first, both, strict=True))
+    assert [one["effective_size"] for one in sweep] == sorted((one["effective_size"] for one in sweep), reverse=True)
+    assert all(one["error"] > 0 for one in sweep)
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_gradient_is_the_slope_of_the_values_in_any_direction(run, tmp_path):
+    config = dataclasses.replace(module._config_of(run, str(tmp_path)), state=None)
+    policy = load_policy(config, ALONE).double()
+    policy.compute_dtype = torch.float64
+    packed = PackedTensors.load(config.packed)
+    first, _ = halves(packed, torch.Generator().manual_seed(0))
+    times = draw(packed, first, 20, torch.Generator().manual_seed(1))
+    batch = EntropyBatch(policy, packed, times, config, ALONE)
+    start = {name: p.detach().clone() for name, p in policy.parameters_by_name().items()}
+    generator = torch.Generator().manual_seed(2)
+    v = {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in start.items()}
+    sides = [batch.mean(batch.values(moved(start, v, side))[0]).value for side in (1e-6, -1e-6)]
+    assert (sides[0] - sides[1]) / 2e-6 == pytest.approx(inner(batch.gradient(start), v), rel=1e-6)
+    # Under other parameters the call computes what a policy with these parameters would.
+    other = moved(start, v, 1e-3)
+    called = next(iter(batch._tables(other)))
+    for name, p in policy.parameters_by_name().items():
+        p.data.copy_(other[name])
+    torch.testing.assert_close(next(iter(batch._tables(None)))[0], called[0])
+    assert int(batch.times.sum()) == 20 and len(batch.times) == len(times)
+
+
+def test_halves_and_draws(run):
+    packed = PackedTensors.load(run.parent / "packed.safetensors")
+    first, second = halves(packed, torch.Generator().manual_seed(0))
+    assert not set(first) & set(second) and len(first) + len(second) == len(packed.samples)
+    for half in (first, second):
+        kept = only(packed, half)
+        owners = kept.sample_ids[kept.labels != -100]
+        assert set(owners.tolist()) == set(half)
+        assert not kept.weights[kept.labels == -100].any()
+    times = draw(packed, first, 4000, torch.Generator().manual_seed(1))
+    tasks = [packed.samples[number].task_id for number in times.elements()]
+    assert all(abs(tasks.count(task) - 1000) < 120 for task in set(tasks)) and set(times) == set(first)
+
+
+def test_the_command(run, tmp_path, capsys):
+    arguments = ["study", str(run), "--sequences", "8", "--factors", "1,-1", "--output", str(tmp_path / "study")]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "true step: cosine" in said and "Entropy of an answer" in said and "ESS" in said
+    found = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert len(found["sweep"]) == 2 and math.isfinite(found["curvature"])
+    assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", [["--factors", "a"], ["--sequences", "1"]], ids=str)
+def test_wrong_arguments_are_named(run, arguments, capsys):
+    assert main(["study", str(run), *arguments]) == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_what_is_gone_is_named(run, tmp_path, capsys):
+    assert main(["study", str(tmp_path / "checkpoint")]) == 2
+    assert "grpo.yaml" in capsys.readouterr().err
+    values = yaml.safe_load((run.parent / "grpo.yaml").read_text())
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values | {"state": str(tmp_path / "pruned")}))
+    assert main(["study", str(tmp_path / "checkpoint")]) == 2
+    assert "state" in capsys.readouterr().err
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values | {"optimizer": "sgd"}))
+    assert main(["study", str(tmp_path / "checkpoint")]) == 2
+    assert "AdamW" in capsys.readouterr().err
