@@ -57,7 +57,7 @@ def assert_drawn_alike(results, others):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_streamed_completions_are_those_that_are_not(server):
+def test_streamed_completions_are_those_that_are_not(server, tmp_path):
     params = {"temperature": 1.0, "seed": 7, "max_tokens": 48, "ignore_eos": True}
     whole = sample(server, tasks(6), n=3, params=params)
     seen: list[int] = []
@@ -67,7 +67,9 @@ def test_streamed_completions_are_those_that_are_not(server):
 
     streamed = sample(server, tasks(6), n=3, params=params, on_chunk=on_chunk)
     together = sample(server, tasks(6), n=3, params=params, on_chunk=on_chunk, samples_per_request=3)
-    assert whole.stats.num_graded == 18
+    logged = sample(server, tasks(6), n=3, params=params, log_dir=tmp_path)
+    assert whole.stats.num_graded == len(list(tmp_path.iterdir())) == 18
+    assert_drawn_alike(whole, logged)
     assert_drawn_alike(whole, together)
     assert_drawn_alike(whole, streamed)
     assert sum(seen) == streamed.stats.completion_tokens + together.stats.completion_tokens
