@@ -11,6 +11,7 @@ import pytest
 from ttrl import cli
 from ttrl.cli import doctor
 from ttrl.cli.doctor import CheckResult
+from ttrl.system.memory import number_in
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "available": False}
 CUDA = {"version": "2.13.0", "cuda": "13.0", "available": True}
@@ -129,9 +130,9 @@ def test_memory_respects_a_container(tmp_path: Path) -> None:
     assert 0 < free <= total
     (tmp_path / "max").write_text("max\n")
     (tmp_path / "limit").write_text("8000000000\n")
-    assert doctor._number_in(str(tmp_path / "max")) is None
-    assert doctor._number_in(str(tmp_path / "limit")) == 8e9
-    assert doctor._number_in(str(tmp_path / "none")) is None
+    assert number_in(str(tmp_path / "max")) is None
+    assert number_in(str(tmp_path / "limit")) == 8e9
+    assert number_in(str(tmp_path / "none")) is None
 
 
 def test_a_machine_without_local_connections(monkeypatch: pytest.MonkeyPatch) -> None:

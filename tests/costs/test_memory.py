@@ -296,6 +296,7 @@ def test_a_second_microbatch_and_a_loaded_state_are_held_beside_the_activations(
 def test_the_whole_divergence_holds_the_reference_head():
     estimator = {"kl_coefficient": 0.1, "kl_estimator": "k3"}
     sampled = training_memory(QWEN, estimator, ONCE)
+    assert sampled.moments["prepass"]["own weights"] == 4 * QWEN["parameters"]
     assert "mapped files" in sampled.moments["prepass"] and "reference" not in sampled.moments["gradient"]
     whole = training_memory(QWEN, estimator | {"kl_estimator": "full"}, ONCE)
     assert whole.moments["gradient"]["reference"] > 4 * decoder_parameters(QWEN).vocabulary_matrix

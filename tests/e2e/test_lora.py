@@ -65,7 +65,7 @@ def results(tmp_path_factory):
         add(f"{start}/alone", 1, f"{start}/checkpoint", settings, steps=2)
     for start, world in SHARED:
         processes, more = WORLDS[world]
-        add(f"{start}/{world}", processes, f"{start}/checkpoint", STARTS[start][1] | more, steps=2)
+        add(f"{start}/{world}", processes, f"{start}/checkpoint", STARTS[start][1] | more, steps=2, parks=True)
     unclipped = {"max_grad_norm": None}
     for kind, settings in KINDS.items():
         add(f"{kind}/alone-unclipped", 1, f"{kind}/checkpoint", settings | unclipped, steps=2)
@@ -94,7 +94,7 @@ def test_two_processes_do_what_one_does(kind, results):
 
 @pytest.mark.parametrize(("start", "world"), SHARED)
 def test_processes_that_share_layers_do_what_one_does(start, world, results):
-    """Tensor parallelism, with FSDP too, and a base in 4 bits that is shared in either way."""
+    """Tensor parallelism, with FSDP too, and a base in 4 bits that is shared in either way; parked between two steps."""
     alone, many = results[f"{start}/alone{'-unclipped' if world == 'in-backward' else ''}"], results[f"{start}/{world}"]
     assert distance({"": many["logprobs"]}, {"": alone["logprobs"]}) < 1e-5
     gradients = many["gradients"]

@@ -51,9 +51,10 @@ def jobs(root: Path) -> list[dict]:
         add(f"resumed/{source}-{target}", tied, processes, settings, state=str(folder / "state"))
         found[-1]["model"] = str(folder / "checkpoint")
     add("qwen3/one", qwen3, 1, UNCLIPPED, steps=2)
-    add("qwen3/fsdp", qwen3, 2, {**UNCLIPPED, "activation_checkpointing": True}, steps=2)
-    add("qwen3/tp", qwen3, 2, {**UNCLIPPED, **TP, "optimizer_in_backward": True}, steps=2)
-    add("qwen3/both", qwen3, 4, {**UNCLIPPED, **TP, "optimizer_in_backward": True, "activation_checkpointing": True}, steps=2)
+    add("qwen3/fsdp", qwen3, 2, {**UNCLIPPED, "activation_checkpointing": True}, steps=2, parks=True)
+    in_backward = {**UNCLIPPED, **TP, "optimizer_in_backward": True}
+    add("qwen3/tp", qwen3, 2, in_backward, steps=2)
+    add("qwen3/both", qwen3, 4, {**in_backward, "activation_checkpointing": True}, steps=2, parks=True)
     for family in OTHERS:
         add(f"{family}/one", family, 1, {})
         add(f"{family}/both", family, 4, TP)
@@ -121,6 +122,7 @@ def test_no_process_ever_holds_the_whole_model(world, results):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_two_steps_leave_the_same_weights_and_state(world, results):
+    """… also where the processes park in between."""
     alone, many = results["qwen3/one"], results[f"qwen3/{world}"]
     assert len(many["norms"]) == 2
     check_state(many["state"], alone["state"])

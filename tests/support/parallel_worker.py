@@ -14,6 +14,8 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed
@@ -29,8 +31,11 @@ from ttrl.training.parallel.distributed import Ranks, ranks
 from ttrl.training.parallel.gradients import settle
 from ttrl.training.parallel.sharding import copy_whole, full_tensor
 from ttrl.training.policy import policy as weights
+from ttrl.training.policy.adapters import as_policy_of
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import Policy
+from ttrl.training.resident import Trained, park, unpark
+from ttrl.training.stepper import Stepper
 
 
 def logprobs_of(policy: Policy, batch: dict[str, Tensor]) -> Tensor:
@@ -74,6 +79,16 @@ def load_and_look(config: TrainingConfig, here: Ranks) -> tuple[Policy, int]:
     return load_policy(config, here), max(seen)
 
 
+def there_and_back(policy: Policy, optimizer: Any, config: TrainingConfig, here: Ranks) -> None:
+    """Park policy and optimizer, and take them back, as if they were on a GPU."""
+    stepper = Stepper.__new__(Stepper)
+    stepper.optimizer, stepper._config, stepper._here = optimizer, config, here
+    with mock.patch.object(Stepper, "lives_on_cpu", False):
+        trained = Trained(policy, stepper, None)
+        park(trained)
+        unpark(trained, here.device)
+
+
 def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     policy, loading = load_and_look(config, here)
     if not job.get("steps", 1):
@@ -84,13 +99,14 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     (step,) = updates(PackedTensors.load(job["packed"]), 1, (0, 1), here, policy.decoder.config)
     if job.get("reference"):
         before = {name: weight.clone() for name, weight in policy.full_weights().items()}
-        policy.load_folder(job["reference"])
-        result["reference_logprobs"] = all_logprobs(policy, step, config, here)
-        policy.load_folder(config.model)
+        with as_policy_of(policy, config, job["reference"]):
+            result["reference_logprobs"] = all_logprobs(policy, step, config, here)
         after = policy.full_weights()
         result["swapped_back"] = all(torch.equal(before[name], after[name]) for name in before)
     result["logprobs"] = all_logprobs(policy, step, config, here)
     for number in range(first, first + job.get("steps", 1)):
+        if number > first and job.get("parks"):
+            there_and_back(policy, optimizer, config, here)
         begin_step(optimizer, config, number)
         accumulate(policy, step, config, here)
         if number == first:

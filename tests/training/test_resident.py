@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -16,8 +17,12 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import PackError, RunFolderError, StorageError
 from ttrl.system.files import read_jsonl
+from ttrl.training import resident
+from ttrl.training.parallel import host_memory
 from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.policy import Policy
 from ttrl.training.resident import Residence
+from ttrl.training.stepper import Stepper
 
 pytestmark = pytest.mark.usefixtures("short_canaries")
 HERE = Ranks(0, 1, torch.device("cpu"))
@@ -98,7 +103,7 @@ LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
         {"checkpoint_dtype": "bf16", "kl_coefficient": 0.3, "kl_estimator": "full"},
         {"dtype": "bf16", "activation_checkpointing": True, "state_format": "sharded"},
         {"optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100},
-        {"value_head": True, "value_grad_in_decoder": True, "free_memory": True},
+        {"value_head": True, "value_grad_in_decoder": True},
         {**LORA, "lora_kind": "dora", "checkpoint_dtype": "bf16"},
         {**LORA, "lora_dropout": 0.3, "lora_merge": False},
         {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1},
@@ -112,6 +117,73 @@ def test_the_same_files_as_from_files(settings, chain, loads):
     loads.clear()
     check_same(chain("resident", Residence(HERE), **settings), once)
     assert len(loads) == 1  # and nothing was read that was in memory
+
+
+@pytest.fixture
+def parks(monkeypatch):
+    """Where things are between iterations, as if the device were no CPU: (bytes parked, whether everything lies there)."""
+    found, original = [], resident.park
+
+    def park(trained):
+        original(trained)
+        memory = trained.policy.host_memory._memory
+        ends = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        held = [getattr(owner, name) for owner, name in resident._places(trained)]
+        found.append((sum(one.nbytes for one in held), all(ends[0] <= one.data_ptr() < ends[1] for one in held)))
+
+    monkeypatch.setattr(resident, "park", park)
+    monkeypatch.setattr(Stepper, "lives_on_cpu", False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"value_head": True, "value_grad_in_decoder": True},
+        {"dtype": "bf16", "optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100},
+        {"optimizer": "adamw_8bit", "kl_coefficient": 0.3},
+        {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1},
+    ],
+    ids=str,
+)
+def test_what_is_parked_comes_back_to_the_last_bit(settings, chain, loads, parks, monkeypatch):
+    once = chain("once", **settings)
+    loads.clear()
+    residence = Residence(HERE)
+    check_same(chain("resident", residence, free_memory=True, **settings), once)
+    assert len(loads) == 1 and len(parks) == ITERATIONS
+    assert all(inside for _, inside in parks) and parks[0] == parks[-1]
+    memory = residence._kept[0].policy.host_memory._memory
+    assert parks[0][0] <= memory.nbytes < parks[0][0] + 64 * 1000
+
+
+def test_what_cannot_be_parked_is_read_from_files(chain, loads, parks, monkeypatch, caplog):
+    once = chain("once")
+    loads.clear()
+    monkeypatch.setattr(host_memory, "memory_bytes", lambda: (8 * 2**30, 1 * 2**30))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    residence = Residence(HERE)
+    check_same(chain("resident", residence, free_memory=True), once)
+    assert len(loads) == ITERATIONS and residence._kept is None and not parks
+    numbers = r"0\.0 GiB of the CPU's memory are needed for 4 processes on this machine, and 1\.0 GiB of them are not free"
+    assert re.search("read the trainer's weights and state from files.*" + numbers, caplog.text)
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_the_reference_is_read_and_the_policy_itself_is_not(enough, chain, monkeypatch):
+    """… unless the CPU's memory is too small for its weights meanwhile."""
+    settings, read = {"kl_coefficient": 0.3}, []
+    once = chain("once", **settings)
+    original = Policy.load_folder
+    monkeypatch.setattr(Policy, "load_folder", lambda policy, folder: (read.append(Path(folder)), original(policy, folder))[1])
+    if not enough:
+        monkeypatch.setattr(host_memory, "memory_bytes", lambda: (1.0, 0.0))
+    residence = Residence(HERE)
+    folders = chain("resident", residence, **settings)
+    check_same(folders, once)
+    assert [path.name for path in read].count("reference") == ITERATIONS
+    assert len(read) == (ITERATIONS if enough else 2 * ITERATIONS)
+    assert residence._kept[0].policy.host_memory._memory.nbytes == 0, "on a CPU it is given back"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.system import native_code
+from ttrl.system.memory import memory_bytes, number_in
 
 TESTED_VERSIONS = Path(__file__).parent.with_name("tested_versions.txt")
 MARKS = {"ok": "✓", "note": "!", "bad": "✗"}
@@ -180,31 +181,10 @@ def _check_neighbours(facts: Mapping[str, Any], neighbours: Mapping[str, str]) -
     return [CheckResult("bad", "torch", fact, f"{sys.executable} -m pip uninstall -y {' '.join(wrong)}")]
 
 
-def _number_in(path: str) -> float | None:
-    """Read the first number of a control-group file; None for "max" and for no file."""
-    try:
-        word = Path(path).read_text(encoding="ascii").split()[0]
-    except (OSError, IndexError, UnicodeDecodeError):
-        return None
-    return float(word) if word.isdigit() else None
-
-
 def memory_gigabytes() -> tuple[float, float]:
     """Return total and free memory in GB, limited to that of a container."""
-    values: dict[str, float] = {}
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            name, _, rest = line.partition(":")
-            values[name] = float(rest.split()[0]) * 1024 / GIGABYTE
-    except OSError:  # not Linux
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIGABYTE
-        return total, total
-    total, free = values["MemTotal"], values["MemAvailable"]
-    limit, used = _number_in("/sys/fs/cgroup/memory.max"), _number_in("/sys/fs/cgroup/memory.current")
-    if limit is not None and limit / GIGABYTE < total:
-        total = limit / GIGABYTE
-        free = min(free, total - (used or 0.0) / GIGABYTE)
-    return total, free
+    total, free = memory_bytes()
+    return total / GIGABYTE, free / GIGABYTE
 
 
 def check_memory(total: float, free: float) -> list[CheckResult]:
@@ -273,7 +253,7 @@ def check_attention() -> list[CheckResult]:
 def check_cores() -> list[CheckResult]:
     """Count the cores that this process may use: affinity and a container's quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    quota = _number_in("/sys/fs/cgroup/cpu.max")
+    quota = number_in("/sys/fs/cgroup/cpu.max")
     if quota is not None:
         cores = min(cores, quota / 100_000)  # the period is 100 ms unless somebody changed it
     if cores < 2:

@@ -252,7 +252,8 @@ class _Training:
         parts["activations"] = self.tokens * layer_bytes(self.decoder, self.how).kept / 2
         parts["head"] = self._chunk() + self.merged_head
         swapped = self.needs_reference and not self.lora  # adapters are switched off instead
-        return parts | {"mapped files": self.mapped if swapped else 0.0}
+        aside = self.parameters if swapped and not self.cuda else 0.0
+        return parts | {"own weights": aside, "mapped files": self.mapped if swapped else 0.0}
 
     # The gradient
 

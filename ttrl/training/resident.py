@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
-from torch import distributed
+from torch import Tensor, distributed
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import StorageError, TtrlError
@@ -38,6 +38,8 @@ from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, run_on_ranks
+from ttrl.training.parallel.host_memory import places
+from ttrl.training.parallel.sharding import reset_shards
 from ttrl.training.parallel.weight_memory import WeightMemory
 from ttrl.training.policy.adapters import base_folder
 from ttrl.training.policy.loading import load_policy, seed_dropout
@@ -93,7 +95,7 @@ class Residence:
             assert kept is not None
             trained = kept[0]
             if config.free_memory:
-                move(trained, self._here.device)
+                unpark(trained, self._here.device)
         else:
             if kept is not None:
                 logger.info("the files or settings of this iteration are not what is in memory; loading %s", config.model)
@@ -133,9 +135,18 @@ class Residence:
             logger.info("nothing is loaded yet: %s", error)
 
     def keep(self, config: GRPOConfig, trained: Trained) -> None:
-        """Keep what was loaded for `config`, and has not changed since, for whoever asks for that."""
+        """Keep what was loaded for `config`, and has not changed since, for whoever asks for that; nothing where it should leave
+        the GPU and the CPU's memory is too small."""
         if config.free_memory:
-            move(trained, torch.device("cpu"))
+            try:
+                park(trained)
+            except StorageError as error:
+                logger.warning(
+                    "the next iteration will read the trainer's weights and state from files: they cannot wait in memory while "
+                    "servers have the GPU; %s; adapters (lora_rank) or optimizer 'adamw_8bit' need less, placement 'split' none",
+                    error,
+                )
+                return
         self._kept = trained, _settings(config), _inputs(config)
 
     def _agreed(self, mine: bool) -> bool:
@@ -172,13 +183,41 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
 
 
 @torch.no_grad()
-def move(trained: Trained, device: torch.device) -> None:
-    """Move everything to another device, except what is on the CPU for good. Has run from CPU to CPU only; never run on a GPU."""
-    if not trained.stepper.lives_on_cpu:
-        trained.policy.to(device)
-        trained.stepper.move(device)
-        if trained.values is not None:
-            trained.values.move(device)
+def park(trained: Trained) -> None:
+    """Move everything into the CPU's memory, except what is there for good. A collective. Raises StorageError where there is too
+    little of it; everything is where it was then. Has run from CPU to CPU only; never run on a GPU."""
+    if trained.stepper.lives_on_cpu:
+        return
+    memory, found = trained.policy.host_memory, _places(trained)
+    assert memory is not None
+    for (owner, name), copy in zip(found, memory.hold([getattr(owner, name) for owner, name in found]), strict=True):
+        setattr(owner, name, copy)
+    reset_shards(trained.policy)
+    _empty_caches()
+
+
+@torch.no_grad()
+def unpark(trained: Trained, device: torch.device) -> None:
+    """Move back to the device what was parked."""
+    if trained.stepper.lives_on_cpu:
+        return
+    for owner, name in _places(trained):
+        setattr(owner, name, getattr(owner, name).to(device, non_blocking=True, copy=True))
+    reset_shards(trained.policy)
+
+
+def _places(trained: Trained) -> list[tuple[Any, str]]:
+    """Return where the tensors of policy, value head and optimizers are."""
+    tensors: list[Tensor] = list(trained.policy.parameters_by_name().values())  # shards, also where a pass left them whole
+    if trained.values is not None:
+        tensors += trained.values.head.parameters()
+    for owner in (trained.stepper, trained.values):
+        for state in () if owner is None else owner.states():  # the step counts of some optimizers live on the CPU
+            tensors += [value for value in state.values() if isinstance(value, Tensor) and value.ndim]
+    return [place for tensor in tensors for place in places(tensor)]
+
+
+def _empty_caches() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -199,6 +238,7 @@ def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOCon
 
     residence = Residence(here, tell)
     residence.prepare(start)
+    _give_back_memory()
     logger.info("waiting for configs in %s", folder.path)
     for number in itertools.count(1):
         request = folder.next_request(number)
@@ -209,14 +249,15 @@ def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOCon
         with _output_to(Path(config.output_dir, "train.log")):
             check_here(config, here)
             train(config, here, residence)
+        _give_back_memory()  # before others are told that they may use it
         here.barrier()
         if here.is_first:
             folder.put_answer(number, {"seconds": time.perf_counter() - began})
-        _give_back_memory()
 
 
 def _give_back_memory() -> None:
-    """Return the free memory that C's allocator holds on to, a third as measured, for the server to use while we wait."""
+    """Return what PyTorch and C's allocator hold on to, the latter a third as measured, for the server to use while we wait."""
+    _empty_caches()
     with contextlib.suppress(OSError, AttributeError):  # of glibc alone
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ class Stepper:
         """Whether parameters and state are in the CPU's memory anyway."""
         return self._config.cpu_offload or self._here.device.type == "cpu"
 
-    def move(self, device: torch.device) -> None:
-        """Move the optimizer's state to another device, after the parameters. Never run on a GPU."""
+    def states(self) -> Iterator[dict[str, Any]]:
+        """Yield the optimizers' states of each parameter that may have to be moved."""
         optimizers: list[torch.optim.Optimizer]
         if isinstance(self.optimizer, OptimizerInBackward):
             optimizers = list(self.optimizer.by_parameter.values())
@@ -54,10 +55,7 @@ class Stepper:
         else:
             optimizers = [self.optimizer]
         for optimizer in optimizers:
-            for state in optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.ndim:  # the step counts of some optimizers live on the CPU
-                        state[name] = value.to(device)
+            yield from optimizer.state.values()
 
     def load(self, folder: Path) -> None:
         """Load the optimizer's state as it was written: 8-bit moments of several processes may be rounded once more."""

@@ -5,7 +5,9 @@ of the optimizer's state: value_head.safetensors and value_optimizer.safetensors
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -56,11 +58,9 @@ class ValueTraining:
         self._optimizer.step()
         self.forget()
 
-    def move(self, device: torch.device) -> None:
-        """Move head and optimizer state to another device. Never run on a GPU."""
-        self.head.to(device)
-        for state in self._optimizer.state.values():
-            state |= {name: value.to(device) for name, value in state.items() if name != "step"}
+    def states(self) -> Iterator[dict[str, Any]]:
+        """Yield the optimizer's states of each parameter."""
+        yield from self._optimizer.state.values()
 
     def forget(self) -> None:
         self._optimizer.zero_grad()

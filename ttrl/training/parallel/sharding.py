@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -214,6 +214,15 @@ def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ran
     for layer in layers:
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **settings)
     fully_shard(policy, **settings)
+
+
+def reset_shards(policy: nn.Module) -> None:
+    """Have FSDP look again where its shards are, after their data was replaced."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()
 
 
 def shard(policy: Any, config: TrainingConfig, here: Ranks, between: Callable[[], None] = lambda: None) -> None:

@@ -355,11 +355,13 @@ def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
 @contextlib.contextmanager
 def as_policy_of(policy: Policy, config: GRPOConfig, folder: str) -> Iterator[None]:
     """Make the policy compute what another folder of the same model does, inside the block: its weights, or its adapter, are
-    swapped in, and afterwards those of `config.model` again. A collective if sharded. Raises ModelFolderError."""
+    swapped in, and afterwards its own again, which are those of `config.model`. A collective if sharded. Raises
+    ModelFolderError."""
     if config.lora_rank is None:
+        put_back = policy.set_aside(config.model)
         policy.load_folder(folder)
         yield
-        policy.load_folder(config.model)
+        put_back()
         return
     theirs, own, base = Path(folder, ADAPTER_FOLDER), Path(config.model, ADAPTER_FOLDER), base_folder(config)
     if not theirs.is_dir() or not own.is_dir():  # the base: before the first update there is no adapter

@@ -11,6 +11,7 @@ from ttrl.configs import TrainingConfig
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
 from ttrl.training.parallel.distributed import Ranks, derived_generator
+from ttrl.training.parallel.host_memory import HostMemory
 from ttrl.training.parallel.sharding import materialise, shard
 from ttrl.training.policy.activations import checkpoint_layers, offload_activations
 from ttrl.training.policy.adapters import base_folder, fill_policy
@@ -42,6 +43,7 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
             checkpoint_layers(decoder.layers, config)
 
     shard(policy, config, ranks, wrap_layers)
+    policy.host_memory = HostMemory(ranks)
     in_four_bits = adapted(policy) if config.lora_base_dtype == "nf4" else {}
     check_parts(in_four_bits)
     device = torch.device("cpu") if config.cpu_offload else ranks.device

@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, N trained positions (in row-major order), D width, V v
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from ttrl.errors import StorageError
 from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.kernels.logprobs import IGNORE, ReferenceHead, TokenLoss, run_head
 from ttrl.training.models.architecture import check_same_architecture, read_config
 from ttrl.training.models.decoder import Decoder
 from ttrl.training.models.weights import check_weights, iter_weights
+from ttrl.training.parallel.host_memory import HostMemory
 from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part
 from ttrl.training.policy.lora import AdaptedLinear, plain
 from ttrl.training.policy.value_head import ValueHead
+
+logger = logging.getLogger("ttrl.training")
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.vocab_group: ProcessGroup | None = None
         """Under tensor parallelism, the processes that share the vocabulary."""
+        self.host_memory: HostMemory | None = None
+        """Where this process's tensors wait in the CPU's memory; None for a policy that stays where it is."""
 
     def forward(
         self,
@@ -176,6 +183,26 @@ class Policy(nn.Module):
     def full_weights(self) -> dict[str, Tensor]:
         """Return whole parameters on the CPU under torchtune's names; a collective if sharded: all ranks must call it."""
         return {name: full_tensor(plain(parameter.detach())).cpu() for name, parameter in self.parameters_by_name().items()}
+
+    def set_aside(self, folder: str | Path) -> Callable[[], None]:
+        """Copy all weights, those of `folder`, into the CPU's memory, and return what puts them back; where there is too little
+        of it, that reads the folder. Both are collectives if sharded."""
+        read_again = functools.partial(self.load_folder, folder)
+        memory = self.host_memory
+        if memory is None:
+            return read_again
+        try:
+            copies = memory.hold([local_part(parameter.detach()) for parameter in self.parameters_by_name().values()])
+        except StorageError as error:
+            logger.info("the policy's own weights will be read again from %s: %s", folder, error)
+            return read_again
+
+        def put_back() -> None:
+            for parameter, copy in zip(self.parameters_by_name().values(), copies, strict=True):
+                local_part(parameter.detach()).copy_(copy, non_blocking=True)
+            memory.let_go()
+
+        return put_back
 
     def load_folder(self, folder: str | Path) -> None:
         """Replace all weights by those of another folder of the same architecture; sharded policies keep each rank's part. Raises

@@ -1,0 +1,103 @@
+"""Hold tensors in the CPU's memory for a while: what a trainer has parked while servers use its GPU, and its own weights while it
+computes with another model's.
+
+A process's tensors lie in one piece of memory, which is page-locked where there is a GPU: the bus then copies at its full speed,
+and while other things are done. To lock pages takes long, so the piece stays, and serves again. Locked pages cannot be swapped
+out, so the machine is asked first: where it has too little, all ranks get a StorageError, and whoever asked does without.
+Page-locking and copies from a GPU: never run on one.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ttrl.errors import StorageError
+from ttrl.system.memory import memory_bytes
+from ttrl.training.parallel.distributed import Ranks
+
+logger = logging.getLogger(__name__)
+
+_ALIGNED = 64
+_SPARE = 2 * 2**30
+"""Bytes that are left to the machine."""
+
+
+class HostMemory:
+    """One rank's piece of memory. What it holds is valid until it is asked to hold something else."""
+
+    def __init__(self, here: Ranks) -> None:
+        self._here = here
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unlock: Callable[[], object] = lambda: None
+
+    @torch.no_grad()
+    def hold(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of plain tensors. A collective. Raises StorageError, on all ranks, where a machine has too little memory
+        left."""
+        begins, size = [], 0
+        for tensor in tensors:
+            begins.append(size)
+            size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        self._make(size)
+        copies = []
+        for tensor, begin in zip(tensors, begins, strict=True):
+            copy = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(copy.copy_(tensor, non_blocking=True))
+        if self._here.device.type == "cuda":
+            torch.cuda.synchronize()
+        return copies
+
+    def let_go(self) -> None:
+        """Give the memory back, unless it is page-locked and will serve again."""
+        if self._here.device.type != "cuda":
+            self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _make(self, size: int) -> None:
+        """Have so many bytes."""
+        wanted = size > len(self._memory)
+        if wanted:
+            self._unlock()
+            self._memory = torch.empty(0, dtype=torch.uint8)
+        self._here.barrier()  # others on this machine have let theirs go
+        problem = ""
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if wanted and (missing := size * processes - (memory_bytes()[1] - _SPARE)) > 0:
+            problem = f"{size * processes / 2**30:.1f} GiB of the CPU's memory are needed for {processes} "
+            problem += f"process{'es' * (processes != 1)} on this machine, and {missing / 2**30:.1f} GiB of them are not free"
+        problems: list[Any] = [problem]
+        if self._here.processes > 1:
+            problems *= self._here.processes
+            distributed.all_gather_object(problems, problem)
+        if found := [one for one in problems if one]:
+            raise StorageError(found[0])
+        if wanted:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+            if self._here.device.type == "cuda":
+                self._lock_pages()
+
+    def _lock_pages(self) -> None:
+        """Lock the memory's pages while it is there. Not by PyTorch's own allocator, which takes powers of two."""
+        address, size, runtime = self._memory.data_ptr(), self._memory.nbytes, torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(address, size, 0))
+        if error:
+            logger.warning("%.1f GiB of memory could not be page-locked (CUDA error %d); copies take longer", size / 2**30, error)
+            return
+        self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
+
+
+def places(tensor: Tensor) -> Iterator[tuple[Any, str]]:
+    """Yield where the plain tensors are that one is made of, as (object, name of its attribute): its own data, or the parts of
+    one that is sharded or quantised. Put there, others take their place, while the tensor itself, with its hooks, stays."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor, "data"
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):  # not a mesh of processes
+            yield from places(part) if is_traceable_wrapper_subclass(part) else [(tensor, name)]
