@@ -112,7 +112,7 @@ HOUSE = {
         "run_folder costs data.packing server tasks ready_models configs records",
         "torch transformers huggingface_hub numpy psutil",
     ),
-    "report": _room("monitoring plans run_folder data.packing data.pictures configs records", "jinja2 markupsafe"),
+    "report": _room("monitoring plans run_folder data.packing data.pictures configs records intervals", "jinja2 markupsafe"),
     "launch": _room("run_folder server configs records", "torch psutil tqdm yaml"),
     "loop": _room(
         "launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders rollouts.scheduling "

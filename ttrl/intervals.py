@@ -236,6 +236,39 @@ def ratio_of_means(numerators: Sequence[float], denominators: Sequence[float], c
     return Ratio(value, max(0.0, c / (b + root)), (b + root) / a if a > 0 else math.inf)  # with a <= 0, it is open above
 
 
+def difference_over_seeds(
+    first: Sequence[Sequence[Sequence[float]]], second: Sequence[Sequence[Sequence[float]]], confidence: float = 0.95
+) -> Difference | None:
+    """Return the mean difference, second minus first, of two ways to train, for other tasks and other seeds. Both: the values of
+    each seed's tasks' samples, of the same tasks in the same order; a task without a value in any seed is left out.
+
+    With one seed on a side, `paired_difference` over the tasks' means: nothing is known of other seeds. Else the variances add
+    up: of the tasks' differences (over all seeds), and of each side's seeds (over all tasks), as if the draws of tasks and seeds
+    were independent; what belongs to single tasks of single seeds, their sampling above all, is counted in both, so that the
+    interval is rather too wide. Student's t with Satterthwaite's degrees of freedom (1946, "An approximate distribution of
+    estimates of variance components"), rounded down.
+    """
+    tasks = [k for k in range(len(first[0])) if all(run[k] for run in (*first, *second))]
+    sides = [[[statistics.fmean(run[k]) for k in tasks] for run in side] for side in (first, second)]
+    by_task = [[statistics.fmean(values) for values in zip(*side, strict=True)] for side in sides]
+    if min(len(first), len(second)) < 2 or len(tasks) < 2:
+        one, other = ([[value for run in side for value in run[k]] for k in tasks] for side in (first, second))
+        return paired_difference(one, other, confidence)
+    differences = [b - a for a, b in zip(*by_task, strict=True)]
+    parts = [(statistics.variance(differences) / len(tasks), len(tasks) - 1)]
+    parts += [(statistics.variance([statistics.fmean(run) for run in side]) / len(side), len(side) - 1) for side in sides]
+    mean, variance = statistics.fmean(differences), sum(part for part, _ in parts)
+    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    if variance <= 1e-24:
+        p_value = mcnemar(worse, better)
+        return Difference(mean, mean, mean, p_value, "all alike, sign test", len(tasks), better, worse)
+    degrees = max(1, int(variance**2 / sum(part**2 / free for part, free in parts)))
+    error = math.sqrt(variance)
+    half = t_quantile(0.5 + confidence / 2, degrees) * error
+    p_value = max(0.0, 2 * (1 - t_cdf(abs(mean) / error, degrees)))
+    return Difference(mean, mean - half, mean + half, p_value, "t over tasks and seeds", len(tasks), better, worse)
+
+
 def mcnemar(one_only: int, other_only: int) -> float:
     """Return the two-sided p value of McNemar's exact test: whether each of two is equally often the only one to get a task
     right."""

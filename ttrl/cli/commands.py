@@ -30,7 +30,10 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     "eval": (evaluate.add_eval, "ask a model the tasks of one or more families: accuracy with intervals, pass@k, tokens, cost"),
     "models": (models.add_models, "list and get the models that need no hub"),
     "chat": (models.add_chat, "talk to a model, such as a checkpoint before and after training"),
-    "compare": (evaluate.add_compare, "compare two evaluations task by task"),
+    "compare": (
+        evaluate.add_compare,
+        "compare runs at equal iterations, FLOPs, tokens or seconds, or two evaluations, task by task",
+    ),
     "serve": (machine.add_serve, "start a server that a run on another host joins"),
     "join": (machine.add_join, "train together with a run that another machine leads"),
     "cache": (cache.add_cache, "look into a cache of completions, export it, clear it"),

@@ -54,8 +54,12 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path, metavar="FIRST.json", help="what `ttrl eval --output` wrote")
-    parser.add_argument("second", type=Path, metavar="SECOND.json", help="the same of another model, or after training")
+    parser.add_argument(
+        "what", type=Path, nargs="+", metavar="RUN_OR_FILE", help="run folders, or two files that `ttrl eval --output` wrote"
+    )
+    parser.add_argument("--by", choices=("iteration", "flops", "tokens", "seconds"), default="iteration",
+                        help="runs: where they are compared, as far as all of them went (iteration)")  # fmt: skip
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help="runs: write a page with curves too")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run_command=run_compare)
@@ -77,10 +81,26 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
+    if any(path.is_dir() for path in arguments.what):
+        return _compare_runs(arguments)
+    if len(arguments.what) != 2 or arguments.html is not None:
+        raise UserError("give two files of `ttrl eval`, or run folders; --html is for runs")
     from ttrl.evaluation.comparison import compare
 
-    comparison = compare(arguments.first, arguments.second, confidence=arguments.confidence)
+    comparison = compare(*arguments.what, confidence=arguments.confidence)
     print(json.dumps(comparison.to_json(), indent=1) if arguments.json else comparison.table())
+    return 0
+
+
+def _compare_runs(arguments: argparse.Namespace) -> int:
+    from ttrl.report.comparison import compare_runs
+
+    if arguments.json:
+        raise UserError("--json is for evaluations; runs have a table, and a page (--html)")
+    comparison = compare_runs(arguments.what, by=arguments.by, confidence=arguments.confidence)
+    print(comparison.table())
+    if arguments.html is not None:
+        print(comparison.write_html(arguments.html))
     return 0
 
 

@@ -13,7 +13,7 @@ from html import escape
 
 from markupsafe import Markup
 
-from ttrl.text import compact, is_number
+from ttrl.text import compact, is_number, si, si_spaced
 
 WIDTH, HEIGHT = 540, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
@@ -85,17 +85,22 @@ class _Axes:
     def label(self, value: float) -> str:
         return f"{compact(value * 100)}%" if self.percent else compact(value)
 
-    def draw(self, together: int = 1) -> str:
-        """Draw grid lines with labels, iteration numbers below. together: iterations that each point is the mean of."""
+    def draw(self, together: int = 1, axis: str = "iteration") -> str:
+        """Draw grid lines with labels, iteration numbers (or what `axis` says) below. together: iterations that each point is the
+        mean of."""
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 8}" y="{y + 4.5:.1f}" text-anchor="end">{self.label(tick)}</text>')
-        for tick in whole_ticks(self.x_low, self.x_high):
-            parts.append(f'<text x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick}</text>')
+        counted = axis == "iteration"
+        ticks = whole_ticks(self.x_low, self.x_high) if counted else nice_ticks(self.x_low, self.x_high)
+        for tick in ticks:
+            label = str(tick) if counted else si(tick)
+            if self.x_low <= tick <= self.x_high:
+                parts.append(f'<text x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
-        name = "iteration" if together == 1 else f"iteration (points: means of {together})"
+        name = axis if together == 1 else f"{axis} (points: means of {together})"
         parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle" class="axis">{name}</text>')
         return "".join(parts)
 
@@ -121,8 +126,9 @@ def line_chart(
     log: bool = False,
     y_range: tuple[float, float] | None = None,
     from_zero: bool = False,
+    axis: str = "iteration",
 ) -> Markup | None:
-    """Draw lines over iterations, with bands where a series has them. None when no series has a single number.
+    """Draw lines over iterations (or what `axis` says), with bands where a series has them. None when no series has a number.
 
     name: what a screen reader says. x: iteration numbers, one per value; they span the axis, also where values are missing.
     percent: label 0.5 as 50%. y_range: what the axis must cover at least. from_zero: a linear axis starts at zero, or below
@@ -143,7 +149,7 @@ def line_chart(
     if from_zero and not log:
         low, high = min(low, 0.0), max(high, 0.0)
     axes = _Axes((min(x), max(x)), (low, high), log=log, percent=percent)
-    parts = [axes.draw(together)]
+    parts = [axes.draw(together, axis)]
     for one, _ in drawn:
         if one.low is not None and one.high is not None:
             lows, highs = _points(x, one.low, log=log), _points(x, one.high, log=log)
@@ -155,7 +161,8 @@ def line_chart(
         parts.append(f'<polyline class="line s{one.color}{dashed}" points="{path}"/>')
         radius = 3.2 if len(points) <= 40 else 1.6
         for a, b in points if together == 1 else points[-1:]:  # of means, only where it ends
-            tip = f"{one.name}, iteration {a:.0f}: {axes.label(b)}"
+            place = f"iteration {a:.0f}" if axis == "iteration" else f"{si_spaced(a)}{axis}"
+            tip = f"{one.name}, {place}: {axes.label(b)}"
             parts.append(f'<circle class="f{one.color}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="{radius}">')
             parts.append(f"<title>{escape(tip)}</title></circle>")
     return _svg(name, "".join(parts))

@@ -1,0 +1,265 @@
+"""Compare runs where they had spent as much: `ttrl compare RUN RUN …`.
+
+Runs whose settings differ in the seed alone are one arm. All arms are looked at where the shortest run ended, counted in
+iterations, FLOPs, tokens or seconds, each at its newest validation up to there; the first arm is what the others are compared
+with, task by task.
+
+The interval of a difference holds for other tasks of the kind, and where both arms have two seeds or more for other seeds as well
+(`ttrl.intervals.difference_over_seeds`); with one seed, two runs of the same settings may well differ by more.
+"""
+
+import itertools
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ttrl.errors import UserError
+from ttrl.intervals import Difference, difference_over_seeds, estimate_mean
+from ttrl.report.charts import Series, line_chart
+from ttrl.report.conversations import template
+from ttrl.report.figures import Figure
+from ttrl.report.page import css, visible
+from ttrl.run_folder.config_changes import flat
+from ttrl.run_folder.reader import RunData, held_out_metric, number, read_run
+from ttrl.system.files import read_jsonl, write_text
+from ttrl.text import compact, duration, si_spaced
+
+By = Literal["iteration", "flops", "tokens", "seconds"]
+BY: tuple[By, ...] = ("iteration", "flops", "tokens", "seconds")
+UNITS = {"iteration": "iteration", "flops": "FLOP", "tokens": "tokens sampled", "seconds": "seconds"}
+_OURS = frozenset({"run", "seed", "cache", "loggers", "mirror", "joined_key_file", "sample_files", "requests_log"})
+"""Settings that make no other arm."""
+
+Scores = dict[str, list[float]]
+"""By task, of its samples."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run, at the validation that is compared."""
+
+    run: RunData
+    iteration: int
+    spent: dict[str, float | None]
+    """By the names of BY; None where the run did not record it."""
+    reward: float | None
+    """Of training, at that iteration."""
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ by their seeds alone."""
+
+    name: str
+    points: list[Point]
+    settings: dict[str, Any]
+    """Those in which the arms differ."""
+    mean: float | None
+    interval: tuple[float, float] | None
+    """For other tasks, over all seeds."""
+    difference: Difference | None
+    """To the first arm; None for that one."""
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Arms at the same `by`: `reached` of it."""
+
+    by: By
+    reached: float
+    metric: str
+    confidence: float
+    arms: list[Arm]
+    num_tasks: int
+    """Held-out tasks that all runs were asked."""
+    notes: list[str]
+
+    def rows(self) -> list[list[str]]:
+        """Return the table, its heading first."""
+        sure = f"{self.confidence * 100:g}%"
+        heads = [
+            "arm",
+            "seeds",
+            "iteration",
+            f"held-out {self.metric}",
+            f"{sure} interval",
+            "difference",
+            f"{sure} interval",
+            "p",
+        ]
+        table = [[*heads, "training reward", "FLOP", "tokens", "time"]]
+        for arm in self.arms:
+            row = [arm.name, str(len(arm.points)), " ".join(str(point.iteration) for point in arm.points)]
+            row += ["" if arm.mean is None else f"{arm.mean:.3f}"]
+            row += ["" if arm.interval is None else "{:.3f} to {:.3f}".format(*arm.interval)]
+            d = arm.difference
+            row += ["", "", ""] if d is None else [f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{d.p_value:.2g}"]
+            rewards = [point.reward for point in arm.points if point.reward is not None]
+            row += [f"{statistics.fmean(rewards):.3f}" if rewards else ""]
+            for name, write in (("flops", si_spaced), ("tokens", si_spaced), ("seconds", duration)):
+                known = [value for point in arm.points if (value := point.spent[name]) is not None]
+                row += [write(statistics.fmean(known)).strip() if len(known) == len(arm.points) else ""]
+            table.append(row)
+        return table
+
+    def settings(self) -> list[tuple[str, list[str]]]:
+        """Return the settings in which arms differ, with each arm's value."""
+        names = dict.fromkeys(name for arm in self.arms for name in arm.settings)
+        return [(name, [_shown(arm.settings.get(name)) for arm in self.arms]) for name in names]
+
+    def matched(self) -> str:
+        """Say where the arms are compared."""
+        how_many = duration(self.reached) if self.by == "seconds" else f"{si_spaced(self.reached)}{UNITS[self.by]}"
+        where = f"iteration {self.reached:g}" if self.by == "iteration" else how_many
+        return f"compared at {where}, as far as all runs went, on {self.num_tasks} held-out tasks that all were asked"
+
+    def table(self) -> str:
+        """Write all of it for a terminal."""
+        differ = [["differs", *(arm.name for arm in self.arms)], *([name, *values] for name, values in self.settings())]
+        blocks = [[self.matched()], _aligned(self.rows()), _aligned(differ) if len(differ) > 1 else [], self.notes]
+        return "\n".join("\n".join(block) for block in blocks if block)
+
+    def write_html(self, path: Path) -> Path:
+        """Write a page with curves. Raises StorageError."""
+        html = template("comparison.html").render(
+            css=css(), matched=self.matched(), rows=self.rows(), settings=self.settings(), notes=self.notes,
+            arms=[arm.name for arm in self.arms], figures=list(filter(None, map(self._figure, BY))),
+        )  # fmt: skip
+        write_text(path, visible(html))
+        return path
+
+    def _figure(self, by: By) -> Figure | None:
+        """Draw held-out curves over what was spent: one colour an arm, one line a seed."""
+        lines = []
+        for place, arm in enumerate(self.arms):
+            for point in arm.points:
+                metric = held_out_metric(point.run)
+                ends = zip(_spent(point.run)[by], [] if metric is None else point.run.column(metric.path), strict=False)
+                lines.append((arm.name, place % 6 + 1, [(x, y) for x, y in ends if x is not None and y is not None]))
+        xs = sorted({x for _, _, line in lines for x, _ in line})
+        series = [Series(name, [dict(line).get(x) for x in xs], color) for name, color, line in lines]
+        chart = line_chart(f"held-out {self.metric}", xs, series, axis=UNITS[by]) if len(xs) > 1 else None
+        keys = [(f"f{place % 6 + 1}", arm.name) for place, arm in enumerate(self.arms)]
+        title = f"Held-out {self.metric} over {UNITS[by]}"
+        return None if chart is None else Figure(title, "A colour is an arm, a line a seed.", chart, keys)
+
+
+def compare_runs(folders: Sequence[Path], *, by: By = "iteration", confidence: float = 0.95) -> RunComparison:
+    """Compare runs, those that are still under way too. Raises RunFolderError for other folders, UserError where there is nothing
+    to compare: fewer than two runs, other held-out tasks or metrics, no figures for `by`."""
+    if len(folders) < 2:
+        raise UserError("one run alone cannot be compared; name two or more")
+    if not 0.5 <= confidence <= 0.9999:
+        raise UserError(f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
+    runs = [read_run(Path(folder)) for folder in folders]
+    metrics = {folder: held_out_metric(run) for folder, run in zip(folders, runs, strict=True)}
+    names = {None if metric is None else metric.path.removeprefix("validation.") for metric in metrics.values()}
+    if None in names or len(names) > 1:
+        listed = ", ".join(f"{folder}: {'none' if one is None else one.path}" for folder, one in metrics.items())
+        raise UserError(f"the runs have no held-out metric in common ({listed}); give them the same validation_metric")
+    name = str(names.pop())
+    reach = [max((x for x in _spent(run)[by] if x is not None), default=None) for run in runs]
+    if missing := [str(folder) for folder, most in zip(folders, reach, strict=True) if most is None]:
+        raise UserError(f"{', '.join(missing)}: no {by} recorded; compare by another of {', '.join(BY)}")
+    reached = min(most for most in reach if most is not None)
+    points = [_point(run, by, reached, name) for run in runs]
+    shared = set.intersection(*(set(point.scores) for point in points))
+    if not shared:
+        raise UserError("the runs share no held-out task; give them the same validation tasks")
+    groups: dict[str, list[Point]] = defaultdict(list)
+    configs = [_config(point.run) for point in points]
+    differing = sorted(
+        {key for one, two in itertools.pairwise(configs) for key in one.keys() | two.keys() if _other(key, one, two)}
+    )
+    for point, config in zip(points, configs, strict=True):
+        groups[json.dumps({key: config.get(key) for key in differing}, default=str)].append(point)
+    first = [_of(point, shared) for point in next(iter(groups.values()))]
+    arms = []
+    for place, (key, members) in enumerate(groups.items()):
+        scores = [_of(point, shared) for point in members]
+        by_task = [[value for run in scores for value in run[task]] for task in range(len(shared))]
+        mean = estimate_mean(by_task, confidence)
+        arms.append(
+            Arm(
+                name=", ".join(point.run.folder.absolute().name for point in members),
+                points=members,
+                settings=json.loads(key),
+                mean=mean.mean,
+                interval=None if mean.low is None or mean.high is None else (mean.low, mean.high),
+                difference=difference_over_seeds(first, scores, confidence) if place else None,
+            )
+        )
+    notes = _notes(arms, points, len(shared))
+    return RunComparison(by, reached, name.replace("validation_reward", "reward"), confidence, arms, len(shared), notes)
+
+
+def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[str]:
+    notes = []
+    if len(arms) == 1:
+        notes.append("the runs differ in nothing but their seeds: one arm, and nothing to compare it with")
+    if len(arms) > 1 and min(len(arm.points) for arm in arms) < 2:
+        notes.append("an arm has one seed: intervals of differences to it hold for other tasks, not for other seeds")
+    if others := len({task for point in points for task in point.scores}) - shared:
+        notes.append(f"{others} held-out tasks were not asked in all runs, or have no grade there, and are left out")
+    if len(arms) > 2:
+        notes.append(f"{len(arms) - 1} differences: by chance alone, one in twenty has p < 0.05")
+    return notes
+
+
+def _point(run: RunData, by: By, reached: float, name: str) -> Point:
+    spent = _spent(run)
+    there = set(run.numbers_with("validation.jsonl"))
+    known = [k for k, x in enumerate(spent[by]) if x is not None and x <= reached and run.iterations[k] in there]
+    if not known:
+        raise UserError(f"{run.folder}: nothing was validated up to {compact(reached)} {UNITS[by]}")
+    place = known[-1]
+    scores: Scores = defaultdict(list)
+    iteration = run.iterations[place]
+    for row in read_jsonl(run.iteration_folder(iteration) / "validation.jsonl"):
+        value = row.get("reward") if name == "validation_reward" else (row.get("metrics") or {}).get(name)
+        if value is not None and row.get("reward") is not None:
+            scores[json.dumps([row["task_id"], row["messages"]], sort_keys=True)].append(float(value))
+    figures = {one: column[place] for one, column in spent.items()}
+    return Point(run, iteration, figures, number(run.rows[place], "reward"), dict(scores))
+
+
+def _spent(run: RunData) -> dict[str, list[float | None]]:
+    """Return what each row's run had spent by then."""
+
+    def running(path: str) -> list[float | None]:
+        return list(itertools.accumulate(value or 0.0 for value in run.column(path)))
+
+    return {
+        "iteration": [float(one) for one in run.iterations],
+        "flops": run.column("flops.cumulated"),
+        "tokens": running("completion_tokens"),
+        "seconds": running("seconds.total"),
+    }
+
+
+def _config(run: RunData) -> dict[str, Any]:
+    """Return the settings; what lies in the run's own folder, such as a warm start, is the same for all of them."""
+    own = str(run.config.get("run") or run.folder.absolute())
+    return {key: value.replace(own, "RUN") if isinstance(value, str) else value for key, value in flat(run.config).items()}
+
+
+def _other(key: str, one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return key not in _OURS and one.get(key) != two.get(key)
+
+
+def _of(point: Point, shared: set[str]) -> list[list[float]]:
+    return [point.scores[task] for task in sorted(shared)]
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value) if not isinstance(value, str) else value
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
