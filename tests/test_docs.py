@@ -45,6 +45,12 @@ def test_lines_are_as_short_as_those_of_the_code(page: Path) -> None:
     assert not [line for line in prose(page).split("\n") if len(line) > 130 and not line.startswith(("|", "    "))]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_is_hidden_as_a_tag(page: Path) -> None:
+    """Outside of code, a page shows <answer> as nothing at all."""
+    assert not re.findall(r"</?[A-Za-z]\w*>?", re.sub(r"`[^`]*`", "", prose(page)))
+
+
 def test_the_first_task_of_the_readme_tells_right_from_wrong() -> None:
     """That a real model learns it: tests/e2e/test_real_model.py."""
     task = first_task()(41, 17)

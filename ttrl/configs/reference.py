@@ -135,6 +135,7 @@ def as_markdown(about: str, classes: Sequence[tuple[str, type]]) -> str:
                 heading = setting.heading
                 lines.append(f"**{heading}**")
             default = f" = `{setting.default}`" if setting.default else ""
-            entry = f"- `{setting.name}`: `{setting.kind}`{default}. {setting.meaning}"
+            meaning = re.sub(r"<(?=/?[A-Za-z])", "&lt;", setting.meaning)  # a page would hide it as a tag
+            entry = f"- `{setting.name}`: `{setting.kind}`{default}. {meaning}"
             lines.append(textwrap.fill(entry, 130, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
     return "\n\n".join(lines) + "\n"
