@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from ttrl.cli import cache, config, evaluate, machine, models, plan, runs, tasks
+from ttrl.cli import cache, config, evaluate, machine, models, plan, runs, sweep, tasks
 from ttrl.errors import TtrlError
 from ttrl.system.console import speak_in_lines
 from ttrl.version import __version__
@@ -34,6 +34,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         evaluate.add_compare,
         "compare runs at equal iterations, FLOPs, tokens or seconds, or two evaluations, task by task",
     ),
+    "sweep": (sweep.add_sweep, "run a grid of settings and seeds, and compare what came of them"),
     "serve": (machine.add_serve, "start a server that a run on another host joins"),
     "join": (machine.add_join, "train together with a run that another machine leads"),
     "cache": (cache.add_cache, "look into a cache of completions, export it, clear it"),

@@ -1,0 +1,102 @@
+"""`ttrl sweep`: which runs a file means, that finished ones are not run again, and the comparison at the end."""
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ttrl import cli
+from ttrl.cli.sweep import read_sweep
+from ttrl.errors import UserError
+
+HERE = Path(__file__).parent.parent / "report"
+
+RECIPE = f"""
+    import argparse, json, os, pathlib, sys
+    sys.path.insert(0, {str(HERE)!r})
+    from test_comparison import make_run
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", type=pathlib.Path)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--iterations", type=int, default=2)
+    parser.add_argument("--set", nargs="+", default=[])
+    given = parser.parse_args()
+    with open(pathlib.Path(__file__).with_name("calls"), "a") as calls:
+        calls.write(given.run.name + "\\n")
+    if given.run.name == os.environ.get("FAILS"):
+        sys.exit(1)
+    settings = {{name: json.loads(value) for name, value in (one.split("=", 1) for one in given.set)}}
+    make_run(given.run, seed=given.seed, iterations=given.iterations, **settings)
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.py").write_text(textwrap.dedent(RECIPE))
+
+    def write(**values):
+        path = tmp_path / "sweep.yaml"
+        path.write_text(yaml.safe_dump({"recipe": "recipe.py", "runs": "runs/shape"} | values, sort_keys=False))
+        return path
+
+    return write
+
+
+def calls(folder):
+    return (folder / "calls").read_text().split() if (folder / "calls").exists() else []
+
+
+ARMS = {"wide": {"tasks_per_iteration": 32}, "deep": {"tasks_per_iteration": 8}}
+
+
+def test_every_arm_with_every_combination_and_seed(sweep, capsys):
+    path = sweep(arms=ARMS, grid={"training.lr": [1e-4, 0.5], "objective": ["ppo"]}, seeds=[0, 3], arguments=["--iterations", 5])
+    commands = read_sweep(path).commands()
+    assert len(commands) == 2 * 2 * 2
+    assert list(commands)[:3] == [
+        "wide,lr=0.0001,objective=ppo,seed=0", "wide,lr=0.0001,objective=ppo,seed=3", "wide,lr=0.5,objective=ppo,seed=0"
+    ]  # fmt: skip
+    assert commands["deep,lr=0.5,objective=ppo,seed=3"] == [
+        *["recipe.py", "--run", "runs/shape/deep,lr=0.5,objective=ppo,seed=3", "--seed", "3", "--iterations", "5"],
+        *["--set", "tasks_per_iteration=8", "training.lr=0.5", 'objective="ppo"'],
+    ]
+    assert cli.main(["sweep", str(path), "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 8 and not Path("runs").exists()
+
+
+def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, capsys, monkeypatch):
+    path = sweep(arms=ARMS, seeds=[0, 1], by="flops")
+    monkeypatch.setenv("FAILS", "wide,seed=1")
+    assert cli.main(["sweep", str(path)]) == 2
+    said = capsys.readouterr()
+    assert "1 of 4 runs failed" in said.err and "wide,seed=0" in said.out
+    assert calls(tmp_path) == ["wide,seed=0", "wide,seed=1", "deep,seed=0", "deep,seed=1"]
+    monkeypatch.delenv("FAILS")
+    assert cli.main(["sweep", str(path)]) == 0
+    assert calls(tmp_path)[4:] == ["wide,seed=1"]
+    said = capsys.readouterr().out
+    assert "3 TFLOP" in said and "tasks_per_iteration" in said and "wide,seed=0, wide,seed=1" in said
+    assert (tmp_path / "runs/shape/compare.html").is_file()
+    assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
+    assert json.loads((tmp_path / "runs/shape/sweep.json").read_text()).keys() == {
+        "wide,seed=0",
+        "wide,seed=1",
+        "deep,seed=0",
+        "deep,seed=1",
+    }
+
+
+def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
+    path = sweep(grids={}, seeds=["a"], by="hours", arms={"a": 3}, recipe=5)
+    with pytest.raises(UserError, match=r"unknown key 'grids'(.|\n)*recipe is 5; it must be a str"):
+        read_sweep(path)
+    path = sweep(seeds=["a"], by="hours", arms={"a": 3}, grid={"lr": 1}, recipe="none.py")
+    with pytest.raises(UserError, match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*no file none.py(.|\n)*by is 'hours'"):
+        read_sweep(path)
+    with pytest.raises(UserError, match="that is a single run"):
+        read_sweep(sweep())
+    with pytest.raises(UserError, match="cannot be read"):
+        read_sweep(path.with_name("nothing"))

@@ -1,0 +1,165 @@
+"""`ttrl sweep FILE`: the runs of a grid, one after the other, and one comparison at the end.
+
+    recipe: recipes/sort_letters.py        # a script with the options of recipes/
+    runs: runs/shape                       # where the runs go, each in a folder named after its settings
+    arguments: ["--iterations", "20"]      # for all of them (none)
+    seeds: [0, 1, 2]                       # ([0])
+    arms:                                  # settings that belong together, by a name (none)
+      wide: {tasks_per_iteration: 32, samples_per_task: 8}
+      deep: {tasks_per_iteration: 8, samples_per_task: 32}
+    grid:                                  # every combination of these values, with every arm (none)
+      lr: [1.0e-4, 3.0e-4]
+    by: flops                              # where they are compared (iteration)
+
+A run is finished when its script has ended well; what is finished is remembered in RUNS/sweep.json with its command, so the same
+`ttrl sweep` goes on where it was interrupted, within a run too, and makes only what was added to the file. A run that fails does
+not end the others.
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ttrl.errors import UserError
+from ttrl.system.files import write_json
+
+_STATE_FILE = "sweep.json"
+
+
+@dataclass
+class Sweep:
+    """What the file says."""
+
+    recipe: str
+    runs: str
+    arguments: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=lambda: [0])
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    by: str = "iteration"
+
+    def commands(self) -> dict[str, list[str]]:
+        """Return the command of each run, by the name of its folder; the seeds of one arm follow each other."""
+        found = {}
+        for (arm, fixed), *values in itertools.product(
+            self.arms.items() or [("", {})], *([(name, one) for one in each] for name, each in self.grid.items())
+        ):
+            settings = {**fixed, **dict(values)}
+            parts = [arm] * bool(arm) + [f"{name.rpartition('.')[2]}={_plain(value)}" for name, value in values]
+            for seed in self.seeds:
+                name = ",".join([*parts, f"seed={seed}"])
+                given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+                command = [self.recipe, "--run", str(Path(self.runs, name)), "--seed", str(seed), *self.arguments]
+                found[name] = [*command, *(["--set", *given] if given else [])]
+        return found
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read a sweep's file. Raises UserError with what is wrong in it."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is no mapping; it needs recipe, runs, and arms or grid (`ttrl sweep --help`)")
+    kinds = {"recipe": str, "runs": str, "arguments": list, "seeds": list, "arms": dict, "grid": dict, "by": str}
+    found = [f"unknown key {name!r}; there are {', '.join(kinds)}" for name in values if name not in kinds]
+    found += [f"{name} is missing" for name in ("recipe", "runs") if name not in values]
+    found += [
+        f"{name} is {values[name]!r}; it must be a {kind.__name__}"
+        for name, kind in kinds.items()
+        if name in values and not isinstance(values[name], kind)
+    ]
+    if not found:
+        found += [
+            f"grid: {name} must be a list of values" for name, each in values.get("grid", {}).items() if type(each) is not list
+        ]
+        found += [
+            f"arms: {name} must be a mapping of settings" for name, one in values.get("arms", {}).items() if type(one) is not dict
+        ]
+        found += [f"seeds: {one!r} is no whole number" for one in values.get("seeds", []) if type(one) is not int]
+        found += [] if Path(values["recipe"]).is_file() else [f"recipe: there is no file {values['recipe']}"]
+        found += [] if values.get("by", "flops") in _BY else [f"by is {values['by']!r}; choose one of {', '.join(_BY)}"]
+    if found:
+        raise UserError(f"{path}: " + "\n".join(found))
+    sweep = Sweep(**{**values, "arguments": [str(one) for one in values.get("arguments", [])]})
+    if len(sweep.commands()) < 2:
+        raise UserError(f"{path}: that is a single run; give arms, a grid or seeds")
+    return sweep
+
+
+_BY = ("iteration", "flops", "tokens", "seconds")
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, metavar="FILE.yaml")
+    parser.add_argument("--list", action="store_true", help="print the commands; run nothing")
+    parser.set_defaults(run_command=run_sweep)
+
+
+def run_sweep(arguments: argparse.Namespace) -> int:
+    """Run what is not finished, then compare all that is."""
+    sweep = read_sweep(arguments.file)
+    commands, runs = sweep.commands(), Path(sweep.runs)
+    if arguments.list:
+        print("\n".join(" ".join(command) for command in commands.values()))
+        return 0
+    finished = _finished(runs / _STATE_FILE)
+    failed = []
+    for number, (name, command) in enumerate(commands.items(), 1):
+        if finished.get(name) == command:
+            continue
+        print(f"ttrl sweep: run {number} of {len(commands)}: {name}", file=sys.stderr, flush=True)
+        if _run([sys.executable, *command]) == 0:
+            finished[name] = command
+            runs.mkdir(parents=True, exist_ok=True)
+            write_json(runs / _STATE_FILE, finished)
+        else:
+            failed.append(name)
+    there = [runs / name for name in commands if name in finished]
+    if len(there) > 1:
+        from ttrl.report.comparison import compare_runs
+
+        comparison = compare_runs(there, by=sweep.by)  # type: ignore[arg-type]  # the file's check allows no other
+        print(comparison.table())
+        print(comparison.write_html(runs / "compare.html"))
+    if failed:
+        print(f"ttrl sweep: {len(failed)} of {len(commands)} runs failed, and are tried again by the same command: "
+              f"{'; '.join(failed)}", file=sys.stderr)  # fmt: skip
+    return 2 if failed else 0
+
+
+def _run(command: list[str]) -> int:
+    """Run a script to its end. An interruption reaches it too: it is waited for, so that it can end in order."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+
+
+def _finished(path: Path) -> dict[str, list[str]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}; without it, each run says itself that it is finished") from error
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _plain(value: Any) -> str:
+    """Write a value as a part of a folder's name."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "".join(letter if letter.isalnum() or letter in "._+-" else "_" for letter in text)
