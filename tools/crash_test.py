@@ -1,6 +1,6 @@
 """Kills a run at random moments, again and again, and compares its outcome with that of an undisturbed run.
 
-    python tools/crash_test.py [--kills 100] [--iterations 10] [--seed 0] [--keep DIR] [--settings JSON]
+    python tools/crash_test.py [--kills 100] [--iterations 10] [--seed 0] [--save-every N] [--keep DIR] [--settings JSON]
 
 A run of a tiny model with recorded rollouts (`tools/crash_test_run.py`: the real loop, run folder and trainer) is made once
 undisturbed. Then it is repeated in another folder, killed with `kill -9` at a random moment, restarted with the same command and
@@ -10,6 +10,9 @@ die:
     power    all of its processes at once, as in a power loss
     main     only the main process; what it started must not go on, nor get in the way of the next one
     child    one of the processes below it (trainer, its guard): the main process may end or go on
+
+With --save-every, the recorded rollouts' server takes the weights out of the trainer's memory (`weight_sync` "memory"), and only
+every n-th checkpoint is written: 1 kills runs whose files are written beside the sampling, 5 also those that have to train again.
 
 Every run that was killed is compared with the undisturbed one: weights, states and rollouts bit for bit; metrics and training log
 except for times. It must also be consistent in itself: nothing that a finished phase wrote was touched again; no completion was
@@ -327,9 +330,12 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--per-run", type=int, default=12, help="at most this many kills of one run, then it is left to finish")
     parser.add_argument("--seed", type=int, default=0, help="for the model and the moments")
+    parser.add_argument("--save-every", type=int, metavar="N", help="with weight_sync memory; without it, weights go as files")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work there, and keep everything for inspection")
     parser.add_argument("--settings", type=json.loads, default={}, help="further settings of TrainConfig, as JSON")
     arguments = parser.parse_args()
+    if arguments.save_every is not None:
+        arguments.settings |= {"weight_sync": "memory", "save_every": arguments.save_every}
     options = {name: getattr(arguments, name) for name in ("kills", "iterations", "per_run", "seed", "settings")}
 
     def say(line: str) -> None:

@@ -33,10 +33,24 @@ Choice = tuple[list[int], list[float]]
 """Token ids and their log-probabilities."""
 
 
-def weights_digest(checkpoint: Path) -> str:
+def weights_of(files: list[Path]) -> dict[str, tuple[str, list[int], bytes]]:
+    """Dtype, shape and bytes by name, of files or of a trainer's memory, which is laid out as one."""
+    found = {}
+    for path in files:
+        content = path.read_bytes()
+        begin = 8 + int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8:begin]).items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                found[name] = entry["dtype"], entry["shape"], content[begin + first : begin + last]
+    return found
+
+
+def digest_of(weights: dict[str, tuple[str, list[int], bytes]]) -> str:
     hashed = hashlib.sha256()
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        hashed.update(path.read_bytes())
+    for name in sorted(weights):
+        dtype, shape, content = weights[name]
+        hashed.update(f"{name} {dtype} {shape} ".encode() + content)
     return hashed.hexdigest()
 
 
@@ -69,23 +83,32 @@ class RecordedServer:
     """Takes PolicyServer's place in the loop."""
 
     recording: Recording
+    model: Path
+    """The starting model: config and tokenizer of all policies."""
     requests: Path | None = None
     model_name = "policy"
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._checkpoint: Path | None = None
-        self._digest = ""
+        self._digest, self._weights = "", dict[str, tuple[str, list[int], bytes]]()
         self._models: dict[str, Any] = {}
         self._tokenizer: Any = None
 
     def start(self, model_folder: Path, *_: Any, **__: Any) -> None:
         pass
 
-    def serve(self, checkpoint: Path, *_: Any, **__: Any) -> dict[str, Any] | None:
+    def serve(self, checkpoint: Path, handover: Any = None, start_from: Path | None = None) -> dict[str, Any] | None:
         if self._checkpoint == checkpoint:
             return None
-        self._checkpoint, self._digest = checkpoint, weights_digest(checkpoint)
-        return {"mode": "reload", "seconds": 0.0, "canary_max_difference": 0.0, "fell_back": None}
+        files = sorted(checkpoint.glob("*.safetensors")) if handover is None else [Path(handover.memory)]
+        self._weights = weights_of(files)
+        self._checkpoint, self._digest, self._models = checkpoint, digest_of(self._weights), {}
+        return {
+            "mode": "reload" if handover is None else "memory",
+            "seconds": 0.0,
+            "canary_max_difference": 0.0,
+            "fell_back": None,
+        }
 
     def stop(self) -> None:
         self._checkpoint = None
@@ -150,17 +173,24 @@ class RecordedServer:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._checkpoint)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model)
         text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _sample(self, prompt: list[int], count: int, length: int, temperature: float, seed: int) -> list[Choice]:
         """Completions with log-probabilities under softmax(logits / temperature); greedy ones, under softmax(logits), at 0."""
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         if self._digest not in self._models:
-            self._models = {self._digest: AutoModelForCausalLM.from_pretrained(self._checkpoint, dtype=torch.float32).eval()}
+            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.model), dtype=torch.float32).eval()
+            tensors = {
+                name: torch.frombuffer(bytearray(content), dtype={"F32": torch.float32}[dtype]).view(shape)
+                for name, (dtype, shape, content) in self._weights.items()
+            }
+            wrong = made.load_state_dict(tensors, strict=False)
+            assert not wrong.unexpected_keys and set(wrong.missing_keys) <= {"lm_head.weight"}, wrong
+            self._models = {self._digest: made}
         model, generator = self._models[self._digest], torch.Generator().manual_seed(seed)
         choices: list[Choice] = []
         for _ in range(count):
@@ -198,7 +228,7 @@ def main() -> int:
     parser.add_argument("--settings", type=json.loads, default={}, help="further settings of TrainConfig, as JSON")
     arguments = parser.parse_args()
     RecordedServer.recording = Recording(arguments.recording, writable=arguments.record)
-    RecordedServer.requests = arguments.requests
+    RecordedServer.requests, RecordedServer.model = arguments.requests, Path(arguments.model)
     loop.PolicyServer = RecordedServer  # type: ignore[assignment, misc]
     settings = {
         "run": arguments.run,

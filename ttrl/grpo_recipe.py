@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 from torchtune.config import parse
@@ -36,7 +37,7 @@ from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks, run_recipe
 from ttrl.training.prepass import Prepass
 from ttrl.training.references import check_reference
-from ttrl.training.resident import Residence, follow_requests, load_trained
+from ttrl.training.resident import Residence, Trained, follow_requests, load_trained
 from ttrl.training.step import GradientStep, step_metrics
 from ttrl.training.timing import Profiler, Stopwatch
 from ttrl.training.train_log import TrainLog, TrainProgress
@@ -47,7 +48,7 @@ logger = logging.getLogger("ttrl.grpo_recipe")
 def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
     """Train one iteration. `residence`: what this process kept of the iteration before, and keeps for the next one."""
     if not config.packed:
-        return make_canary(config, here, residence)
+        return (make_canary if config.kept is None else write_kept)(config, here, residence)
     started = time.perf_counter()
     packed = PackedTensors.load(config.packed)
     check_reference(packed, config)
@@ -93,16 +94,31 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
             pieces.close()
 
         with watch.part("checkpoint"):
-            folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype
-            canary = canary_of(policy, config.model, here, dtype)
-            if residence is not None:
-                residence.hand_over(config, policy, canary)  # servers may have it while it is written
-            save_checkpoint(folder, policy, config.model, here, checkpoint_dtype=dtype, config=config, canary=canary)
-            stepper.save(Path(config.output_dir, "state"))
+            canary = canary_of(policy, config.model, here, config.checkpoint_dtype)
+            # Servers may have it while it is written; what they can't have that way is written in any case.
+            is_out = residence is not None and residence.hand_over(config, policy, canary, log.compared)
+            if is_written := config.save or not is_out:
+                write_files(config, trained, here, canary)
         log.close()
         if residence is not None:
-            residence.leave(config, trained)
+            residence.leave(config, trained, is_written)
     logger.info("%d optimizer steps, %.1f s in all", len(steps), time.perf_counter() - started)
+
+
+def write_files(config: GRPOConfig, trained: Trained, here: Ranks, canary: dict[str, Any]) -> None:
+    """Write checkpoint and state. A collective."""
+    folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype
+    save_checkpoint(folder, trained.policy, config.model, here, checkpoint_dtype=dtype, config=config, canary=canary)
+    trained.stepper.save(Path(config.output_dir, "state"))
+
+
+def write_kept(config: GRPOConfig, here: Ranks, residence: Residence | None) -> None:
+    """Write what an earlier iteration left in memory alone."""
+    assert residence is not None
+    with memory_advice(config, CANARY_LENGTH):
+        trained = residence.enter(config)
+        write_files(config, trained, here, canary_of(trained.policy, config.model, here, config.checkpoint_dtype))
+        residence.leave(config, trained)
 
 
 def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -379,6 +379,24 @@ def test_weights_in_memory_are_for_servers_on_this_machine(make, syncs, tmp_path
     server.serve(checkpoint, Handover(str(memory), [], {}))
     writing.join()
     assert syncs.events == [("sync by reload from memory", str(checkpoint)), ("sync by reload", str(checkpoint))]
+
+
+def test_weights_that_nobody_writes(make, syncs):
+    """Servers are started with another checkpoint, also anew, and take them out of memory; whoever cannot is left out."""
+    server, handover = make(weight_sync="memory"), Handover("not asked for", [], {})
+    server.serve(B, handover, A)
+    (vllm,) = FakeVLLM.made
+    assert syncs.events == [("sync by reload from memory", "B")] and vllm.events[0] == "start A"
+    syncs.events.clear()
+    vllm.dead = True
+    facts = server.serve(C, handover, A)
+    assert [event for event in vllm.events if event.startswith("start")] == ["start A", "start A"]
+    assert syncs.events[-1] == ("sync by reload from memory", "C") and facts["fell_back"]
+    syncs.fail[vllm.base_url] = ServerError("it read other bytes than the trainer wrote")
+    with pytest.raises(ServerError, match="other bytes"):
+        server.serve(Path("D"), handover, A)
+    with pytest.raises(ServerError, match="memory alone"):
+        replace(handover, is_written=False).wait_for_files(A)
 
 
 def test_a_trainer_that_ends_before_it_has_written_what_another_server_needs(make, tmp_path, monkeypatch):

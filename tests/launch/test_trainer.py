@@ -136,9 +136,12 @@ def test_weights_that_are_handed_over_before_they_are_written(made):
     trainer.train(2, made.config(2))
     assert trainer.handover(1) is None and trainer.handover(2) is None  # there was no memory for them
     trainer.wait_until_saved()
-    trainer.train(3, made.config(3, handover=SAID))
+    trainer.train(3, made.config(3, handover=SAID | {"compared": {"mean": 0.1}}, save=False))
+    assert trainer.holding == 3 and trainer.compared == {"mean": 0.1}
+    trainer.train(4, made.config(4, handover=SAID))
+    assert trainer.holding is None and trainer.wait_until_saved()
     trainer.stop()
-    assert trainer.handover(3) is None
+    assert trainer.handover(4) is None
 
 
 def test_a_death_before_what_was_handed_over_is_written(made):
@@ -149,6 +152,11 @@ def test_a_death_before_what_was_handed_over_is_written(made):
     assert trainer.handover(1) is None
     trainer.train(1, made.config(1, handover=SAID))
     trainer.wait_until_saved()
+    trainer.train(2, made.config(2, handover=SAID, do_beside="os.kill(os.getpid(), 9)"))
+    with pytest.raises(TrainerDiedError):  # somebody else looks first
+        while True:
+            trainer.check()
+    assert not trainer.wait_until_saved()
 
 
 def test_it_can_be_started_before_it_is_needed(made):

@@ -50,6 +50,7 @@ def test_from_memory(fake_server, checkpoints):
             "/update_weights",
             "/finish_weight_update",
             "/shutdown_weight_transfer_engine",
+            "ttrl_share_prompts",  # also where only the canary is compared
         ]
         assert server.model_folder == checkpoints[1]  # what a later restart loads
 

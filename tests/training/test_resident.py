@@ -327,3 +327,31 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, monk
     monkeypatch.setattr(residence._memory, "write", none_left)
     chain.iteration("again", 1, residence, model=resident[0] / "checkpoint", state=resident[0] / "state", hand_over=True)
     assert len(held) == ITERATIONS  # servers read files then
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw_8bit"}, {"kl_coefficient": 0.1}])
+def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(chain, settings):
+    """To the same bits as if it had been; also in another process, which trains again from the last that was."""
+    once, residence = chain("once", **settings), Residence(HERE)
+    first = chain.iteration("kept", 0, residence, hand_over=True, save=False, **settings)
+    assert not (first / "checkpoint").exists() and read_jsonl(first / "train.jsonl")
+    second = chain.iteration("kept", 1, residence, hand_over=True, save=False, kept=1, **settings)
+    assert not (second / "checkpoint").exists()
+    chain.iteration("kept", 1, residence, hand_over=True, kept=2, packed="", **settings)
+    check_same([second], [once[1]])
+    start = {"model": second / "checkpoint", "state": second / "state"}
+    check_same([chain.iteration("kept", 2, residence, **start, hand_over=True, **settings)], [once[2]])
+    another = Residence(HERE)
+    with pytest.raises(RunFolderError, match="does not hold what iteration 1 left"):
+        chain.iteration("another", 1, another, hand_over=True, kept=1, **settings)
+    chain.iteration("another", 0, another, hand_over=True, save=False, **settings)
+    check_same([chain.iteration("another", 1, another, hand_over=True, kept=1, **settings)], [once[1]])
+
+
+def test_what_servers_cannot_have_from_memory_is_written(chain, monkeypatch):
+    def none_left(*arguments):
+        raise StorageError("no memory")
+
+    residence = Residence(HERE)
+    monkeypatch.setattr(residence._memory, "write", none_left)
+    check_same([chain.iteration("kept", 0, residence, hand_over=True, save=False)], [chain.iteration("once", 0, None)])

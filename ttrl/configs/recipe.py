@@ -300,6 +300,11 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     hand_over: bool = False
     """With `follow`: after an iteration, the new weights are held out in memory, for servers on this machine to take them
     (`ttrl.server.transfer`), until the next ones are."""
+    save: bool = True
+    """With `hand_over`: whether checkpoint and state are written. What was not stays in memory alone, see `kept`."""
+    kept: int | None = None
+    """With `follow`: the iteration whose weights and state, which were not written, this process holds; training goes on from
+    those. `model` and `state` are then the last that were written. With an empty `packed`, they are written to `output_dir`."""
 
     @property
     def sees_gradients(self) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, Literal
 
 import yaml
@@ -22,6 +22,7 @@ LIMIT_NAMES = ("mean", "p999", "ess", "outside")
 SET_BY_THE_LOOP = (
     "model", "packed", "output_dir", "state", "iteration", "seed", "device", "dtype", "num_threads", "reference_model",
     "sampler_model", "sampler_version", "temperature", "lora_base", "lora_merge", "context", "follow", "free_memory", "hand_over",
+    "save", "kept",
 )  # fmt: skip
 """Settings of the recipe that the loop chooses for each iteration, and that `training` therefore cannot hold."""
 _OTHER_DISTRIBUTIONS = (
@@ -176,6 +177,10 @@ class TrainConfig(Config):
     works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2; never
     run on a GPU); "memory" in place, out of a resident trainer's memory on this machine, and from files where that is not
     possible. "auto": "sleep" where they share GPUs with a trainer that works while they do not, else "reload"."""
+    save_every: int = 1
+    """Where servers take weights out of memory: write checkpoint and state of every n-th iteration only, and of the last one. A
+    run that was killed trains again from the last that was written, to the same bits; nothing is sampled again for it. What is
+    kept of checkpoints (`keep_best`, too) is kept of those."""
     joined_servers: list[str] = field(default_factory=list)
     """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their keys are never written here: see
     `joined_key_file`."""
@@ -248,10 +253,11 @@ class TrainConfig(Config):
         found = self.at_least(1, "iterations", "tasks_per_iteration", "samples_per_task", "max_tokens", "tokens_per_iteration")
         found += self.at_least(1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads")
         found += self.at_least(1, "constant_length", "dynamic_sampling", "max_extra_tasks", "keep_best", "keep_every")
+        found += self.at_least(1, "save_every")
         found += self.at_least(0, "temperature", "validation_temperature", "seed", "trainer_restarts", "servers")
         found += self.at_least(3, "keep_checkpoints") + self.above_zero("start_timeout")
         found += self._sampling_problems() + self._advantage_problems() + self._training_problems()
-        found += self.watch_problems() + self.server_problems() + self.node_problems()
+        found += self.watch_problems() + self.server_problems() + self.node_problems() + self._saving_problems()
         if self.mirror is not None and not self.mirror.strip():
             found.append('mirror is empty; give an address such as "s3://bucket/runs/name", or leave it out')
         for name in ("sampling", "training", "server", "drift_limits", "loggers"):
@@ -321,6 +327,19 @@ class TrainConfig(Config):
             for name in ("advantages", "advantage_std_floor", "advantage_clip", "reward_power", "surprise_bonus")
             if getattr(self, name) != defaults[name]
         ]
+
+    def _saving_problems(self) -> list[str]:
+        if self.save_every == 1:
+            return []
+        why = self.files_because
+        if self.weight_sync not in ("auto", "memory"):
+            why = f"weight_sync is {self.weight_sync!r}, so servers read the files of each iteration"
+        found = [] if why is None else [f"save_every is {self.save_every}, but {why}: leave it at 1"]
+        if self.keep_every is not None and self.keep_every % self.save_every:
+            found.append(
+                f"keep_every is {self.keep_every}; take a multiple of save_every, {self.save_every}: no other is written"
+            )
+        return found
 
     def watch_problems(self) -> list[str]:
         """Return what is wrong with drift limits and loggers, one line each."""
@@ -413,6 +432,19 @@ class TrainConfig(Config):
         return "reload" if self.weight_sync == "auto" else self.weight_sync
 
     @property
+    def files_because(self) -> str | None:
+        """Why some of the servers need new weights as files; None where all of them can take them out of the trainer's memory."""
+        has_adapters = self.recipe_settings.get("lora_rank") is not None
+        reasons = {
+            "trainer 'once' is gone by then": self.trainer != "resident",
+            "several machines train": self.nnodes > 1,
+            "joined servers read files": self.servers == 0 or bool(self.joined_servers),
+            "an adapter's files are small, and vLLM loads adapters from nowhere else": has_adapters,
+            "the cache goes by what files hold": bool(self.cache),
+        }
+        return next((why for why, holds in reasons.items() if holds), None)
+
+    @property
     def hands_over(self) -> bool:
         """Whether the trainer holds new weights out in memory: a resident one on the servers' machine, without adapters."""
         near = self.trainer == "resident" and self.nnodes == 1 and self.servers != 0
@@ -499,15 +531,17 @@ class TrainConfig(Config):
     def resolved(self, cuda: bool) -> "TrainConfig":
         """Return this config with everything that is not set written out, so that config.yaml says what was run."""
         device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
+        if self.device != device:
+            return replace(self, device=device).resolved(cuda)
         return TrainConfig.parse(
             self.to_dict()
             | {
-                "device": device,
                 "dtype": self.dtype if self.dtype != "auto" else "bf16" if device == "cuda" else "fp32",
                 "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.processes_here),
                 "nproc_per_node": self.processes_here,
                 "servers": self.servers_here,
                 "weight_sync": self.resolved_weight_sync,
+                "save_every": self.save_every if self.hands_over else 1,
                 "trainer_memory": self.resolved_trainer_memory(device),
                 "validation_temperature": self.resolved_validation_temperature,
                 "aggregation": self.resolved_aggregation,

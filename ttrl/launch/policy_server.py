@@ -5,6 +5,7 @@ answer them. A thread looks after the servers while they serve: one of ours that
 reason in the log; one that somebody else started is synced when it is back. Until then the others serve.
 """
 
+import dataclasses
 import logging
 import secrets
 import threading
@@ -82,6 +83,7 @@ class PolicyServer:
         self._over = threading.Event()
         self._handover: Handover | None = None
         """Where the trainer holds out the weights of the last checkpoint that was asked for."""
+        self._start_from: Path | None = None
         self._serving: tuple[Path, str] | None = None
         """The checkpoint and version of requests, while they are served: one value, so that no thread mixes two of them."""
 
@@ -94,9 +96,11 @@ class PolicyServer:
             if not member.is_up:
                 member.start(self._base(model_folder))
 
-    def serve(self, checkpoint: Path, handover: Handover | None = None) -> dict[str, Any] | None:
-        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them to it. `handover`: where a
-        trainer on this machine holds out its weights.
+    def serve(self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None) -> dict[str, Any] | None:
+        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them to it.
+
+        handover: where a trainer on this machine holds out its weights.
+        start_from: where nobody writes it, another checkpoint of the model, for servers that have to be started.
 
         Returns what the sync has to say (mode, seconds, the canary's largest difference, why it fell back, and for several
         servers how many serve and what is wrong with the others), None where they had these weights already. A server that
@@ -104,11 +108,13 @@ class PolicyServer:
         is left.
         """
         if not self._members:
-            if handover is not None:
+            if handover is not None and start_from is None:
                 handover.wait_for_files(checkpoint)
-            self.start(checkpoint)
+            self.start(checkpoint if start_from is None else start_from)
         self._merge(checkpoint)
-        self._serving, self._handover = None, handover
+        if handover is not None:
+            handover = dataclasses.replace(handover, is_written=start_from is None)
+        self._serving, self._handover, self._start_from = None, handover, start_from
         if checkpoint != self._folder or self._version is None:
             self._version = secrets.token_hex(16)
             self._folder = None
@@ -239,7 +245,10 @@ class PolicyServer:
         ]
 
     def _base(self, model_folder: Path) -> Path:
-        """Return what a server is started with: the base of the run's adapters where it is given those."""
+        """Return what a server is started with: the base of the run's adapters where it is given those, another checkpoint where
+        this one is not written."""
+        if self._start_from is not None:
+            return self._start_from
         of_this_run = model_folder.absolute().is_relative_to(Path(self._config.run, "iterations").absolute())
         base = base_of_adapter(model_folder) if self._adapters and of_this_run else None
         return model_folder if base is None else base  # a starting model may be what was merged once

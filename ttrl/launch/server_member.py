@@ -133,9 +133,9 @@ class ServerMember:
 
     def bring(self, checkpoint: Path, version: str, base: Path, handover: Handover | None = None) -> dict[str, Any] | None:
         """Make it compute with `checkpoint`, or the same weights out of memory, prove that, and open it to requests for
-        `version`. Return what the sync has to
-        say, None where it had these weights. One that died is started anew, once, from `base` where it serves adapters and from
-        the checkpoint elsewhere. Raises ServerError; it is not proven then."""
+        `version`. Return what the sync has to say, None where it had these weights. One that died is started anew, once, from
+        `base` where it serves adapters or the checkpoint is not written, and from the checkpoint elsewhere. Raises ServerError;
+        it is not proven then."""
         began = time.monotonic()
         try:
             if self.proven == checkpoint and not self._asleep and self._is_open_to(version):
@@ -160,8 +160,8 @@ class ServerMember:
             return False
 
     def _bring(self, checkpoint: Path, base: Path, handover: Handover | None) -> dict[str, Any]:
-        server = self.server
-        if handover is not None and (self.ours is None or not self.is_up or self._fresh or self.ours.has_ended):
+        server, has_files = self.server, handover is None or handover.is_written
+        if handover is not None and (self.ours is None or (has_files and (not self.is_up or self._fresh or self.ours.has_ended))):
             handover.wait_for_files(checkpoint)
         if not self.is_up and not self._start_failed:
             self.start(base)
@@ -178,7 +178,8 @@ class ServerMember:
             if not self.is_fenced:
                 server.open_version()  # a server without our middleware does not know this path
                 self.is_fenced = True
-            if fresh and not server.serves_adapters and (facts := self._started_with(checkpoint)) is not None:
+            may_have_it = fresh and has_files and not server.serves_adapters
+            if may_have_it and (facts := self._started_with(checkpoint)) is not None:
                 return facts
             restarts = self._mode == "restart" and self.ours is not None and not fresh
             mode: Literal["reload", "restart"] = "restart" if restarts else "reload"
@@ -189,9 +190,9 @@ class ServerMember:
         except ServerDiedError as error:
             if self.ours is None or not self.may_restart:
                 raise
-            if handover is not None:
+            if handover is not None and has_files:
                 handover.wait_for_files(checkpoint)
-            return self._start_anew(checkpoint, error)
+            return self._start_anew(checkpoint, error, None if has_files else (base, handover))
 
     def _started_with(self, checkpoint: Path) -> dict[str, Any] | None:
         """Return what the proof says where it was started with these weights, under whatever path; None where it was not."""
@@ -208,12 +209,18 @@ class ServerMember:
         report = SyncReport("reload", 0.0, canary.max_difference, None, comparison)
         return _facts(report) | {"mode": "start"}
 
-    def _start_anew(self, checkpoint: Path, died: ServerDiedError) -> dict[str, Any]:
+    def _start_anew(self, checkpoint: Path, died: ServerDiedError, source: tuple[Path, Handover | None] | None) -> dict[str, Any]:
+        """Start it anew with the checkpoint; with `source`, with another one, and bring it what is held out then."""
         self.may_restart = False
         logger.warning("a server is gone and is started anew: %s", died)
         reason = str(died).splitlines()[0]
         try:
-            report = self._tools.sync(self.server, checkpoint, mode="restart", compare=self._compare)
+            if source is not None:
+                assert self.ours is not None
+                self.ours.restart(source[0])
+                report = self._tools.sync(self.server, checkpoint, mode="reload", compare=self._compare, handover=source[1])
+            else:
+                report = self._tools.sync(self.server, checkpoint, mode="restart", compare=self._compare)
         except ServerDiedError as error:
             raise WeightSyncError(f"the server died again after it was started anew: {error}") from died
         return _facts(report) | {"fell_back": reason}

@@ -49,6 +49,10 @@ class Trainer:
         self._asked = 0
         self._made_of: dict[str, Any] = {}
         self._handed_over: tuple[int, Handover] | None = None
+        self._is_writing = False
+        self._holding: int | None = None
+        self.compared: dict[str, Any] | None = None
+        """What train.jsonl will say of sampler and trainer in what was handed over last."""
 
     def start(self, recipe_config: Mapping[str, Any]) -> None:
         """Start the resident process, which loads what `recipe_config` names (of its pack nothing is needed yet) and waits.
@@ -133,25 +137,37 @@ class Trainer:
                 self._check_runs("in the middle of an iteration", log, unless=answer)
             return done
 
-        self._handed_over = None
+        self._handed_over, self._is_writing, self._holding = None, False, None
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         if handover.exists():
-            self._handed_over = number, Handover(**json.loads(handover.read_text(encoding="utf-8")))
+            said = json.loads(handover.read_text(encoding="utf-8"))
+            self.compared = said.pop("compared", None)
+            self._handed_over = number, Handover(**said)
+            self._is_writing, self._holding = True, None if recipe_config.get("save", True) else number
             return output / "checkpoint"
         process.log_task_to(None)
         return checkpoint_of(output)
 
-    def wait_until_saved(self) -> None:
+    def wait_until_saved(self) -> bool:
         """Wait until the files of the last `train` are there; while they are only on their way it returned early, and says so by
-        `handover`. Raises as `train`."""
+        `handover`. Return False where the process was lost before, and somebody was told. Raises as `train`."""
+        if not self._is_writing:
+            return True
         if self._resident is None:
-            return
+            return False
         process, requests = self._resident
         answer = requests.answer(self._asked)
         while not answer.exists():
             self._check_runs("while it wrote its files", self._log, unless=answer)
             time.sleep(LOOK_SECONDS)
         process.log_task_to(None)
+        self._is_writing = False
+        return True
+
+    @property
+    def holding(self) -> int | None:
+        """Return the iteration whose weights and state the process holds, and nothing else does."""
+        return self._holding if self._resident is not None else None
 
     def handover(self, number: int) -> Handover | None:
         """Return where the process holds out the weights of iteration `number`; None where it does not, or died since."""

@@ -19,6 +19,7 @@ what follows from a validation: the line of metrics, the report, the pruning of 
 import functools
 from typing import Any
 
+from ttrl.errors import DriftError
 from ttrl.loop.environment import describe_environment
 from ttrl.loop.jobs import Jobs, PhaseJob
 from ttrl.loop.phases import Phases
@@ -51,6 +52,7 @@ class Iterations:
         numbers = range(self._config.iterations + 1)
         last = next((n for n in numbers if n not in self._rows or has_reached(self._rows[n], self._config)), None)
         if last is None or last in self._rows:
+            self._phases.write(self._config.iterations if last is None else last)
             self._say_reached(last)
             self._console.line(f"{self._folder.path} is finished; more iterations, or another stop_at, would continue it")
             return
@@ -72,6 +74,7 @@ class Iterations:
                     break
                 self._begin_validation_and_rollouts(number)
             self._jobs.wait_for_all()
+            self._phases.write(self._config.iterations if self._reached is None else self._reached)
             self._say_reached(self._reached)
         finally:
             self._jobs.close()
@@ -87,9 +90,9 @@ class Iterations:
         if number == 0 and folder.iteration(0).marker("prepare") is None:
             return  # `prepare` starts the server, as one of the first things
         if folder.iteration(number).marker("rollouts") is None and number > 0:
-            self._phases.server.start(folder.checkpoint(config.policy_of_rollouts(number)))
+            self._phases.server.start(folder.checkpoint(folder.written_version(config.policy_of_rollouts(number))))
         elif (number == 0 or folder.iteration(number).marker("train") is not None) and self._phases.has_to_validate(number):
-            self._phases.server.start(folder.checkpoint(number))
+            self._phases.server.start(folder.checkpoint(folder.written_version(number)))
 
     def _make_policy(self, number: int) -> None:
         """Make the checkpoint after iteration `number`, unless `stop_at` was reached before."""
@@ -109,11 +112,12 @@ class Iterations:
             if self._reached is not None:
                 return self._jobs.close()
         self._phases.train(number)
-        if self._folder.iteration(number).marker("train") is not None:
-            self._check_drift(number)
-
-    def _check_drift(self, number: int) -> None:
-        check_drift(self._config, self._folder, number, self._console, self._phases.ask_server())
+        compared = self._phases.trainer.compared if number in self._folder.held else None
+        try:  # before the policy samples
+            check_drift(self._config, self._folder, number, self._console, self._phases.ask_server(), compared)
+        except DriftError:
+            self._phases.finish_saving()
+            raise
 
     def _begin_validation_and_rollouts(self, number: int) -> None:
         """Begin what the policy after iteration `number` has to do, and do not wait."""
@@ -132,8 +136,7 @@ class Iterations:
             validation = self._jobs.begin(f"validation {number}", lambda: self._phases.validate(number))
         if rollouts:
             self._jobs.begin(f"rollouts {rollouts[0]}", lambda: self._sample(rollouts))
-        if (saved := self._phases.finish_saving()) is not None:  # beside all of that
-            self._check_drift(saved)
+        self._phases.finish_saving()  # beside all of that
         if validation is not None:
             self._jobs.begin(f"metrics {number}", functools.partial(self._finish, number, validation))
 

@@ -41,10 +41,14 @@ from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES
 from ttrl.system.console import Console, clock
-from ttrl.system.files import atomic_folder, read_jsonl, remove_leftovers, write_jsonl
+from ttrl.system.files import atomic_folder, read_jsonl, remove_folder, remove_leftovers, write_jsonl
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+_POLICY = ("checkpoint", "state")
+_AGAIN = "trainer/again"
+"""Where an iteration that is trained again writes what is known of it already."""
 
 
 class Phases:
@@ -133,8 +137,32 @@ class Phases:
         one of them, says what that took."""
         began = clock()
         self._synced = None
-        sync = self.server.serve(self.folder.checkpoint(number), self.trainer.handover(number))
+        version = self.folder.policy_version(number)
+        if version in self.folder.held and self.trainer.handover(version) is None:
+            self.finish_saving()  # the trainer died since
+        sync = self._sync(version)
         self._synced = number, {recorded_by: {"sync_seconds": clock() - began, "sync": sync}}
+
+    def _sync(self, version: int) -> dict[str, Any] | None:
+        """Bring a policy to the server: out of the trainer's memory, which it has to be brought into again where no file has it
+        and the trainer is another one; from files where no server can take it from there."""
+        checkpoint = self.folder.checkpoint(version)
+        if self._has_files(version):
+            return self.server.serve(checkpoint, self.trainer.handover(version))
+        if self.trainer.handover(version) is None:
+            self._ask_trainer(version + 1, None)
+        start_from = self.folder.checkpoint(self.folder.written_version(version))
+        try:
+            return self.server.serve(checkpoint, self.trainer.handover(version), start_from)
+        except ServerError as error:
+            logger.warning("the policy of iteration %d is written for the servers, which did not take it: %s", version, error)
+            self.write(version)
+            return self.server.serve(checkpoint)
+
+    def _has_files(self, version: int) -> bool:
+        """Return whether a policy's checkpoint is there, or being written."""
+        is_coming = version in self.folder.held and self.trainer.holding != version
+        return is_coming or self.folder.written_version(version) == version
 
     def _serve(self, number: int, phase: str) -> dict[str, Any]:
         """Bring the policy to the server; return what the phase's marker says of that."""
@@ -284,43 +312,84 @@ class Phases:
         else:
             self.folder.held.add(number)
 
-    def finish_saving(self) -> int | None:
-        """Wait until checkpoint and state of the last training are on disk, and mark it as done; return its iteration, None where
-        that was done before. A trainer that was killed meanwhile trains it again, to the same bits."""
+    def finish_saving(self) -> None:
+        """Wait until checkpoint and state of the last training are on disk, or the trainer has them for good, and mark it as done
+        where that was not done before. A trainer that was killed meanwhile trains it again, to the same bits."""
         if self._unsaved is None:
-            return None
+            return
         number, began, trained = self._unsaved
         iteration = self.folder.iteration(number)
         while True:
             try:
-                self.trainer.wait_until_saved()
-                break
+                if self.trainer.wait_until_saved():
+                    break
             except TrainerDiedError as error:
                 self._count_death(error)
-                self._ask_trainer(number, self.recipe_config(number))
+            self._ask_trainer(number, self.recipe_config(number))
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
         self.timeline.add_training(began, trained, steps)
         facts = {"seconds": trained - began, "trained": True, "steps": steps}
-        if self.trainer.handover(number) is not None:
-            facts["save_seconds"] = clock() - trained
-        files = ["checkpoint", "state", "train.jsonl", "trainer_logprobs.safetensors"]
+        files = ["train.jsonl", "trainer_logprobs.safetensors"]
+        if self.trainer.holding == number:
+            facts["saved"] = False
+        else:
+            files = [*_POLICY, *files]
+            if self.trainer.handover(number) is not None:
+                facts["save_seconds"] = clock() - trained
         iteration.mark("train", files, facts, _known_digests(iteration.path))
         self.folder.held.discard(number)
         self._unsaved, self._deaths = None, 0
-        return number
 
-    def _ask_trainer(self, number: int, recipe_config: dict[str, Any]) -> None:
-        """Have the trainer do its part of an iteration; start one that was killed again. Raises TrainerError, StorageError."""
-        folder = self.folder.iteration(number).path
+    def write(self, number: int) -> None:
+        """Write the policy after iteration `number`, and its state, where that was not done (`save_every`)."""
+        version = self.folder.policy_version(number)
+        if self._has_files(version):
+            return
+        began, iteration = clock(), self.folder.iteration(version)
+        self._ask_trainer(version + 1, self.recipe_config(version + 1) | {"packed": "", "output_dir": str(iteration.path)})
+        if version not in self.folder.held:  # its training is marked as done
+            iteration.mark("save", _POLICY, {"seconds": clock() - began}, _known_digests(iteration.path))
+
+    def _ask_trainer(self, number: int, recipe_config: dict[str, Any] | None) -> None:
+        """Have the trainer do its part of iteration `number`; of None, only hold what that starts from. One that was killed is
+        started again, and trains again what no file has. Raises TrainerError, StorageError."""
         while True:
-            (folder / "train.jsonl").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # half a checkpoint is as large as a whole one, and of no use
-                remove_leftovers(folder)
             try:
-                self.trainer.train(number, recipe_config)
+                for lost in self._lost(number - 1):
+                    self._train_again(lost)
+                if recipe_config is not None:
+                    self._ask_once(number, recipe_config)
                 break
             except TrainerDiedError as error:
                 self._count_death(error)
+
+    def _lost(self, number: int) -> list[int]:
+        """Return the iterations that have to be trained again before the trainer has, or finds, the policy after `number`."""
+        if number <= 0 or self._has_files(version := self.folder.policy_version(number)):
+            return []
+        first = 1 + self.folder.written_version(version)
+        lost = [n for n in range(first, version + 1) if self.folder.policy_version(n) == n]
+        return lost[lost.index(self.trainer.holding) + 1 :] if self.trainer.holding in lost else lost
+
+    def _train_again(self, number: int) -> None:
+        """Train an iteration, whose weights and state no file has, from the same inputs to the same bits. Of what it left,
+        nothing is touched."""
+        self.console.line(f"note: training iteration {number} again, whose weights were not written (save_every)")
+        folder, iteration = self.folder.path / _AGAIN, self.folder.iteration(number)
+        self._ask_once(number, self.recipe_config(number) | {"output_dir": str(folder), "save": False})
+        if self.trainer.holding != number:  # it could not hold them out, and wrote them
+            for name in _POLICY:
+                remove_folder(iteration.path / name)
+                os.replace(folder / name, iteration.path / name)
+            iteration.mark("save", _POLICY, {}, _known_digests(iteration.path))
+
+    def _ask_once(self, number: int, recipe_config: dict[str, Any]) -> None:
+        folder = Path(recipe_config["output_dir"])
+        if recipe_config["packed"]:
+            (folder / "train.jsonl").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # half a checkpoint is as large as a whole one, and of no use
+            remove_leftovers(folder)
+        self.trainer.train(number, recipe_config)
 
     def check_trainer(self) -> None:
         """Notice a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises
@@ -342,10 +411,12 @@ class Phases:
     def recipe_config(self, number: int) -> dict[str, Any]:
         """Return what the recipe is given in an iteration."""
         config, iteration = self.config, self.folder.iteration(number)
-        state, settings = self.folder.state(number - 1), config.recipe_config({})
+        version, written = self.folder.policy_version(number - 1), self.folder.written_version(number - 1)
+        start = number - 1 if written == version else written
+        state, settings = self.folder.state(start), config.recipe_config({})
         sampler = self.folder.sampler(config.policy_of_rollouts(number), number)
         values = {
-            "model": str(self.folder.checkpoint(number - 1)),
+            "model": str(self.folder.checkpoint(start)),
             "packed": str(iteration.path / "packed.safetensors"),
             "state": str(state) if state else None,
             "output_dir": str(iteration.path),
@@ -360,6 +431,8 @@ class Phases:
             "reference_model": str(self.model) if settings.needs_reference else None,
             "lora_base": str(self.model) if settings.lora_rank is not None else None,
             "hand_over": config.hands_over,
+            "save": number >= config.iterations or number // config.save_every > written // config.save_every,
+            "kept": None if written == version else version,
             "free_memory": config.trainer == "resident" and config.resolved_trainer_memory(config.device) == "free",
         }
         return config.recipe_config(values).to_dict()

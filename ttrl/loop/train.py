@@ -31,9 +31,8 @@ from ttrl.report.page import leave_report
 from ttrl.run_folder.config_changes import allowed_names
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
-from ttrl.run_folder.metrics import best_iteration
 from ttrl.run_folder.mirror import mirrored, with_local_run
-from ttrl.run_folder.pruning import prune
+from ttrl.run_folder.pruning import best_policies, prune
 from ttrl.run_folder.redo import redo_asked
 from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter
 from ttrl.system.console import Console
@@ -105,10 +104,9 @@ def train(
                 leave_report(folder.path)  # it shows the tokens and causes
                 raise
         rows = folder.metrics()
-        best = best_iteration(rows, config) if validation_tasks else None
-        newest = folder.policy_version(rows[-1]["iteration"])
+        newest = folder.written_version(rows[-1]["iteration"])
         prune(folder, rows, config, newest)  # where the last one was cut off
-        best = newest if best is None else folder.policy_version(best)
+        best = next(iter(best_policies(folder, rows, config)), newest) if validation_tasks else newest
         if mirror is not None:
             mirror.bring_checkpoint(best)
         for policy in sorted({newest, best}):

@@ -124,16 +124,18 @@ def check_drift(
     number: int,
     console: Console,
     ask_server: Callable[[str], Any] | None = None,
+    compared: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Judge iteration `number`, whose train phase is done.
+    """Judge iteration `number`, whose train phase is done, or nothing but its files are missing.
 
+    compared: what its first step says of sampler and trainer, where there is no marker yet.
     ask_server: a function that GETs a path of the running server and returns the JSON answer; None where no server runs.
 
     Returns None where everything is within the limits or nothing could be judged, else what drift.json holds; raises DriftError
     instead where `config.drift` is "stop".
     """
     marker = folder.iteration(number).marker("train") or {}
-    steps: list[dict[str, Any]] = marker.get("steps") or [{}]
+    steps: list[dict[str, Any]] = marker.get("steps") or [{"sampler_trainer": compared}]
     drift = steps[0].get("sampler_trainer")
     judged = judged_figures(drift, folder.policy_version(number - 1), config.recipe_settings)
     path = folder.iteration(number).path / DRIFT_FILE

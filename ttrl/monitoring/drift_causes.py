@@ -177,7 +177,7 @@ def gather_evidence(
     server: Mapping[str, Any] | None,
 ) -> Evidence:
     """Read what is there; never raises for what is not."""
-    model, iteration = folder.checkpoint(version), folder.iteration(number)
+    model, iteration = folder.checkpoint(folder.written_version(version)), folder.iteration(number)
     shape = read_mapping(model / "config.json")
     # The policy was brought to the server for one of these; an iteration that trained nothing has that of the one before.
     markers = [folder.iteration(version).marker("prepare")]

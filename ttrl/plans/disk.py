@@ -112,7 +112,7 @@ def _last_trained(folder: RunFolder) -> int:
 
 
 def _measured(folder: RunFolder, done: int) -> tuple[float, float] | None:
-    version = folder.policy_version(done)
+    version = folder.written_version(done)
     path = folder.iteration(version).path
     if not version or not all((path / name).is_dir() for name in _FOLDERS):
         return None

@@ -92,7 +92,7 @@ class ReplayTraining(RunFolder):
         console.line(_FROM_CHECKPOINTS if self._from_checkpoints else _CHAIN)
         if self._numbers[1:] and not self._from_checkpoints:
             console.line(_OFF_POLICY.format(self._numbers[0]))
-        config = dataclasses.replace(self._config, run=str(self.path))
+        config = dataclasses.replace(self._config, run=str(self.path), weight_sync="reload", save_every=1)  # nobody samples
         self.remember_config(config.to_dict(), config.defaults())
         write_json(self.path / "environment.json", describe_environment())
         server = PolicyServer(config, self.path / "logs", console)  # never started

@@ -32,6 +32,7 @@ MAY_CHANGE = {
     "requests_log",
     "sample_files",
     "keep_every",
+    "save_every",
     "mirror",
     "cache",
     "seq_len",

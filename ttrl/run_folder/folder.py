@@ -72,8 +72,11 @@ class IterationFolder:
 
     def files(self, phase: str) -> dict[str, str]:
         """Return the SHA-256 by name of what a finished phase wrote; empty where it is not done. Raises RunFolderError."""
-        content = self._marker(phase)
-        return {} if content is None else content["files"]
+        if (content := self._marker(phase)) is None:
+            return {}
+        later = self.files("save") if phase == "train" else {}  # of a policy that was not written when it was trained
+        files: dict[str, str] = content["files"]
+        return files | later
 
     def weights(self, phase: str) -> dict[str, str]:
         """Return those of `files` that are the weights of the policy that the phase made."""
@@ -121,8 +124,8 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS) -> None:
         self.path = Path(path).absolute()
         self._lock = RunLock(self.path, beat_seconds)
-        self._trained: dict[int, bool] = {}
-        """Whether a finished iteration made a policy: a marker that is there stays as it is."""
+        self._written: dict[int, bool] = {}
+        """Whether a finished iteration made a policy, and wrote it: a marker that is there stays as it is."""
         self.held: set[int] = set()
         """Iterations whose policy a trainer of this process holds, though its files are still being written."""
         self.on_mark: Callable[[], None] = lambda: None
@@ -130,7 +133,11 @@ class RunFolder:
 
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
-        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, lambda: self.on_mark())
+        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, lambda: self._marked(number))
+
+    def _marked(self, number: int) -> None:
+        self._written.pop(number, None)
+        self.on_mark()
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
         """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming the owner where another
@@ -235,19 +242,25 @@ class RunFolder:
             ) from error
         return sorted(rows, key=lambda row: row["iteration"])
 
-    def trained_until(self, newest: int) -> list[int]:
-        """Return the iterations up to `newest` that made a policy, newest first, and 0."""
+    def written_until(self, newest: int) -> list[int]:
+        """Return the iterations up to `newest` that made a policy and wrote it, newest first, and 0."""
         for number in range(1, newest + 1):
-            if number not in self._trained and (marker := self.iteration(number).marker("train")) is not None:
-                self._trained[number] = bool(marker.get("trained"))
-        return [number for number in range(newest, -1, -1) if number == 0 or self._trained.get(number)]
+            if number not in self._written and (marker := self.iteration(number).marker("train")) is not None:
+                written = marker.get("saved", True) or self.iteration(number).marker("save") is not None
+                self._written[number] = bool(marker.get("trained")) and written
+        return [number for number in range(newest, -1, -1) if number == 0 or self._written.get(number)]
+
+    def written_version(self, number: int) -> int:
+        """Return the newest iteration up to `number` whose policy and state were written: that of `policy_version`, or, with
+        `save_every`, one before it, from which that is trained again."""
+        return self.written_until(number)[0]
 
     def remove(self, newest: int, checkpoints: Collection[int], states: Collection[int]) -> list[int]:
         """Remove checkpoints and states of iterations up to `newest`, except those of the iterations that are given; markers
         stay, and so does the newest policy in any case. Return the numbers of the iterations that lost something. Raises
         StorageError."""
         removed = []
-        for number in self.trained_until(newest)[1:]:
+        for number in self.written_until(newest)[1:]:
             folder = self.iteration(number).path
             for name, kept in (("state", states), ("checkpoint", checkpoints)):
                 if number not in kept and (folder / name).exists():
@@ -263,10 +276,10 @@ class RunFolder:
         paths = [path for path in (self.path / "iterations").glob("[0-9]*") if path.name.isdigit() and int(path.name) >= first]
         for path in sorted(paths, key=lambda path: -int(path.name)):
             remove_folder(path)
-        self._trained = {}
+        self._written = {}
         return [int(path.name) for path in paths]
 
     def prune(self, newest: int, keep: int, best: int | None) -> list[int]:
         """Keep the checkpoints and states of the `keep` newest policies, and the best checkpoint. As `remove`."""
-        last = self.trained_until(newest)[:keep]
+        last = self.written_until(newest)[:keep]
         return self.remove(newest, last if best is None else [*last, best], last)

@@ -5,7 +5,7 @@ must be the beginning of the other. Where the mirror is ahead, this is taken:
 
     all markers, and the files right in the run folder
     checkpoint and state of the newest policy, and of the one before where they are there
-    everything else of the last two iterations
+    everything else of the last two iterations, and of those since that policy
 
 Everything else stays only in the mirror. Where the newest policy's checkpoint is not there as a whole (it was pruned here before
 it could be uploaded, or the run ended in between), the run goes on from the newest that is.
@@ -54,7 +54,9 @@ class Marker:
 
     @property
     def makes_policy(self) -> bool:
-        return self.phase == "prepare" or (self.phase == "train" and bool(self.content["facts"].get("trained")))
+        facts = self.content["facts"]
+        trained = self.phase == "train" and facts.get("trained") and facts.get("saved", True)
+        return self.phase in ("prepare", "save") or bool(trained)
 
 
 def take_from(store: MirrorStore, folder: RunFolder) -> None:
@@ -163,8 +165,9 @@ def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
     for marker in policies[:2]:
         if all(key in sizes for key in marker.files):
             wanted |= marker.files
+    first = min(last - _LAST_ITERATIONS, policies[0].iteration)
     for marker in markers:
-        if marker.iteration > last - _LAST_ITERATIONS:
+        if marker.iteration > first:
             for key, sha in marker.files.items():
                 if key in sizes and not key.removeprefix(f"{marker.folder}/").startswith(_POLICY_FOLDERS):
                     wanted[key] = sha

@@ -26,20 +26,21 @@ class Kept:
 def kept_of(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig, newest: int) -> Kept:
     """Return what the rules of `config` keep after iteration `newest`, with the best told by `rows` of metrics.jsonl; of later
     policies, everything is kept."""
-    trained = folder.trained_until(newest)
-    last = trained[: config.keep_checkpoints]
-    every = [] if config.keep_every is None else [number for number in trained if number and number % config.keep_every == 0]
+    written = folder.written_until(newest)
+    last = written[: config.keep_checkpoints]
+    every = [] if config.keep_every is None else [number for number in written if number and number % config.keep_every == 0]
     return Kept(frozenset([*last, *best_policies(folder, rows, config), *every]), frozenset(last))
 
 
 def best_policies(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig) -> list[int]:
-    """Return the `keep_best` policies with the best validation metric, best first; of equals the newest."""
+    """Return the `keep_best` policies with the best validation metric among those that were written, best first; of equals the
+    newest."""
     scored = [(value, row["iteration"]) for row in rows if (value := validation_metric(row, config)) is not None]
-    trained = folder.trained_until(max((number for _, number in scored), default=0))
+    written = folder.written_until(max((number for _, number in scored), default=0))
     best: list[int] = []
     for _, number in sorted(scored, reverse=True):
-        version = next(one for one in trained if one <= number)
-        if version not in best:
+        version = next(one for one in written if one <= number)
+        if version not in best and (config.save_every == 1 or folder.policy_version(number) == version):
             best.append(version)
         if len(best) == config.keep_best:
             break
@@ -55,6 +56,6 @@ def prune(folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig
 
 def most_kept(config: TrainConfig, iteration: int) -> tuple[int, int]:
     """Return the most checkpoints and states while iteration `iteration` is trained; iteration 0's are links, not counted."""
-    before = iteration - 1
-    every = 0 if config.keep_every is None else before // config.keep_every
+    before = (iteration - 1) // config.save_every
+    every = 0 if config.keep_every is None else (iteration - 1) // config.keep_every
     return min(before, config.keep_checkpoints + config.keep_best + every) + 1, min(before, config.keep_checkpoints) + 1

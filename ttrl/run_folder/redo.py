@@ -38,7 +38,8 @@ def throw_away(folder: RunFolder, config: TrainConfig, first: int, store: Mirror
     if not (iteration.path / DRIFT_FILE).is_file():
         logger.warning("%s has no %s, so nothing is thrown away for redo=%d", iteration.path, DRIFT_FILE, first)
         return
-    needed = [folder.checkpoint(first - 1), folder.checkpoint(config.policy_of_rollouts(first)), folder.state(first - 1)]
+    start, sampler = (folder.written_version(number) for number in (first - 1, config.policy_of_rollouts(first)))
+    needed = [folder.checkpoint(start), folder.checkpoint(sampler), folder.state(start)]
     missing = [path for path in needed if path is not None and not path.is_dir()]
     if missing:
         raise RunFolderError(

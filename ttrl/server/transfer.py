@@ -38,9 +38,13 @@ class Handover:
     the weights."""
     canary: dict[str, Any]
     """What is computed with them, as canary.json will say it."""
+    is_written: bool = True
+    """Whether the trainer writes them as files, too."""
 
     def wait_for_files(self, checkpoint: Path) -> None:
-        """Wait until the trainer has written the weights as files, too. Raises ServerError where it ended before that."""
+        """Wait until the trainer has written the weights as files. Raises ServerError where it does not, or ended before that."""
+        if not self.is_written:
+            raise ServerError(f"the weights of {checkpoint} are in the trainer's memory alone (save_every), and can't be read")
         while not (checkpoint / CANARY_FILE).is_file():  # the folder appears as a whole
             if not os.path.exists(self.memory) and not (checkpoint / CANARY_FILE).is_file():
                 raise ServerError(f"the trainer ended before it had written {checkpoint}")
@@ -71,3 +75,4 @@ def load_from_memory(server: ServerConnection, timeout: float) -> None:
     server.request("POST", "/update_weights", {"update_info": {}}, timeout=timeout)
     server.request("POST", "/finish_weight_update", timeout=timeout)
     server.request("POST", "/shutdown_weight_transfer_engine", timeout=timeout)  # lets the mapping go
+    server.request("POST", "/collective_rpc", {"method": "ttrl_share_prompts"}, timeout=timeout)

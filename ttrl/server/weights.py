@@ -221,7 +221,7 @@ def _reload(
         server.policy_folder = folder
         if isinstance(source, Handover):
             load_from_memory(server, _LOAD_SECONDS)
-            if isinstance(server, VLLMServer):
+            if isinstance(server, VLLMServer) and source.is_written:
                 server.model_folder = folder
         else:
             load_weights(server, source)

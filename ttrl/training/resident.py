@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, distributed
 
 from ttrl.configs import GRPOConfig
-from ttrl.errors import StorageError, TtrlError
+from ttrl.errors import RunFolderError, StorageError, TtrlError
 from ttrl.records import ADAPTER_FOLDER
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
@@ -49,7 +49,9 @@ from ttrl.training.stepper import Stepper
 logger = logging.getLogger("ttrl.training")
 
 # Settings that change from iteration to iteration while model, optimizer and schedule stay the same.
-_OF_ONE_ITERATION = ("model", "state", "packed", "output_dir", "iteration", "follow", "sampler_model", "sampler_version")
+_OF_ONE_ITERATION = (
+    *("model", "state", "packed", "output_dir", "iteration", "follow", "sampler_model", "sampler_version", "save", "kept"),
+)
 
 
 class Trained(NamedTuple):
@@ -83,19 +85,23 @@ class Residence:
         """Make an empty one. `handed_over` is called with what servers are told, while checkpoint and state are still to be
         written."""
         self._here, self._tell = here, handed_over
-        self._kept: tuple[Trained, dict[str, Any], Files] | None = None
+        self._kept: tuple[Trained, dict[str, Any], Files | int] | None = None
+        """What it is, of which settings, and of which files; of which iteration, where those were not written."""
         self._memory = WeightMemory(here)
 
     def enter(self, config: GRPOConfig) -> Trained:
         """Return what `config` starts from: from memory if it is the same there, else from its files. Raises ModelFolderError,
-        RunFolderError and ConfigError as loading does."""
+        RunFolderError and ConfigError as loading does, RunFolderError also where it has to be in memory and is not."""
         kept, self._kept = self._kept, None
-        same = kept is not None and kept[1] == _settings(config) and kept[2] == _inputs(config)
+        wanted = _inputs(config) if config.kept is None else config.kept
+        same = kept is not None and kept[1] == _settings(config) and kept[2] == wanted
         if self._agreed(same):
             assert kept is not None
             trained = kept[0]
             if config.free_memory:
                 unpark(trained, self._here.device)
+        elif config.kept is not None:
+            raise RunFolderError(f"this process does not hold what iteration {config.kept} left, and it was not written")
         else:
             if kept is not None:
                 logger.info("the files or settings of this iteration are not what is in memory; loading %s", config.model)
@@ -105,8 +111,11 @@ class Residence:
         seed_dropout(config, self._here)
         return trained
 
-    def leave(self, config: GRPOConfig, trained: Trained) -> None:
-        """Keep what was trained for the iteration that continues from it. Call it after checkpoint and state were written."""
+    def leave(self, config: GRPOConfig, trained: Trained, is_written: bool = True) -> None:
+        """Keep what was trained for the iteration that continues from it. Call it after checkpoint and state were written, if
+        they are."""
+        if not is_written:
+            return self._keep(config, trained, config.iteration)
         output = Path(config.output_dir)
         written = dataclasses.replace(config, model=str(output / "checkpoint"), state=str(output / "state"))
         if config.checkpoint_dtype != "fp32" and config.lora_rank is None:
@@ -115,16 +124,22 @@ class Residence:
             trained.stepper.load(output / "state")
         self.keep(written, trained)
 
-    def hand_over(self, config: GRPOConfig, policy: Policy, canary: dict[str, Any]) -> None:
-        """Hold the policy out to servers, if `config` says so, before anything is written; `canary`: what they must compute."""
+    def hand_over(
+        self, config: GRPOConfig, policy: Policy, canary: dict[str, Any], compared: dict[str, Any] | None = None
+    ) -> bool:
+        """Hold the policy out to servers, if `config` says so, before anything is written; return whether it is there.
+
+        canary: what they must compute. compared: what train.jsonl will say of sampler and trainer, so that it is known by then.
+        """
         if not config.hand_over:
-            return
+            return False
         try:
             facts = hand_over(self._memory, policy, config.model, config.checkpoint_dtype)
         except StorageError as error:
             logger.warning("servers have to read files: %s", error)
-        else:
-            self._tell(facts | {"canary": canary})
+            return False
+        self._tell(facts | {"canary": canary, "compared": compared})
+        return True
 
     def prepare(self, config: GRPOConfig) -> None:
         """Load what `config` starts from before it is asked for. What is wrong with it is left for the iteration to report."""
@@ -137,17 +152,19 @@ class Residence:
     def keep(self, config: GRPOConfig, trained: Trained) -> None:
         """Keep what was loaded for `config`, and has not changed since, for whoever asks for that; nothing where it should leave
         the GPU and the CPU's memory is too small."""
+        try:
+            self._keep(config, trained, _inputs(config))
+        except StorageError as error:
+            logger.warning(
+                "the next iteration will read the trainer's weights and state from files: they cannot wait in memory while "
+                "servers have the GPU; %s; adapters (lora_rank) or optimizer 'adamw_8bit' need less, placement 'split' none",
+                error,
+            )
+
+    def _keep(self, config: GRPOConfig, trained: Trained, what: Files | int) -> None:
         if config.free_memory:
-            try:
-                park(trained)
-            except StorageError as error:
-                logger.warning(
-                    "the next iteration will read the trainer's weights and state from files: they cannot wait in memory while "
-                    "servers have the GPU; %s; adapters (lora_rank) or optimizer 'adamw_8bit' need less, placement 'split' none",
-                    error,
-                )
-                return
-        self._kept = trained, _settings(config), _inputs(config)
+            park(trained)
+        self._kept = trained, _settings(config), what
 
     def _agreed(self, mine: bool) -> bool:
         """Return the first rank's answer: a file on its way to another host looks different there."""

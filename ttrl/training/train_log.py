@@ -44,6 +44,8 @@ class TrainLog:
         self._path = Path(config.output_dir, "train.jsonl")
         self._here, self._watch = here, watch
         self._held: dict[str, Any] | None = None
+        self.compared: dict[str, Any] | None = None
+        """What the first step said of sampler and trainer."""
         self._peak: float | None = None
         if here.is_first:
             self._path.unlink(missing_ok=True)
@@ -56,6 +58,8 @@ class TrainLog:
         now = time.perf_counter()
         wall, self._began = now - self._began, now
         parts = self._watch.take()
+        if "sampler_trainer" in row:
+            self.compared = _without_nan(row["sampler_trainer"])
         if not self._here.is_first:
             return
         self._write(durable=False)

@@ -52,6 +52,10 @@ _PLAIN = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 class WeightSync:
     """Methods for vLLM's worker; `self` is the worker."""
 
+    def ttrl_share_prompts(self) -> None:
+        """Compute prompts once from now on; for weights that neither of the other methods has loaded or compared."""
+        _share_prompts(self)
+
     def ttrl_load_weights(self, folder: str) -> None:
         """Load the checkpoint in `folder` in place of what is there. Raises what vLLM raises."""
         worker: Any = self

@@ -355,10 +355,10 @@ def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
 @contextlib.contextmanager
 def as_policy_of(policy: Policy, config: GRPOConfig, folder: str) -> Iterator[None]:
     """Make the policy compute what another folder of the same model does, inside the block: its weights, or its adapter, are
-    swapped in, and afterwards its own again, which are those of `config.model`. A collective if sharded. Raises
+    swapped in, and afterwards its own again, which are those of `config.model`, or no file's. A collective if sharded. Raises
     ModelFolderError."""
     if config.lora_rank is None:
-        put_back = policy.set_aside(config.model)
+        put_back = policy.set_aside(config.model if config.kept is None else None)
         policy.load_folder(folder)
         yield
         put_back()

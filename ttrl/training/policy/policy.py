@@ -184,23 +184,25 @@ class Policy(nn.Module):
         """Return whole parameters on the CPU under torchtune's names; a collective if sharded: all ranks must call it."""
         return {name: full_tensor(plain(parameter.detach())).cpu() for name, parameter in self.parameters_by_name().items()}
 
-    def set_aside(self, folder: str | Path) -> Callable[[], None]:
+    def set_aside(self, folder: str | Path | None) -> Callable[[], None]:
         """Copy all weights, those of `folder`, into the CPU's memory, and return what puts them back; where there is too little
-        of it, that reads the folder. Both are collectives if sharded."""
-        read_again = functools.partial(self.load_folder, folder)
-        memory = self.host_memory
-        if memory is None:
-            return read_again
+        of it, that reads the folder. None: no file has them. Both are collectives if sharded. Raises StorageError for None."""
+        memory, parts = self.host_memory, [local_part(parameter.detach()) for parameter in self.parameters_by_name().values()]
+        if folder is not None and memory is None:
+            return functools.partial(self.load_folder, folder)
         try:
-            copies = memory.hold([local_part(parameter.detach()) for parameter in self.parameters_by_name().values()])
+            copies = [part.to("cpu", copy=True) for part in parts] if memory is None else memory.hold(parts)
         except StorageError as error:
+            if folder is None:
+                raise
             logger.info("the policy's own weights will be read again from %s: %s", folder, error)
-            return read_again
+            return functools.partial(self.load_folder, folder)
 
         def put_back() -> None:
             for parameter, copy in zip(self.parameters_by_name().values(), copies, strict=True):
                 local_part(parameter.detach()).copy_(copy, non_blocking=True)
-            memory.let_go()
+            if memory is not None:
+                memory.let_go()
 
         return put_back
 
