@@ -1,0 +1,119 @@
+"""How the update of one token moves the log-probability of another: the empirical Fisher kernel between tokens, or sequences.
+
+With g_t = ∇log π(t) the gradient of a token's log-probability, and a diagonal preconditioner P (the identity for SGD; 1/(√v̂ + ε)
+for AdamW, v̂ taken as given),
+
+    K(t, t') = g_tᵀ P g_t' = Σ_α P_α ∂_α log π(t) ∂_α log π(t').
+
+A step θ ← θ + η·P·Σ_t' A(t')·g_t' moves log-probabilities by
+
+    δ log π(t) = η Σ_t' K(t, t')·A(t') + O(η²).                                                                        (1)
+
+The entropy -E[log π] of the distributions that the tokens were drawn from, at given prefixes, has the gradient
+-E[(log π(t) - b) g_t] for any b that does not depend on the token, as E[g_t] = 0. So
+
+    δH = -η Σ_t,t' E[(log π(t) - b)·K(t, t')·A(t')]                                                                     (2)
+
+of which the terms t = t' are what a token does to itself: the covariance of log π and A (arXiv 2505.22617), weighted with
+|g_t|²; the others are what tokens do to each other. Sums over the tokens of sequences give the kernel of those.
+
+K is a Gram matrix, so a random projection S with E[SᵀS] = 1 keeps it: (S√P g_t)·(S√P g_t'). `Projection` is a count sketch: each
+parameter is added, with a random sign, to one of r sums; the error of an entry is about |g_t||g_t'|/√r, and no matrix is held.
+
+Gradients of single tokens take a backward pass each, so this is for some hundred tokens.
+
+Shapes: N tokens, r sums of a projection, or all parameters.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Projection:
+    """A count sketch of vectors over named parameters: `projection(vector)` is [r]."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], size: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.size = size
+        self._places: dict[str, Tensor] = {}
+        self._signs: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            drawn = torch.randint(2 * size, (parameter.numel(),), generator=generator, dtype=torch.int32)
+            self._places[name] = (drawn // 2).to(parameter.device)
+            self._signs[name] = (drawn % 2 * 2 - 1).to(device=parameter.device, dtype=torch.int8)
+
+    def __call__(self, vector: Mapping[str, Tensor]) -> Tensor:
+        first = next(iter(vector.values()))
+        sums = torch.zeros(self.size, dtype=torch.float64, device=first.device)
+        for name, value in vector.items():
+            sums.index_add_(0, self._places[name], (value.flatten() * self._signs[name]).double())
+        return sums
+
+
+def token_gradients(
+    logprobs: Iterable[Tensor],
+    parameters: Mapping[str, Tensor],
+    *,
+    projection: Projection | None = None,
+    preconditioner: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """Return √P·∇log π of each scalar [N, r], float64, projected or whole. logprobs: scalars of one graph or several, such as the
+    entries of a policy's log-probabilities, or their sums over sequences; the graph stays. preconditioner: P, not negative."""
+    rows = []
+    for one in logprobs:
+        gradients = torch.autograd.grad(one, list(parameters.values()), retain_graph=True, allow_unused=True)
+        vector = {}
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            found = torch.zeros_like(parameter) if gradient is None else gradient
+            vector[name] = found if preconditioner is None else found * preconditioner[name].sqrt()
+        rows.append(projection(vector) if projection else torch.cat([value.flatten().double() for value in vector.values()]))
+    return torch.stack(rows)
+
+
+def fisher_kernel(gradients: Tensor, others: Tensor | None = None) -> Tensor:
+    """Return K [N, N], or between two sets of tokens."""
+    return gradients @ (gradients if others is None else others).T
+
+
+def predicted_change(kernel: Tensor, advantages: Tensor, eta: float) -> Tensor:
+    """Return δ log π of each token by (1). advantages: of the kernel's columns, with their weights in the loss."""
+    return eta * (kernel @ advantages.double())
+
+
+@dataclass(frozen=True)
+class EntropyChange:
+    """δH by (2), per unit of η, as a mean over tokens."""
+
+    own: float
+    """t = t'."""
+    others: float
+    """t ≠ t'."""
+
+    @property
+    def whole(self) -> float:
+        return self.own + self.others
+
+
+def entropy_change(kernel: Tensor, logprobs: Tensor, advantages: Tensor, baseline: float | None = None) -> EntropyChange:
+    """Split what a step does to the entropy of the tokens' distributions. logprobs, advantages: [N]. baseline: b; None: the mean
+    log-probability of the others, so that it does not depend on the token."""
+    logprobs, advantages = logprobs.detach().double(), advantages.double()
+    count = len(logprobs)
+    if baseline is None:
+        centred = (logprobs - logprobs.mean()) * (count / (count - 1) if count > 1 else math.nan)
+    else:
+        centred = logprobs - baseline
+    terms = -centred[:, None] * kernel * advantages[None, :] / count
+    own = float(terms.diagonal().sum())
+    return EntropyChange(own, float(terms.sum()) - own)
+
+
+def by_blocks(kernel: Tensor, labels: Tensor) -> Tensor:
+    """Add up a kernel of tokens to one of sequences: labels [N] say which each token belongs to, from 0 on without a gap."""
+    member = torch.zeros(int(labels.max()) + 1, len(labels), dtype=kernel.dtype)
+    member[labels, torch.arange(len(labels))] = 1
+    return member @ kernel @ member.T
