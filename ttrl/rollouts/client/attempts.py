@@ -109,15 +109,16 @@ class ChatAttempt(Attempt):
             body,
             self.n,
             stall_timeout=request.stall_timeout,
-            on_chunk=self._see if self.on_chunk and self.watch else self.on_chunk or self.watch,
+            on_chunk=self.on_chunk if self.watch is None else self._see,
             on_tokens=self.add,
             cut=self.cut,
         )
 
     def _see(self, chunk: Any, completion: Any) -> None:
-        assert self.on_chunk is not None and self.watch is not None
+        assert self.watch is not None
         self.watch(chunk, completion)
-        self.on_chunk(chunk, completion)
+        if self.on_chunk is not None:
+            self.on_chunk(chunk, completion)
 
 
 async def room_left(
