@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ttrl import TrainConfig
-from ttrl.errors import ConfigError
+from ttrl.errors import ConfigError, UserError
 from ttrl.plans.choices import choose
 
 ROOT = Path(__file__).parents[1]
@@ -210,3 +210,24 @@ def test_experiments_of_the_report_by_their_names(
     with pytest.raises(SystemExit):
         run(name, monkeypatch, *arguments, "--preset", "050")
     assert "'036', '038', '044', '049'" in capsys.readouterr().err
+
+
+def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def train(config, *, tasks, validation_tasks):
+        seen.extend((config, tasks, validation_tasks))
+        return types.SimpleNamespace(metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)])
+
+    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
+    monkeypatch.setattr("ttrl.cli.recipe_script.tune", lambda *given, **named: None)
+    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
+    run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "5", "--set", "tasks_per_iteration=9")
+    config, tasks, validation_tasks = seen
+    assert len(tasks) == 5 == config.tasks_per_iteration and tasks == validation_tasks
+    assert (config.validation_temperature, config.validation_samples, config.stop_at) == (0.0, 1, None)
+    assert "held-out" not in (out := capsys.readouterr().out) and "of the 5 tasks that it was trained on" in out
+    with pytest.raises(UserError, match="--overfit is 0, and there are 4096 tasks"):
+        run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")

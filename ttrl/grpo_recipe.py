@@ -86,6 +86,7 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
             row = {"global_step": stepper.global_step, "iteration": config.iteration} | step_metrics(result, step) | taken
             if result.pieces is not None:
                 row["gradient_noise"] = step_noise(result.pieces)
+            row |= {"kl_coefficient": now.kl_coefficient} if config.kl_coefficient or config.watch_kl else {}
             if number == 0:
                 row["sampler_trainer"] = drift if prepass.own_weights is None else drift | {"own_weights": prepass.own_weights}
             log.line(row, result.sums["flops"])

@@ -169,6 +169,8 @@ def test_the_chess_log_formula(caplog):
     assert made.values == [pytest.approx(values) for values in expected]
     assert (made.groups["low_std"], made.facts["clipped"]) == (1, 1)
     assert made.facts["mean_abs"] == pytest.approx(np.abs(np.concatenate(expected)).mean())
+    assert made.facts["lowest"] == pytest.approx(np.concatenate(expected).min())
+    assert made.facts["highest"] == pytest.approx(np.concatenate(expected).max())
     assert "1 of 3 groups with a signal have rewards with a standard deviation below the floor of 0.05" in caplog.text
 
 

@@ -179,9 +179,10 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     captured = capfd.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert len(lines) == 7 and "entropy" in lines[4]
+    assert len(lines) == 9 and "entropy" in lines[4]
+    assert lines[5].startswith("held-out reward: start ") and re.fullmatch(r"advantages .* to .*; .* reward/s", lines[6])
     folder = world.run / "iterations" / "0001" / "checkpoint"
-    assert lines[5:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
+    assert lines[7:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
     assert lines[0].startswith("starting vLLM and the trainer")
     assert re.fullmatch(r"plan: 1 iteration of about .* s, .* with the start; rough, may be wrong by a factor of 3", lines[1])
     assert lines[2].startswith("before") and " left" not in lines[2]  # nothing is known of an iteration yet

@@ -77,6 +77,9 @@ def script_arguments(
         parser.add_argument(
             "--data", default=data or None, required=not data, help=f"a file, a folder, or a data set's name on the hub{shown}"
         )
+    parser.add_argument(
+        "--overfit", type=int, metavar="N", help="the first N tasks in each iteration, validated greedily on these same tasks"
+    )
     if presets:
         parser.add_argument("--preset", choices=presets, help="with the settings of an experiment; see docs/tasks.md")
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
@@ -135,6 +138,13 @@ def run_recipe(
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(config, tasks, validation_tasks, make=not arguments.check)
     config, problems = with_settings(config, getattr(arguments, "set", ()))
+    if (count := getattr(arguments, "overfit", None)) is not None:
+        if not 1 <= count <= len(tasks):
+            raise UserError(f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to {len(tasks)}")
+        tasks = validation_tasks = tasks[:count]
+        greedy: dict[str, Any] = {"validation_samples": 1, "validation_temperature": 0.0, "stop_at": None}
+        whole: dict[str, Any] = {"tasks_per_iteration": count, "dynamic_sampling": None, "max_extra_tasks": None}
+        config, what = dataclasses.replace(config, **greedy, **whole), f"{what}, of the {count} tasks that it was trained on"
     if arguments.check or problems:
         has_model = bool(getattr(arguments, "model", None)) and not getattr(arguments, "tiny", False)
         checked(config, tasks, validation_tasks, model=has_model, problems=problems)
@@ -156,7 +166,8 @@ def run_recipe(
     change = f"{before} before, {after} after" if rows else "not known after"
     iterations = result.metrics[-1]["iteration"]
     tried = "tried out, with chance added to the rewards of training\n" if getattr(arguments, "tiny", False) else ""
-    return f"{tried}held-out {what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
+    held_out = "" if getattr(arguments, "overfit", None) else "held-out "
+    return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
 
 def _tiny(

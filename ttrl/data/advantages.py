@@ -40,9 +40,9 @@ class Advantages:
     """Counts: "total", "kept", the reasons of `_with_signal`, "no_signal" (their sum), "no_signal_share", and "low_std": kept
     groups whose standard deviation is below the floor."""
     facts: dict[str, float]
-    """"clipped": samples whose advantage was cut, "mean_abs": mean |advantage|; where rewards were shaped, "shaped_reward": the
-    mean of it over all graded samples; with a surprise bonus, "surprise": the mean of it, and "surprise_unknown": samples without
-    any known log-probability."""
+    """"clipped": samples whose advantage was cut, "mean_abs": mean |advantage|, "lowest" and "highest": its range; where rewards
+    were shaped, "shaped_reward": the mean of it over all graded samples; with a surprise bonus, "surprise": the mean of it, and
+    "surprise_unknown": samples without any known log-probability."""
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
@@ -116,6 +116,7 @@ def advantages_of(
     flat = [value for group in cut for value in group]
     clipped = sum(before != after for before, after in zip((value for group in uncut for value in group), flat, strict=True))
     facts = {"clipped": clipped, "mean_abs": math.fsum(map(abs, flat)) / len(flat) if flat else 0.0}
+    facts |= {"lowest": min(flat), "highest": max(flat)} if flat else {}
     return Advantages(kept=kept, values=cut, groups=groups, facts=facts | _shaping_facts(pairs, config))
 
 

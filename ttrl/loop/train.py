@@ -22,6 +22,7 @@ from ttrl.loop.checks import checked
 from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.loggers import make_loggers
+from ttrl.monitoring.summary import overfits, summary_lines
 from ttrl.plans.choices import as_begun, choose, refuse
 from ttrl.plans.disk import check_disk
 from ttrl.plans.machine import gpus_here
@@ -121,6 +122,8 @@ def train(
             metrics=rows,
             report=leave_report(folder.path),
         )
+        for line in summary_lines(rows, config.to_dict(), overfits=overfits(described)):
+            console.line(line)
         console.line(f"report:     {result.report}\ncheckpoint: {result.checkpoint}")
         if best != newest:
             console.line(f"the best:   {result.best_checkpoint}")

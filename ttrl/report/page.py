@@ -58,6 +58,7 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
         model=model_name(run),
         summary=words.summary(run),
         tiles=words.tiles(run),
+        course=words.course_lines(run),
         drift=newest_drift(run),
         findings=shown_findings(run),
         learning=figures.learning(run),

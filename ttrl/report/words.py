@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.monitoring.findings import findings
+from ttrl.monitoring.summary import overfits, summary_lines
 from ttrl.run_folder.reader import (
     PHASES,
     RunData,
@@ -19,6 +20,7 @@ from ttrl.run_folder.reader import (
     interval,
     number,
     phase_columns,
+    read_mapping,
     read_run,
     total_seconds,
 )
@@ -192,6 +194,12 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
 _MARKS = {"stop": "!!", "warn": " !", "note": " ·"}
 
 
+def course_lines(run: RunData) -> list[str]:
+    """Return what the whole run came to: see `ttrl.monitoring.summary`."""
+    tasks = read_mapping(run.folder / "tasks.json")
+    return summary_lines(run.rows, run.config, overfits=overfits(tasks))
+
+
 def report_text(run_folder: Path, width: int = 100) -> str:
     """Return the summary, the main figures and what stands out, wrapped to `width` columns. Raises RunFolderError as
     `read_run`."""
@@ -201,6 +209,8 @@ def report_text(run_folder: Path, width: int = 100) -> str:
     figures = tiles(run)
     widest = max((len(name) for name, _ in figures), default=0)
     lines += ["", *(f"  {name:<{widest}}  {value}" for name, value in figures)] if figures else []
+    for line in course_lines(run):
+        lines += ["", *textwrap.wrap(line, width)]
     found = findings(run.rows, run.config)
     if found:
         lines += ["", "What stands out:"]

@@ -18,7 +18,7 @@ TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "i
 _AVERAGED = (
     *("loss", "policy_loss", "value_loss", "kl", "kl_share", "entropy", "grad_norm", "ess", "peak_share", "tokens_per_second"),
     *("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction", "correction", "capped_fraction", "value_error"),
-    "matmul_peak",
+    *("matmul_peak", "kl_coefficient"),
 )
 _COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train": "train", "validate": "validate"}
 
