@@ -16,8 +16,9 @@ from ttrl.cli import main
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.instruments import study as module
+from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.linear_response import inner, moved
-from ttrl.instruments.study import EntropyBatch, draw, halves, only, study
+from ttrl.instruments.study import study
 from ttrl.training.policy.loading import load_policy
 
 
@@ -100,12 +101,15 @@ def test_halves_and_draws(run):
 
 
 def test_the_command(run, tmp_path, capsys):
-    arguments = ["study", str(run), "--sequences", "8", "--factors", "1,-1", "--output", str(tmp_path / "study")]
+    arguments = ["study", str(run), "--sequences", "8", "--factors", "1,-1", "--kernel", "9", "--output", str(tmp_path / "study")]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "true step: cosine" in said and "Entropy of an answer" in said and "ESS" in said
     found = json.loads((tmp_path / "study" / "study.json").read_text())
     assert len(found["sweep"]) == 2 and math.isfinite(found["curvature"])
+    assert "Cov(log π, A)" in said and "Trainer − sampler, rest" in said and "Fisher kernel of 9 tokens (adamw)" in said
+    assert len(found["kernel"]["cosines"]) == 9 and found["kernel"]["sgd"]["others"] != 0
+    assert (tmp_path / "study" / "kernel.png").is_file()
     assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
 
 

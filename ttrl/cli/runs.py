@@ -90,12 +90,15 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
     parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help="fp64 sees small steps that fp32 rounds away")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    kernel = "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: none)"
+    parser.add_argument("--kernel", type=int, default=0, metavar="N", help=kernel)
     parser.add_argument("--output", type=Path, metavar="DIR", help="for study.json and study.png (study/ beside the checkpoint)")
     parser.set_defaults(run_command=run_study)
 
 
 def run_study(arguments: argparse.Namespace) -> int:
-    from ttrl.instruments.study import FACTORS, study, study_text, write_study
+    from ttrl.instruments.study import FACTORS, study
+    from ttrl.instruments.study_report import study_text, write_study
 
     try:
         factors = FACTORS if arguments.factors is None else [float(one) for one in arguments.factors.split(",")]
@@ -103,8 +106,8 @@ def run_study(arguments: argparse.Namespace) -> int:
         raise ConfigError("arguments", [f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2"]) from None
     if arguments.sequences < 2:
         raise ConfigError("arguments", [f"--sequences is {arguments.sequences}; it must be at least 2"])
-    options = {"sequences": arguments.sequences, "factors": factors, "dtype": arguments.dtype, "seed": arguments.seed}
-    found = study(arguments.checkpoint, **options)
+    names = ("sequences", "dtype", "seed", "kernel")
+    found = study(arguments.checkpoint, factors=factors, **{name: getattr(arguments, name) for name in names})
     print(study_text(found))
     for path in write_study(found, arguments.output or arguments.checkpoint.parent / "study"):
         print(path)

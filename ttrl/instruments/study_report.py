@@ -1,0 +1,91 @@
+"""What a study found (`ttrl.instruments.study`), as text for a terminal, as study.json and as pictures."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ttrl.instruments.tokens import outliers_text
+from ttrl.system.files import write_json
+
+
+def study_text(found: Mapping[str, Any]) -> str:
+    """Say what was found, for a terminal."""
+    step, entropy, parts, regime = found["step"], found["entropy"], found["parts"], found["linear_regime"]
+    lines = [
+        f"Step {found['global_step']}, lr {found['lr']:.3g}: AdamW's vector by hand against the true step: cosine "
+        f"{step['cosine']:.7f}, norm {step['norm_ratio']:.6f} of its {step['norm']:.4g}",
+        f"Entropy of an answer: {entropy['rao_blackwell']['value']:.4f} ± {entropy['rao_blackwell']['error']:.4f} nats "
+        f"(plain: {entropy['plain']['value']:.4f} ± {entropy['plain']['error']:.4f}), {found['sequences']} answers",
+        f"⟨∇H, v⟩ = {found['slope']:.4g}: " + ", ".join(f"{name} {value:.4g}" for name, value in parts.items()),
+        f"vᵀ∇²H v = {found['curvature']:.4g}",
+        "",
+        f"{'η / lr':>8} {'measured δH':>24} {'first order':>12} {'with second':>12} {'ESS':>6}",
+    ]
+    for one in sorted(found["sweep"], key=lambda one: one["eta"]):
+        measured = f"{one['measured']:.4g} ± {one['error']:.2g}"
+        both = one["first"] + one["second"]
+        ess = one["effective_size"]
+        lines.append(f"{one['eta'] / found['lr']:>8.3g} {measured:>24} {one['first']:>12.4g} {both:>12.4g} {ess:>6.2f}")
+    within = "nowhere in this sweep"
+    if regime:
+        within = f"from {regime[0] / found['lr']:.3g} to {regime[1] / found['lr']:.3g} learning rates"
+    lines += ["", f"The first order is within 10% of what was measured {within}.", "", *outliers_text(found["covariance"]), ""]
+    for name, part in found["mismatch"].items():
+        share = f", {part['share']:.0%} of its variance" if "share" in part and name != "whole" else ""
+        lines.append(f"Trainer − sampler, {name}: mean |Δ| {part['mean']:.2g}, rms {part['rms']:.2g} nats{share}")
+    if kernel := found.get("kernel"):
+        for kind in ("sgd", "adamw"):
+            if kind in kernel:
+                one, count = kernel[kind], kernel["tokens"]
+                lines.append(
+                    f"Fisher kernel of {count} tokens ({kind}): δH/η {one['whole']:.4g} = {one['own']:.4g} from tokens "
+                    f"themselves + {one['others']:.4g} from others"
+                )
+    return "\n".join(lines)
+
+
+def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write study.json and study.png into a folder. Raises StorageError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, picture = folder / "study.json", folder / "study.png"
+    write_json(path, json.loads(json.dumps(found)))
+    draw_response(found, picture)
+    return [path, picture, *([draw_kernel(found["kernel"], folder / "kernel.png")] if "kernel" in found else [])]
+
+
+def draw_response(found: Mapping[str, Any], path: Path) -> None:
+    """Draw what was measured and what the orders predict, over η in learning rates."""
+    sweep = sorted(found["sweep"], key=lambda one: one["eta"])
+    x = [one["eta"] / found["lr"] for one in sweep]
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.errorbar(x, [one["measured"] for one in sweep], [one["error"] for one in sweep], fmt="o", label="measured")
+    above.plot(x, [one["first"] for one in sweep], label="first order")
+    above.plot(x, [one["first"] + one["second"] for one in sweep], "--", label="with second order")
+    above.set(ylabel="change of entropy, nats", title=f"step {found['global_step']}: H(θ + ηv) − H(θ)")
+    below.plot(x, [one["effective_size"] for one in sweep], "o-")
+    below.set(xlabel="η in learning rates", ylabel="effective\nsample size", ylim=(0, 1.05))
+    for axes in (above, below):
+        axes.set_xscale("symlog", linthresh=0.25)
+    if regime := found["linear_regime"]:
+        above.axvspan(regime[0] / found["lr"], regime[1] / found["lr"], alpha=0.1, label="first order within 10%")
+    above.legend()
+    figure.savefig(path, dpi=150)
+
+
+def draw_kernel(found: Mapping[str, Any], path: Path) -> Path:
+    """Draw the kernel's cosines, with lines between sequences. Returns the path."""
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.subplots()
+    picture = axes.imshow(found["cosines"], cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+    sequence = found["sequence"]
+    for place in (place for place in range(1, len(sequence)) if sequence[place] != sequence[place - 1]):
+        axes.axhline(place - 0.5, linewidth=0.4, color="black")
+        axes.axvline(place - 0.5, linewidth=0.4, color="black")
+    axes.set(title="cosines of the gradients of tokens", xlabel="token t′", ylabel="token t")
+    figure.colorbar(picture)
+    figure.savefig(path, dpi=150)
+    return path
