@@ -248,6 +248,33 @@ def test_files_again_where_memory_is_given_up(world, beside):
     assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3, 4]
 
 
+def test_a_fresh_machine_trains_again_what_the_mirror_has_no_files_of(world, beside, tmp_path):
+    beside.dies[6] = KeyboardInterrupt()
+    settings = {"weight_sync": "memory", "save_every": 3, "iterations": 7, "tasks": world.tasks(14)}
+    settings["mirror"] = (tmp_path / "store").as_uri()
+    with pytest.raises(KeyboardInterrupt):
+        world.train(**settings)
+    world.run = tmp_path / "another"
+    world.events.clear()
+    world.train(**settings)
+    assert computed(world) == [f"compute {n} from {n - 1}" for n in (4, 5, 6, 7)]
+    assert [row["iteration"] for row in world.rows()] == list(range(8)) and written(world) == [3, 6, 7]
+
+
+def test_an_iteration_is_done_again_whose_start_was_not_written(world, beside, monkeypatch):
+    figures = {"tokens": 50, "mean": 1.0, "p999": 2.0, "ess": 0.1, "outside": 0.5, "max": 3.0, "worst": [], "by_position": []}
+    world.step_facts[5] = {"sampler_trainer": {**figures, "by_version": {"4": figures}}}
+    settings = {"weight_sync": "memory", "save_every": 3, "iterations": 6, "tasks": world.tasks(12)}
+    with pytest.raises(DriftError):
+        world.train(**settings)
+    world.step_facts.clear()
+    world.events.clear()
+    monkeypatch.setenv("TTRL_REDO", "5")
+    world.train(**settings)
+    assert computed(world) == [f"compute {n} from {n - 1}" for n in (4, 5, 6)]
+    assert [row["iteration"] for row in world.rows()] == list(range(7)) and written(world) == [3, 6]
+
+
 @pytest.mark.parametrize(
     ("settings", "what"),
     [

@@ -55,6 +55,20 @@ def test_the_best_are_policies_not_iterations(tmp_path):
     assert best_policies(folder, rows(None, None, None, None), config(tmp_path)) == []
 
 
+def test_policies_that_were_not_written(tmp_path):
+    """They are neither counted nor kept, and the policy before them is no stand-in for them."""
+    folder, every_third = RunFolder(tmp_path), config(tmp_path, save_every=3, weight_sync="memory")
+    folder.iteration(0).mark("prepare", [], {})
+    for number in range(1, 9):
+        folder.iteration(number).mark("train", [], {"trained": True, "saved": number % 3 == 0})
+    assert folder.written_until(8) == [6, 3, 0] and (folder.written_version(8), folder.policy_version(8)) == (6, 8)
+    rewards = rows(0.1, 0.2, 0.3, 0.4, 0.9, 0.5, 0.3, 0.2, 0.8)
+    assert best_policies(folder, rewards, every_third) == [3]
+    folder.iteration(8).mark("save", [], {})  # written after all
+    assert folder.written_until(8) == [8, 6, 3, 0] and best_policies(folder, rewards, every_third) == [8]
+    assert most_kept(every_third, 9) == (3, 3) and most_kept(config(tmp_path), 9) == (5, 4)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_rules_take_what_is_needed(tmp_path, seed):
     """Pruned after each iteration: the newest two iterations can be trained again, the best so far are there, and there is never

@@ -285,6 +285,7 @@ class World:
                 assert (Path(recipe_config["model"]) / "config.json").is_file()
 
             def train(self, number: int, recipe_config: dict[str, Any]) -> Path:
+                assert recipe_config["kept"] is None, "this one holds nothing"
                 output = Path(recipe_config["output_dir"])
                 if recipe_config["packed"]:
                     assert number == recipe_config["iteration"]

@@ -113,7 +113,7 @@ class Phases:
             if is_known := _canary_made_in(canary) == computed:
                 (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
         if not is_known:
-            self._ask_trainer(0, self.recipe_config(1) | {"packed": "", "output_dir": str(iteration.path)})
+            self._ask_trainer(1, {"packed": "", "output_dir": str(iteration.path)})
             self._deaths = 0
         plan = write_plan(self.config, self.folder.path, self.model, self.tasks, self.validation_tasks, self.tokenizer())
         if plan is not None:
@@ -161,8 +161,8 @@ class Phases:
 
     def _has_files(self, version: int) -> bool:
         """Return whether a policy's checkpoint is there, or being written."""
-        is_coming = version in self.folder.held and self.trainer.holding != version
-        return is_coming or self.folder.written_version(version) == version
+        is_held_out = version in self.folder.held and self.trainer.handover(version) is not None
+        return (is_held_out and self.trainer.holding != version) or self.folder.written_version(version) == version
 
     def _serve(self, number: int, phase: str) -> dict[str, Any]:
         """Bring the policy to the server; return what the phase's marker says of that."""
@@ -305,7 +305,7 @@ class Phases:
         if self.config.server_stops:
             self._synced = None
             self.server.rest()  # its memory is the trainer's now
-        self._ask_trainer(number, self.recipe_config(number))
+        self._ask_trainer(number, {})
         self._unsaved = number, began, clock()
         if self.trainer.handover(number) is None or self.config.cache:  # the cache goes by what the files hold
             self.finish_saving()
@@ -325,7 +325,7 @@ class Phases:
                     break
             except TrainerDiedError as error:
                 self._count_death(error)
-            self._ask_trainer(number, self.recipe_config(number))
+            self._ask_trainer(number, {})
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
         self.timeline.add_training(began, trained, steps)
         facts = {"seconds": trained - began, "trained": True, "steps": steps}
@@ -346,19 +346,20 @@ class Phases:
         if self._has_files(version):
             return
         began, iteration = clock(), self.folder.iteration(version)
-        self._ask_trainer(version + 1, self.recipe_config(version + 1) | {"packed": "", "output_dir": str(iteration.path)})
+        self._ask_trainer(version + 1, {"packed": "", "output_dir": str(iteration.path)})
         if version not in self.folder.held:  # its training is marked as done
             iteration.mark("save", _POLICY, {"seconds": clock() - began}, _known_digests(iteration.path))
 
-    def _ask_trainer(self, number: int, recipe_config: dict[str, Any] | None) -> None:
-        """Have the trainer do its part of iteration `number`; of None, only hold what that starts from. One that was killed is
-        started again, and trains again what no file has. Raises TrainerError, StorageError."""
+    def _ask_trainer(self, number: int, changes: dict[str, Any] | None) -> None:
+        """Have the trainer do what the recipe's config of an iteration says, with `changes`; None: only hold what it starts from.
+        One that was killed is started again, and trains again what no file has. Raises TrainerError, StorageError."""
         while True:
             try:
                 for lost in self._lost(number - 1):
                     self._train_again(lost)
-                if recipe_config is not None:
-                    self._ask_once(number, recipe_config)
+                if changes is not None:
+                    config = self.recipe_config(number) | changes
+                    self._ask_once(number if config["packed"] else number - 1, config)
                 break
             except TrainerDiedError as error:
                 self._count_death(error)
