@@ -161,6 +161,21 @@ def test_both_on_one_machine(big):
     assert two.trainer < reload.trainer and two.peak == pytest.approx(2 * two.trainer + 3 * two.server)
 
 
+def test_weights_through_memory(big):
+    """One more copy of them in the machine's memory; files are written beside the sampling, every n-th time."""
+    files, memory = (plan(config_of(big, weight_sync=sync)) for sync in ("reload", "memory"))
+    copy = memory.parameters * 4.0
+    assert memory.memory.held_out == memory.memory.trainer_parts["held out to servers"] == copy and not files.memory.held_out
+    assert memory.memory.trainer == pytest.approx(files.memory.trainer + copy)
+    saved = (files.disk["checkpoint"] + files.disk["state"]) / 1e9
+    before, after = files.seconds.phases, memory.seconds.phases
+    assert before["train"].seconds - after["train"].seconds == pytest.approx(saved - copy / 1e9)
+    asked = [plan(config_of(big, weight_sync="memory", tasks_per_iteration=1, save_every=every)) for every in (1, 5)]
+    waits = [max(0.0, one.seconds.phases["other"].seconds - 0.1) for one in asked]
+    assert waits[1] == pytest.approx(waits[0] / 5) and asked[1].disk["most"] <= asked[0].disk["most"]
+    assert plan(config_of(big, weight_sync="memory", training={"lora_rank": 8})).memory.held_out == 0
+
+
 def test_the_servers_cache(big, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     memory = plan(config_of(big)).memory

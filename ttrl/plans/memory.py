@@ -48,6 +48,8 @@ class PlannedMemory:
     """Memory of the device, or of the machine."""
     savings: Mapping[str, float] = field(default_factory=dict)
     """Bytes that other settings would save of the trainer's peak."""
+    held_out: float = 0.0
+    """Bytes of weights that servers take out of the machine's memory, where the trainer's processes write them together."""
 
     @property
     def peak(self) -> float:
@@ -78,6 +80,11 @@ def memory_of(
     if not machine.cuda:
         parts["heap's gaps"] = _HEAP_GAPS * sum(parts.values())
         parts["program"] = IMPORTS
+    held_out = 0.0
+    if with_server and config.hands_over:
+        held_out = server_memory(model, 0, dtype=config.dtype)["weights"]
+        if not machine.cuda:  # else in the memory of the GPUs' host
+            parts["held out to servers"] = held_out / config.processes_here
     tokens, server_parts = _server(model, config, machine) if with_server else (0, {})
     length = max(1.0, work.prompt_mean + work.completion_mean)
     return PlannedMemory(
@@ -92,6 +99,7 @@ def memory_of(
         together=with_server and shares_memory(config, cuda=machine.cuda),
         available=machine.memory,
         savings=savings(model, recipe, workload, device=device, ranks=ranks),
+        held_out=held_out,
     )
 
 

@@ -23,6 +23,7 @@ _SECONDS_OF_TOKEN = 1 / 7000  # of the server's own work for a sampled token, on
 _SECONDS_OF_STEP = {False: 0.004, True: 0.008}  # of one step of the server, whatever the batch
 _SECONDS_OF_UPDATE = 0.01
 _DISK = 1e9  # bytes/s of checkpoints, gathered, written and synced
+_HELD_OUT = {False: 1e9, True: 4e9}  # bytes/s of a process that copies and hashes weights; CUDA's host: four threads, assumed
 _START = {"server": 25.0, "trainer": 1.0}  # a trainer that stays up starts together with the server
 _TRAINER_START = 7.0  # of one that does not, in each iteration
 _PACK_OF_SAMPLE = 1e-4
@@ -73,17 +74,21 @@ def rough_seconds(
     speed = machine.matmul * config.processes * _TRAINING_SHARE[machine.cuda]
     again = 4 / 3 if recipe.activation_checkpointing and recipe.checkpoint_every == 1 else 1.0
     saved = disk_bytes / _DISK
-    train = (flops.training * again + flops.prepass) / speed + work.optimizer_steps * _SECONDS_OF_UPDATE + saved
+    train = (flops.training * again + flops.prepass) / speed + work.optimizer_steps * _SECONDS_OF_UPDATE
+    through_memory = memory.held_out / _HELD_OUT[machine.cuda]  # of the trainer, and once more of a server
+    is_beside = memory.held_out > 0 and not config.cache  # files are written while servers sample
+    train += through_memory / (config.processes if machine.cuda else 1) + (0.0 if is_beside else saved)
     train += _TRAINER_START if config.trainer == "once" else 0.0
     # Several on one CPU divide its cores; on GPUs, each has its own.
     servers = max(1, (config.servers_here if machine.cuda else min(1, config.servers_here)) + len(config.joined_servers))
     sample = _sampling(machine, memory, flops.sampling, work.completion_tokens, work.samples, work, servers)
     validate = _sampling(machine, memory, flops.validation, work.validation_tokens, work.validation_samples, work, servers)
-    sync = _FIXED["sync"] + disk_bytes / 3 / _DISK / 4  # read from the page cache
+    sync = _FIXED["sync"] + (through_memory or disk_bytes / 3 / _DISK / 4)  # read from the page cache
     if config.weight_sync == "restart":
         sync += _START["server"]
     pack = _FIXED["pack"] + work.samples * _PACK_OF_SAMPLE
-    return {"sample": sample, "pack": pack, "train": train, "sync": sync, "validate": validate, "other": _FIXED["other"]}
+    other = _FIXED["other"] + (max(0.0, saved - sample - validate) / config.save_every if is_beside else 0.0)
+    return {"sample": sample, "pack": pack, "train": train, "sync": sync, "validate": validate, "other": other}
 
 
 def _sampling(
