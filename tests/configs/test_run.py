@@ -177,3 +177,24 @@ def test_config_yaml_of_an_older_version_means_the_same():
     values = yaml.safe_load(OLD_CONFIG)
     read, plain = TrainConfig.parse(values, "config.yaml").to_dict(), TrainConfig.defaults()
     assert read == {name: plain.get(name) for name in read} | values
+
+
+@pytest.mark.parametrize(
+    ("settings", "way"),
+    [
+        ({}, "memory"),
+        ({"trainer": "once"}, "reload"),
+        ({"training": {"lora_rank": 4}}, "reload"),
+        ({"cache": ["somewhere"]}, "reload"),
+        ({"joined_servers": ["http://10.0.0.7:8000"]}, "reload"),
+        ({"weight_sync": "reload"}, "reload"),
+    ],
+)
+def test_weights_go_through_memory_on_a_cpu_where_nobody_needs_files(settings, way, monkeypatch):
+    monkeypatch.setenv("TTRL_SERVER_KEY", "k")
+    config = TrainConfig(run="r", model="m", iterations=1, **settings)
+    resolved = config.resolved(cuda=False)
+    assert resolved.weight_sync == way and resolved.hands_over == (way == "memory")
+    assert (resolved.files_because is None) == (way == "memory" or "weight_sync" in settings)
+    assert config.resolved(cuda=True).weight_sync == "reload"  # there the choice is `ttrl.plans.choices`'
+    assert TrainConfig(run="r", model="m", iterations=1, save_every=5).resolved(cuda=True).save_every == 1

@@ -90,7 +90,7 @@ def test_nothing_is_chosen_on_a_cpu(settings):
     assert (here.processes, here.servers, here.weight_sync, here.trainer_memory) == (
         settings.get("nproc_per_node", 1),
         settings.get("servers", 1),
-        "reload",
+        "memory",
         "keep",
     )
     assert "split" in (choose({}, config_of(placement="split"), []).problem or "")

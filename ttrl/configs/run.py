@@ -176,7 +176,8 @@ class TrainConfig(Config):
     """How new weights reach the servers: "reload" in place; "restart" with a new server, which is stopped while the trainer
     works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2; never
     run on a GPU); "memory" in place, out of a resident trainer's memory on this machine, and from files where that is not
-    possible. "auto": "sleep" where they share GPUs with a trainer that works while they do not, else "reload"."""
+    possible. "auto": on CPUs "memory", where nobody needs files; "sleep" where they share GPUs with a trainer that works while
+    they do not; else "reload"."""
     save_every: int = 1
     """Where servers take weights out of memory: write checkpoint and state of every n-th iteration only, and of the last one. A
     run that was killed trains again from the last that was written, to the same bits; nothing is sampled again for it. What is
@@ -429,7 +430,9 @@ class TrainConfig(Config):
     @property
     def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep", "memory"]:
         """What `weight_sync` means where nothing was chosen (`ttrl.plans.choices`)."""
-        return "reload" if self.weight_sync == "auto" else self.weight_sync
+        if self.weight_sync != "auto":
+            return self.weight_sync
+        return "memory" if self.device == "cpu" and self.files_because is None else "reload"
 
     @property
     def files_because(self) -> str | None:

@@ -84,6 +84,9 @@ def train(
         reap_leftovers(folder.path)
         folder.clean()
         config = (config if is_here else _chosen(config, folder.config(), console)).resolved(cuda)
+        if asked.weight_sync == "auto" and config.device == "cpu":
+            why = config.files_because or "the servers are on the trainer's machine; files are written while they sample"
+            console.line(f"weight_sync: {config.weight_sync} ({why})")
         if asked.validation_temperature is None and folder.config().get("validation_temperature", ...) is None:
             config = dataclasses.replace(config, validation_temperature=config.temperature)
             console.line(f"note: held-out samples are drawn at temperature {config.temperature:g}, as when this run was begun")
