@@ -86,7 +86,7 @@ HOUSE = {
         "data.packing costs configs records",
         "torch torchao transformers tokenizers safetensors omegaconf",
     ),
-    "training.kernels": _room("data.packing", "torch"),
+    "training.kernels": _room("data.packing", "torch triton"),
     "training.parallel": _room("configs", "torch omegaconf"),
     "training.objective": _room("data data.packing configs", "torch numpy"),
     "training.models": _room("training.kernels", "torch torchtune transformers safetensors huggingface_hub"),

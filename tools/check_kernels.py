@@ -1,8 +1,10 @@
-"""Compile attention's kernels for GPUs that are not there: `python tools/check_kernels.py [--gpus 89 120] [--head-dims 128 256]`.
+"""Compile our kernels for GPUs that are not there: `python tools/check_kernels.py [--gpus 89 120] [--head-dims 128 256]`.
 
-Tensors without memory on a GPU without a driver are enough for PyTorch to generate FlexAttention's kernels, forward and backward,
-with our masks and options; Triton and its ptxas compile them for each architecture. Each must fit the shared memory that the
-architecture has for a block. Needs g++ and triton, and about a minute for a line of the table. Exits with 1 if one does not fit.
+Attention's: tensors without memory on a GPU without a driver are enough for PyTorch to generate FlexAttention's kernels, forward
+and backward, with our masks and options; Triton and its ptxas compile them for each architecture. Each must fit the shared memory
+that the architecture has for a block. Needs g++ and triton, and about a minute for a line of the table. The output head's
+(`ttrl.training.kernels.fused_head`) take seconds, and nothing else is done after `--head-dims` without a number. Exits with 1 if
+one does not fit.
 """
 
 import argparse
@@ -55,14 +57,16 @@ namespace at { using StandIn = ::Hooks; C10_REGISTER_CLASS(CUDAHooksRegistry, CU
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=list(SHARED), help="compute capabilities")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128, 256])
+    parser.add_argument("--head-dims", type=int, nargs="*", default=[64, 96, 128, 256])
     parser.add_argument("--window", action="store_true", help="with the mask of sliding windows")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in a process that has the stand-in
     arguments = parser.parse_args()
     if arguments.here:
         return in_this_process(arguments.gpus[0], arguments.head_dims[0], arguments.window)
     torch_folder = Path(torch.__file__).parent
-    wrong = 0
+    wrong = sum(output_head(gpu) for gpu in arguments.gpus)
+    if not arguments.head_dims:
+        return int(wrong > 0)
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "stand_in.cpp"), Path(folder, "stand_in.so")
         source.write_text(STAND_IN)
@@ -75,6 +79,29 @@ def main() -> int:
                 one = [sys.executable, "-W", "ignore", __file__, "--here", "--gpus", str(gpu), "--head-dims", str(head_dim)]
                 wrong += subprocess.run(one + ["--window"] * arguments.window, env=environment, check=False).returncode != 0
     return int(wrong > 0)
+
+
+def output_head(gpu: int) -> int:
+    """Print a line for each of the output head's kernels, for logits in fp32 of products in bf16, with all that they can do."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ttrl.training.kernels import fused_head
+
+    of_tensors = {"raw": "*fp32", "out": "*bf16", "labels": "*i64"}
+    of_numbers = {"V": "i32", "stride": "i64", "out_stride": "i64", "cap": "fp32", "temperature": "fp32"}
+    constants = {"CAPPED": True, "ENTROPY": True, "BLOCK": fused_head.BLOCK}
+    wrong = 0
+    for kernel in (fused_head.measure_kernel, fused_head.gradient_kernel):
+        given = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        signature = {name: (of_tensors | of_numbers).get(name, "*fp32") for name in kernel.arg_names if name not in given}
+        source = ASTSource(kernel, signature | dict.fromkeys(given, "constexpr"), given)
+        result = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options={"num_warps": fused_head.WARPS})
+        shared, size = result.metadata.shared, len(result.asm["cubin"])
+        wrong += shared > SHARED[gpu] * 1024
+        print(f"sm_{gpu:<4} {kernel.__name__:<18} {shared / 1024:6.1f} of {SHARED[gpu]} KiB, {size} bytes of code", flush=True)
+    return wrong
 
 
 def in_this_process(gpu: int, head_dim: int, window: bool) -> int:

@@ -11,8 +11,11 @@ stay in the cache. Where the vocabulary is sharded, each rank holds its columns,
 Shapes: n positions of a chunk, r of them at a time, D width, V vocabulary (this rank's).
 """
 
+import functools
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +74,9 @@ class HeadWeights:
     def logits(self, h_nD: Tensor, buffer: Tensor) -> Tensor:
         """Return raw logits [n, V], written into the buffer's first n rows."""
         raw_nV = buffer[: len(h_nD)]
-        if fast(h_nD, self.weight):
+        if raw_nV.dtype != h_nD.dtype:  # on GPUs: products in bf16 that are added up in fp32 stay so
+            torch.mm(h_nD, self.weight.T, out_dtype=raw_nV.dtype, out=raw_nV)
+        elif fast(h_nD, self.weight):
             product_into(h_nD, self.weight, raw_nV)
         else:
             torch.mm(h_nD, self.weight.T, out=raw_nV)
@@ -111,6 +116,20 @@ class HeadWeights:
         return self.shards.sum(result)
 
 
+def fused_kernels(raw: Tensor) -> Any:
+    """Return `ttrl.training.kernels.fused_head` if it can take such logits, else None."""
+    if raw.device.type != "cuda" or raw.dtype not in (torch.float32, torch.bfloat16) or not _has_triton():
+        return None
+    from ttrl.training.kernels import fused_head
+
+    return fused_head
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def blocks(raw_nV: Tensor) -> Iterator[slice]:
     """Return row ranges that fit into a CPU's cache; on other devices all rows at once."""
     n, V = raw_nV.shape
@@ -138,15 +157,47 @@ class HeadChunk:
     reference: HeadWeights | None = None
     reference_raw: Tensor | None = None
 
+    @property
+    def kernels(self) -> Any:
+        """`ttrl.training.kernels.fused_head` if it can take this chunk, else None."""
+        return fused_kernels(self.raw) if self.reference is None else None
+
+    def _columns(self) -> Tensor:
+        return self.labels - self.weights.shards.first
+
+    def _measured(self, kernels: Any) -> Distribution:
+        """Measure all three at once. Parts of a vocabulary have π_l of the probability each: H = Σ π_l (H_l - log π_l)."""
+        shards = self.weights.shards
+        part, entropy, label = kernels.measure(self.raw, self._columns(), self.weights.temperature, self.weights.soft_cap)
+        normaliser = shards.logsumexp(part)
+        if shards.group is not None:
+            share = part - normaliser
+            entropy = shards.sum(share.exp().mul_(entropy - share))
+        return Distribution(shards.sum(label).sub_(normaliser), normaliser, entropy)
+
+    def _differentiate(self, kernels: Any, known: Distribution, gradients: "Gradients") -> None:
+        weights, out = self.weights, self.raw
+        if out.dtype != weights.weight.dtype:
+            out = torch.empty_like(out, dtype=weights.weight.dtype)
+        found, upstream = (known.log_normaliser, known.entropy), (gradients.logprobs, gradients.entropy)
+        kernels.gradient(self.raw, out, self._columns(), found, upstream, weights.temperature, weights.soft_cap)
+        self.raw = out
+
     def measure(self) -> Distribution:
-        """Return log-probabilities of the labels and log-normalisers; entropies are not filled in yet."""
+        """Return log-probabilities of the labels and log-normalisers; entropies are not filled in yet, but by kernels."""
+        if (kernels := self.kernels) is not None:
+            return self._measured(kernels)
         normaliser = self.weights.log_normaliser(self.raw)
         logprobs = self.weights.label_logits(self.raw, self.labels).sub_(normaliser)
         return Distribution(logprobs, normaliser, torch.zeros_like(logprobs))
 
     def finish(self, known: Distribution, gradients: "Gradients | None", entropies: bool = True) -> None:
         """Fill in entropy and divergence (unless known: `entropies` False), and with `gradients` turn the raw logits into the
-        gradient with respect to them, in place."""
+        gradient with respect to them, in place, or in the dtype of products."""
+        if (kernels := self.kernels) is not None:
+            if gradients is not None:
+                self._differentiate(kernels, known, gradients)
+            return
         reference_normaliser = None
         if self.reference is not None and self.reference_raw is not None:
             reference_normaliser = self.reference.log_normaliser(self.reference_raw)

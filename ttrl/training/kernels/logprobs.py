@@ -30,6 +30,7 @@ from ttrl.training.kernels.head_blocks import (
     HeadWeights,
     VocabShards,
     add_weight_gradient,
+    fused_kernels,
     hidden_gradient,
 )
 
@@ -148,6 +149,8 @@ class _Task:
             other = self.weights(self.reference.weight_ref_VD, self.reference.bias_ref_V)
         rows = min(self.chunk_size, len(h_ND))
         buffer = torch.empty(rows, weights.weight.shape[0], dtype=self.dtype, device=h_ND.device)
+        if self.reference is None and self.dtype is torch.bfloat16 and fused_kernels(buffer) is not None:
+            buffer = torch.empty_like(buffer, dtype=torch.float32)  # which makes no copies of them
         spare = None if other is None else torch.empty_like(buffer)
         for start in range(0, len(h_ND), self.chunk_size):
             part = slice(start, start + self.chunk_size)
