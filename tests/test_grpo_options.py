@@ -320,7 +320,7 @@ def test_kl_is_watched_where_it_has_no_weight(trials):
     rows = packed.num_rows
     assert 1 < rows < 12
     watched = [lines(trials.train(packed, watch_kl=True, iteration=number))[0] for number in range(1, 14)]
-    every = 12 // rows
+    every = -(-12 // rows)
     assert ["kl" in line for line in watched] == [(number - 1) % every == 0 for number in range(1, 14)]
     alone = trials.pack().rows([0])
     (line,) = lines(trials.train(alone, watch_kl=True))

@@ -166,11 +166,12 @@ class Prepass:
 
     def _watch_reference(self) -> None:
         """Measure the reference's log-probabilities of some rows, for the first step's KL; a collective."""
-        config, here, step = self._config, self._here, self._steps[0]
+        config, here = self._config, self._here
         rows = sum(one.num_rows for one in self._steps)
         known = self._packed.reference_logprobs is not None
-        if not config.watch_kl or known or (config.iteration - 1) % max(1, _WATCHED // max(1, rows)):
+        if not (config.watch_kl and rows) or known or (config.iteration - 1) % -(-_WATCHED // rows):
             return
+        step = self._steps[0]
         count = min(-(-rows // (_WATCHED * here.world_size)), step.rows.num_rows)  # the same on all ranks
         chosen = torch.linspace(0, step.rows.num_rows - 1, count).long().tolist()
         part = dataclasses.replace(step, rows=step.rows.rows(chosen), numbers=[step.numbers[row] for row in chosen], signals={})
