@@ -12,7 +12,7 @@ from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.structured_output import get_structured_output_tasks
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/structured_output", iterations=12, model="smollm2-135m")
+    arguments = script_arguments(__doc__, run="runs/structured_output", iterations=16, model="smollm2-135m")
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,
@@ -22,7 +22,7 @@ if __name__ == "__main__":
         max_tokens=48,
         seq_len=1024,
         seed=arguments.seed,
-        training={"lr": 2e-5, "updates_per_iteration": 2},
+        training={"lr": 2e-5, "updates_per_iteration": 2, "drift_rows": "first_update"},
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
