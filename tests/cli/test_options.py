@@ -52,7 +52,7 @@ def test_options_have_the_names_of_settings(add, settings, spelled, python_only)
 def test_options_of_recipes_are_settings_of_the_run(monkeypatch):
     monkeypatch.setattr("sys.argv", ["recipe"])
     given = vars(recipe_script.script_arguments(None, run="r", iterations=1, model="m", data="d"))
-    assert given.keys() - {field.name for field in fields(TrainConfig)} == {"data", "tiny", "set", "check", "plan"}
+    assert given.keys() - {field.name for field in fields(TrainConfig)} == {"data", "tiny", "set", "check", "plan", "overfit"}
 
 
 def test_former_spellings_go_on_to_work():

@@ -201,7 +201,7 @@ def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
     sync_weights(server, first)
     monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
     canary = weights.Canary.load(second)
-    report, _, problem = weights._reload(server, second, canary, there=second, compare=True, asleep=False)
+    report, _, problem = weights._reload(server, second, canary, source=second, compare=True, asleep=False)
     assert not report.passed and "greedy token" in problem
     monkeypatch.undo()
     weights.reset_prefix_cache(server)

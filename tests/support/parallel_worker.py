@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed
 
-from ttrl.configs import TrainingConfig
+from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.training.batches import policy_inputs, updates
 from ttrl.training.checkpoints import save_checkpoint
@@ -99,7 +99,7 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     (step,) = updates(PackedTensors.load(job["packed"]), 1, (0, 1), here, policy.decoder.config)
     if job.get("reference"):
         before = {name: weight.clone() for name, weight in policy.full_weights().items()}
-        with as_policy_of(policy, config, job["reference"]):
+        with as_policy_of(policy, GRPOConfig(model=config.model, packed=job["packed"], output_dir=""), job["reference"]):
             result["reference_logprobs"] = all_logprobs(policy, step, config, here)
         after = policy.full_weights()
         result["swapped_back"] = all(torch.equal(before[name], after[name]) for name in before)

@@ -127,12 +127,6 @@ def validation_metric(row: dict[str, Any], config: TrainConfig) -> float | None:
     return (row.get("validation") or {}).get(config.validation_metric)
 
 
-def best_iteration(rows: list[dict[str, Any]], config: TrainConfig) -> int | None:
-    """Return the iteration with the best validation metric, the newest of equals; None where nothing was validated."""
-    scored = [(value, row["iteration"]) for row in rows if (value := validation_metric(row, config)) is not None]
-    return max(scored)[1] if scored else None
-
-
 def has_reached(row: dict[str, Any], config: TrainConfig) -> bool:
     """Return whether the run ends with this row."""
     value = validation_metric(row, config)
