@@ -101,7 +101,10 @@ class Residence:
             if config.free_memory:
                 unpark(trained, self._here.device)
         elif config.kept is not None:
-            raise RunFolderError(f"this process does not hold what iteration {config.kept} left, and it was not written")
+            raise RunFolderError(
+                f"this process does not hold what iteration {config.kept} left, and no file has it; the same command trains it "
+                f"again from {config.model}"
+            )
         else:
             if kept is not None:
                 logger.info("the files or settings of this iteration are not what is in memory; loading %s", config.model)
