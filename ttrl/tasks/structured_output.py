@@ -33,13 +33,15 @@ _NAMES = _words(
     "Nadia Naomi Nils Nina Noah Olga Omar Oscar Paula Pedro Petra Priya Rafael Rania Rita Rosa Ruth Samir Sara Sofia Stefan "
     "Tariq Tessa Theo Tomas Uma Vera Victor Wanda Yara Yusuf Zoe"
 )
+# Keys whose values are of one kind: a small model hardly ever fills in a bare "item" rightly, so nothing rewards it for that.
 _POOLS: dict[str, Sequence[str | int]] = {
     "age": range(18, 91),
     "city": _words(
         "Athens Bergen Berlin Bilbao Boston Cairo Cork Dakar Delhi Denver Dublin Geneva Ghent Hanoi Kyoto Lima Lisbon Lyon "
         "Madrid Milan Mumbai Nairobi Naples Oslo Paris Porto Prague Quito Riga Rome Seoul Sofia Sydney Tunis Turin Vienna"
     ),
-    "item": _words("apples books candles chairs hats lamps mugs notebooks pencils plates shirts spoons tiles umbrellas"),
+    "fruit": _words("apples bananas cherries figs grapes lemons limes mangoes melons olives oranges peaches pears plums"),
+    "instrument": _words("banjo cello clarinet drum flute guitar harp piano trombone trumpet ukulele viola violin"),
     "quantity": range(2, 40),
     "nights": range(2, 15),
     "weight": range(2, 60),
@@ -51,10 +53,10 @@ _TEXTS: dict[str, tuple[str, ...]] = {
         "{name} moved to {city} last spring, at the age of {age}.",
         "In {city} I met {name}, who had just turned {age}.",
     ),
-    "customer item quantity": (
-        "{customer} ordered {quantity} {item} this morning.",
-        "Please send {quantity} {item} to {customer} by Friday.",
-        "We packed {quantity} of the {item} for {customer}.",
+    "customer fruit quantity": (
+        "{customer} ordered {quantity} {fruit} this morning.",
+        "Please send {quantity} {fruit} to {customer} by Friday.",
+        "We packed {quantity} of the {fruit} for {customer}.",
     ),
     "guest city nights": (
         "{guest} will stay in {city} for {nights} nights.",
@@ -66,10 +68,10 @@ _TEXTS: dict[str, tuple[str, ...]] = {
         "The parcel to {city} weighs {weight} kilos and comes from {sender}.",
         "{sender} wants {weight} kilos delivered to {city}.",
     ),
-    "buyer item price": (
-        "{buyer} paid {price} dollars for the {item}.",
-        "The {item} went to {buyer} for {price} dollars.",
-        "{buyer} bought {item} for {price} dollars.",
+    "buyer instrument price": (
+        "{buyer} paid {price} dollars for the {instrument}.",
+        "The {instrument} went to {buyer} for {price} dollars.",
+        "{buyer} bought a {instrument} for {price} dollars.",
     ),
 }
 _PROMPT = "{text}\n\nWrite this as JSON with the keys {keys}."
