@@ -95,6 +95,9 @@ class TrainConfig(Config):
 
     # Validation
 
+    validate_every: int = 1
+    """Validate every validate_every-th policy, besides the first and the last; with many held-out tasks, validation can take as
+    long as everything else."""
     validation_samples: int = 1
     """Completions of each validation task."""
     validation_temperature: float | None = None
@@ -254,7 +257,7 @@ class TrainConfig(Config):
         found = self.at_least(1, "iterations", "tasks_per_iteration", "samples_per_task", "max_tokens", "tokens_per_iteration")
         found += self.at_least(1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads")
         found += self.at_least(1, "constant_length", "dynamic_sampling", "max_extra_tasks", "keep_best", "keep_every")
-        found += self.at_least(1, "save_every")
+        found += self.at_least(1, "save_every", "validate_every")
         found += self.at_least(0, "temperature", "validation_temperature", "seed", "trainer_restarts", "servers")
         found += self.at_least(3, "keep_checkpoints") + self.above_zero("start_timeout")
         found += self._sampling_problems() + self._advantage_problems() + self._training_problems()

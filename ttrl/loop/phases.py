@@ -225,7 +225,8 @@ class Phases:
 
     def has_to_validate(self, number: int) -> bool:
         """Return whether `validate` has anything to do."""
-        return bool(self.validation_tasks) and self.folder.iteration(number).marker("validate") is None
+        is_due = number % self.config.validate_every == 0 or number == self.config.iterations
+        return is_due and bool(self.validation_tasks) and self.folder.iteration(number).marker("validate") is None
 
     def ask_server(self) -> Callable[[str], Any] | None:
         """Return what GETs a path of the server and returns its JSON answer; None where no server runs."""

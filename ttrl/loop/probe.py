@@ -44,6 +44,7 @@ def probe(made: Plan, config: TrainConfig, assumptions: Assumptions, tasks: list
     held_out = validation_tasks[: max(1, round(share * len(validation_tasks)))]
     with tempfile.TemporaryDirectory(prefix="ttrl-probe-") as folder, ProcessMemory() as memory:
         changes |= {"run": str(Path(folder, "run")), "iterations": _ITERATIONS, "stop_at": None, "cache": []}
+        changes["validate_every"] = 1
         changes |= {"tasks_per_iteration": count, "tokens_per_iteration": None, "max_staleness": None}
         changes |= {"dynamic_sampling": None, "max_extra_tasks": None, "loggers": [], "mirror": None}
         rows = train(dataclasses.replace(config, **changes), tasks, held_out, quiet=True).metrics
@@ -65,7 +66,7 @@ def probe(made: Plan, config: TrainConfig, assumptions: Assumptions, tasks: list
             f"nothing would be trained: in none of the {len(found.groups)} groups of the probe did rewards differ; see what "
             "`ttrl tasks try` says of replies and grades"
         ]
-    held_out_scale = len(validation_tasks) / max(1, len(held_out))
+    held_out_scale = len(validation_tasks) / max(1, len(held_out)) / config.validate_every
     seconds = _scaled(measured_in_run(rows, "probe"), rows, 1 / share, held_out_scale)
     return Probed(lengths, seconds, dict(memory.peaks), notes)
 

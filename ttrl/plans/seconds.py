@@ -37,7 +37,7 @@ class PlannedSeconds:
     start: Mapping[str, Seconds]
     """Once: "server", and "trainer", as far as the first iteration waits for it."""
     phases: Mapping[str, Seconds]
-    """By phase of an iteration."""
+    """By phase of an iteration; of a validation its share, where it is not in each."""
     iteration: float
     """All phases together. Less than their sum where they overlap: validation and the next rollouts share the server."""
     run: float
@@ -57,7 +57,8 @@ def seconds_of(config: TrainConfig, rough: Mapping[str, float], measured: Mappin
         iteration = measured["iteration"].seconds
     elif config.off_policy_steps:
         iteration -= min(phases["train"].seconds, phases["sample"].seconds)  # at the same time, on devices of their own
-    total = sum(part.seconds for part in start.values()) + phases["validate"].seconds + config.iterations * iteration
+    first = phases["validate"].seconds * config.validate_every
+    total = sum(part.seconds for part in start.values()) + first + config.iterations * iteration
     return PlannedSeconds(start, phases, iteration, total)
 
 
@@ -88,6 +89,7 @@ def rough_seconds(
         sync += _START["server"]
     pack = _FIXED["pack"] + work.samples * _PACK_OF_SAMPLE
     other = _FIXED["other"] + (max(0.0, saved - sample - validate) / config.save_every if is_beside else 0.0)
+    validate /= config.validate_every
     return {"sample": sample, "pack": pack, "train": train, "sync": sync, "validate": validate, "other": other}
 
 

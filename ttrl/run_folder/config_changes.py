@@ -27,6 +27,7 @@ MAY_CHANGE = {
     "run",
     "iterations",
     "stop_at",
+    "validate_every",
     "keep_checkpoints",
     "keep_best",
     "requests_log",
