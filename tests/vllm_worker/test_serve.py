@@ -29,6 +29,7 @@ def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
 
     from ttrl.vllm_worker import serve
 
+    monkeypatch.setattr(serve, "_apply_adapters_by_products", lambda: None)
     for owner, name in ((utils, "get_mp_context"), (sampler, "batched_count_greater_than")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, at the end
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
@@ -63,3 +64,48 @@ def test_a_port_does_not_stay_with_a_forked_process():
             os.waitpid(child, 0)
             os.close(gate)
             os.close(opened)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [[0, 0, 0, 0, 0], [0, 2, 1, 1, 0], [2, -1, 0, -1, 2], [-1] * 5])
+def test_adapters_by_products(slots, dtype):
+    """As vLLM's own operations, but for tokens without an adapter: nothing is added to them."""
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    from ttrl.vllm_worker import serve
+
+    assert lora_ops.bgmv_expand.__module__ == lora_ops.__name__  # theirs, in this process
+    generator = torch.Generator().manual_seed(0)
+    down, up, x, y = (torch.randn(n, generator=generator).to(dtype) for n in ((3, 1, 4, 32), (3, 1, 8, 4), (5, 32), (5, 20)))
+    where = torch.tensor(slots)
+    there = where >= 0
+    buffers, outputs = [], []
+    for way in (lora_ops, serve):
+        buffer, whole, part, new = torch.zeros(5, 4), y.clone(), y.clone(), y.clone()
+        way.bgmv_shrink(x, down, buffer, where, 2.0)
+        way.bgmv_expand(buffer, up, whole, where, add_inputs=True)
+        way.bgmv_expand_slice(buffer, up, part, where, 7, 8, add_inputs=True)
+        way.bgmv_expand_slice(buffer, up, new, where, 7, 8, add_inputs=False)
+        buffers.append(buffer)
+        outputs.append((whole, part, new))
+    torch.testing.assert_close(buffers[1][there], buffers[0][there])
+    for theirs, ours in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours[there], theirs[there])
+    whole, part, new = outputs[1]
+    assert not buffers[1][~there].any()
+    assert torch.equal(whole[~there], y[~there]) and torch.equal(part[~there], y[~there]) and not new[~there][:, 7:15].any()
+
+
+def test_this_vllm_applies_adapters_by_products(monkeypatch):
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    from ttrl.vllm_worker import serve
+
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        for module in (lora_ops, punica_cpu):
+            monkeypatch.setattr(module, name, getattr(module, name))
+    serve._apply_adapters_by_products()
+    assert punica_cpu.bgmv_shrink is lora_ops.bgmv_shrink is serve.bgmv_shrink
+    for way in (lora_ops.sgmv_shrink, lora_ops.sgmv_expand, lora_ops.sgmv_expand_slice):  # these use them
+        assert any(name in way.__code__.co_names for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"))

@@ -2,7 +2,10 @@
 
 There the engine is forked from the API server, which has imported everything, instead of importing it all again, and ranks are
 counted without compiling C++ for the first request. Measured with vLLM 0.32, a tiny model and two cores: healthy after 15 s
-instead of 24, for 15 CPU seconds instead of 23; the first validation of a run after 24 s instead of 55 to 71."""
+instead of 24, for 15 CPU seconds instead of 23; the first validation of a run after 24 s instead of 55 to 71.
+
+Adapters are applied by plain products there: vLLM copies an adapter's matrix for every token, and gives a token without an adapter
+the last one that was loaded."""
 
 import contextlib
 import importlib
@@ -38,6 +41,7 @@ def _start_sooner() -> None:
     sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
     engines: Any = importlib.import_module("vllm.v1.engine.utils")
     sampler.batched_count_greater_than = count_at_least
+    _apply_adapters_by_products()
     # vLLM forks by default, but wants a new interpreter on CPUs.
     engines.get_mp_context = lambda: multiprocessing.get_context("fork")
     os.register_at_fork(after_in_child=close_listening_sockets)
@@ -50,6 +54,52 @@ def count_at_least(x: Tensor, values: Tensor) -> Tensor:
     parts = zip(x.split(rows), values.split(rows), strict=True)
     # Sums of floats are vectorized, and exact up to 2**24.
     return torch.cat([torch.ge(part, least, out=torch.empty_like(part)).sum(-1) for part, least in parts]).long()
+
+
+def _apply_adapters_by_products() -> None:
+    operations: Any = importlib.import_module("vllm.lora.ops.torch_ops.lora_ops")
+    users = (operations, importlib.import_module("vllm.lora.punica_wrapper.punica_cpu"))
+    for ours in (bgmv_shrink, bgmv_expand, bgmv_expand_slice):
+        if not hasattr(operations, ours.__name__):
+            raise ImportError(f"{operations.__name__} has no {ours.__name__}")
+        for module in users:
+            setattr(module, ours.__name__, ours)
+
+
+def bgmv_shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
+    """Set `output`, (tokens, r or more), to scaling · A x of the adapter of each token, zero without one; arguments as those of
+    vLLM's operation of this name. inputs: (tokens, n). weights: (adapters, 1, r, n). slots: (tokens,), -1 for no adapter."""
+    output[:, : weights.shape[-2]] = scaling * _products(inputs, weights, slots, output.dtype)
+
+
+def bgmv_expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True) -> None:
+    """Add B x of the adapter of each token to the first columns of `output`, or set them to it; as `bgmv_shrink`."""
+    bgmv_expand_slice(inputs, weights, output, slots, 0, min(weights.shape[-2], output.shape[1]), add_inputs)
+
+
+def bgmv_expand_slice(
+    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, offset: int, size: int, add_inputs: bool = True
+) -> None:
+    """Do as `bgmv_expand` with `size` columns of `output` from `offset` on."""
+    part = output[:, offset : offset + size]
+    found = _products(inputs, weights, slots, output.dtype)[:, :size]
+    if add_inputs:
+        part += found
+    else:
+        part.copy_(found)
+
+
+def _products(inputs: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return each token's input times the matrix of its adapter, (tokens, rows of a matrix)."""
+    inputs, matrices = inputs.to(dtype), weights.flatten(0, -3)
+    found = inputs.new_zeros(len(inputs), matrices.shape[1])
+    for slot, matrix in enumerate(matrices):
+        mine = slots == slot
+        if mine.all():
+            return inputs @ matrix.to(dtype).T
+        if mine.any():
+            found[mine] = inputs[mine] @ matrix.to(dtype).T
+    return found
 
 
 def close_listening_sockets() -> None:
