@@ -401,6 +401,7 @@ def test_the_command_on_a_run(world, capsys):
     assert "50 iterations" in capsys.readouterr().out
     config, run, recipe_only = read_config(world.run, ["lr=1e-3"])
     assert run == world.run and not recipe_only and config.recipe_config({}).lr == 1e-3
+    assert read_config(world.run, ["training.lr=1e-3"])[0] == config  # as config.yaml has it
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise UserError(f"{text!r} is not a setting; write --set KEY=VALUE, such as lora_rank=16")
+    name = name.removeprefix("training.")  # as config.yaml has it
     if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value.strip()):
         return name, float(value)  # YAML 1.1 takes 1e-6 for a word
     try:
