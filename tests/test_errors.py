@@ -63,3 +63,12 @@ def test_a_config_error_says_everything_at_once() -> None:
         "  - modle is unknown; did you mean model?",
     ]
     assert str(errors.ConfigError("x", ["y"])).startswith("x: 1 problem\n")
+
+
+def test_no_message_acts_on_a_terminal() -> None:
+    """Whatever it quotes: of a server, a log, a template."""
+    for kind in CLASSES.values():
+        words = ("f", ["\x1b[2J\x9bm"]) if kind is errors.ConfigError else ("\x1b[2J\x9bm",)
+        more = {errors.RequestError: ("status",), errors.RolloutLimitError: ("turns",)}.get(kind, ())
+        assert str(kind(*words, *more)).splitlines()[-1].endswith("\\x1b[2J\\x9bm"), kind
+    assert errors.describe(RuntimeError("\x1b[2J")) == "RuntimeError: \\x1b[2J"

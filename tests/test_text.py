@@ -61,3 +61,14 @@ def test_numbers(value: object) -> None:
 @pytest.mark.parametrize("value", [True, numpy.True_, math.nan, math.inf, numpy.float32("nan"), 10**400, "1", None, 1j])
 def test_what_is_not_a_number(value: object) -> None:
     assert not text.is_number(value)
+
+
+def test_no_text_acts_on_a_terminal() -> None:
+    """Control characters of both kinds, turns of the writing direction, and halves of surrogate pairs."""
+    acts = [chr(code) for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xD800, 0xDFFF)]
+    acts = [character for character in acts if character not in "\n\t"]
+    for character in acts:
+        shown = text.harmless(f"a{character}b")
+        assert shown.isprintable() and shown.encode().decode("unicode_escape") == f"a{character}b"
+        assert text.one_line(f"a{character}b").isprintable()
+    assert text.harmless("fine: é 語 😀\n\ttoo") == "fine: é 語 😀\n\ttoo"

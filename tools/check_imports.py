@@ -51,7 +51,7 @@ EVERYWHERE = frozenset({"errors", "text", "version", "system"})
 
 HOUSE = {
     # What every room may import.
-    "errors": _room(),
+    "errors": _room("text"),
     "text": _room(),
     "version": _room(),
     "intervals": _room(),

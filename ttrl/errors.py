@@ -28,12 +28,18 @@ TtrlError
 import traceback
 from typing import Literal
 
+from ttrl.text import harmless
+
 RequestFailure = Literal["connection", "timeout", "stall", "status", "malformed"]
 RolloutLimit = Literal["turns", "tokens", "context"]
 
 
 class TtrlError(Exception):
     """The root: catch this to catch everything that ttrl raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message; what it quotes of a server, a model or a file acts on no terminal."""
+        return harmless(super().__str__())
 
 
 class UserError(TtrlError, ValueError):
@@ -154,8 +160,8 @@ class StorageError(TtrlError, OSError):
 
 
 def describe(error: BaseException) -> str:
-    """Return `TypeName: message` on one line, also for exceptions whose `__str__` fails."""
-    text = "".join(traceback.format_exception_only(error))
+    """Return `TypeName: message` on one line, made `harmless`, also for exceptions whose `__str__` fails."""
+    text = harmless("".join(traceback.format_exception_only(error)))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]
     return line if len(line) <= 400 else line[:399] + "…"

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any, TypeGuard
@@ -85,9 +86,19 @@ def short(value: object, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+# What acts on a terminal (escapes, C1 codes, a carriage return, turns of the writing direction), and what UTF-8 does not have.
+_ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def harmless(text: str) -> str:
+    """Write what a terminal would obey, in words of a model, a server or a file, as it is written in code: \\x1b[2J. Newlines and
+    tabs stay."""
+    return _ACTS.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}", text)
+
+
 def one_line(value: object, most: int = 400) -> str:
-    """Put a text (or any value, as Python writes it) on one line of at most `most` characters."""
-    text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    """Put a text (or any value, as Python writes it), made `harmless`, on one line of at most `most` characters."""
+    text = harmless(" ".join((value if isinstance(value, str) else repr(value)).split()))
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -72,6 +72,12 @@ def test_a_server_that_refuses(server, monkeypatch, capsys):
     assert "m did not answer: " in (error := capsys.readouterr().err) and "no room" in error
 
 
+def test_a_reply_does_not_act_on_the_terminal(server, monkeypatch, capsys):
+    """Escapes can write files in some terminals, and hide what was said in all."""
+    assert chat(server, monkeypatch, "\x1b]0;title\x07\x1b[2J\u202e\n") == 0
+    assert capsys.readouterr().out == "1 \\x1b]0;TITLE\\x07\\x1b[2J\\u202e\n"
+
+
 @pytest.mark.parametrize("uses_proxy", [False, True])
 def test_a_proxy_is_not_given_the_key_of_our_own_server(server, monkeypatch, uses_proxy):
     """The server stands in for the proxy; nobody listens where the client believes it asks."""

@@ -204,3 +204,17 @@ def test_a_server_is_asked(address: str, capsys: pytest.CaptureFixture[str]) -> 
     assert text.count("It is 12. [ended: length]") == text.count("reward 1") == 4
     fine, text = shown([Task(messages=tasks[0].messages, grader=broken)], model=address, max_tokens=9)
     assert not fine and "this one is broken" in text
+
+
+def test_words_of_a_model_and_of_a_grader_do_not_act_on_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "words_of_a_model.py"
+    file.write_text(
+        "from ttrl import Task\n\n\ndef grader(choice):\n    raise KeyboardError(choice.message.content)\n\n\n"
+        "class KeyboardError(Exception):\n    pass\n\n\ntasks = [Task([{'role': 'user', 'content': '\\x1b[31mred'}], grader)]\n"
+    )
+    assert cli.main(["tasks", "try", str(file), "--reply", "\x1b[2Jgone"]) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and out.count("\\x1b[2Jgone") == 2 and "\\x1b[31mred" in out

@@ -87,7 +87,7 @@ def test_failed_and_continued_samples():
 def test_what_no_file_or_terminal_takes(tmp_path):
     path = SampleLogs(tmp_path).write(make(task_id="a\nb", text="\ud83d half, \x1b[31mred, tab\tstays"))
     text = path.read_text(encoding="utf-8")
-    assert "? half, \\x1b[31mred, tab\tstays" in text
+    assert "\\ud83d half, \\x1b[31mred, tab\tstays" in text
     assert text.startswith("task           a b\n")
 
 

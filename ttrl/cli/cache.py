@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ttrl.errors import UserError
+from ttrl.system.console import say
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -29,7 +30,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 def run_stats(arguments: argparse.Namespace) -> int:
     from ttrl.rollouts.cache import tools
 
-    print(tools.stats(arguments.url).as_table())
+    say(tools.stats(arguments.url).as_table())
     return 0
 
 

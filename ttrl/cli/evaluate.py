@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import UserError
+from ttrl.system.console import say
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +77,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         options=dict(map(_option, arguments.option)),
     )
     result = run_evaluation(config)
-    print(result.table() + (f"\nwritten to {arguments.output}" if arguments.output is not None else ""))
+    say(result.table() + (f"\nwritten to {arguments.output}" if arguments.output is not None else ""))
     return 0
 
 
@@ -88,7 +89,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from ttrl.evaluation.comparison import compare
 
     comparison = compare(*arguments.what, confidence=arguments.confidence)
-    print(json.dumps(comparison.to_json(), indent=1) if arguments.json else comparison.table())
+    say(json.dumps(comparison.to_json(), indent=1) if arguments.json else comparison.table())
     return 0
 
 
@@ -98,7 +99,7 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
     if arguments.json:
         raise UserError("--json is for evaluations; runs have a table, and a page (--html)")
     comparison = compare_runs(arguments.what, by=arguments.by, confidence=arguments.confidence)
-    print(comparison.table())
+    say(comparison.table())
     if arguments.html is not None:
         print(comparison.write_html(arguments.html))
     return 0

@@ -5,6 +5,8 @@ import logging
 import sys
 from pathlib import Path
 
+from ttrl.system.console import say
+
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     proof = "also prove on this hardware what training rests on: kernels, optimizers, a run that learns (3 to 15 minutes)"
@@ -27,7 +29,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return 0
     from ttrl.cli.certify import certify  # here: it imports what doctor may find missing
 
-    return 0 if certify(arguments.out, _say) else 1
+    return 0 if certify(arguments.out, say) else 1
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +69,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         arguments=given,
-        say=_say,
+        say=say,
     )
     return 0
 
@@ -82,9 +84,5 @@ def add_join(parser: argparse.ArgumentParser) -> None:
 def run_join(arguments: argparse.Namespace) -> int:
     from ttrl.launch.nodes import join
 
-    join(arguments.run, patience=arguments.patience, say=_say)
+    join(arguments.run, patience=arguments.patience, say=say)
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import ServerError, UserError
 from ttrl.records import Endpoint
+from ttrl.system.console import say
 
 if TYPE_CHECKING:
     import openai
@@ -84,7 +85,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
                     for piece in pieces:
                         part = (piece.choices[0].delta.content or "") if piece.choices else ""
                         reply += part
-                        print(part, end="", flush=True)
+                        say(part, end="")
             except openai.OpenAIError as error:
                 raise ServerError(f"{served.model} did not answer: {error}") from error
             print(flush=True)

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 from ttrl.errors import ConfigError
+from ttrl.system.console import say
+from ttrl.text import harmless
 
 _RUN = "a run folder, such as runs/sort_letters"
 
@@ -21,7 +23,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from ttrl.report.words import report_text
 
     print(write_report(arguments.run))
-    print(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns), file=sys.stderr)
+    print(harmless(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns)), file=sys.stderr)
     return 0
 
 
@@ -43,7 +45,7 @@ def run_view(arguments: argparse.Namespace) -> int:
 
     view = open_pack(arguments.run, arguments.iteration, arguments.rows, arguments.tokenizer)
     if arguments.text:
-        print(view.text(shutil.get_terminal_size((130, 24)).columns))
+        say(view.text(shutil.get_terminal_size((130, 24)).columns))
     written = [view.write_png(arguments.png)] if arguments.png else []
     if arguments.output or not (arguments.text or arguments.png):
         written.append(view.write_html(arguments.output))
@@ -108,7 +110,7 @@ def run_study(arguments: argparse.Namespace) -> int:
         raise ConfigError("arguments", [f"--sequences is {arguments.sequences}; it must be at least 2"])
     names = ("sequences", "dtype", "seed", "kernel")
     found = study(arguments.checkpoint, factors=factors, **{name: getattr(arguments, name) for name in names})
-    print(study_text(found))
+    say(study_text(found))
     for path in write_study(found, arguments.output or arguments.checkpoint.parent / "study"):
         print(path)
     return 0

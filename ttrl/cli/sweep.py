@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from ttrl.errors import UserError
+from ttrl.system.console import say
 from ttrl.system.files import write_json
 
 _STATE_FILE = "sweep.json"
@@ -131,7 +132,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         from ttrl.report.comparison import compare_runs
 
         comparison = compare_runs(there, by=sweep.by)  # type: ignore[arg-type]  # the file's check allows no other
-        print(comparison.table())
+        say(comparison.table())
         print(comparison.write_html(runs / "compare.html"))
     if failed:
         print(f"ttrl sweep: {len(failed)} of {len(commands)} runs failed, and are tried again by the same command: "

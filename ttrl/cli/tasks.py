@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from ttrl.system.console import say
+
 
 def add_tasks(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -59,4 +61,4 @@ def run_try(arguments: argparse.Namespace) -> int:
 
     tasks = load_tasks(arguments.file, arguments.n)
     options = {name: getattr(arguments, name) for name in ("model", "samples", "max_tokens", "temperature", "server_args")}
-    return 0 if try_tasks(tasks, print, replies=arguments.reply, **options) else 1
+    return 0 if try_tasks(tasks, say, replies=arguments.reply, **options) else 1

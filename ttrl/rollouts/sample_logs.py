@@ -19,6 +19,7 @@ from typing import Any
 from ttrl.records import Sample
 from ttrl.rollouts.client.assembly import LiveChoice, LiveCompletion
 from ttrl.system import files
+from ttrl.text import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class SampleLogs:
         path = self.path_of(sample, number)
         self.live.pop(path, None)
         with self.failures_counted(path):  # an fsync would hold up the event loop
-            files.write_text(path, _writable(sample_text(sample)), durable=False)
+            files.write_text(path, harmless(sample_text(sample)), durable=False)
         return path
 
     def path_of(self, sample: Sample, number: int | None = None) -> Path:
@@ -116,7 +117,7 @@ class LiveAnswers:
         with logs.failures_counted(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w" if shown is None else "a", encoding="utf-8") as file:
-                file.write(_writable(new))
+                file.write(harmless(new))
 
 
 def file_name(task_id: str) -> str:
@@ -234,9 +235,3 @@ def _tool_call(call: Any) -> str:
     if not isinstance(function, Mapping):
         return f"[tool call {json.dumps(call, ensure_ascii=False, default=str)}]"
     return f"[tool call {call.get('id', '')}] {function.get('name')}({function.get('arguments', '')})"
-
-
-def _writable(text: str) -> str:
-    """Replace what UTF-8 cannot hold, and control characters, which would act on a terminal that shows the file."""
-    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -10,6 +10,14 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
+from ttrl.text import harmless
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print words of a model, a server or a file, with nothing in them that a terminal would obey."""
+    sys.stdout.write(harmless(text) + end)
+    sys.stdout.flush()
+
 
 def speak_in_lines() -> None:
     """Send each line of standard output and error as it is written; Python keeps 8 kB back where they are piped."""
@@ -44,7 +52,7 @@ class Console:
 
     def line(self, text: str) -> None:
         if not self.quiet:
-            tqdm.write(text, file=sys.stdout)
+            tqdm.write(harmless(text), file=sys.stdout)
             sys.stdout.flush()
 
     @contextlib.contextmanager

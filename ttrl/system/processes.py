@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import select
 import signal
@@ -193,7 +194,7 @@ class ChildProcess:
 
 
 def log_tail(path: Path, start: int, n_lines: int) -> str:
-    """Return the last lines of a log from byte `start` on, long ones shortened; "" when there are none."""
+    """Return the last lines of a log from byte `start` on, long ones shortened, without colours; "" when there are none."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -201,7 +202,7 @@ def log_tail(path: Path, start: int, n_lines: int) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = text.rstrip().splitlines()[-n_lines:] if n_lines > 0 else []
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip().splitlines()[-n_lines:] if n_lines > 0 else []
     return "\n".join(line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in lines)
 
 

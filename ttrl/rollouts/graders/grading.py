@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError, describe
 from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
 from ttrl.tasks.task import Grade, Grader, Task
-from ttrl.text import is_number
+from ttrl.text import harmless, is_number
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
@@ -216,6 +216,6 @@ def own_traceback(error: BaseException, caller: str = __file__) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caller:
         frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    text = harmless("".join(traceback.format_exception(type(error), error, frames)).rstrip())
     half = MAX_ERROR_LENGTH // 2
     return text if len(text) <= MAX_ERROR_LENGTH else f"{text[:half]}\n[…]\n{text[-half:]}"
