@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 import threading
@@ -51,7 +52,8 @@ T = TypeVar("T")
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
-_USERINFO = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]*@")
+# A name and password, or a token for http; the container of az://CONTAINER@ACCOUNT is neither.
+_USERINFO = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]*@|(?<=http://)[^\s/@]+@|(?<=https://)[^\s/@]+@")
 _OPTION = re.compile(r"([?&])([^\s=&#\"')]+)=([^\s&#\"')]*)")
 
 
@@ -73,6 +75,10 @@ class Unavailable(Exception):  # noqa: N818 - it never leaves the cache
     def __init__(self, message: str, skipped: bool = False) -> None:
         super().__init__(message)
         self.skipped = skipped
+
+
+class TooLarge(Exception):  # noqa: N818 - it never leaves the cache
+    """An object is larger than its reader takes; the message says by how much."""
 
 
 class _Health:
@@ -196,18 +202,19 @@ class Store:
             raise Unavailable(reason(error)) from error
         health.failures = 0
 
-    async def read(self, key: str) -> bytes | None:
-        """Return an object's bytes; None where there is none. Raises Unavailable."""
+    async def read(self, key: str, most: float = math.inf) -> bytes | None:
+        """Return an object's bytes; None where there is none. Raises Unavailable, and TooLarge for more than `most` bytes."""
         async with self._trying(self._reading):
             store = self.open()
             if store is None:
                 return None
             try:
                 if isinstance(store, MemoryStore):
-                    return _get(store, key)
+                    return get_bytes(store, key, most)
                 if isinstance(store, LocalStore):
-                    return await _in_thread(partial(_get, store, key))
+                    return await _in_thread(partial(get_bytes, store, key, most))
                 found = await obstore.get_async(store, key)
+                _check_size(key, found.meta["size"], most)
                 return bytes(await found.bytes_async())
             except FileNotFoundError:
                 return None
@@ -251,8 +258,16 @@ class Store:
             await self._put(store, key, data, "overwrite")
 
 
-def _get(store: ObjectStore, key: str) -> bytes:
-    return bytes(obstore.get(store, key).bytes())
+def get_bytes(store: ObjectStore, key: str, most: float) -> bytes:
+    """Return an object's bytes. Raises TooLarge for more than `most`, and what obstore raises."""
+    found = obstore.get(store, key)
+    _check_size(key, found.meta["size"], most)
+    return bytes(found.bytes())
+
+
+def _check_size(key: str, size: int, most: float) -> None:
+    if size > most:
+        raise TooLarge(f"{key} has {size:,} bytes; {most:,} at most are read")
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -1,9 +1,14 @@
 """Keys: what makes two requests the same. Entries: exact both ways, and nothing served that was changed by a single byte."""
 
+import asyncio
+import gzip
+import hashlib
 import json
 import subprocess
 import sys
+import tracemalloc
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttrl.errors import UserError
-from ttrl.rollouts.cache.entries import DamagedEntry, decode_entry, encode_entry, request_digest, sample_key, split_key
+from ttrl.rollouts.cache import tools
+from ttrl.rollouts.cache.completions import Cache
+from ttrl.rollouts.cache.entries import (
+    MOST_BYTES,
+    DamagedEntry,
+    decode_entry,
+    encode_entry,
+    request_digest,
+    sample_key,
+    split_key,
+)
 from ttrl.rollouts.client.wire import Answer
 
 NOW = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
@@ -200,3 +215,51 @@ def test_kinds_of_damage() -> None:
     assert kind(KEY, data.replace(b"ttrl-cache 1 ", b"ttrl-cache 2 ")) == "newer"
     assert kind(KEY, data.replace(b"ttrl-cache 1 ", b"ttrl-cache 0 ")) == "damaged"
     assert kind(KEY.replace("00003", "00004"), data) == "misplaced"
+
+
+def bomb(size: int) -> bytes:
+    """An entry with the right checksum and key, whose choice is `size` zeros."""
+    first, request, _ = gzip.decompress(entry_bytes().split(b"\n", 1)[1]).split(b"\n", 2)
+    packed = gzip.compress(b"\n".join((first, request, bytes(size))), 6)
+    return b"ttrl-cache 1 %s\n%s" % (hashlib.sha256(packed).hexdigest().encode(), packed)
+
+
+def test_a_small_entry_does_not_become_a_large_one() -> None:
+    """200 MB are packed into 0.2 MB; a store that others can write to has as many of them as they like."""
+    assert len(decode_entry(KEY, bomb(10**6)).choice) == 10**6
+    data = bomb(2 * 10**8)
+    assert len(data) < 10**6
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedEntry, match="unpacked it is larger than 64 MiB"):
+            decode_entry(KEY, data)
+        assert tracemalloc.get_traced_memory()[1] < 3 * MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    answer = Answer(b"x" * MOST_BYTES, "id", 1, "m", [1], 1, 0, 1)
+    assert encode_entry(KEY, answer, BODY, NOW) is None
+    cache = Cache.of(tmp_path)
+    assert cache is not None
+    asyncio.run(cache.put(KEY, answer, BODY))
+    assert not list(tmp_path.iterdir()) and cache.stats.failed_writes == 1
+
+
+def test_a_large_object_is_a_miss_that_is_not_read_and_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / KEY
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a sparse one; read into memory, it would end this test
+    cache, answer = Cache.of(tmp_path), Answer(b'{"message": {}}', "id", 1, "m", [1], 1, 0, 1)
+    assert cache is not None
+
+    async def use() -> Answer | None:
+        assert await cache.get(KEY) is None
+        await cache.put(KEY, answer, BODY)
+        return await cache.get(KEY)
+
+    assert tools.stats(tmp_path).unreadable == {"damaged": 1}
+    assert asyncio.run(use()) == answer
+    assert (cache.stats.damaged, cache.stats.writes, cache.stats.failed_reads) == (1, 1, 0)

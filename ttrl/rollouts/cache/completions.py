@@ -20,9 +20,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.rollouts.cache.entries import DamagedEntry, decode_entry, encode_entry, request_digest, sample_key
+from ttrl.rollouts.cache.entries import MOST_BYTES, DamagedEntry, decode_entry, encode_entry, request_digest, sample_key
 from ttrl.rollouts.client.wire import Answer
-from ttrl.system.object_store import KNOWN, Store, Unavailable
+from ttrl.system.object_store import KNOWN, Store, TooLarge, Unavailable
+from ttrl.text import gib
 
 __all__ = ["Cache", "CacheStats", "request_digest", "sample_key"]
 
@@ -94,14 +95,15 @@ class Cache:
     async def get(self, key: str) -> Answer | None:
         """Return the answer under `key`, or None. A hit in a later store is written into the earlier ones first."""
         for number, store in enumerate(self.stores):
-            data = await self._read(store, key)
-            if data is None:
-                continue
             try:
+                data = await self._read(store, key)
+                if data is None:
+                    continue
                 answer = decode_entry(key, data).answer()
-            except DamagedEntry as error:
+            except (DamagedEntry, TooLarge) as error:
                 self.stats.damaged += 1
-                self._warn_once(store, error.kind, f"the entry {key} is not used: {error}. It counts as a miss")
+                kind = "damaged" if isinstance(error, TooLarge) else error.kind
+                self._warn_once(store, kind, f"the entry {key} is not used: {error}. It counts as a miss")
                 continue
             self.stats.hits += 1
             for earlier in self.stores[:number]:
@@ -117,6 +119,10 @@ class Cache:
         request: what was asked, as in `request_digest`; it is stored for people to read.
         """
         data = encode_entry(key, answer, request, datetime.now(UTC))
+        if data is None:
+            self.stats.failed_writes += len(self.stores)
+            log.warning("cache: an answer of more than %s is not kept", gib(MOST_BYTES))
+            return
         written = await asyncio.gather(*(self._write(store, key, data) for store in self.stores))
         self.stats.writes += sum(written)
 
@@ -130,7 +136,7 @@ class Cache:
     async def _read(self, store: Store, key: str) -> bytes | None:
         async with self._slot():
             try:
-                return await store.read(key)
+                return await store.read(key, MOST_BYTES)
             except Unavailable as error:
                 self.stats.failed_reads += 1
                 self._failed(store, "read", error)
@@ -141,14 +147,14 @@ class Cache:
             try:
                 if await store.create(key, data):
                     return True
-                there = await store.read(key)
-                if there is not None:
-                    try:
+                try:
+                    if (there := await store.read(key, MOST_BYTES)) is not None:
                         decode_entry(key, there)
-                    except DamagedEntry as error:
-                        if error.kind == "newer":  # a later ttrl's, who can read it
-                            return False
-                    else:
+                        return False
+                except TooLarge:
+                    pass
+                except DamagedEntry as error:
+                    if error.kind == "newer":  # a later ttrl's, who can read it
                         return False
                 await store.overwrite(key, data)
                 return True

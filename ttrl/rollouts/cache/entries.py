@@ -22,11 +22,14 @@ import msgspec
 
 from ttrl.errors import UserError
 from ttrl.rollouts.client.wire import Answer, encoded
+from ttrl.text import gib
 from ttrl.version import __version__
 
 KEY_SCHEMA = 1
 ENTRY_SCHEMA = 1
 COMPRESSION_LEVEL = 1  # 64 tokens with logprobs: 8.0 kB → 2.5 kB in 45 µs; level 6 makes 2.3 kB of it in 65 µs
+MOST_BYTES = 2**26
+"""Of an entry, stored or unpacked: half a million tokens with logprobs. A store that others write to must not fill our memory."""
 
 _MAGIC = b"ttrl-cache "
 _FIRST_LINE = re.compile(rb"ttrl-cache ([0-9]{1,9}) ([0-9a-f]{64})\n")
@@ -127,10 +130,12 @@ def split_key(key: str) -> tuple[str, int] | None:
     return (match[2], int(match[3])) if match else None
 
 
-def encode_entry(key: str, answer: Answer, request: Mapping[str, Any], written: datetime) -> bytes:
-    """Return the entry to store under `key`. `written`: aware, UTC."""
+def encode_entry(key: str, answer: Answer, request: Mapping[str, Any], written: datetime) -> bytes | None:
+    """Return the entry to store under `key`; None where it is larger than `decode_entry` reads. `written`: aware, UTC."""
     about = EntryAbout(key, written, __version__, **{field: getattr(answer, field) for field in _ANSWER_FIELDS})
     lines = b"\n".join((encoded(about), encoded(_canonical(request, "request")), answer.choice))
+    if len(lines) > MOST_BYTES:
+        return None
     packed = gzip.compress(lines, COMPRESSION_LEVEL, mtime=0)
     return b"%s%d %s\n%s" % (_MAGIC, ENTRY_SCHEMA, hashlib.sha256(packed).hexdigest().encode(), packed)
 
@@ -150,13 +155,24 @@ def decode_entry(key: str, data: bytes) -> Entry:
         kind: Damage = "newer" if int(match[1]) > ENTRY_SCHEMA else "damaged"
         raise DamagedEntry(kind, f"it has schema {int(match[1])}, this ttrl reads schema {ENTRY_SCHEMA}")
     try:
-        first, request, choice = gzip.decompress(packed).split(b"\n", 2)
+        first, request, choice = _unpacked(packed).split(b"\n", 2)
         about = _read_about(first)
     except (ValueError, EOFError, OSError, zlib.error) as error:  # msgspec's errors are ValueErrors
         raise DamagedEntry("damaged", f"its checksum is right, its content cannot be read ({error})") from error
     if about.key != key:
         raise DamagedEntry("misplaced", f"it is the entry of {about.key}")
     return Entry(about, request, choice)
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Return what was compressed, up to MOST_BYTES of it: a few hundred kilobytes can stand for a gigabyte. Raises ValueError."""
+    unpacker = zlib.decompressobj(wbits=31)  # of gzip, whose checksum it compares
+    data = unpacker.decompress(packed, MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"unpacked it is larger than {gib(MOST_BYTES)}")
+    if not unpacker.eof or unpacker.unused_data:
+        raise ValueError("what is compressed does not end where the entry does")
+    return data
 
 
 def _read_about(line: bytes) -> EntryAbout:

@@ -18,10 +18,10 @@ from obstore import exceptions
 from obstore.store import ObjectStore
 
 from ttrl.errors import UserError
-from ttrl.rollouts.cache.entries import DamagedEntry, Entry, decode_entry, split_key
+from ttrl.rollouts.cache.entries import MOST_BYTES, DamagedEntry, Entry, decode_entry, split_key
 from ttrl.rollouts.client.wire import loads
 from ttrl.system.files import atomic_file
-from ttrl.system.object_store import Store, reason
+from ttrl.system.object_store import Store, TooLarge, get_bytes, reason
 
 READS_AT_ONCE = 32
 LISTED_AT_ONCE = 500
@@ -188,17 +188,21 @@ def _entries(
         if not read or split_key(name) is None:
             return None
         try:
-            return decode_entry(name, bytes(obstore.get(opened, name).bytes()))
+            return decode_entry(name, get_bytes(opened, name, MOST_BYTES))
         except DamagedEntry as error:
             return error
+        except TooLarge as error:
+            return DamagedEntry("damaged", str(error))
         except FileNotFoundError:  # removed since it was listed
             return None
 
     try:
         with ThreadPoolExecutor(READS_AT_ONCE) as pool:
             for listed in obstore.list(opened, "v1", chunk_size=LISTED_AT_ONCE):
-                for item, entry in zip(listed, pool.map(look, [item["path"] for item in listed])):
-                    yield item["path"], item["size"], item["last_modified"], entry
+                for first in range(0, len(listed), READS_AT_ONCE):  # no more of them in memory at once
+                    some = listed[first : first + READS_AT_ONCE]
+                    for item, entry in zip(some, pool.map(look, [item["path"] for item in some])):
+                        yield item["path"], item["size"], item["last_modified"], entry
     except (exceptions.BaseError, OSError) as error:
         raise UserError(f"{store.shown} cannot be read: {reason(error)}") from error
 
