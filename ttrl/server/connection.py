@@ -15,9 +15,11 @@ from ttrl.errors import ServerDiedError, ServerError
 from ttrl.records import ADAPTER_FOLDER, Endpoint
 from ttrl.server.auth import FENCE_HEADER, FENCE_PATH
 from ttrl.server.model_folder import weights_digest
+from ttrl.text import gib
 
 ADAPTER_NAME = "policy-adapter"
 """Name under which an adapter is served next to its base."""
+_MOST_BYTES = 2**28  # of an answer; none of those that are asked for here has a hundredth of that
 
 
 class ServerConnection:
@@ -135,10 +137,13 @@ class ServerConnection:
         request = urllib.request.Request(f"{self.root_url}{path}", data=data, headers=headers, method=method)
         try:
             with self._opener.open(request, timeout=timeout) as answer:
-                return answer.status, answer.read().decode()
+                data = answer.read(_MOST_BYTES + 1)
+                if len(data) > _MOST_BYTES:
+                    raise ConnectionError(f"it sent more than {gib(_MOST_BYTES)}")
+                return answer.status, data.decode()
         except urllib.error.HTTPError as error:
             with error:
-                return error.code, error.read().decode(errors="replace")
+                return error.code, error.read(2**20).decode(errors="replace")
         except urllib.error.URLError as error:
             raise error.reason if isinstance(error.reason, OSError) else error from None
         except http.client.HTTPException as error:  # it died in the middle of an answer, or does not speak HTTP
@@ -163,7 +168,7 @@ class JoinedServer(ServerConnection):
         """Raise ServerDiedError if it does not answer, or its engine is dead; it may be back later."""
         problem: str | None = None
         try:
-            status, _ = self._http("GET", "/health", None, 10.0)
+            status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
             if status >= 500:
                 problem = f"its engine is dead (/health answers {status})"
         except TimeoutError:

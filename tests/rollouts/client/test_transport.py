@@ -19,7 +19,9 @@ from ttrl.records import Endpoint
 from ttrl.rollouts.client.http_errors import retry_after, status_error
 from ttrl.rollouts.client.http_transport import HTTPTransport
 from ttrl.rollouts.client.openai_transport import ClientTransport
+from ttrl.rollouts.client.stream import stream_answers
 from ttrl.rollouts.client.transport import transport_for
+from ttrl.rollouts.client.wire import most_bytes
 
 BODY = {"messages": [{"role": "user", "content": "hé"}], "n": 1}
 KINDS = ("url", "endpoint", "client", "hooked")
@@ -98,6 +100,7 @@ def test_refusals(kit, kind, act, monkeypatch):
     expect(kit.Reply(b"<html>bad\n gateway</html>", status=502), "HTTP 502: <html>bad gateway</html>$", 502)
     expect(kit.Reply({"detail": "Not Found"}, status=404), "HTTP 404: Not Found$", 404)
     expect(kit.Reply({"error": "plain"}, status=422), "HTTP 422: plain$", 422)
+    expect(kit.Reply({"error": "\x1b]0;a\x07"}, status=422), r"HTTP 422: \\x1b\]0;a\\x07$", 422)
     expect(kit.Reply(b"", status=503), "HTTP 503: no words$", 503)
     expect(kit.Reply({"error": {"message": "no secret-key-123"}}, status=401), "HTTP 401: no ", 401)
     expect(kit.Reply({}, status=429, headers={"retry-after": "2.5"}), "HTTP 429", 429, 2.5)
@@ -360,3 +363,48 @@ def test_what_is_no_http(answer):
     with pytest.raises(RequestError, match="no HTTP") as caught:
         asyncio.run(main())
     assert caught.value.kind == "malformed"
+
+
+SMALL = {**BODY, "max_tokens": 64}
+
+
+def streamed_answers(transport):
+    return stream_answers(transport, SMALL, 1, stall_timeout=5.0)
+
+
+@pytest.mark.parametrize("act", [lambda transport: transport.post("/chat/completions", SMALL), streamed_answers])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_without_end_is_left(kind, act):
+    """It sends 64 MB, and would go on."""
+    sent = 0
+
+    async def endless(head, reader, writer):
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: ")
+        for _ in range(1000):
+            writer.write(b"x" * 64_000)
+            await writer.drain()
+            sent += 64_000
+
+    async def main():
+        async with listening(endless) as (url, _), transport_of(kind, url) as transport:
+            with pytest.raises(RequestError, match="the server's answer is larger than 4 MiB") as caught:
+                await act(transport)
+            return caught.value.kind
+
+    assert asyncio.run(main()) == "malformed"
+    assert sent < 40 * 10**6  # the system's buffers take some
+
+
+def test_how_large_an_answer_may_be():
+    """A token with 20 alternatives, as vLLM writes them, in a chunk of its own; and what asks for more gets more."""
+    entry = {"token": "€" * 8, "logprob": -12.345678901234567, "bytes": [226, 130, 172] * 8}
+    chunk = {"id": "chatcmpl-" + "0" * 32, "object": "chat.completion.chunk", "created": 1767225600, "model": "m" * 100}
+    delta = {"index": 0, "delta": {"content": "€" * 8}, "token_ids": [123456], "finish_reason": None, "stop_reason": None}
+    for alternatives in (0, 20):
+        logprobs = {"content": [{**entry, "top_logprobs": [entry] * alternatives}]}
+        size = len(f"data: {json.dumps({**chunk, 'choices': [{**delta, 'logprobs': logprobs}]})}\n\n")
+        asked = {"n": 8, "max_tokens": 1000, "logprobs": True, "top_logprobs": alternatives}
+        assert 8 * 1000 * size < most_bytes(asked) < 8 * 1000 * size * 4 + 2**22
+    assert most_bytes({"max_tokens": 1, "prompt_logprobs": 1}) > most_bytes({"max_tokens": 1}) and most_bytes(None) > 10**8
+    assert most_bytes({"max_completion_tokens": 1, "top_logprobs": -1}) > 2**17 * 512

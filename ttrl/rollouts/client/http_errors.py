@@ -3,11 +3,11 @@
 import datetime
 import email.utils
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Mapping
 
 from ttrl.errors import RequestError
 from ttrl.rollouts.client.wire import loads
-from ttrl.text import one_line
+from ttrl.text import gib, one_line
 
 
 def root_of(base_url: str) -> str:
@@ -60,3 +60,18 @@ def timeout_error(place: str, seconds: float | None) -> RequestError:
 def connection_error(place: str, error: BaseException | str) -> RequestError:
     why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return RequestError(f"{place}: no connection: {one_line(why)}; is the server running?", "connection")
+
+
+def too_large(place: str, most: int) -> RequestError:
+    """Return the error of an answer that is larger than anything that was asked for."""
+    return RequestError(f"{place}: the server's answer is larger than {gib(most)}; what was asked for has less", "malformed")
+
+
+async def collected(parts: AsyncIterable[bytes], most: int, place: str) -> bytes:
+    """Put a body together. Raises RequestError for more than `most` bytes: a server may send without end."""
+    found, size = [], 0
+    async for part in parts:
+        if (size := size + len(part)) > most:
+            raise too_large(place, most)
+        found.append(part)
+    return b"".join(found)

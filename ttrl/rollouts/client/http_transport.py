@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.client.http_errors import connection_error, root_of, status_error, timeout_error
-from ttrl.rollouts.client.wire import encoded
+from ttrl.rollouts.client.http_errors import collected, connection_error, root_of, status_error, timeout_error
+from ttrl.rollouts.client.wire import encoded, most_bytes
 from ttrl.text import one_line
 
 READ_TIMEOUT = 3600.0
@@ -24,6 +24,7 @@ READ_TIMEOUT = 3600.0
 CONNECT_TIMEOUT = 30.0
 KEEP_ALIVE = 4.0
 """Seconds; uvicorn closes after 5: a request must not be sent into a connection that the server is just closing."""
+_REFUSAL_BYTES = 2**20
 
 
 @dataclass(eq=False)
@@ -64,10 +65,9 @@ class HTTPTransport:
         url = self._url(path, root)
         try:
             async with self.session().request(method, url, data=data, timeout=limits, proxy=self.proxy) as response:
-                content: bytes = await response.read()
                 if not 200 <= response.status < 300:
-                    raise self._refusal(response.status, content, response.headers)
-                return content
+                    raise await self._refusal(response)
+                return await collected(response.content.iter_any(), most_bytes(body), self.base_url)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
             raise self.explained(error, timeout) from error
 
@@ -85,7 +85,7 @@ class HTTPTransport:
                 response = await stack.enter_async_context(opening)
                 if not 200 <= response.status < 300:
                     async with asyncio.timeout(self.read_timeout):
-                        raise self._refusal(response.status, await response.read(), response.headers)
+                        raise await self._refusal(response)
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise self.explained(error) from error
             yield _Parts(self, response.content)
@@ -95,9 +95,12 @@ class HTTPTransport:
         if session is not None:
             await session.close()
 
-    def _refusal(self, status: int, data: bytes, headers: Mapping[str, str]) -> RequestError:
+    async def _refusal(self, response: aiohttp.ClientResponse) -> RequestError:
         key = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return status_error(self.base_url, status, data, headers, key, address=self.is_address)
+        data = b""
+        with contextlib.suppress(RequestError):  # nobody has so much to say
+            data = await collected(response.content.iter_any(), _REFUSAL_BYTES, self.base_url)
+        return status_error(self.base_url, response.status, data, response.headers, key, address=self.is_address)
 
     def explained(self, error: Exception, timeout: float | None = None) -> RequestError:
         if isinstance(error, aiohttp.ConnectionTimeoutError):

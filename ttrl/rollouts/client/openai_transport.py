@@ -9,7 +9,8 @@ import openai
 from openai import AsyncOpenAI
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.client.http_errors import connection_error, root_of, status_error, timeout_error
+from ttrl.rollouts.client.http_errors import collected, connection_error, root_of, status_error, timeout_error
+from ttrl.rollouts.client.wire import most_bytes
 from ttrl.text import one_line
 
 _RAW = "X-Stainless-Raw-Response"
@@ -30,25 +31,31 @@ class ClientTransport:
     def __repr__(self) -> str:
         return f"ClientTransport(base_url={self.base_url!r})"
 
-    def _options(self, kind: str, **more: Any) -> dict[str, Any]:
-        return {"headers": {_RAW: kind}, "max_retries": 0, **more}
+    def _options(self, **more: Any) -> dict[str, Any]:
+        return {"headers": {_RAW: "stream"}, "max_retries": 0, **more}
+
+    async def _whole(self, response: Any, most: int) -> bytes:
+        try:
+            return await collected(response.http_response.aiter_bytes(), most, self.base_url)
+        finally:
+            await response.http_response.aclose()
 
     async def post(self, path: str, body: Mapping[str, Any], *, root: bool = False) -> bytes:
         with self._explaining():
             url = root_of(self.base_url) + path if root else path
-            response: Any = await self._client.post(url, cast_to=object, body=dict(body), options=self._options("true"))
-            return bytes(response.content)
+            response: Any = await self._client.post(url, cast_to=object, body=dict(body), options=self._options())
+            return await self._whole(response, most_bytes(body))
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
         with self._explaining(timeout):
             url = root_of(self.base_url) + path if root else path
-            response: Any = await self._client.get(url, cast_to=object, options=self._options("true", timeout=timeout))
-            return bytes(response.content)
+            response: Any = await self._client.get(url, cast_to=object, options=self._options(timeout=timeout))
+            return await self._whole(response, most_bytes(None))
 
     @contextlib.asynccontextmanager
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
         with self._explaining():
-            response: Any = await self._client.post(path, cast_to=object, body=dict(body), options=self._options("stream"))
+            response: Any = await self._client.post(path, cast_to=object, body=dict(body), options=self._options())
         try:
             async with contextlib.aclosing(self._parts(response)) as parts:
                 yield parts
@@ -76,12 +83,12 @@ class ClientTransport:
         except openai.APIConnectionError as error:
             raise connection_error(place, _root_cause(error)) from error
         except openai.OpenAIError as error:  # no key, no credentials: the client gave up before it sent anything
-            raise RequestError(f"{place}: the client could not send the request: {error}", "status") from error
+            raise RequestError(f"{place}: the client could not send the request: {one_line(str(error))}", "status") from error
         except _http_errors() as error:
             if "Timeout" in type(error).__name__:
                 raise timeout_error(place, timeout if timeout is not None else self._seconds()) from error
             if "Decoding" in type(error).__name__:
-                raise RequestError(f"{place}: the server's answer cannot be read: {error}", "malformed") from error
+                raise RequestError(f"{place}: the server's answer cannot be read: {one_line(str(error))}", "malformed") from error
             why = f"{type(error).__name__}: {error}"
             raise RequestError(f"{place}: the connection broke: {one_line(why)}", "connection") from error
 

@@ -12,9 +12,9 @@ from openai.types.chat import ChatCompletion
 from ttrl.errors import RequestError
 from ttrl.rollouts.client.assembly import LiveCompletion, OnChunk
 from ttrl.rollouts.client.choices import chat_completion
-from ttrl.rollouts.client.http_errors import timeout_error
+from ttrl.rollouts.client.http_errors import timeout_error, too_large
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Answer, Chunk, decoded_chunk, encoded, loads, read_answers
+from ttrl.rollouts.client.wire import Answer, Chunk, decoded_chunk, encoded, loads, most_bytes, read_answers
 
 LAST_BYTES = 0.25
 """Seconds to wait after [DONE] for the end of the HTTP body, with which the connection can be used again."""
@@ -187,10 +187,13 @@ async def read_events(
     RequestError, and what `take` raises.
     """
     place, first, events, done = transport.base_url, transport.read_timeout, Events(), False
+    size, most = 0, most_bytes(body)
     try:
         async with _Watch(first, stall_timeout, cut) as watch, watch.scope, transport.stream(path, body) as parts:
             async for part in parts:
                 watch.heard()
+                if (size := size + len(part)) > most:
+                    raise too_large(place, most)
                 for data in events.feed(part):
                     if done or data == b"[DONE]":
                         done = True

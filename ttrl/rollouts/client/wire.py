@@ -5,7 +5,7 @@ says; servers also write NaN, Infinity and halves of surrogate pairs, which Pyth
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,8 @@ from ttrl.text import is_number, one_line
 
 _NO_RAW = msgspec.Raw()
 _NOTHING = (b"", b"null")
+_TOKEN_BYTES, _SHOWN_BYTES = 2048, 512  # of a token in a chunk of its own, and of a log-probability; vLLM writes 400 and 130
+_LONGEST = 2**17  # tokens, where a request does not say
 
 
 class Answer(msgspec.Struct):
@@ -316,6 +318,16 @@ def failure(error: Any, place: str) -> RequestError:
     if type(code) is int and 400 <= code < 600:
         return RequestError(f"{text} (code {code})", "status", status=code)
     return RequestError(text, "malformed")
+
+
+def most_bytes(body: Mapping[str, Any] | None) -> int:
+    """Return how large an answer to a request may be: several times what any server writes for the tokens that were asked for."""
+    asked = body or {}
+    tokens = asked.get("max_completion_tokens") or asked.get("max_tokens") or _LONGEST
+    tokens = asked.get("n", 1) * tokens + (_LONGEST if asked.get("echo") or asked.get("prompt_logprobs") is not None else 0)
+    shown = max((int(asked.get(name) or 0) for name in ("top_logprobs", "logprobs", "prompt_logprobs")), key=abs)
+    shown = shown if shown >= 0 else _LONGEST  # -1: of the whole vocabulary
+    return 2**22 + int(tokens) * (_TOKEN_BYTES + _SHOWN_BYTES * shown)
 
 
 def encoded(value: Any) -> bytes:
