@@ -16,6 +16,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.records import Sample, TokenizedResult
 from ttrl.system.files import read_jsonl
+from ttrl.system.time_limit import time_limit
 from ttrl.tasks.task import Task
 
 PROMPT_TOKENS = 200
@@ -24,6 +25,7 @@ _COMPLETION_SHARE = 1 / 3  # of max_tokens; assumed
 _PROMPT_SIGMA, _COMPLETION_SIGMA = 0.3, 0.6  # of the lognormal distributions
 _MOST_TOKENS = 2_000_000  # that are made up; iterations of more are planned from a part of their groups
 _RUN_ITERATIONS = 3  # of a run, the newest
+_RENDER_SECONDS = 10.0  # for the template of a model that somebody else made
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[
 def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
     """Return the tokens of a task's messages. Raises UserError where the chat template refuses them."""
     try:
-        text = tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, tokenize=False)
+        with time_limit(_RENDER_SECONDS):
+            text = tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, tokenize=False)
         return list(tokenizer.encode(text, add_special_tokens=False))
     except Exception as error:  # templates are programs, and raise anything
         raise UserError(

@@ -88,3 +88,17 @@ def test_an_empty_answer_needs_a_generation_prompt(tokenizer):
 def test_a_conversation_needs_an_answer(tokenizer, messages):
     with pytest.raises(TokenizationError, match="no message of the conversation is the assistant's"):
         chat_tokens(tokenizer, messages)
+
+
+NEVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("where", ["always", "for an answer"])
+def test_a_template_that_loops_for_ever_is_ended(where, monkeypatch, tokenizer_of):
+    """Also one that does so for some conversations alone; and it is not tried again for each form of the messages."""
+    monkeypatch.setattr("ttrl.data.chat.rendering.RENDER_SECONDS", 0.2)
+    loops = NEVER if where == "always" else "{% if messages[-1].role == 'assistant' %}" + NEVER + "{% endif %}"
+    tokenizer = tokenizer_of("plain")
+    tokenizer.chat_template = loops + tokenizer.chat_template
+    with pytest.raises(ModelFolderError, match=r"the chat template of .* took more than 0.2 s for one conversation"):
+        tokenize_chat(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])

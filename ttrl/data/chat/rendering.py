@@ -3,9 +3,10 @@
 The clock stands still: templates may write the date, and two renderings of one conversation must not differ by it.
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -13,8 +14,11 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ttrl.errors import ModelFolderError, TemplateRefusalError
+from ttrl.system.time_limit import time_limit
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+RENDER_SECONDS = 10.0
+"""For one conversation. A template is a program out of a model's folder, and may loop for ever; real ones take milliseconds."""
 
 
 def server_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -144,8 +148,8 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
         """Return the conversation as text; with `answer_next`, as a server is sent it to be answered. Raises TemplateRefusalError
-        where the template does."""
-        try:
+        where the template does, ModelFolderError where it does not come to an end."""
+        with self._limited(""):
             text: str = self.tokenizer.apply_chat_template(
                 messages,
                 tools=self.tools,
@@ -154,14 +158,12 @@ class ChatTemplate:
                 add_generation_prompt=answer_next,
                 **self.variables,
             )
-            return text
-        except Exception as error:  # a template is a program, and may raise anything
-            raise TemplateRefusalError(f"{self.place} refuses the conversation: {_told(error)}") from error
+        return text
 
     def render_tagged(self, source: str, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text that the tagged template `source` writes, and where its tags begin and end, in characters. Raises
-        TemplateRefusalError where the template does."""
-        try:
+        """Return the text that the tagged template `source` writes, and where its tags begin and end, in characters. Raises as
+        `render`."""
+        with self._limited(", with tags,"):
             made: Any = render_jinja_template(
                 conversations=[messages],
                 tools=[*self.tools] if self.tools is not None else None,
@@ -169,10 +171,21 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.variables},
             )
-        except Exception as error:
-            raise TemplateRefusalError(f"{self.place}, with tags, refuses the conversation: {_told(error)}") from error
         texts, regions = made
         return texts[0], regions[0]
+
+    @contextlib.contextmanager
+    def _limited(self, how: str) -> Iterator[None]:
+        try:
+            with time_limit(RENDER_SECONDS):
+                yield
+        except TimeoutError as error:
+            raise ModelFolderError(
+                f"{self.place} took more than {RENDER_SECONDS:g} s for one conversation; it may loop for ever: look at it, or "
+                "take another with chat_template"
+            ) from error
+        except Exception as error:  # a template is a program, and may raise anything
+            raise TemplateRefusalError(f"{self.place}{how} refuses the conversation: {_told(error)}") from error
 
 
 def _told(error: Exception) -> str:
