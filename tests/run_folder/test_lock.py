@@ -186,6 +186,12 @@ def test_the_heartbeat(tmp_path):
 def test_a_command_shows_no_secrets(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/me/run.py", "--api-key", "sesame", "--token=abc", "--lr", "1"])
     assert lock.describe_process()["command"] == "run.py --api-key *** --token=*** --lr 1"
+    secret = ["--set", "server.api_key=sesame", "max_tokens=7", 'loggers=[{"name": "wandb", "api_key": "sesame"}]', "lr=1"]
+    addresses = ["cache=s3://b/x?secret_access_key=sesame&region=r", "https://sesame@host/v1", "az://c@account/x"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *secret, *addresses])
+    shown = '--set server.api_key=*** max_tokens=7 loggers=[{"name": "wandb", "api_key": "***"}] lr=1'
+    shown += " cache=s3://b/x?secret_access_key=***&region=r https://***@host/v1 az://c@account/x"
+    assert lock.describe_process()["command"] == f"run.py {shown}"
 
 
 def test_a_damaged_owner_file_names_nobody(tmp_path, monkeypatch):

@@ -448,5 +448,8 @@ def test_an_address_as_run(tmp_path):
         with pytest.raises(ConfigError, match="carries credentials") as caught:
             with_local_run(TrainConfig(run="x", model="m", iterations=1, mirror=secret))
         assert "sesame" not in str(caught.value)
+        with pytest.raises(ConfigError, match=r"cache\[1\] .* carries credentials") as caught:  # it would stand in config.yaml
+            with_local_run(TrainConfig(run="x", model="m", iterations=1, cache=["kept", secret]))
+        assert "sesame" not in str(caught.value)
     with pytest.raises(UserError, match="a mirror cannot be at"):
         MirrorStore("ftp://host/x")

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save
 from support.tiny_models import load_policy_in, native_layout
 from transformers import AutoModelForCausalLM
 
-from ttrl.system.files import digest
+from ttrl.errors import ModelFolderError
+from ttrl.system.files import digest, model_files
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.weights import iter_weights, write_tensors
@@ -106,3 +107,37 @@ def test_a_vision_tower_is_kept_as_it_was(native, with_vision_tower, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "gemma3" and config["dtype"] == "float32"
     assert read_config(tmp_path / "out").model_type == "gemma3_text"
+
+
+@pytest.mark.parametrize("link", ["notes.txt", "additional_chat_templates", "additional_chat_templates/tool.jinja"])
+def test_nothing_is_published_that_a_model_folder_only_links_to(link, model_folder, load_policy, tmp_path):
+    """Archives and git bring such links; what they lead to would be in the checkpoint, and on the hub."""
+    secrets = tmp_path / "home" / ".ssh"
+    secrets.mkdir(parents=True)
+    (secrets / "id.jinja").write_text("sesame")
+    (secrets / "config.json").write_text('{"auths": "sesame"}')  # as Docker's: no model's
+    model = shutil.copytree(model_folder("qwen3"), tmp_path / "model")
+    (model / link).parent.mkdir(exist_ok=True)
+    (model / link).symlink_to(secrets if link.endswith("templates") else secrets / "id.jinja")
+    with pytest.raises(ModelFolderError, match=f"{link} is a link to .*, which is no file of a model"):
+        save_checkpoint(tmp_path / "out", load_policy(model), model, HERE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_models_are_followed(model_folder, tmp_path):
+    """As the hub's cache and the first checkpoint of a run have them; weights may lie anywhere."""
+    model, cache = model_folder("qwen3"), tmp_path / "models--me--tiny"
+    snapshot, elsewhere = cache / "snapshots" / "0a1b", tmp_path / "disk"
+    for folder in (snapshot, cache / "blobs", elsewhere):
+        folder.mkdir(parents=True)
+    for path in model.iterdir():
+        place = elsewhere if path.suffix == ".safetensors" else cache / "blobs"
+        shutil.copy(path, place / f"{path.name}-blob")
+        (snapshot / path.name).symlink_to(place / f"{path.name}-blob")
+    (snapshot / "README.md").symlink_to("config.json")
+    first = tmp_path / "first"
+    first.mkdir()
+    for path in snapshot.iterdir():
+        (first / path.name).symlink_to(path)
+    for folder in (snapshot, first):
+        assert {path.name for path in model_files(folder)} == {path.name for path in model_files(model)} | {"README.md"}

@@ -41,7 +41,7 @@ from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES
 from ttrl.system.console import Console, clock
-from ttrl.system.files import atomic_folder, read_jsonl, remove_folder, remove_leftovers, write_jsonl
+from ttrl.system.files import atomic_folder, model_files, read_jsonl, remove_folder, remove_leftovers, write_jsonl
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class Phases:
             "starting vLLM and the trainer; with a small model, validation begins in about half a minute "
             f"(logs: {self.folder.path / 'logs'})"
         )
+        model_files(self.model)  # raises where its links lead elsewhere
         with atomic_folder(iteration.path / "checkpoint") as temporary:
             for path in sorted(self.model.iterdir()):
                 if path.is_file() and path.name != CANARY_FILE:

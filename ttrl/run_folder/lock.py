@@ -19,19 +19,20 @@ import getpass
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from ttrl.configs.base import without_secrets
 from ttrl.errors import RunFolderError
 from ttrl.system.files import write_json
+from ttrl.system.object_store import redact
 from ttrl.system.process_guard import boot_id, process_id
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ TAKE_OVER_VARIABLE = "TTRL_TAKE_OVER"
 _WATCHED_BEATS = 3.2
 """How long another machine's owner is watched for a heartbeat before it is taken for silent, in beats."""
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
-_SECRET_OPTION = re.compile(r"(?i)(--?[\w-]*(?:key|token|secret|password)[\w-]*[= ])\S+")
 
 
 def _pid_namespace() -> str:
@@ -61,7 +61,7 @@ def describe_process() -> dict[str, Any]:
     except (KeyError, OSError):  # a container without a name for its user
         user = str(os.getuid())
     own = process_id(os.getpid())
-    command = _SECRET_OPTION.sub(r"\1***", " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))[:300]
+    command = " ".join([Path(sys.argv[0]).name, *_shown(sys.argv[1:])])[:300]
     return {
         "host": socket.gethostname(),
         "boot": boot_id(),
@@ -73,6 +73,23 @@ def describe_process() -> dict[str, Any]:
         "command": command,
         "token": secrets.token_hex(8),
     }
+
+
+def _shown(words: Iterable[str]) -> Iterator[str]:
+    """Yield the words of a command without what is secret in them: in --api-key X, server.api_key=X, loggers={"key": "X"}, and
+    addresses."""
+    before = ""
+    for word in map(redact, words):
+        name, equals, value = word.partition("=")
+        if not equals:
+            name, value = before, word
+        parsed: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(value)
+        nested = isinstance(parsed, dict | list)
+        shown = json.dumps(without_secrets(parsed, name)) if nested else without_secrets(value, name)
+        yield f"{name}={shown}" if equals else shown
+        before = word if word.startswith("-") else ""
 
 
 def parse_owner(data: bytes | str | None) -> dict[str, Any] | None:

@@ -255,16 +255,21 @@ class Mirror:
 
 def with_local_run(config: TrainConfig) -> TrainConfig:
     """Return a config whose run is a folder: where it was an address, runs/NAME of the current folder, with the address as its
-    mirror. Raises ConfigError, also for a mirror whose address carries credentials."""
+    mirror. Raises ConfigError, also for addresses of it and of the cache that carry credentials."""
     if "://" in config.run:
         if config.mirror is not None:
             raise ConfigError("TrainConfig", ["run is an address, so mirror must not be given as well; give one of them"])
         name = config.run.partition("?")[0].rstrip("/").rpartition("/")[2]
         config = dataclasses.replace(config, run=str(Path("runs", name)), mirror=config.run)
-    if config.mirror is not None and redact(config.mirror) != config.mirror:
-        # It would stand in config.yaml, and in the mirror.
-        problem = f"mirror {redact(config.mirror)!r} carries credentials; give them in the environment only, see docs/cache.md"
-        raise ConfigError("TrainConfig", [problem])
+    addresses = {"mirror": config.mirror} | {f"cache[{number}]": address for number, address in enumerate(config.cache)}
+    # They would stand in config.yaml, and in the mirror.
+    problems = [
+        f"{name} {redact(address)!r} carries credentials; give them in the environment only, see docs/cache.md"
+        for name, address in addresses.items()
+        if address is not None and redact(address) != address
+    ]
+    if problems:
+        raise ConfigError("TrainConfig", problems)
     return config
 
 

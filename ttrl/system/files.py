@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ttrl.errors import StorageError
+from ttrl.errors import ModelFolderError, StorageError
 from ttrl.text import si_spaced
 
 _FULL_BYTES = 2**16  # less than that is a full disk: some pages may be left that no file can have
@@ -292,6 +292,36 @@ def user_cache() -> Path:
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
         raise PermissionError(f"{folder} belongs to another user, or others can write to it; chown it, and chmod go-w")
     return folder
+
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return a model folder's files, in order, but for weights and hidden ones: what is copied into each checkpoint.
+
+    Links may lead within the folder, into the hub's cache, or to a file of another model folder. Any other may lead to somebody's
+    key, which would be published with the next checkpoint: raises ModelFolderError.
+    """
+    templates = folder / "additional_chat_templates"
+    found = [*sorted(folder.iterdir()), *(sorted(templates.glob("*.jinja")) if templates.is_dir() else [])]
+    for path in [*found, templates]:
+        real = path.resolve()
+        home, cache = real.parent, real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+        weights = path.name.endswith(WEIGHT_SUFFIXES)
+        if path.is_symlink() and not (weights or cache or real.is_relative_to(folder.resolve()) or _is_model(home)):
+            raise ModelFolderError(
+                f"{path} is a link to {real}, which is no file of a model; it would be copied into each checkpoint: put the file "
+                "itself there, or remove the link"
+            )
+    return [path for path in found if path.is_file() and path.name[0] != "." and not path.name.endswith(WEIGHT_SUFFIXES)]
+
+
+def _is_model(folder: Path) -> bool:
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def digest(path: str | os.PathLike[str]) -> str:

@@ -33,7 +33,9 @@ MARK_VARIABLE = "TTRL_PROCESS_MARK"
 GRACE_WITHOUT_PARENT = 5.0  # seconds from TERM to KILL when nobody is left who could say how long
 _LAST_THREADS = 20.0  # seconds from the end of a process's main thread to its exit code; far more than was ever seen
 _LOOK_INTERVAL = 3.0  # seconds between looks at the parent and at new descendants
-PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
+PDEATHSIG, DUMPABLE, CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38  # of prctl
+_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # system calls, with one number on all architectures
+SCOPES = 6  # the version of Landlock that can keep signals inside
 
 ProcessId = tuple[int, int]
 """(pid, start time in clock ticks since boot): the pid by itself may belong to another process by now."""
@@ -248,6 +250,30 @@ def prctl(option: int, value: int) -> None:
     """Call prctl as far as possible: an old kernel or a sandbox may refuse, and the other layers remain."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def landlock_version() -> int:
+    """Return the version of the kernel's Landlock; 0 where there is none, or a sandbox refuses it."""
+    return max(0, _system_call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+
+
+def leave_others_alone() -> bool:
+    """Keep this process, and all that it starts, from reading the environment and memory of the processes that were there before,
+    and from signalling them; return whether the kernel can (Landlock since Linux 6.12). Root with CAP_PERFMON still reads."""
+    if landlock_version() < SCOPES:
+        return False
+    prctl(_NO_NEW_PRIVS, 1)
+    attributes = (ctypes.c_uint64 * 3)(0, 0, 2)  # nothing of files and of the network; signals
+    ruleset = _system_call(_LANDLOCK_CREATE, ctypes.byref(attributes), ctypes.c_size_t(24), ctypes.c_uint32(0))
+    if ruleset < 0:
+        return False
+    done = _system_call(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)) == 0
+    os.close(ruleset)
+    return done
+
+
+def _system_call(number: int, *arguments: Any) -> int:
+    return int(ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *arguments))
 
 
 def _spawn(command: list[str], environment: dict[str, str], cwd: str | None) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing.packed_file import read_tensor
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
-from ttrl.system.files import atomic_folder, json_text
+from ttrl.system.files import atomic_folder, json_text, model_files
 from ttrl.training.canary import compute_canary
 from ttrl.training.models.weights import bytes_of, composite_of, iter_stored, layout_of, stored_as, write_tensors
 from ttrl.training.parallel.distributed import Ranks
@@ -29,7 +29,6 @@ from ttrl.training.policy.adapters import base_folder, gather_adapter, merged_we
 from ttrl.training.policy.lora import adapted, is_adapter
 from ttrl.training.policy.policy import Policy
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 MAX_SHARD_BYTES = 5 * 10**9
 _HASHING_THREADS = 4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -48,13 +47,13 @@ class CheckpointTensor(NamedTuple):
 
 
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
-    """Copy the files of a model folder other than weights; its config will say that these are of `dtype`."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name != CANARY_FILE and path.name[0] != "." and not path.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(path, target / path.name)
-    templates = source / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, target / templates.name)
+    """Copy the files of a model folder other than weights; its config will say that these are of `dtype`. Raises ModelFolderError
+    as `model_files`."""
+    for path in model_files(source):
+        if path.name != CANARY_FILE:
+            place = target / path.relative_to(source)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, place)
     config = json.loads((target / "config.json").read_text())
     for part in [config, *(part for name in ("text_config", "vision_config") if isinstance(part := config.get(name), dict))]:
         if part is config or "dtype" in part or "torch_dtype" in part:

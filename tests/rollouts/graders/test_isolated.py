@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -267,6 +268,49 @@ def test_graders_of_a_script(tmp_path):
     done = subprocess.run([sys.executable, "-X", "dev", "-W", "error", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "Grade(reward=3.5, metrics={})\n"
     assert [line for line in done.stderr.splitlines() if not line.startswith("Executing <")] == []  # asyncio on a busy machine
+
+
+@pytest.mark.skipif(os.getuid() == 0 and shutil.which("setpriv") is None, reason="needs setpriv: root reads everything")
+def test_keys_cannot_be_read_from_the_processes_above(tmp_path):
+    """They stand in /proc/PID/environ from a process's start, whatever becomes of os.environ. As any user, or as a container's
+    root, who has no capabilities over others."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import asyncio, contextlib, os, pathlib
+        from openai.types.chat.chat_completion import Choice
+        from ttrl import Task
+        from ttrl.rollouts.graders.grading import Graders
+
+        from ttrl.system.process_guard import SCOPES, landlock_version
+        lead, scoped = os.getpid(), landlock_version() >= SCOPES
+        def grader(choice):
+            readable = []
+            for path in pathlib.Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    if b"sesame" in (path / "environ").read_bytes():
+                        readable.append(path.name)
+            with contextlib.suppress(OSError):
+                open(f"/proc/{lead}/mem", "rb").close()
+                readable.append("memory")
+            if scoped:
+                with contextlib.suppress(OSError):
+                    os.kill(lead, 0)
+                    readable.append("signals")
+            assert not readable, readable
+            return 1.0
+
+        async def main():
+            choice = Choice.construct(index=0, finish_reason="stop", message={"role": "assistant", "content": "abc"})
+            with Graders(isolated=True, size=1) as graders:
+                print(await graders.grade(Task(messages=[{"role": "user", "content": "x"}], grader=grader), choice, "w"))
+        asyncio.run(main())
+        """)
+    )
+    environment = {**os.environ, "MY_API_KEY": "sesame"}
+    powerless = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
+    done = subprocess.run([*powerless, sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout == "Grade(reward=1.0, metrics={})\n", done.stderr
 
 
 def test_what_cannot_be_pickled_says_so(bench):

@@ -9,7 +9,8 @@ How it differs from threads:
   process has its own copy, as the grader was when it was first used, so nothing that a grader changes comes back;
 - async graders run one per process at a time, on a loop that lives as long as the process;
 - what they print is thrown away; context variables do not reach them;
-- environment variables that look like keys (`hidden`) do not reach them.
+- environment variables that look like keys (`hidden`) do not reach them, nor can they be read from the memory of ttrl, its server
+  and its trainer (Landlock, Linux 6.12); with older kernels not from that of ttrl, to which no debugger can be attached then.
 
 This is not a sandbox: files and the network are open, and malicious code can do harm.
 

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from typing import Any
 
 from ttrl.rollouts.graders.wire import MAX_ANSWER, pack, unpack
+from ttrl.system.process_guard import DUMPABLE, SCOPES, landlock_version, prctl
 
 LOAD_SECONDS = 120.0
 """For a worker to start and to import what a new grader needs; not counted as grading."""
@@ -56,6 +57,8 @@ class Keeper:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._control, theirs = socket.socketpair()
         path = [entry or os.getcwd() for entry in sys.path]
+        if landlock_version() < SCOPES:  # else the keeper shuts itself and its workers in
+            prctl(DUMPABLE, 0)  # /proc shows our environment and memory no longer to whatever runs as this user
         with theirs:
             self._process = subprocess.Popen(
                 # -P: our sys.path is given to it; what lies in the current folder must not come before the standard library.

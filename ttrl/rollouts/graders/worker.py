@@ -43,6 +43,7 @@ _FDS = 64
 
 def main(control: int) -> None:
     """Run the keeper. `control`: the descriptor of its socket."""
+    process_guard.leave_others_alone()
     with socket.socket(fileno=control) as connection:
         choice_from_json(b'{"message": {}}').to_json()  # pydantic builds validators at the first use: here, not in each worker
         _Keeper(connection).run()
