@@ -1,8 +1,10 @@
 """Who imports whom: the checker on our tree, the checker on a tree that breaks every rule, and sys.modules of real processes."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import check_imports as tool
@@ -213,3 +215,49 @@ def test_a_recipe_process_never_loads_openai_or_vllm() -> None:
     loaded = loaded_by("import ttrl.grpo_recipe, ttrl.sft_recipe")
     assert "torchtune" in loaded  # it does train
     assert not loaded & {"openai", "vllm"}
+
+
+UNPICKLES = {
+    # Between us and processes that we started, through a pipe that nobody else has.
+    "ttrl/rollouts/graders/worker.py": "ttrl's own graders",
+    "ttrl/rollouts/graders/pickling.py": "the other end of it",
+}
+NOT_YET = {"ttrl/training/parallel/host_memory.py", "ttrl/training/parallel/weight_memory.py"}  # objects between ranks
+PICKLES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.distributed.checkpoint", "torch.package")
+
+
+def unpickling(path: Path) -> Iterator[str]:
+    """Yield the places at which a file could run what it reads, or what another machine sends."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if bad := [name for name in names if any(f"{name}.".startswith(f"{one}.") for one in PICKLES)]:
+            yield f"{node.lineno}: {bad[0]}"
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        collective = called.split(".")[-1].endswith(("_object", "_object_list")) and "distributed" in called
+        unsafe = called == "torch.load" and given.get("weights_only") != "True"
+        unsafe |= called.endswith(("yaml.load", "unsafe_load", "full_load")) or given.get("allow_pickle") == "True"
+        if collective or unsafe or given.get("trust_remote_code", "False") != "False":
+            yield f"{node.lineno}: {called}"
+
+
+def test_nothing_that_comes_from_outside_is_unpickled() -> None:
+    """Run folders, mirrors, caches, model folders and other machines: what is unpickled does what it says."""
+    files = [path for folder in ("ttrl", "tools", "recipes") for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = {path.relative_to(ROOT).as_posix(): list(unpickling(path)) for path in files}
+    assert {name: places for name, places in found.items() if places and name not in UNPICKLES.keys() | NOT_YET} == {}
+    assert all(found[name] for name in UNPICKLES)
+
+
+def test_what_unpickles_is_found(tmp_path: Path) -> None:
+    lines = [
+        *("import pickle", "from cloudpickle import loads", "import torch.distributed.checkpoint as dcp", "torch.load(path)"),
+        *("distributed.all_gather_object(a, b)", "torch.distributed.broadcast_object_list(a)", "yaml.load(a, Loader=b)"),
+        *("numpy.load(a, allow_pickle=True)", "AutoModel.from_pretrained(a, trust_remote_code=True)"),
+    ]
+    (tmp_path / "a.py").write_text("\n".join([*lines, "torch.load(a, weights_only=True)", "json.load(a)", "read_object(a)"]))
+    assert sorted(int(place.split(":")[0]) for place in unpickling(tmp_path / "a.py")) == list(range(1, len(lines) + 1))

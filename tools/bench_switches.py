@@ -207,7 +207,7 @@ def run(settings: dict[str, Any], processes: int, folder: Path) -> dict[str, Any
         one.start()
     for one in children:
         one.join()
-    return torch.load(result) if result.exists() else None
+    return torch.load(result, weights_only=True) if result.exists() else None
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

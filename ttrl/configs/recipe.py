@@ -74,7 +74,7 @@ class TrainingConfig(Config):
     """Global norm to which gradients are clipped; None: no clipping."""
     state_format: Literal["auto", "whole", "sharded"] = "auto"
     """How the optimizer's state is stored. "whole": one safetensors file by parameter name, each tensor gathered and written by
-    the first rank. "sharded": each rank writes its part (torch.distributed.checkpoint) into a folder that all ranks must see.
+    the first rank. "sharded": each rank writes its part, and a table of where it belongs, into a folder that all ranks must see.
     "auto": sharded if there are several ranks and the state is above 8 GB. Either loads with any number of ranks."""
 
     # Memory and speed

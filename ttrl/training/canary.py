@@ -126,7 +126,7 @@ def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[s
         if not logprobs:
             logprobs = _chosen(distributions, tokens).tolist()
         best = distributions[-GREEDY_LENGTH:].topk(2)
-        before, greedy = greedy, _same_everywhere(best.indices[:, 0]).tolist()
+        before, greedy = greedy, _same_everywhere(best.indices[:, 0], device).tolist()
         if greedy[:-1] == before[:-1]:
             break
     greedy_logprobs, margins = best.values[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
@@ -185,10 +185,10 @@ def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> d
     return {"mean": float(differences.mean()), "p99": float(differences.quantile(0.99, interpolation="higher"))}
 
 
-def _same_everywhere(tokens: torch.Tensor) -> torch.Tensor:
+def _same_everywhere(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the first rank's tokens, so that all ranks make equally many passes."""
     if not (distributed.is_initialized() and distributed.get_world_size() > 1):
         return tokens
-    shared = [tokens.tolist()]
-    distributed.broadcast_object_list(shared)
-    return torch.tensor(shared[0])
+    shared = tokens.to(device).contiguous()
+    distributed.broadcast(shared, src=0)
+    return shared

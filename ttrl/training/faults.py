@@ -116,10 +116,7 @@ class Skipped:
 
 def somewhere(first_bad: str | None, ranks: Ranks) -> str:
     """Return the description by the first rank that found a bad loss. A collective."""
-    found = [first_bad] * ranks.world_size
-    if ranks.world_size > 1:
-        distributed.all_gather_object(found, first_bad, group=ranks.data_group)
-    return next(words for words in found if words is not None)
+    return next(words for words in ranks.texts_of_each(first_bad or "") if words)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
@@ -219,13 +219,10 @@ class Prepass:
 
 def _whole(mine: list[tuple[list[int], Tensor]], packed: PackedTensors, here: Ranks) -> Tensor:
     """Return [P, T] of the whole pack from all ranks' (row numbers, [R, T]); NaN for rows without labels."""
-    parts = [mine] * here.world_size
-    if here.world_size > 1:
-        distributed.all_gather_object(parts, mine, group=here.data_group)
     whole = torch.full(packed.labels.shape, torch.nan)
-    for numbers, values in (pair for part in parts for pair in part):
-        real = [place for place, number in enumerate(numbers) if number >= 0]
-        whole[[numbers[place] for place in real]] = values[real].float()
+    numbers = here.gather(torch.tensor([number for numbers, _ in mine for number in numbers], dtype=torch.int64))
+    rows = here.gather(torch.cat([whole[:0], *(values.float().cpu() for _, values in mine)]))
+    whole[numbers[numbers >= 0]] = rows[numbers >= 0]
     return whole
 
 

@@ -171,10 +171,10 @@ class Residence:
 
     def _agreed(self, mine: bool) -> bool:
         """Return the first rank's answer: a file on its way to another host looks different there."""
-        answer = [mine]
+        answer = torch.tensor([int(mine)], device=self._here.device)
         if self._here.processes > 1:
-            distributed.broadcast_object_list(answer, device=self._here.device)
-        return answer[0]
+            distributed.broadcast(answer, src=0)
+        return bool(answer)
 
 
 def _settings(config: GRPOConfig) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".json", ".distcp", ".metadata") or path.name == ".metadata":
+        if path.suffix in (".safetensors", ".json"):
             if path.name == "canary.json":  # describes the weights, and holds none
                 continue
             stat = path.stat()

@@ -1,6 +1,7 @@
 """The optimizer's state on disk: both formats, every optimizer, and what is said of folders that do not fit."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -131,7 +132,6 @@ def test_a_state_is_replaced_as_a_whole_or_not_at_all(state_format, model_folder
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("ttrl.training.optimizer.state.write_tensors", full)
-    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", full)
     with pytest.raises(StorageError, match="could not write"):
         save_state(tmp_path / "state", policy, optimizer, 2, ALONE, state_format)
     assert digest(tmp_path / "state" / "optimizer.safetensors") == before
@@ -184,3 +184,44 @@ def test_eight_bits_stay_eight_bits(state_format, writes, reads, width, packed, 
     plain_policy, plain = trained(tmp_path / "model", packed, 0, state=folder)  # AdamW goes on from it
     again = dict(state_tensors(plain_policy, plain))
     assert distance(again, one) < 0.01
+
+
+class Touch:
+    """A pickle that makes a file when it is read, in place of what somebody's may do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("name", [".metadata", "optimizer.pt", "00000.json", "00000.safetensors", "optimizer.safetensors"])
+def test_a_state_runs_no_code(name, model_folder, packed, tmp_path):
+    """Run folders are copied, mirrored and shared: whoever can write there must not run code here."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps({"schema": 1, "global_step": 1, "format": "sharded"}))
+    (folder / name).write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+    for more in ({}, {"ranks": 1}, {"format": "whole"}):
+        header = {"schema": 1, "global_step": 1, "format": "sharded", **more}
+        (folder / "state.json").write_text(json.dumps(header))
+        expected = "an earlier ttrl wrote this state .*; leave state out" if not more else "cannot be read"
+        with pytest.raises(RunFolderError, match=expected):
+            trained(model_folder(), packed, 0, state=folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_tables_that_do_not_fit_their_files_are_named(model_folder, packed, tmp_path):
+    policy, optimizer = trained(model_folder(), packed, 1)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE, "sharded")
+    path = tmp_path / "state" / "00000.json"
+    table = json.loads(path.read_text())
+    name = "norm.scale.exp_avg"
+    for change in ({"start": [1]}, {"dtype": "load"}, {"start": None}, {"start": [-5]}):
+        path.write_text(json.dumps(table | {name: table[name] | change}))
+        with pytest.raises(RunFolderError, match="cannot be read"):
+            load_state(tmp_path / "state", policy, optimizer)
+    path.write_text(json.dumps({key: value for key, value in table.items() if key != name}))
+    with pytest.raises(RunFolderError, match="another model or optimizer"):
+        load_state(tmp_path / "state", policy, optimizer)

@@ -21,7 +21,7 @@ from ttrl.training.models.architecture import Architecture, architecture, read_c
 from ttrl.training.models.families import COMPOSITES, FAMILIES, Composite
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_FILE_DTYPES = {
+FILE_DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
@@ -188,7 +188,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     end = 0
     for name in names:
         begin, end = end, end + tensors[name].nbytes
-        described = {"dtype": _FILE_DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)}
+        described = {"dtype": FILE_DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)}
         header[name] = described | {"data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -1,7 +1,8 @@
 """The optimizer's state on disk, by parameter name: written by any number of ranks, read by any other.
 
     whole     optimizer.safetensors: each tensor gathered, one at a time, and held and written by the first rank
-    sharded   torch.distributed.checkpoint: each rank writes the parts that it has, for models whose state no one rank can hold
+    sharded   RANK.safetensors and RANK.json: each rank writes its parts, and where in the whole they begin, for models whose
+              state no one rank can hold; no pickle, which runs what it says, as torch.distributed.checkpoint has one
 
 Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", next to state.json: in fp32, or moments of 8 bits as they are, with
 "NAME.exp_avg_scale", which has a number for each block of 256. Where parts of several processes end inside of blocks, moments of
@@ -10,39 +11,30 @@ Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", next to state.json:
 import contextlib
 import json
 import math
-import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torchao.optim import AdamW8bit, CPUOffloadOptimizer
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.system.files import atomic_folder, json_text
-from ttrl.training.models.weights import write_tensors
+from ttrl.training.models.weights import FILE_DTYPES, write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part, part_of
+from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part, part_of, place_of_part
 from ttrl.training.policy.policy import Policy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"  # behind a moment's name
 _BLOCK, _SMALLEST = 256, 4096  # torchao's: numbers that share a scale, and of a part that is held in 8 bits
-_DAMAGE = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError),
-    *(pickle.UnpicklingError, EOFError, IndexError, ImportError),  # of torch.distributed.checkpoint's .metadata
-)
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+_DTYPES = {name: dtype for dtype, name in FILE_DTYPES.items()}
 WHOLE_STATE_LIMIT = 8e9
 """Bytes of state up to which "auto" stores it whole."""
 
@@ -149,32 +141,42 @@ def save_state(
     ranks.barrier()
 
 
-@contextlib.contextmanager
-def _without_warning() -> Iterator[None]:
-    """Hide the warning about running in a single process, which is what was asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
 def _save_sharded(
     folder: Path, tensors: dict[str, Tensor], global_step: int, ranks: Ranks, beside: Callable[[Path], None]
 ) -> None:
     with contextlib.ExitStack() as stack:
-        place: list[Any] = [stack.enter_context(atomic_folder(folder)) if ranks.is_first else None]
-        if ranks.processes > 1:
-            distributed.broadcast_object_list(place, device=ranks.device)
-        writer = FileSystemWriter(place[0], sync_files=False)  # atomic_folder syncs them all
+        own = stack.enter_context(atomic_folder(folder)) if ranks.is_first else None
+        place, problem = Path(ranks.texts_of_each(str(own or ""))[0]), ""
         try:
-            with _without_warning():
-                save(tensors, storage_writer=writer, no_dist=ranks.processes == 1)
-        except (CheckpointException, OSError) as error:
-            raise StorageError(0, f"could not write {folder}: {error}; make room, or look at the permissions") from error
-        if ranks.is_first:
-            beside(place[0])
-            header = json_text({"schema": 1, "global_step": global_step, "format": "sharded"})
-            (place[0] / "state.json").write_text(header, encoding="utf-8")
+            _write_parts(place, ranks, tensors)
+        except OSError as error:
+            problem = str(error)
+        if found := [one for one in ranks.texts_of_each(problem) if one]:  # all are written when it returns
+            raise StorageError(0, f"could not write {folder}: {found[0]}; make room, or look at the permissions")
+        if own is not None:
+            beside(own)
+            header = {"schema": 1, "global_step": global_step, "format": "sharded", "ranks": ranks.processes}
+            (own / "state.json").write_text(json_text(header), encoding="utf-8")
     ranks.barrier()
+
+
+def _write_parts(folder: Path, ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
+    """Write what this process holds; of what several hold alike, the first of them writes it. Raises OSError."""
+    parts, table = {}, {}
+    for name, tensor in tensors.items():
+        copies = [not ranks.is_first]
+        if isinstance(tensor, DTensor):
+            coordinates = tensor.device_mesh.get_coordinate()
+            assert coordinates is not None
+            copies = [where > 0 for where, how in zip(coordinates, tensor.placements, strict=True) if how.is_replicate()]
+        part = local_part(tensor).detach().cpu().contiguous()
+        if not any(copies) and part.numel():
+            parts[name] = part
+            starts = [own.start for own in place_of_part(tensor)]
+            table[name] = {"dtype": FILE_DTYPES[part.dtype], "shape": list(tensor.shape), "start": starts}
+    stem = f"{ranks.rank * ranks.tensor_ranks + ranks.tensor_rank:05}"
+    write_tensors(folder / f"{stem}.safetensors", parts)
+    (folder / f"{stem}.json").write_text(json_text(table), encoding="utf-8")
 
 
 def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
@@ -185,7 +187,13 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
         header = json.loads((folder / "state.json").read_text())
         global_step = int(header["global_step"])
         if header.get("format") == "sharded":
-            _load_sharded(folder, policy, optimizer)
+            if "ranks" not in header:
+                raise RunFolderError(
+                    f"{folder}: an earlier ttrl wrote this state in a form that can run code when it is read (a pickle), so it "
+                    "is not read; leave state out to start the optimizer afresh, or have that ttrl train one more iteration with "
+                    "state_format 'whole'"
+                )
+            _load_sharded(folder, int(header["ranks"]), policy, optimizer)
         else:
             with safe_open(folder / "optimizer.safetensors", framework="pt") as stored:
                 names = stored.keys()
@@ -203,36 +211,67 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
     return global_step
 
 
-def _load_sharded(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
-    reader = FileSystemReader(folder)
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-        entries = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
-        _check(folder, policy, optimizer, {name: tuple(entry.size) for name, entry in entries.items()})
+class _Stored(NamedTuple):
+    """A tensor of a sharded state, and where its parts are."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    parts: list[tuple[Any, list[int]]]
+    """The open file, and where in the whole its part begins."""
+
+
+def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer) -> None:
+    stored: dict[str, _Stored] = {}
+    with contextlib.ExitStack() as stack:
+        for rank in range(ranks):
+            table = json.loads((folder / f"{rank:05}.json").read_text(encoding="utf-8"))
+            file = stack.enter_context(safe_open(folder / f"{rank:05}.safetensors", framework="pt"))
+            for name, part in table.items():
+                one = stored.setdefault(name, _Stored(_DTYPES[part["dtype"]], torch.Size(part["shape"]), []))
+                one.parts.append((file, part["start"]))
+        _check(folder, policy, optimizer, {name: tuple(one.shape) for name, one in stored.items()})
         parameters = policy.parameters_by_name()
-        tensors = {name: _room_for(name, entries, parameters) for name in entries}
-        with _without_warning():
-            load(tensors, storage_reader=reader, no_dist=not distributed.is_initialized())
-    except CheckpointException as error:
-        raise RunFolderError(f"{folder}: the optimizer state cannot be read: {error}") from error
-    for name, tensor in tensors.items():
-        if not name.endswith(_SCALE):
-            _restore(parameters, optimizer, name, tensor, tensors.get(name + _SCALE))
+        for name in (name for name in stored if not name.endswith(_SCALE)):
+            scale = _read(name + _SCALE, stored, parameters) if name + _SCALE in stored else None
+            _restore(parameters, optimizer, name, _read(name, stored, parameters), scale)
 
 
-def _room_for(name: str, entries: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, nn.Parameter]) -> Tensor:
+@torch.no_grad()
+def _read(name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    """Return a tensor, or this process's part of it, from the parts that have something of it. Raises ValueError where some of it
+    is nowhere."""
+    room = _room_for(name, stored, parameters)
+    own, wanted = local_part(room), place_of_part(room)
+    left = own.numel()
+    for file, starts in stored[name].parts:
+        part = file.get_slice(name)
+        ends = [start + length for start, length in zip(starts, part.get_shape(), strict=True)]
+        common = [(max(w.start, s), min(w.stop, e)) for w, s, e in zip(wanted, starts, ends, strict=True)]
+        if all(begin < end for begin, end in common):
+            here = tuple(slice(begin - w.start, end - w.start) for (begin, end), w in zip(common, wanted, strict=True))
+            there = tuple(slice(begin - start, end - start) for (begin, end), start in zip(common, starts, strict=True))
+            own[here].copy_(part[there])
+            left -= own[here].numel()
+    if left:
+        raise ValueError(f"{name}: {left} of its numbers are in no file")
+    return room
+
+
+def _room_for(name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.Parameter]) -> Tensor:
     """Return a tensor into which an entry can be read: sharded as its parameter; whole, and on the CPU, the step count, and
     moments of 8 bits whose blocks do not end with this parameter's parts."""
     base, _, part = name.rpartition(".")
-    entry, parameter = entries[name], parameters[base]
-    scale = entries.get(name.removesuffix(_SCALE) + _SCALE)
-    parts_fit = scale is None or (len(scale.size) == 2 and getattr(parameter, "placements", None) == (Shard(0),))
+    entry, parameter = stored[name], parameters[base]
+    scale = stored.get(name.removesuffix(_SCALE) + _SCALE)
+    parts_fit = scale is None or (len(scale.shape) == 2 and getattr(parameter, "placements", None) == (Shard(0),))
+    if entry.shape.numel() > max(1, parameter.numel()):
+        raise ValueError(f"{name} has {entry.shape.numel()} numbers, and its parameter {parameter.numel()}")
     if part == "step" or not isinstance(parameter, DTensor) or not parts_fit:
-        return torch.zeros(entry.size, dtype=entry.properties.dtype)
-    if entry.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        return torch.zeros(entry.shape, dtype=entry.dtype)
+    if entry.shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
     local = local_part(parameter)
-    return _sharded_as(parameter, local.new_zeros((local.shape[0], *entry.size[1:]), dtype=entry.properties.dtype))
+    return _sharded_as(parameter, local.new_zeros((local.shape[0], *entry.shape[1:]), dtype=entry.dtype))
 
 
 def _check(folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> None:

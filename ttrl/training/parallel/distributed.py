@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from omegaconf import OmegaConf
 from torch import distributed
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -28,6 +28,8 @@ from ttrl.errors import ConfigError, TtrlError
 C = TypeVar("C", bound=TrainingConfig)
 
 DATA, TENSOR = "data", "tensor"  # the grid's dimensions
+STORE_VARIABLE = "TTRL_STORE_FILE"
+"""Names the file through which the processes of one machine find each other; without it they do as torchrun says."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,32 @@ class Ranks:
         return total
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Concatenate one-dimensional tensors of any lengths in the order of the ranks, on every rank."""
+        """Concatenate tensors of any lengths in the order of the ranks, on every rank and in the CPU's memory where there are
+        several."""
         if self.world_size == 1:
             return values
-        parts: list[torch.Tensor | None] = [None] * self.world_size
-        distributed.all_gather_object(parts, values.cpu(), group=self.data_group)
-        return torch.cat([part for part in parts if part is not None])
+        return torch.cat(self.rows_of_each(values)[self.tensor_rank :: self.tensor_ranks])
+
+    def rows_of_each(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of every process, on every one and in the CPU's memory, the first one's first; each may have another
+        number of them, of the same shape and dtype."""
+        if self.processes == 1:
+            return [rows.cpu()]
+        rows = rows.to(self.device)
+        counts = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in range(self.processes)]
+        distributed.all_gather(counts, torch.tensor([len(rows)], device=self.device))
+        lengths = [int(count) for count in counts]
+        padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        found = [torch.empty_like(padded) for _ in lengths]
+        if padded.numel():
+            distributed.all_gather(found, padded)
+        return [part[:length].cpu() for part, length in zip(found, lengths, strict=True)]
+
+    def texts_of_each(self, text: str) -> list[str]:
+        """Return what every process says, on every one, the first one's first."""
+        letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return [bytes(found.tolist()).decode() for found in self.rows_of_each(letters)]
 
     def barrier(self) -> None:
         if self.processes > 1:
@@ -162,9 +184,15 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
         yield Ranks(0, 1, device)
         return
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo" if config.cpu_offload else "nccl"
-    alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
     timeout = timedelta(seconds=config.collective_timeout or seconds_to_wait(config))
-    distributed.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **alone)
+    own: dict[str, Any] = {}
+    if world_size == 1:
+        own = {"store": HashStore(), "rank": 0, "world_size": 1}
+    elif (path := os.environ.get(STORE_VARIABLE)) is not None:  # no process listens
+        store = FileStore(path, world_size)
+        store.set_timeout(timeout)
+        own = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
+    distributed.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **own)
     try:
         yield grid(device, config.tensor_parallel, timeout)
     finally:
