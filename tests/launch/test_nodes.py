@@ -61,7 +61,7 @@ def test_what_torchrun_is_told():
 
     arguments = nodes.torchrun_arguments(2, "127.0.0.1:29400", "a1b2", leads=True, join_timeout=90)
     parsed = get_args_parser().parse_args([*arguments, "script.py"])
-    assert (parsed.nnodes, parsed.rdzv_backend, parsed.rdzv_endpoint) == ("2", "c10d", "127.0.0.1:29400")
+    assert (parsed.nnodes, parsed.rdzv_backend, parsed.rdzv_endpoint) == ("2", "ttrl", "127.0.0.1:29400")
     assert (parsed.rdzv_id, parsed.local_addr, parsed.standalone) == ("a1b2", "127.0.0.1", False)
     assert parsed.rdzv_conf == "is_host=true,join_timeout=90"
     assert nodes.torchrun_arguments(2, "[::1]:29400", "a1b2", leads=False, join_timeout=90)[-1] == "::1"

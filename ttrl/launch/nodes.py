@@ -63,10 +63,9 @@ def torchrun_arguments(nnodes: int, endpoint: str, meeting: str, *, leads: bool,
     leads: whether the meeting point is on this node. meeting: a name for this start only, so that a process of an earlier one
     cannot be taken for one of this. join_timeout: seconds until torchrun ends where not all nodes have come.
     """
-    arguments = ["--nnodes", str(nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", meeting]
-    # torchrun looks whether the endpoint's host is this one's name or an address of that name; it may be neither.
+    arguments = ["--nnodes", str(nnodes), "--rdzv-backend", "ttrl", "--rdzv-endpoint", endpoint, "--rdzv-id", meeting]
     arguments += ["--rdzv-conf", f"is_host={str(leads).lower()},join_timeout={join_timeout}"]
-    # torchrun would tell the others this machine's name, which need not be known to them.
+    # Where the leading node listens (`ttrl.training.parallel.meeting`).
     return [*arguments, "--local-addr", local_address(endpoint)]
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,15 @@ from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
 from ttrl.launch.nodes import PROGRESS_FILE, arrived, is_loopback, network_environment, torchrun_arguments, write_meeting
-from ttrl.launch.tune import TrainerProcess, checkpoint_of, tune, tune_command, visible_devices, write_recipe_config
+from ttrl.launch.tune import (
+    TrainerProcess,
+    checkpoint_of,
+    meeting_here,
+    tune,
+    tune_command,
+    visible_devices,
+    write_recipe_config,
+)
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
@@ -46,6 +55,8 @@ class Trainer:
         self._config, self._folder, self._console, self._torchrun = config, folder, console, list(torchrun_args)
         self._log = folder.path / "logs" / "trainer.log"
         self._resident: tuple[TrainerProcess, RequestFolder] | None = None
+        self._private: tempfile.TemporaryDirectory[str] | None = None
+        """Where its processes meet."""
         self._asked = 0
         self._made_of: dict[str, Any] = {}
         self._handed_over: tuple[int, Handover] | None = None
@@ -69,7 +80,12 @@ class Trainer:
         write_recipe_config(config, path / "start.yaml")
         self._asked, self._made_of = 0, {name: config.get(name) for name in PROCESS_SETTINGS}
         torchrun, variables = self._torchrun, self._variables()
-        if self._config.nnodes > 1:
+        self._leave_meeting()
+        self._private = tempfile.TemporaryDirectory(prefix="ttrl-")
+        meeting, private = meeting_here(Path(self._private.name), self._config.processes_here, torchrun)
+        if self._config.nnodes == 1:
+            torchrun, variables = [*meeting, *torchrun], variables | private
+        else:
             endpoint = self._config.endpoint()
             assert endpoint is not None  # checked with the config
             nnodes, timeout = self._config.nnodes, self._config.join_timeout
@@ -185,6 +201,12 @@ class Trainer:
                 requests.put(requests.stop, "")  # for processes on other hosts, which no signal reaches
         process.stop()
         shutil.rmtree(requests.path.parent, ignore_errors=True)
+        self._leave_meeting()
+
+    def _leave_meeting(self) -> None:
+        if self._private is not None:
+            self._private.cleanup()
+            self._private = None
 
     def _check_runs(self, when: str, log: Path, unless: Path | None = None) -> None:
         """Raise TrainerError, and forget the resident process, where it has ended: well, and the file `unless` is not there, or

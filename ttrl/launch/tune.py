@@ -20,6 +20,8 @@ from ttrl.system.processes import ChildProcess, log_tail
 GRPO_RECIPE = "ttrl/grpo_recipe"
 SFT_RECIPE = "ttrl/sft_recipe"
 _PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
+STORE_VARIABLE = "TTRL_STORE_FILE"
+"""Names the file through which the processes of one machine find each other."""
 _POLL_SECONDS = 0.02
 _ERRORS = (
     *("ConfigError", "DivergedError", "ModelFolderError", "PackError", "RunFolderError", "StorageError", "TokenizationError"),
@@ -53,10 +55,13 @@ def tune(
     write_recipe_config(config, config_path)
     output = Path(config["output_dir"])
     log = Path(log_path or output / "train.log")
-    command = tune_command(config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args)
     with tempfile.TemporaryDirectory(prefix="ttrl-") as temporary:
+        torchrun, private = meeting_here(Path(temporary), nproc_per_node, torchrun_args)
+        torchrun += torchrun_args
+        command = tune_command(config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun)
+        private |= variables or {}
         progress = Path(temporary, "progress")
-        wait_for_process(command, log, progress=progress, variables=variables, pbar=pbar, pbar_desc=pbar_desc)
+        wait_for_process(command, log, progress=progress, variables=private, pbar=pbar, pbar_desc=pbar_desc)
     return checkpoint_of(output, log_path)
 
 
@@ -82,6 +87,23 @@ def tune_command(
     """Return `tune run …`, with this Python. With several processes, or arguments for it, torchrun starts them."""
     torchrun = [*(["--nproc_per_node", str(nproc_per_node)] if nproc_per_node > 1 else []), *torchrun_args]
     return [sys.executable, "-m", "torchtune._cli.tune", "run", *torchrun, recipe, "--config", str(config_path)]
+
+
+def meeting_here(folder: Path, processes: int, torchrun_args: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+    """Return arguments for torchrun, and environment variables, with which several processes of this machine meet in files of
+    `folder`, which nobody else may read or write. Neither where `torchrun_args` name another meeting point.
+
+    By itself torchrun listens on all interfaces, asks for no password, and unpickles, and so runs, what it is sent.
+    """
+    named = ("--rdzv", "--nnodes", "--master", "--standalone")
+    if processes == 1 or any(argument.replace("_", "-").startswith(named) for argument in torchrun_args):
+        return [], {}
+    arguments = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "torchrun")]
+    arguments += ["--rdzv-id", folder.name, "--local-addr", "127.0.0.1"]
+    # The agent opens no store for the processes, which have one in a file; gloo and NCCL connect them over the loopback alone.
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", STORE_VARIABLE: str(folder / "processes")}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return arguments, variables | {name: "lo" for name in names if name not in os.environ}
 
 
 def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) -> Path:

@@ -1,0 +1,87 @@
+"""Where torchrun's agents of several machines meet: a store on the leading machine that listens on one address alone.
+
+torchrun's own way (c10d) listens on all interfaces, and each agent unpickles, and so runs, what anybody has written there. Here
+numbers are exchanged: the leading machine is 0, the others are counted as they come. The store has no password all the same: who
+can reach it can end the training, or take part in it, so it belongs in a private network (docs/security.md).
+
+torchrun finds this by the entry point "ttrl" of the group "torchrun.handlers" (pyproject.toml): `--rdzv-backend ttrl`, with
+`--rdzv-conf is_host=true` on the leading machine.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+_LOOK_SECONDS = 0.1
+
+
+class Meeting(StaticTCPRendezvous):
+    """One start of the trainer, on one machine. Raises RendezvousTimeoutError where not all have come within `join_timeout`."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        host, _, port = params.endpoint.rpartition(":")
+        self._leads = bool(params.get_as_bool("is_host", False))
+        self._address = params.local_addr or host.strip("[]")
+        seconds = params.get_as_int("join_timeout", 600)
+        assert seconds is not None
+        super().__init__(host.strip("[]"), int(port), 0, params.max_nodes, params.run_id, seconds)
+
+    def get_backend(self) -> str:
+        return "ttrl"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        try:
+            self._store = TCPStore(
+                self.master_addr,
+                self.master_port,
+                None,
+                self._leads,
+                self.timeout,
+                wait_for_workers=False,
+                master_listen_fd=self._listening() if self._leads else None,
+            )
+            store = PrefixStore(self.run_id, self._store)
+            self.rank = 0 if self._leads else store.add("machines", 1)
+            if self._leads:
+                self._wait(lambda: 1 + store.add("machines", 0))
+                store.set("complete", "1")
+            else:
+                store.wait(["complete"], self.timeout)
+        except (OSError, RuntimeError, ValueError) as error:  # of the store
+            raise RendezvousTimeoutError(f"{self.master_addr}:{self.master_port}: {error}") from error
+        if self.rank >= self.world_size:
+            raise RendezvousTimeoutError(
+                f"{self.master_addr}:{self.master_port}: all {self.world_size} machines are there already"
+            )
+        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self.master_port))
+
+    def _listening(self) -> int:
+        """Return the descriptor of a socket that listens on this machine's address in the endpoint's network alone."""
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._address, self.master_port))
+            listener.listen(1024)
+            return listener.detach()
+
+    def _wait(self, machines: Callable[[], int]) -> None:
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while machines() < self.world_size:
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"{machines()} of {self.world_size} machines were there in time")
+            time.sleep(_LOOK_SECONDS)
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """Return what makes a meeting, for torchrun."""
+    return Meeting
