@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -115,6 +116,30 @@ def test_another_server_at_the_port_is_not_taken_for_ours(fake_server):
         server._choose_port = lambda: other.port  # as if the port had been taken just after it was chosen
         with pytest.raises(ServerStartError, match="another server"):
             server.start()
+
+
+def test_whoever_listens_first_is_not_told_the_key(fake_server):
+    """A program that has taken the port just before vLLM did, and plays its part."""
+    heads = []
+
+    class Squatter(BaseHTTPRequestHandler):
+        def do_GET(self):
+            heads.append(dict(self.headers))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Squatter) as squatter:
+        threading.Thread(target=squatter.serve_forever, daemon=True).start()
+        server = fake_server("hang", start_timeout=2.0)
+        server._choose_port = lambda: squatter.server_port
+        with pytest.raises(ServerStartError, match="another server answers at its port"):
+            server.start()
+        squatter.shutdown()
+    assert heads and not any("Authorization" in head for head in heads)
 
 
 def test_port_in_use(fake_server, tmp_path):

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE
 from ttrl.server.connection import ServerConnection
@@ -201,7 +203,7 @@ class VLLMServer(ServerConnection):
             raise ServerDiedError("the server does not run: it was never started, or was stopped")
         problem = None
         try:
-            status, _ = self._http("GET", "/health", None, 10.0)
+            status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
             if status >= 500:
                 problem = f"the vLLM server's engine is dead (/health answers {status})"
         except ConnectionError:
@@ -332,7 +334,7 @@ class VLLMServer(ServerConnection):
                 returncode = child.poll()
             if returncode is not None:
                 raise ServerStartError(f"the vLLM server {_ending(returncode)} while it started; {self._last_lines(child)}")
-            state = self._state() or state
+            state = self._state(child) or state
             if state == "ready":
                 return
             if time.monotonic() > began + timeout:
@@ -342,14 +344,16 @@ class VLLMServer(ServerConnection):
                 )
             time.sleep(0.1)
 
-    def _state(self) -> str | None:
-        """Return what is wrong with its answers, "ready" if nothing is, None while there are none. No other server is mistaken
-        for it."""
+    def _state(self, child: ChildProcess) -> str | None:
+        """Return what is wrong with its answers, "ready" if nothing is, None while there are none. Whoever else listens at its
+        port, another server or a program that lies in wait, is not told the key."""
         try:
-            if self._http("GET", "/health", None, 10.0)[0] != 200:
+            if self._http("GET", "/health", None, 10.0, with_key=False)[0] != 200:
                 return "/health does not answer 200"
+            if not _listens(child.pid, self.port):
+                return "another server answers at its port"
             if self._http("GET", "/v1/models", None, 10.0)[0] != 200:
-                return "another server, which does not know our key, answers at its port"
+                return "it does not know its key"
             if self._http("GET", "/version", None, 10.0, with_key=False)[0] != 401:
                 return "it answers without a key"
         except OSError:
@@ -365,6 +369,17 @@ class VLLMServer(ServerConnection):
         first = f"first error in its log:\n  {cause}\n" if cause is not None and cause not in last else ""
         text = "\n".join("  " + line for line in last) if last else "  (nothing)"
         return f"{first}the last lines of its log {self.log_path}:\n{text}"
+
+
+def _listens(pid: int, port: int | None) -> bool:
+    """Tell whether a process, or one below it, listens at a port of this machine."""
+    with contextlib.suppress(psutil.Error):
+        own = psutil.Process(pid)
+        for process in [own, *own.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in process.net_connections("tcp")):
+                    return True
+    return False
 
 
 def _bracketed(host: str) -> str:
