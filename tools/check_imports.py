@@ -103,7 +103,7 @@ HOUSE = {
     "instruments": _room(
         "training training.kernels training.objective training.optimizer training.parallel training.policy data data.packing "
         "tiny_model configs records intervals",
-        "torch numpy omegaconf tokenizers matplotlib",
+        "torch numpy omegaconf tokenizers matplotlib safetensors",
     ),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
     "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers"),

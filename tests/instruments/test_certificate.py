@@ -5,6 +5,7 @@ import torch
 
 from ttrl.instruments import certificate
 from ttrl.tiny_model import make_tiny_model
+from ttrl.training.parallel import weight_memory
 
 CPU = torch.device("cpu")
 
@@ -65,9 +66,13 @@ def test_every_setting_of_a_step_and_a_wrong_one(model, monkeypatch):
     assert bf16()[0] is False
 
 
-def test_parking_is_left_out_on_a_cpu(model):
-    [(_, _, trial)] = certificate._parking(CPU, model)
+def test_parking_is_left_out_on_a_cpu_and_weights_are_held_out(model, monkeypatch):
+    copy = weight_memory._copy
+    [(_, _, trial), (_, _, holding_out)] = certificate._parking(CPU, model)
     assert trial() == (None, "left out without a GPU")
+    assert holding_out()[0] is True
+    monkeypatch.setattr(weight_memory, "_copy", lambda part, target: (copy(part, target), target[:1].zero_())[0])
+    assert holding_out()[0] is False
 
 
 def test_what_raises_is_a_failed_case_and_the_others_go_on(monkeypatch):
@@ -76,5 +81,5 @@ def test_what_raises_is_a_failed_case_and_the_others_go_on(monkeypatch):
         monkeypatch.setattr(certificate, part, lambda *given: iter(()))
     monkeypatch.setattr(certificate, "attend", lambda *given, **how: 1 / 0)
     cases = list(certificate.certify(CPU))
-    assert [case.passed for case in cases] == [False] * 6 + [None]
+    assert [case.passed for case in cases] == [False] * 6 + [None, True]
     assert cases[0].found == "ZeroDivisionError: division by zero"

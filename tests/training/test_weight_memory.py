@@ -11,6 +11,7 @@ from support.tiny_models import load_policy_in
 
 from ttrl.errors import StorageError
 from ttrl.training.checkpoints import hand_over, save_checkpoint
+from ttrl.training.parallel import weight_memory
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import Held, WeightMemory
 
@@ -47,6 +48,18 @@ def test_it_is_what_a_checkpoint_would_be(family, dtype, model_folder, tmp_path)
     memory.close()
 
 
+def test_parts_of_any_number_of_dimensions_are_named_with_their_place():
+    memory = WeightMemory(HERE)
+    tensors = [Held("v", (torch.ones(5), torch.zeros(2))), Held("m", (torch.ones(3, 4),)), Held("c", (torch.ones(2, 3, 4, 5),))]
+    said = memory.write(tensors, torch.float32)
+    assert [part[:3] for part in said["parts"]] == [
+        *(("v", [0], [5]), ("v", [5], [2]), ("m", [0, 0], [3, 4])),
+        ("c", [0, 0, 0, 0], [2, 3, 4, 5]),
+    ]
+    read(said)
+    memory.close()
+
+
 def test_the_next_weights_lie_in_the_same_place_and_it_is_gone_with_its_process():
     memory = WeightMemory(HERE)
     first = memory.write([Held("a", (torch.ones(3, 2),)), Held("b", (torch.ones(4),))], torch.float32)
@@ -60,13 +73,28 @@ def test_the_next_weights_lie_in_the_same_place_and_it_is_gone_with_its_process(
     assert not os.path.exists(fused["memory"])
 
 
-def test_without_memory_for_it(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_is_copied_in_pieces(dtype, monkeypatch):
+    """Of whole rows, also where the part lies apart in the whole; its digest is that of all of them."""
+    monkeypatch.setattr(weight_memory, "_PIECE", 64)
+    for shape, columns in (((100,), slice(None)), ((37, 5), slice(None)), ((37, 50), slice(20, 44)), ((3, 4, 5), slice(1, 3))):
+        whole, part = torch.zeros(shape, dtype=dtype), torch.randn(shape)
+        rows = (slice(None), columns)[: len(shape)]
+        digested = weight_memory._copy(part[rows], whole[rows])
+        assert torch.equal(whole[rows], part[rows].to(dtype)) and digested.hex() == digest(part[rows].to(dtype))
+        assert whole.count_nonzero() <= part[rows].numel()
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_without_memory_for_it(enough, monkeypatch):
     def none_left(*arguments):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", none_left)
+    if not enough:
+        monkeypatch.setattr(weight_memory, "memory_bytes", lambda: (1e9, 10.0))
     memory = WeightMemory(HERE)
-    with pytest.raises(StorageError, match=r"no 0\.0 GiB of memory for them: No space left"):
+    with pytest.raises(StorageError, match=r"no 0\.0 GiB of memory for them: " + ("No space" if enough else "so much is not")):
         memory.write([Held("a", (torch.ones(3),))], torch.float32)
     monkeypatch.undo()
     read(memory.write([Held("a", (torch.ones(3),))], torch.float32))

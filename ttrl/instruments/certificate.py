@@ -1,13 +1,15 @@
 """Prove on this machine's hardware what training rests on: `python -m ttrl.instruments.certificate`, for `ttrl doctor --certify`.
 
 Every part is judged by another way to the same numbers: attention and head by float64, whole steps in each setting by the plain
-step in fp32 on the CPU, parked weights and moments by their bits. Printed is one JSON object a line for each case, as it is done;
-a case that raises is a failed one, and the others go on. What a machine lacks is left out, and said. Never run on a GPU yet.
+step in fp32 on the CPU, parked weights and what servers take by their bits. Printed is one JSON object a line for each case, as
+it is done; a case that raises is a failed one, and the others go on. What a machine lacks is left out, and said. Never run on a
+GPU yet.
 
 Shapes: B rows, T tokens, H query heads, K key/value heads, E dimension of a head, N positions, D width, V vocabulary.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig, TrainingConfig
@@ -30,6 +33,7 @@ from ttrl.training.kernels.logprobs import run_head
 from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
 from ttrl.training.optimizer.state import state_tensors
 from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.parallel.weight_memory import Held, WeightMemory
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.resident import Trained, park, unpark
@@ -267,8 +271,9 @@ def _differences(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[li
 
 
 def _parking(device: torch.device, model: Path) -> Iterator[Trial]:
-    """What is moved to the CPU's memory while the servers sample, and back."""
+    """What is moved to the CPU's memory while the servers sample, and back, and what they take out of that."""
     yield "parking", "parameters and moments, there and back", partial(_try_parking, device, model)
+    yield "parking", "weights held out to servers", partial(_try_holding_out, device)
 
 
 def _try_parking(device: torch.device, model: Path) -> tuple[bool | None, str]:
@@ -299,6 +304,24 @@ def _try_parking(device: torch.device, model: Path) -> tuple[bool | None, str]:
     sizes = f"{left / 2**20:.1f} of {held / 2**20:.1f} MiB stay on the GPU, {seconds[0]:.2f} s there at first and later "
     sizes += f"{seconds[2]:.2f}, {seconds[3]:.2f} s back"
     return same and left < 0.1 * held, f"{'bit for bit' if same else 'other values came back'}; {sizes}"
+
+
+def _try_holding_out(device: torch.device) -> tuple[bool | None, str]:
+    tensors = {"matrix": torch.randn(2**13, 2**13, device=device), "vector": torch.randn(999, device=device)}
+    memory, seconds = WeightMemory(Ranks(rank=0, world_size=1, device=device)), []
+    for _ in range(2):  # the second time, the memory is there
+        _wait(device)
+        began = time.perf_counter()
+        said = memory.write([Held(name, (tensor,)) for name, tensor in tensors.items()], torch.bfloat16)
+        seconds.append(time.perf_counter() - began)
+    read = load_file(said["memory"])
+    wanted = {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
+    digests = {name: hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest() for name, tensor in wanted.items()}
+    same = all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
+    same &= digests == {name: digest for name, _, _, digest in said["parts"]}
+    memory.close()
+    size = sum(tensor.nbytes for tensor in wanted.values()) / 2**20
+    return same, f"{'bit for bit' if same else 'other values'}, {size:.0f} MiB in {seconds[0]:.2f} s and then {seconds[1]:.2f} s"
 
 
 def _held(trained: Trained) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ttrl.configs import TrainingConfig
+from ttrl.configs.recipe import model_settings
 from ttrl.errors import ConfigError, TtrlError
 
 C = TypeVar("C", bound=TrainingConfig)
@@ -128,15 +129,12 @@ def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: 
 
 
 def model_shape(folder: str) -> dict[str, Any]:
-    """Return config.json, or its text part if there are several; empty if it cannot be read, which loading reports."""
+    """Return what config.json says (`model_settings`); empty if it cannot be read, which loading reports."""
     try:
         shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(shape, dict):
-        return {}
-    text = shape.get("text_config")
-    return text if isinstance(text, dict) else shape
+    return model_settings(shape) if isinstance(shape, dict) else {}
 
 
 def _device_for(config: TrainingConfig, processes: int) -> str:
@@ -183,7 +181,7 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
     if world_size == 1 and not config.cpu_offload:
         yield Ranks(0, 1, device)
         return
-    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo" if config.cpu_offload else "nccl"
+    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"  # what is parked, or offloaded, is gathered on the CPU
     timeout = timedelta(seconds=config.collective_timeout or seconds_to_wait(config))
     own: dict[str, Any] = {}
     if world_size == 1:

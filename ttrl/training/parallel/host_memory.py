@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ttrl.errors import StorageError
@@ -70,11 +70,7 @@ class HostMemory:
         if wanted and (missing := size * processes - (memory_bytes()[1] - _SPARE)) > 0:
             problem = f"{size * processes / 2**30:.1f} GiB of the CPU's memory are needed for {processes} "
             problem += f"process{'es' * (processes != 1)} on this machine, and {missing / 2**30:.1f} GiB of them are not free"
-        problems: list[Any] = [problem]
-        if self._here.processes > 1:
-            problems *= self._here.processes
-            distributed.all_gather_object(problems, problem)
-        if found := [one for one in problems if one]:
+        if found := [one for one in self._here.texts_of_each(problem) if one]:
             raise StorageError(found[0])
         if wanted:
             self._memory = torch.empty(size, dtype=torch.uint8)
