@@ -54,56 +54,62 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
     check_reference(packed, config)
     with memory_advice(config, packed.seq_len):
         trained = load_trained(config, here) if residence is None else residence.enter(config)
-        policy, stepper, values = trained
-        check_pack(packed, policy, config.model)
-        value_head = None if values is None else values.head
-
+        check_pack(packed, trained.policy, config.model)
         watch = Stopwatch(here.device)
-        steps = updates(packed, config.updates_per_iteration, (config.seed, config.iteration), here, policy.decoder.config)
-        objective = objective_from(config)
-        progress = TrainProgress(sum(-(-step.rows.num_rows // config.rows_per_microbatch) for step in steps), here)
-        profiler, log = Profiler(config.output_dir, config.profile_steps, here), TrainLog(config, policy, here, watch)
-
-        prepass = Prepass(policy, packed, steps, objective, config, here, stepper.global_step, value_head)
-        with watch.part("prepass"):
-            prepass.run()
-        drift = prepass.drift
-        pieces = GradientPieces(policy, config, here) if config.sees_gradients else None
-        gradient = GradientStep(policy, config, here, watch, progress, value_head, prepass.reference_head, pieces)
-        for number, step in enumerate(steps):
-            with profiler.step(f"optimizer step {stepper.global_step + 1}"):
-                with watch.part("prepass"):
-                    prepass.choose(number)
-                scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
-                stepper.begin(scale)
-                now = objective.at(stepper.global_step)
-                result = gradient.accumulate(step, now, compare=drift is None, before=prepass.take_spent())
-                if drift is None:
-                    assert result.compared is not None
-                    drift = compare_tokens([step], *result.compared, (packed.num_rows, packed.seq_len), config, here)
-                with watch.part("optimizer"):
-                    taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
-            row = {"global_step": stepper.global_step, "iteration": config.iteration} | step_metrics(result, step) | taken
-            if result.pieces is not None:
-                row["gradient_noise"] = step_noise(result.pieces)
-            row |= {"kl_coefficient": now.kl_coefficient} if config.kl_coefficient or config.watch_kl else {}
-            if number == 0:
-                row["sampler_trainer"] = drift if prepass.own_weights is None else drift | {"own_weights": prepass.own_weights}
-            log.line(row, result.sums["flops"])
-        profiler.close()
-        if pieces is not None:
-            pieces.close()
+        log = TrainLog(config, trained.policy, here, watch)
+        steps = take_steps(config, trained, packed, here, watch, log)  # what it had on the device is gone with it
 
         with watch.part("checkpoint"):
-            canary = canary_of(policy, config.model, here, config.checkpoint_dtype)
+            canary = canary_of(trained.policy, config.model, here, config.checkpoint_dtype)
             # Servers may have it while it is written; what they can't have that way is written in any case.
-            is_out = residence is not None and residence.hand_over(config, policy, canary, log.compared)
+            is_out = residence is not None and residence.hand_over(config, trained, canary, log.compared)
             if is_written := config.save or not is_out:
                 write_files(config, trained, here, canary)
         log.close()
         if residence is not None:
             residence.leave(config, trained, is_written)
-    logger.info("%d optimizer steps, %.1f s in all", len(steps), time.perf_counter() - started)
+    logger.info("%d optimizer steps, %.1f s in all", steps, time.perf_counter() - started)
+
+
+def take_steps(config: GRPOConfig, trained: Trained, packed: PackedTensors, here: Ranks, watch: Stopwatch, log: TrainLog) -> int:
+    """Take the optimizer steps of an iteration, a line in the log for each; return how many. A collective."""
+    policy, stepper, values = trained
+    value_head = None if values is None else values.head
+    steps = updates(packed, config.updates_per_iteration, (config.seed, config.iteration), here, policy.decoder.config)
+    objective = objective_from(config)
+    progress = TrainProgress(sum(-(-step.rows.num_rows // config.rows_per_microbatch) for step in steps), here)
+    profiler = Profiler(config.output_dir, config.profile_steps, here)
+
+    prepass = Prepass(policy, packed, steps, objective, config, here, stepper.global_step, value_head)
+    with watch.part("prepass"):
+        prepass.run()
+    drift = prepass.drift
+    pieces = GradientPieces(policy, config, here) if config.sees_gradients else None
+    gradient = GradientStep(policy, config, here, watch, progress, value_head, prepass.reference_head, pieces)
+    for number, step in enumerate(steps):
+        with profiler.step(f"optimizer step {stepper.global_step + 1}"):
+            with watch.part("prepass"):
+                prepass.choose(number)
+            scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
+            stepper.begin(scale)
+            now = objective.at(stepper.global_step)
+            result = gradient.accumulate(step, now, compare=drift is None, before=prepass.take_spent())
+            if drift is None:
+                assert result.compared is not None
+                drift = compare_tokens([step], *result.compared, (packed.num_rows, packed.seq_len), config, here)
+            with watch.part("optimizer"):
+                taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
+        row = {"global_step": stepper.global_step, "iteration": config.iteration} | step_metrics(result, step) | taken
+        if result.pieces is not None:
+            row["gradient_noise"] = step_noise(result.pieces)
+        row |= {"kl_coefficient": now.kl_coefficient} if config.kl_coefficient or config.watch_kl else {}
+        if number == 0:
+            row["sampler_trainer"] = drift if prepass.own_weights is None else drift | {"own_weights": prepass.own_weights}
+        log.line(row, result.sums["flops"])
+    profiler.close()
+    if pieces is not None:
+        pieces.close()
+    return len(steps)
 
 
 def write_files(config: GRPOConfig, trained: Trained, here: Ranks, canary: dict[str, Any]) -> None:
@@ -114,12 +120,12 @@ def write_files(config: GRPOConfig, trained: Trained, here: Ranks, canary: dict[
 
 
 def write_kept(config: GRPOConfig, here: Ranks, residence: Residence | None) -> None:
-    """Write what an earlier iteration left in memory alone."""
+    """Write what an earlier iteration left in memory alone, from where it is."""
     assert residence is not None
-    with memory_advice(config, CANARY_LENGTH):
-        trained = residence.enter(config)
-        write_files(config, trained, here, canary_of(trained.policy, config.model, here, config.checkpoint_dtype))
-        residence.leave(config, trained)
+    trained = residence.enter(config, computes=False)
+    assert residence.canary is not None  # servers were told of it
+    write_files(config, trained, here, residence.canary)
+    residence.leave(config, trained)
 
 
 def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) -> None:

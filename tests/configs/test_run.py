@@ -1,5 +1,6 @@
 """TrainConfig: what it refuses before anything starts, and what it writes into a recipe's config."""
 
+import dataclasses
 import os
 
 import numpy as np
@@ -180,6 +181,24 @@ def test_config_yaml_of_an_older_version_means_the_same():
 
 
 @pytest.mark.parametrize(
+    ("settings", "sleeps", "stops"),
+    [
+        ({"weight_sync": "memory", "device": "cuda"}, True, True),
+        ({"weight_sync": "memory", "device": "cuda", "placement": "split"}, False, False),
+        ({"weight_sync": "memory", "device": "cuda", "off_policy_steps": 1}, False, False),
+        ({"weight_sync": "memory", "device": "cpu"}, False, False),
+        ({"weight_sync": "sleep", "device": "cpu"}, True, True),
+        ({"weight_sync": "restart", "device": "cuda"}, False, True),
+        ({"weight_sync": "reload", "device": "cuda"}, False, False),
+    ],
+    ids=str,
+)
+def test_servers_give_way_to_a_trainer_that_works_while_they_do_not(settings, sleeps, stops):
+    config = TrainConfig(run="r", model="m", iterations=1, **settings)
+    assert (config.server_sleeps, config.server_stops) == (sleeps, stops)
+
+
+@pytest.mark.parametrize(
     ("settings", "way"),
     [
         ({}, "memory"),
@@ -197,4 +216,7 @@ def test_weights_go_through_memory_on_a_cpu_where_nobody_needs_files(settings, w
     assert resolved.weight_sync == way and resolved.hands_over == (way == "memory")
     assert (resolved.files_because is None) == (way == "memory" or "weight_sync" in settings)
     assert config.resolved(cuda=True).weight_sync == "reload"  # there the choice is `ttrl.plans.choices`'
+    some_take_it = {"cache", "joined_servers"} & settings.keys()
+    asked = dataclasses.replace(config, weight_sync="memory").resolved(cuda=False)
+    assert asked.hands_over == (not settings or bool(some_take_it) or "weight_sync" in settings)
     assert TrainConfig(run="r", model="m", iterations=1, save_every=5).resolved(cuda=True).save_every == 1

@@ -348,10 +348,11 @@ def test_interrupted_while_waiting_for_the_start(make):
         ("reload", ["start A"], [("sync by reload", "B")]),
         ("sleep", ["start A", "sleep"], [("sync by reload from sleep", "B")]),
         ("restart", ["start A", "stop", "start B"], [("verify", "B")]),
+        ("memory", ["start A", "sleep"], [("sync by reload from sleep", "B")]),
     ],
 )
 def test_rest(make, syncs, weight_sync, events, how):
-    server = make(weight_sync=weight_sync)
+    server = make(weight_sync=weight_sync, device="cuda")
     server.serve(A)
     server.rest()
     with pytest.raises(ServerError, match="no server runs"):
@@ -619,6 +620,17 @@ def test_keys_of_joined_servers(tmp_path, monkeypatch):
 def test_settings_that_cannot_be_meant(settings, problem):
     found = config_of(**settings).problems()
     assert any(problem in line for line in found) and "secret" not in str(found)
+
+
+@pytest.mark.parametrize("way", [{"weight_sync": "sleep"}, {"weight_sync": "memory"}, {"weight_sync": "reload"}], ids=str)
+def test_servers_that_will_sleep_are_started_so(way, monkeypatch):
+    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
+    sleeps = {
+        placement: "enable-sleep-mode" in make_server(config_of(placement=placement, **way), A, Path("log")).extra_args
+        for placement in ("colocated", "split")
+    }
+    together = way["weight_sync"] != "reload"
+    assert sleeps == {"colocated": together, "split": way["weight_sync"] == "sleep"}
 
 
 def test_devices_are_divided(syncs, monkeypatch):

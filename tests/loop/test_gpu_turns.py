@@ -4,6 +4,8 @@ The GPU refuses what CUDA and vLLM refuse: more than there is, a server that sta
 memory that others take or give back while it profiles. Trainer and server fit one after the other, and not at the same time."""
 
 import itertools
+import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import yaml
 from support.world import FakeServer
 
-from ttrl.errors import ServerError, ServerStartError, TrainerError
+from ttrl.errors import ServerError, ServerStartError, TrainerDiedError, TrainerError
 from ttrl.launch import trainer, tune
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.server_member import ServerTools
@@ -20,6 +22,7 @@ from ttrl.loop import train as train_module
 from ttrl.server.canary import CanaryReport
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import SyncReport, WeightComparison
+from ttrl.system.files import read_jsonl
 from ttrl.system.request_folder import RequestFolder
 
 TOTAL, TRAINS, PARKED, ASLEEP = 80, 60, 1, 2  # GB
@@ -63,8 +66,8 @@ class Gpu:
 def run(world, monkeypatch):
     """`run(promised, **settings)`: the account of a run whose server is promised so much."""
 
-    def made(promised, meet=None, **settings):
-        gpu = Gpu()
+    def made(promised, meet=None, dies=(), **settings):
+        gpu, dies = Gpu(), set(dies)
 
         class TrainerThread:
             def __init__(self, command, log_path, progress, variables=None):
@@ -76,11 +79,13 @@ def run(world, monkeypatch):
                 return self
 
             def _run(self):
+                error = None
                 try:
                     self._follow()
-                except BaseException as error:  # noqa: BLE001 - told to who asks
-                    self._error = TrainerError(repr(error))
+                except BaseException as raised:  # noqa: BLE001 - told to who asks
+                    error = raised if isinstance(raised, TrainerDiedError) else TrainerError(repr(raised))
                 gpu.hold("trainer", 0)
+                self._error = error
 
             def _follow(self):
                 gpu.hold("trainer", TRAINS)
@@ -91,9 +96,20 @@ def run(world, monkeypatch):
                 for number in itertools.count(1):
                     if (request := folder.next_request(number)) is None:
                         return None
-                    gpu.hold("trainer", TRAINS)
-                    self._work(yaml.safe_load(request.read_text()))
+                    config = yaml.safe_load(request.read_text())
+                    if config["packed"] or config["kept"] is None:
+                        gpu.hold("trainer", TRAINS)
+                    self._work(config)
                     self._park()
+                    if config["packed"] and config["hand_over"]:
+                        asked = len(world.requests)
+                        folder.put_handover(number, {"memory": "", "parts": [], "canary": {}})
+                        if config["iteration"] in dies:
+                            dies.remove(config["iteration"])
+                            while len(world.requests) == asked:
+                                time.sleep(0.001)
+                            gpu.events.append("dies")
+                            raise TrainerDiedError("the trainer failed (killed by signal 9)")
                     folder.put_answer(number, {})
 
             def _park(self):
@@ -106,6 +122,8 @@ def run(world, monkeypatch):
                     meet.wait()
                 if config["packed"]:
                     world.fake_tune(config, None)
+                elif config["kept"] is not None:
+                    world.fake_files(Path(config["output_dir"]), config["kept"])
                 else:
                     world.fake_canary(Path(config["output_dir"], "checkpoint"))
 
@@ -189,10 +207,10 @@ TRAIN = [f"trainer {TRAINS}", "trains"]
 LOADED, CANARY = f"trainer {TRAINS}", [f"trainer {PARKED}", f"trainer {TRAINS}", "canary", f"trainer {PARKED}"]
 
 
-@pytest.mark.parametrize("weight_sync", ["sleep", "restart"])
+@pytest.mark.parametrize("weight_sync", ["sleep", "restart", "memory"])
 def test_on_one_gpu_the_trainer_parks_before_the_server_starts(run, weight_sync):
     """And so at every turn, also when the run is continued."""
-    rests = f"server {ASLEEP if weight_sync == 'sleep' else 0}"
+    rests = f"server {0 if weight_sync == 'restart' else ASLEEP}"
     turn = [rests, *TRAIN, f"trainer {PARKED}", "server 70"]
     ends = ["server 0", "trainer 0"]
     events = run(70, device="cuda", weight_sync=weight_sync, iterations=2)
@@ -200,6 +218,31 @@ def test_on_one_gpu_the_trainer_parks_before_the_server_starts(run, weight_sync)
     events = run(70, device="cuda", weight_sync=weight_sync, iterations=3)
     first = [rests, LOADED, f"trainer {PARKED}", *turn[1:]]  # the trainer loads while the server rests
     assert events[:-2] == ["server 70", *first] and sorted(events[-2:]) == ends
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_on_one_gpu_a_trainer_that_died_trains_again_when_the_server_sleeps(run, world, every):
+    """While it wrote its files and the server sampled, which goes on first; or after that, where its weights are lost with it."""
+    events = run(70, device="cuda", weight_sync="memory", save_every=every, iterations=3, dies=[2])
+    died = events.index("dies")
+    assert events.count("trains") == (4 if every == 1 else 5)
+    assert events[died - 1] == "server 70" and events[died + 1 : died + 3] == ["trainer 0", f"server {ASLEEP}"]
+    assert {row["weights_version"] for row in read_jsonl(world.run / "iterations/0003/rollouts.jsonl")} == {2}
+
+
+def test_on_one_gpu_what_no_file_has_is_trained_again_when_the_server_sleeps(run, world):
+    """The run is continued by a policy that was in memory alone: the server starts with an older one, and gives way."""
+    settings = {"device": "cuda", "weight_sync": "memory", "save_every": 5}
+    run(70, iterations=3, **settings)
+    last = world.run / "iterations" / "0003"
+    marker = json.loads((last / "done" / "train.json").read_text())
+    marker["facts"]["saved"] = False
+    (last / "done" / "train.json").write_text(json.dumps(marker))
+    for name in ("checkpoint", "state"):
+        shutil.rmtree(last / name)
+    events = run(70, iterations=4, **settings)
+    assert events[:3] == ["server 70", f"server {ASLEEP}", f"trainer {TRAINS}"] and events.count("trains") == 4
+    assert {row["weights_version"] for row in read_jsonl(world.run / "iterations/0004/rollouts.jsonl")} == {3}
 
 
 def test_on_one_gpu_a_trainer_that_is_started_for_each_iteration_is_gone_before_the_server_starts(run):

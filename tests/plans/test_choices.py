@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ttrl.costs.memory import Workload, training_memory
 from ttrl.errors import ConfigError
 from ttrl.plans.choices import CHOSEN, IGNORE_VARIABLE, as_begun, choose, refuse, value_of
 from ttrl.plans.machine import gpu_named
-from ttrl.plans.memory import server_needs
+from ttrl.plans.memory import host_needs, server_needs
 
 ROOT = Path(__file__).parents[2]
 MODELS = json.loads((ROOT / "tests" / "architectures.json").read_text())
@@ -51,7 +52,8 @@ def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
     assert not recipe.problems_here("cuda", config.processes, model)
     each = value_of(config, "server.tensor_parallel_size")
     if config.placement == "split":
-        assert config.processes_here + config.servers_here * each <= count and config.weight_sync == "reload"
+        assert config.processes_here + config.servers_here * each <= count
+        assert config.weight_sync == ("memory" if "training" not in WAYS[way] else "reload")
     assert config.processes_here <= count and config.servers_here * each <= count and config.servers_here >= 1
     trainer = training_memory(model, recipe, Workload(config.seq_len), device="cuda", ranks=config.processes).peak
     assert trainer <= made.trainer <= memory
@@ -69,10 +71,43 @@ def test_the_plan_agrees(tmp_path):
     made = plan(config, gpu="8xH100")
     assert (made.processes, made.machine.gpus) == (8, 8) and not [line for line in made.warnings if "fit" in line]
     assert made.memory.peak < 0.9 * made.memory.available and not made.memory.together
-    assert made.chosen["weight_sync"].startswith("sleep (") and "Chosen for these GPUs" in str(made)
+    assert made.chosen["weight_sync"].startswith("memory (servers free their memory while the trainer works, and need no files;")
+    assert "Chosen for these GPUs" in str(made) and made.memory.host_available is None
+    host = made.memory.host
+    assert host["trainer's weights and moments"] == pytest.approx(12 * made.parameters, rel=0.01)
+    assert host["held out to servers"] == 2 * made.parameters and "held out to servers" in str(made)
     small = plan(config, gpu="RTX4090")
     assert any(line.startswith("does not fit: the trainer needs") and "what would fit" in line for line in small.warnings)
     assert not plan(dataclasses.replace(config, device="cpu")).chosen
+
+
+@pytest.mark.parametrize("way", [{}, {"off_policy_steps": 1}, {"training": {"optimizer": "adamw_8bit"}}], ids=str)
+def test_weights_go_through_memory_where_the_machine_has_enough(way):
+    """… for what is parked and what is held out; files otherwise, with both figures. Adapters are files."""
+    model, config = MODELS["qwen2.5_7b"], config_of(**way)
+    ample, small = (choose(model, config, [80 * GB] * 8, host=host * GB) for host in (2000, 30))
+    assert ample.config.weight_sync == "memory" and "never run on a GPU" in ample.reasons["weight_sync"]
+    turns = "off_policy_steps" not in way
+    assert small.config.weight_sync == ("sleep" if turns else "reload")
+    assert re.search(r"without files, .* GiB of the machine's 27\.9 GiB of memory", small.reasons["weight_sync"])
+    assert dataclasses.replace(small.config, weight_sync="memory") == ample.config
+    adapters = choose(model, config_of(training={"lora_rank": 32}), [80 * GB] * 8, host=2000 * GB)
+    assert adapters.config.weight_sync == "sleep" and "an adapter's files are small" in adapters.reasons["weight_sync"]
+
+
+def test_what_the_host_of_gpus_holds():
+    def needs(**training):
+        config = dataclasses.replace(config_of(training=training, weight_sync="memory", nproc_per_node=2), device="cuda")
+        return host_needs(MODELS["qwen2.5_7b"], config, config.recipe_config({"dtype": "bf16"})), config
+
+    total = MODELS["qwen2.5_7b"]["parameters"]
+    there = "trainer's weights and moments"
+    assert needs()[0][there] == pytest.approx(12 * total, rel=0.01) and needs()[0]["held out to servers"] == 2 * total
+    assert needs(cpu_offload=True)[0][there] == pytest.approx(16 * total, rel=0.01)
+    lora, config = needs(lora_rank=8)
+    assert "held out to servers" not in lora and lora[there] == pytest.approx(4 * total, rel=0.05)
+    split = host_needs(MODELS["qwen2.5_7b"], dataclasses.replace(config, placement="split"), config.recipe_config({}))
+    assert there not in split and split["programs"] == lora["programs"] > 0
 
 
 def test_gpus_are_named_with_their_number():
@@ -131,7 +166,7 @@ def test_both_at_the_same_time_get_gpus_of_their_own_where_there_are_several():
         ("split", 2, 1),
         ("split", 4, 4),
     ]
-    assert {one.weight_sync for one in made} == {"reload"}
+    assert {one.weight_sync for one in made} == {"memory"}
     assert [one.resolved(cuda=True).trainer_memory for one in made] == ["free", "keep", "keep", "keep"]
     assert 0.3 <= value_of(made[0], "server.gpu_memory_utilization") < 0.5
     large = choose(MODELS["qwen2.5_32b"], config_of(off_policy_steps=1), [80 * GB] * 8).config
@@ -188,7 +223,7 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
     world.train(device="cuda", iterations=1)
     assert "chosen for 2 GPUs with 22.4 GiB" in capsys.readouterr().out
     before = yaml.safe_load((world.run / "config.yaml").read_text())
-    assert (before["placement"], before["nproc_per_node"], before["weight_sync"]) == ("colocated", 2, "sleep")
+    assert (before["placement"], before["nproc_per_node"], before["weight_sync"]) == ("colocated", 2, "memory")
     assert before["training"]["rows_per_microbatch"] == 64 and before["server"]["gpu_memory_utilization"] == 0.85
     assert world.recipes[0]["rows_per_microbatch"] == 64
     gpus[:] = [80 * GB] * 4

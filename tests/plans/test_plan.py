@@ -15,12 +15,14 @@ from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.loop.plan import plan
 from ttrl.plans import machine as plan_machine
+from ttrl.plans import planner
 from ttrl.plans.lengths import Assumptions, lognormal
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import measured_in_run
 from ttrl.plans.planner import make_plan, read_model_config, write_plan
 from ttrl.report.plan import outcomes, plan_table
 from ttrl.system.files import read_jsonl
+from ttrl.text import gib
 from ttrl.training.counts import work_counts
 
 ROOT = Path(__file__).parents[2]
@@ -301,6 +303,17 @@ def test_what_does_not_fit_is_said_with_the_way_out(big):
     adapters = {"lora_rank": 8, "lora_base_dtype": "nf4"}
     small = plan(config_of(big, device="cuda", weight_sync="sleep", training=adapters), gpu="B200")
     assert not warned("does not fit", small)
+
+
+def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch):
+    made = plan(config_of(big, device="cuda", weight_sync="memory"), gpu="B200")
+    needed = sum(made.memory.host.values())
+    for host, is_warned in ((needed - 1, True), (needed + 1, False)):
+        machine = dataclasses.replace(made.machine, host=host)
+        monkeypatch.setattr(planner, "gpu_named", lambda _, machine=machine: machine)
+        again = plan(config_of(big, device="cuda", weight_sync="memory"), gpu="B200")
+        assert warned("the machine's own memory is too small", again) == is_warned
+        assert f"of {gib(host)} of the machine's own memory" in str(again)
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,19 @@ def test_sleep_and_wake(fake_server, checkpoints):
         assert server.request("GET", "/calls") == calls
 
 
+def test_weights_from_memory_for_one_that_sleeps(fake_server, checkpoints):
+    """The memory is mapped before anything wakes, as it may be gone; files then serve a server that still sleeps."""
+    with fake_server() as server:
+        for memory, mode, load in (("/nowhere", "reload", ["ttrl_load_weights"]), (None, "memory", None)):
+            weights.sleep(server)
+            before, handover = len(server.request("GET", "/calls")), held_out(checkpoints[1])
+            handover = handover if memory is None else dataclasses.replace(handover, memory=memory)
+            assert sync_weights(server, checkpoints[1], asleep=True, handover=handover).mode == mode
+            transfer = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/shutdown_weight_transfer_engine"]
+            load = load or [*transfer, "ttrl_share_prompts"]
+            assert server.request("GET", "/calls")[before:] == ["/wake_up?tags=weights", *load, "/wake_up?tags=kv_cache"]
+
+
 def test_adapters_beside_the_base(fake_server, checkpoints):
     base, tuned = checkpoints
     (tuned / "adapter").mkdir()

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,14 +80,12 @@ def load_and_look(config: TrainingConfig, here: Ranks) -> tuple[Policy, int]:
     return load_policy(config, here), max(seen)
 
 
-def there_and_back(policy: Policy, optimizer: Any, config: TrainingConfig, here: Ranks) -> None:
-    """Park policy and optimizer, and take them back, as if they were on a GPU."""
+def moved(move: Callable[[Trained], None], policy: Policy, optimizer: Any, config: TrainingConfig, here: Ranks) -> None:
+    """Park policy and optimizer, or take them back, as if they were on a GPU."""
     stepper = Stepper.__new__(Stepper)
     stepper.optimizer, stepper._config, stepper._here = optimizer, config, here
     with mock.patch.object(Stepper, "lives_on_cpu", False):
-        trained = Trained(policy, stepper, None)
-        park(trained)
-        unpark(trained, here.device)
+        move(Trained(policy, stepper, None))
 
 
 def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
@@ -106,12 +105,15 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     result["logprobs"] = all_logprobs(policy, step, config, here)
     for number in range(first, first + job.get("steps", 1)):
         if number > first and job.get("parks"):
-            there_and_back(policy, optimizer, config, here)
+            for move in (park, functools.partial(unpark, device=here.device)):
+                moved(move, policy, optimizer, config, here)
         begin_step(optimizer, config, number)
         accumulate(policy, step, config, here)
         if number == first:
             result["gradients"] = gradients(policy)
         result["norms"].append(clip_and_step(policy, optimizer, config, number))
+    if job.get("parks"):  # what is written then is written from there
+        moved(park, policy, optimizer, config, here)
     result["parts"] = sum(p.numel() if not hasattr(p, "to_local") else p.to_local().numel() for p in policy.parameters())
     result["weights"] = policy.full_weights()
     result["state"] = {name: full_tensor(tensor) for name, tensor in state_tensors(policy, optimizer)}

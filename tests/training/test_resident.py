@@ -329,6 +329,51 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, monk
     assert len(held) == ITERATIONS  # servers read files then
 
 
+@pytest.mark.parametrize(
+    "settings", [{"value_head": True}, {"checkpoint_dtype": "bf16"}, {"optimizer": "adamw_8bit", "kl_coefficient": 0.1}], ids=str
+)
+def test_servers_are_told_when_everything_has_left_the_device(settings, chain, loads, parks, tmp_path):
+    """They may share it. Checkpoint and state are written from where all of it is parked, to the same bits."""
+    once, told = chain("once", **settings), []
+
+    def look(facts):
+        told.append(len(parks))
+        assert not (tmp_path / "resident" / str(len(told) - 1) / "checkpoint").exists()
+
+    residence = Residence(HERE, look)
+    loads.clear()
+    check_same(chain("resident", residence, hand_over=True, free_memory=True, **settings), once)
+    assert told == [1, 2, 3] and len(parks) == ITERATIONS and all(inside for _, inside in parks) and len(loads) == 1
+
+
+def test_what_is_parked_is_written_later_without_the_device(chain, parks, monkeypatch):
+    once, back = chain("once"), []
+    original = resident.unpark
+    monkeypatch.setattr(resident, "unpark", lambda *arguments: (back.append(1), original(*arguments)))
+    residence, settings = Residence(HERE), {"hand_over": True, "free_memory": True}
+    chain.iteration("kept", 0, residence, save=False, **settings)
+    second = chain.iteration("kept", 1, residence, save=False, kept=1, **settings)
+    assert back == [1] and len(parks) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Policy, "forward", None)  # nothing is computed
+        chain.iteration("kept", 1, residence, kept=2, packed="", **settings)
+    assert back == [1] and len(parks) == 2
+    check_same([second], [once[1]])
+    start = {"model": second / "checkpoint", "state": second / "state"}
+    check_same([chain.iteration("kept", 2, residence, **start, **settings)], [once[2]])
+    assert back == [1, 1] and len(parks) == 3
+
+
+def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(chain, parks, monkeypatch, caplog):
+    told, once = [], chain("once")
+    monkeypatch.setattr(host_memory, "memory_bytes", lambda: (8 * 2**30, 1 * 2**30))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    residence = Residence(HERE, told.append)
+    check_same(chain("resident", residence, hand_over=True, free_memory=True), once)
+    assert not told and not parks and residence._kept is None and residence._memory._descriptor is None
+    assert "servers have to read files" in caplog.text
+
+
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw_8bit"}, {"kl_coefficient": 0.1}])
 def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(chain, settings):
     """To the same bits as if it had been; also in another process, which trains again from the last that was."""

@@ -1,7 +1,7 @@
 """TrainConfig: the settings of a whole run. What is not here comes from the tasks."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from typing import Any, Literal
 
@@ -179,8 +179,8 @@ class TrainConfig(Config):
     """How new weights reach the servers: "reload" in place; "restart" with a new server, which is stopped while the trainer
     works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2; never
     run on a GPU); "memory" in place, out of a resident trainer's memory on this machine, and from files where that is not
-    possible. "auto": on CPUs "memory", where nobody needs files; "sleep" where they share GPUs with a trainer that works while
-    they do not; else "reload"."""
+    possible; servers sleep as well where they share GPUs with a trainer that works while they do not. "auto": "memory", where
+    nobody needs files and, with GPUs, the machine has the memory; else "sleep" where they take turns; else "reload"."""
     save_every: int = 1
     """Where servers take weights out of memory: write checkpoint and state of every n-th iteration only, and of the last one. A
     run that was killed trains again from the last that was written, to the same bits; nothing is sampled again for it. What is
@@ -402,7 +402,14 @@ class TrainConfig(Config):
     @property
     def server_stops(self) -> bool:
         """Whether the server is stopped, or sleeps, while the trainer works."""
-        return self.weight_sync in ("restart", "sleep") and not self.off_policy_steps
+        return self.server_sleeps or (self.weight_sync == "restart" and not self.off_policy_steps)
+
+    @property
+    def server_sleeps(self) -> bool:
+        """Whether the server frees its GPUs' memory while the trainer works."""
+        if self.off_policy_steps or self.weight_sync not in ("sleep", "memory"):
+            return False
+        return self.weight_sync == "sleep" or (self.device != "cpu" and self.placement != "split")
 
     @property
     def shares_gpu(self) -> bool:
@@ -439,22 +446,26 @@ class TrainConfig(Config):
 
     @property
     def files_because(self) -> str | None:
-        """Why some of the servers need new weights as files; None where all of them can take them out of the trainer's memory."""
-        has_adapters = self.recipe_settings.get("lora_rank") is not None
-        reasons = {
-            "trainer 'once' is gone by then": self.trainer != "resident",
-            "several machines train": self.nnodes > 1,
-            "joined servers read files": self.servers == 0 or bool(self.joined_servers),
-            "an adapter's files are small, and vLLM loads adapters from nowhere else": has_adapters,
-            "the cache goes by what files hold": bool(self.cache),
-        }
-        return next((why for why, holds in reasons.items() if holds), None)
+        """Why somebody needs new weights as files; None where all servers can take them out of the trainer's memory."""
+        return next(iter(self._file_readers(all_of_them=False)), None)
 
     @property
     def hands_over(self) -> bool:
-        """Whether the trainer holds new weights out in memory: a resident one on the servers' machine, without adapters."""
-        near = self.trainer == "resident" and self.nnodes == 1 and self.servers != 0
-        return self.resolved_weight_sync == "memory" and near and self.recipe_settings.get("lora_rank") is None
+        """Whether the trainer holds new weights out in memory, for some of the servers at least."""
+        return self.resolved_weight_sync == "memory" and not any(self._file_readers(all_of_them=True))
+
+    def _file_readers(self, *, all_of_them: bool) -> Iterator[str]:
+        """Yield who needs files, in words; with `all_of_them`, only what leaves nobody who would take weights out of memory."""
+        if self.trainer != "resident":
+            yield "trainer 'once' is gone by then"
+        if self.nnodes > 1:
+            yield "several machines train"
+        if self.recipe_settings.get("lora_rank") is not None:
+            yield "an adapter's files are small, and vLLM loads adapters from nowhere else"
+        if self.servers == 0 or (self.joined_servers and not all_of_them):
+            yield "joined servers read files"
+        if self.cache and not all_of_them:
+            yield "the cache goes by what files hold"
 
     def endpoint(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Return `rdzv_endpoint`, or what SLURM's variables say in its place; None where neither is known."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ttrl.configs.machines import divided_devices, shares_of_devices
 from ttrl.configs.run import TrainConfig
@@ -50,7 +50,7 @@ def make_server(
     if adapters:
         rank = lora_rank_there(model_folder, config.recipe_config({}).lora_rank or 1)
         extra["max_lora_rank"] = next(allowed for allowed in LORA_RANKS if allowed >= rank or allowed == LORA_RANKS[-1])
-    if config.weight_sync == "sleep" and not is_cpu_build():
+    if config.server_sleeps and not is_cpu_build():
         extra["enable_sleep_mode"] = True
     return kind(
         model_folder,
@@ -238,7 +238,8 @@ class PolicyServer:
             for url in config.joined_servers
         ]
         compare, tools = config.weight_check == "all", self._tools
-        mode = "reload" if config.resolved_weight_sync == "memory" else config.resolved_weight_sync
+        mode: Literal["reload", "restart", "sleep"] = "sleep" if config.server_sleeps else "reload"
+        mode = "restart" if config.weight_sync == "restart" else mode
         remote = None if config.joined_run is None else (Path(config.run), Path(config.joined_run))
         return [ServerMember(server, mode=mode, compare=compare, tools=tools) for server in own] + [
             ServerMember(server, mode="reload", compare=compare, remote_run=remote, tools=tools) for server in others

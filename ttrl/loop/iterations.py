@@ -136,7 +136,7 @@ class Iterations:
             validation = self._jobs.begin(f"validation {number}", lambda: self._phases.validate(number))
         if rollouts:
             self._jobs.begin(f"rollouts {rollouts[0]}", lambda: self._sample(rollouts))
-        self._phases.finish_saving()  # beside all of that
+        self._phases.finish_saving(self._jobs.wait_for_all)  # beside all of that
         if validation is not None:
             self._jobs.begin(f"metrics {number}", functools.partial(self._finish, number, validation))
 

@@ -304,9 +304,7 @@ class Phases:
             iteration.mark("train", [], {"seconds": clock() - began, "trained": False})
             return
         iteration.verify("pack")
-        if self.config.server_stops:
-            self._synced = None
-            self.server.rest()  # its memory is the trainer's now
+        self._rest_server()
         self._ask_trainer(number, {})
         self._unsaved = number, began, clock()
         if self.trainer.handover(number) is None or self.config.cache:  # the cache goes by what the files hold
@@ -314,9 +312,16 @@ class Phases:
         else:
             self.folder.held.add(number)
 
-    def finish_saving(self) -> None:
+    def _rest_server(self) -> None:
+        """Have the server give its memory to the trainer, where that is agreed."""
+        if self.config.server_stops:
+            self._synced = None
+            self.server.rest()
+
+    def finish_saving(self, wait_for_others: Callable[[], None] = lambda: None) -> None:
         """Wait until checkpoint and state of the last training are on disk, or the trainer has them for good, and mark it as done
-        where that was not done before. A trainer that was killed meanwhile trains it again, to the same bits."""
+        where that was not done before. A trainer that was killed meanwhile trains it again, to the same bits; on GPUs that it
+        shares with the server, after `wait_for_others`, who use that."""
         if self._unsaved is None:
             return
         number, began, trained = self._unsaved
@@ -327,6 +332,8 @@ class Phases:
                     break
             except TrainerDiedError as error:
                 self._count_death(error)
+            if self.config.server_stops:
+                wait_for_others()
             self._ask_trainer(number, {})
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
         self.timeline.add_training(began, trained, steps)
@@ -355,6 +362,8 @@ class Phases:
     def _ask_trainer(self, number: int, changes: dict[str, Any] | None) -> None:
         """Have the trainer do what the recipe's config of an iteration says, with `changes`; None: only hold what it starts from.
         One that was killed is started again, and trains again what no file has. Raises TrainerError, StorageError."""
+        if self.config.shares_gpu:
+            self._rest_server()
         while True:
             try:
                 for lost in self._lost(number - 1):

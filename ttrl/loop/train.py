@@ -25,7 +25,7 @@ from ttrl.monitoring.loggers import make_loggers
 from ttrl.monitoring.summary import overfits, summary_lines
 from ttrl.plans.choices import as_begun, choose, refuse
 from ttrl.plans.disk import check_disk
-from ttrl.plans.machine import gpus_here
+from ttrl.plans.machine import gpus_here, host_here
 from ttrl.plans.planner import read_model_config
 from ttrl.ready_models import ready_model
 from ttrl.report.page import leave_report
@@ -141,7 +141,7 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
         return config
     config = as_begun(config, saved)
     shape = read_model_config(str(ready_model(config.model) or config.model))
-    choices = choose(shape, config, gpus, advise=not saved)
+    choices = choose(shape, config, gpus, host=host_here(), advise=not saved)
     if saved and choices.problem is not None:
         kept = "; what was chosen when this run was begun stays as it is: for other GPUs or longer rows, begin another one"
         choices = dataclasses.replace(choices, problem=choices.problem + kept)

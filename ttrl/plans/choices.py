@@ -17,7 +17,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import model_shape
 from ttrl.errors import ConfigError
-from ttrl.plans.memory import argument, given_memory, server_needs, shares_memory
+from ttrl.plans.memory import argument, given_memory, host_needs, server_needs, shares_memory
 from ttrl.text import counted, gib
 
 IGNORE_VARIABLE = "TTRL_IGNORE_MEMORY"
@@ -95,18 +95,20 @@ def as_begun(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
     return _with(config, {name: value for name, value in missing.items() if value is not None})
 
 
-def choose(model: Mapping[str, Any], config: TrainConfig, gpus: Sequence[float], *, advise: bool = True) -> Choices:
+def choose(
+    model: Mapping[str, Any], config: TrainConfig, gpus: Sequence[float], *, host: float | None = None, advise: bool = True
+) -> Choices:
     """Choose what `config` leaves open.
 
-    model: values of config.json. gpus: bytes of each GPU of this machine; none: a CPU. advise: look for what would fit where this
-    does not. Raises ConfigError, ModelFolderError.
+    model: values of config.json. gpus: bytes of each GPU of this machine; none: a CPU. host: bytes of the machine's own memory,
+    if they are known. advise: look for what would fit where this does not. Raises ConfigError, ModelFolderError.
     """
     if not gpus or config.device == "cpu":
         why = "placement is 'split', which divides GPUs among trainer and servers, and this runs on the CPU; leave it out"
         return Choices(config, problem=why if config.placement == "split" else None)
     best = None
     for placed in _placements(model, config, len(gpus)):
-        found = _fitted(model, config, placed, min(gpus), len(gpus))
+        found = _fitted(model, config, placed, min(gpus), len(gpus), host)
         if found.problem is None and not found.is_tight:
             return found
         best = found if best is None or (best.problem is not None and found.problem is None) else best
@@ -139,6 +141,8 @@ class _Placed:
     serving: int
     """GPUs for servers."""
     reasons: Mapping[str, str]
+    from_files: tuple[str, str]
+    """What `weight_sync` is where weights do not go through memory, and why."""
 
 
 def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> Iterator[_Placed]:
@@ -152,11 +156,13 @@ def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> It
         placement = "split" if split and (given is None or given < count) else "colocated"
         why = "trainer and servers work at the same time (off_policy_steps 1)" if placement == "split" else "they take turns"
         why = "there is one GPU" if count == 1 else why
-    sync = "sleep" if placement == "colocated" and config.servers_here and not config.off_policy_steps else "reload"
-    values = {"placement": placement, "weight_sync": sync}
-    reasons = {"placement": why, "weight_sync": "servers free their memory while the trainer works"}
-    if sync == "reload":
-        reasons["weight_sync"] = "servers stay up while the trainer works"
+    in_turn = placement == "colocated" and config.servers_here > 0 and not config.off_policy_steps
+    meanwhile = "servers free their memory while the trainer works" if in_turn else "servers stay up while the trainer works"
+    from_files = ("sleep" if in_turn else "reload", meanwhile)
+    values = {"placement": placement, "weight_sync": "memory"}
+    reasons = {"placement": why, "weight_sync": f"{meanwhile}, and need no files; never run on a GPU"}
+    if (needs_files := config.files_because) is not None:
+        values["weight_sync"], reasons["weight_sync"] = from_files[0], f"{meanwhile}; {needs_files}"
     if placement == "colocated":
         trainers = [usable[-1] if given is None else given]
     elif given is None:  # about half of them, rather more than fewer
@@ -166,13 +172,15 @@ def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> It
     for n in trainers:
         serving = count if placement == "colocated" else count - n
         on_each = f"one on each GPU that trains; {counted(count, 'GPU')} in all"
-        yield _Placed(values | {"nproc_per_node": n}, serving, reasons | {"nproc_per_node": on_each})
+        yield _Placed(values | {"nproc_per_node": n}, serving, reasons | {"nproc_per_node": on_each}, from_files)
 
 
 # What fits
 
 
-def _fitted(model: Mapping[str, Any], config: TrainConfig, placed: _Placed, memory: float, count: int) -> Choices:
+def _fitted(
+    model: Mapping[str, Any], config: TrainConfig, placed: _Placed, memory: float, count: int, host: float | None
+) -> Choices:
     """Choose the other settings for GPUs that are given out."""
     values: dict[str, Any] = {name: value for name, value in placed.values.items() if value_of(config, name) is None}
     reasons = {name: placed.reasons[name] for name in values}
@@ -209,6 +217,12 @@ def _fitted(model: Mapping[str, Any], config: TrainConfig, placed: _Placed, memo
         why = "what the trainer leaves" if together else "nobody else needs it meanwhile"
         add("server.gpu_memory_utilization", round(served / memory, 2), f"{gib(served)} of {gib(memory)}: {why}")
     made = _with(open_config, values)
+    held = 0.0 if host is None else sum(host_needs(model, made, _recipe(made)).values())
+    if host is not None and held > host and values.get("weight_sync") == "memory":
+        sync, meanwhile = placed.from_files
+        room = f"without files, {gib(held)} of the machine's {gib(host)} of memory would be needed"
+        values["weight_sync"], reasons["weight_sync"] = sync, f"{meanwhile}; {room}"
+        made = _with(open_config, values)
     problem = _problem(made, placed.serving, count, parallel * stages)
     if problem is not None:
         return Choices(made, reasons, memory=memory, problem=problem)

@@ -10,6 +10,7 @@ import psutil
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
+from ttrl.system.memory import memory_bytes
 
 _SECONDS = 0.05  # that a product is measured, as `ttrl.training.timing` does
 _ROUNDS = 8  # at least: other programs may be running too
@@ -32,6 +33,8 @@ class Machine:
     """"measured" or "data sheet"."""
     gpus: int = 1
     """GPUs of this kind that the machine has."""
+    host: float | None = None
+    """Bytes of the machine's own memory, where its GPUs are here."""
 
 
 # Dense bf16 FLOP/s, bytes of memory, bytes/s: the makers' data sheets. Nothing reaches the first number; see plans/seconds.py.
@@ -71,6 +74,11 @@ def gpus_here() -> list[float]:
     return [float(torch.cuda.get_device_properties(number).total_memory) for number in range(torch.cuda.device_count())]
 
 
+def host_here() -> float:
+    """Return the bytes of memory that this machine, or the container, has for its processes."""
+    return memory_bytes()[0]
+
+
 def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
     """Measure where the run will run, by its `device`; product: (width in, width out) of the model's largest matrix product.
 
@@ -87,9 +95,9 @@ def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
         near = next((sheet for name, sheet in GPUS.items() if name.replace("-", "") in short.replace("-", "")), None)
         gpus = gpus_here()
         if near:  # a run plans beside servers that are starting: what it took of a GPU itself, they would miss
-            return Machine(properties.name, True, min(gpus), near[0], near[2], "data sheet", len(gpus))
+            return Machine(properties.name, True, min(gpus), near[0], near[2], "data sheet", len(gpus), host_here())
         matmul = _matmul(product, "cuda", config.dtype, None)
-        return Machine(properties.name, True, min(gpus), matmul, matmul / 250, "measured", len(gpus))
+        return Machine(properties.name, True, min(gpus), matmul, matmul / 250, "measured", len(gpus), host_here())
     threads = config.num_threads or os.cpu_count() or 1
     matmul = _matmul(product, "cpu", config.dtype, threads)
     return Machine(f"{os.cpu_count()} CPU cores", False, float(psutil.virtual_memory().total), matmul, _CPU_BANDWIDTH, "measured")

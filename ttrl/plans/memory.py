@@ -17,6 +17,7 @@ from ttrl.server.cpu import cpu_batch, cpu_cache_bytes
 _GIB = 2**30
 _HEAP_GAPS = 0.2  # of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured
 _SERVER_IMPORTS = 1.35e9  # resident memory of vLLM's processes without model and cache, on CPU
+_GPU_PROGRAM = 3e9  # of the host's memory, for a process that computes on a GPU; assumed
 _GPU_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 _GPU_SEQUENCES = {True: 1024, False: 256}  # vLLM's default of max_num_seqs: with 70 GB and more, with less
 _CPU_SEQUENCES = 128  # the same on CPU
@@ -50,6 +51,10 @@ class PlannedMemory:
     """Bytes that other settings would save of the trainer's peak."""
     held_out: float = 0.0
     """Bytes of weights that servers take out of the machine's memory, where the trainer's processes write them together."""
+    host: Mapping[str, float] = field(default_factory=dict)
+    """On CUDA, what a run holds in the memory of the GPUs' host, by part."""
+    host_available: float | None = None
+    """Memory of that host, where it is this machine."""
 
     @property
     def peak(self) -> float:
@@ -80,11 +85,9 @@ def memory_of(
     if not machine.cuda:
         parts["heap's gaps"] = _HEAP_GAPS * sum(parts.values())
         parts["program"] = IMPORTS
-    held_out = 0.0
-    if with_server and config.hands_over:
-        held_out = server_memory(model, 0, dtype=config.dtype)["weights"]
-        if not machine.cuda:  # else in the memory of the GPUs' host
-            parts["held out to servers"] = held_out / config.processes_here
+    held_out = _held_out(model, config, machine.cuda) if with_server else 0.0
+    if held_out and not machine.cuda:  # else in the memory of the GPUs' host
+        parts["held out to servers"] = held_out / config.processes_here
     tokens, server_parts = _server(model, config, machine) if with_server else (0, {})
     length = max(1.0, work.prompt_mean + work.completion_mean)
     return PlannedMemory(
@@ -100,7 +103,40 @@ def memory_of(
         available=machine.memory,
         savings=savings(model, recipe, workload, device=device, ranks=ranks),
         held_out=held_out,
+        host=host_needs(model, config, recipe) if with_server and machine.cuda else {},
+        host_available=machine.host,
     )
+
+
+def host_needs(model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig) -> dict[str, float]:
+    """Return the bytes that a run holds in the memory of its GPUs' host, by part: what the trainer parks there, or has there for
+    good, and the weights that servers take out of it."""
+    ranks = max(1, config.processes // recipe.tensor_parallel)
+    on_gpu = dataclasses.replace(recipe, cpu_offload=False, optimizer_on_cpu=False)
+    held = training_memory(model, on_gpu, Workload(1), device="cuda", ranks=ranks).moments["optimizer"]
+    weights, moments = held["parameters"], held.get("optimizer state", 0.0)
+    if recipe.cpu_offload:
+        there = weights + moments + held.get("gradients", 0.0)
+    elif config.trainer == "resident" and config.resolved_trainer_memory("cuda") == "free":
+        there = weights + moments
+    else:
+        swaps = recipe.needs_reference and recipe.lora_rank is None
+        there = moments * recipe.optimizer_on_cpu + weights * swaps
+    serving = config.servers_here * int(argument(config, "tensor_parallel_size", 1))
+    parts = {
+        "trainer's weights and moments": there * config.processes_here,
+        "held out to servers": _held_out(model, config, True),
+    }
+    parts["programs"] = _GPU_PROGRAM * (config.processes_here + serving)
+    return {name: size for name, size in parts.items() if size}
+
+
+def _held_out(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float:
+    return server_memory(model, 0, dtype=_dtype(config, cuda))["weights"] if config.hands_over else 0.0
+
+
+def _dtype(config: TrainConfig, cuda: bool) -> str:
+    return config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if cuda else "fp32"
 
 
 def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:
@@ -143,7 +179,7 @@ def server_needs(model: Mapping[str, Any], config: TrainConfig, *, cuda: bool) -
     parallel = max(1, int(_number(config, "tensor_parallel_size", 1)))
     on_cpu = cpu_batch(model, config.server).get("max-num-batched-tokens", _CPU_STEP_TOKENS)
     step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if cuda else on_cpu))
-    dtype = config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if cuda else "fp32"
+    dtype = _dtype(config, cuda)
     parts = server_memory(model, 0, dtype=dtype, tensor_parallel=parallel, step_tokens=step_tokens)
     return parts, server_memory(model, 1, dtype=dtype, tensor_parallel=parallel)["cache"]
 

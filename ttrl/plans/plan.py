@@ -173,6 +173,10 @@ def _memory(plan: Plan) -> list[str]:
         lines += _row("in all", f"{gib(memory.peak)} ({both}) of {gib(memory.available)}")
     else:
         lines += _row("in all", f"{gib(memory.peak)} of {gib(memory.available)}")
+    if memory.host:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
+        there = "" if memory.host_available is None else f" of {gib(memory.host_available)}"
+        lines += _row("host", f"{gib(sum(memory.host.values()))}{there} of the machine's own memory ({parts})")
     disk = plan.disk
     each = f"checkpoint {gib(disk['checkpoint'])}, state {gib(disk['state'])} an iteration"
     if plan.with_server:

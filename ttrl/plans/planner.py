@@ -21,7 +21,7 @@ from ttrl.plans.choices import Choices, choose, value_of
 from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
 from ttrl.plans.lengths import Assumptions, IterationLengths, assumed_lengths, run_lengths, task_lengths
-from ttrl.plans.machine import Machine, gpu_named, gpus_here, this_machine
+from ttrl.plans.machine import Machine, gpu_named, gpus_here, host_here, this_machine
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
 from ttrl.plans.memory import argument, memory_of
 from ttrl.plans.plan import Plan
@@ -86,7 +86,8 @@ def make_plan(
     machine = gpu_named(gpu) if gpu is not None else None
     choices = Choices(config)
     if not recipe_only:  # `tune run` chooses nothing
-        choices = choose(model, config, gpus_here() if machine is None else _gpus(machine, config))
+        here = machine is None
+        choices = choose(model, config, gpus_here() if here else _gpus(machine, config), host=host_here() if here else None)
     config = choices.config.resolved(cuda=machine.cuda if machine is not None else _cuda())
     recipe = config.recipe_config({"dtype": config.dtype})
     if machine is None:

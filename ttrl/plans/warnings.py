@@ -58,6 +58,13 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
     # A server by itself takes as much of a GPU as it is told to, which is no estimate.
     elif (memory.peak if memory.together else memory.trainer * memory.beside[0]) > _NEARLY_FULL * memory.available:
         found.append(f"nearly full: {gib(memory.peak)} of the {gib(memory.available)} {where}; the estimate is good to about 10%")
+    if memory.host_available is not None and sum(memory.host.values()) > memory.host_available:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
+        found.append(
+            f"the machine's own memory is too small: {gib(sum(memory.host.values()))} of {gib(memory.host_available)} are needed "
+            f"({parts}), and what finds no room is read from files in each iteration; adapters (lora_rank) and optimizer: "
+            "adamw_8bit need less, placement: split parks nothing"
+        )
     if memory.server_parts and memory.server_parts.get("weights", 0.0) > memory.available:
         way = "use more GPUs (server: tensor_parallel_size)" if machine.cuda else "take a smaller model, or dtype: bf16"
         found.append(f"the server cannot even hold the weights; {way}")

@@ -88,18 +88,27 @@ class Residence:
         self._kept: tuple[Trained, dict[str, Any], Files | int] | None = None
         """What it is, of which settings, and of which files; of which iteration, where those were not written."""
         self._memory = WeightMemory(here)
+        self._is_parked = False
+        self.canary: dict[str, Any] | None = None
+        """Of what was held out last."""
 
-    def enter(self, config: GRPOConfig) -> Trained:
+    def enter(self, config: GRPOConfig, computes: bool = True) -> Trained:
         """Return what `config` starts from: from memory if it is the same there, else from its files. Raises ModelFolderError,
-        RunFolderError and ConfigError as loading does, RunFolderError also where it has to be in memory and is not."""
+        RunFolderError and ConfigError as loading does, RunFolderError also where it has to be in memory and is not.
+
+        computes: what is parked comes back to the device; else it stays where it is, as servers may have the device.
+        """
         kept, self._kept = self._kept, None
+        is_parked, self._is_parked = self._is_parked, False
         wanted = _inputs(config) if config.kept is None else config.kept
         same = kept is not None and kept[1] == _settings(config) and kept[2] == wanted
         if self._agreed(same):
             assert kept is not None
             trained = kept[0]
-            if config.free_memory:
+            if is_parked and computes:
                 unpark(trained, self._here.device)
+            else:
+                self._is_parked = is_parked
         elif config.kept is not None:
             raise RunFolderError(
                 f"this process does not hold what iteration {config.kept} left, and no file has it; the same command trains it "
@@ -128,19 +137,25 @@ class Residence:
         self.keep(written, trained)
 
     def hand_over(
-        self, config: GRPOConfig, policy: Policy, canary: dict[str, Any], compared: dict[str, Any] | None = None
+        self, config: GRPOConfig, trained: Trained, canary: dict[str, Any], compared: dict[str, Any] | None = None
     ) -> bool:
-        """Hold the policy out to servers, if `config` says so, before anything is written; return whether it is there.
+        """Hold the policy out to servers, if `config` says so, before anything is written; return whether it is there. Where they
+        share the device, they may have it then: all of this has left it, and is written from where it is parked.
 
         canary: what they must compute. compared: what train.jsonl will say of sampler and trainer, so that it is known by then.
         """
         if not config.hand_over:
             return False
         try:
-            facts = hand_over(self._memory, policy, config.model, config.checkpoint_dtype)
+            facts = hand_over(self._memory, trained.policy, config.model, config.checkpoint_dtype)
+            if config.free_memory:
+                self._park(trained)
         except StorageError as error:
+            self._memory.close()
             logger.warning("servers have to read files: %s", error)
             return False
+        self.canary = canary
+        self._here.barrier()  # the others have left it, too
         self._tell(facts | {"canary": canary, "compared": compared})
         return True
 
@@ -165,9 +180,13 @@ class Residence:
             )
 
     def _keep(self, config: GRPOConfig, trained: Trained, what: Files | int) -> None:
-        if config.free_memory:
-            park(trained)
+        if config.free_memory and not self._is_parked:
+            self._park(trained)
         self._kept = trained, _settings(config), what
+
+    def _park(self, trained: Trained) -> None:
+        park(trained)
+        self._is_parked = True
 
     def _agreed(self, mine: bool) -> bool:
         """Return the first rank's answer: a file on its way to another host looks different there."""
