@@ -1,20 +1,32 @@
 """Checkpoints that are written while the servers, which took the weights out of memory, sample from them: on fake parts."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 from support.world import version_of
 
-from ttrl.errors import ConfigError, DriftError, StorageError, TrainerDiedError
+from ttrl.errors import ConfigError, DriftError, RunFolderError, StorageError, TrainerDiedError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
+
+
+class HeldOut(int):
+    """Stands for weights in memory: the number of their policy."""
+
+    bits = ""
+
+    @property
+    def digests(self):
+        return {"embeddings": f"of {int(self)}", "head": f"of {int(self)}{self.bits}"}
 
 
 @pytest.fixture
 def beside(world):
     """The world's trainer hands over at once, and writes when it is waited for, if at all: `beside.fail[N]` is what happens then,
-    once; `beside.dies[N]`, when it is asked for an iteration; after `beside.lost[N]` looks it is gone. It holds what it
-    trained last, as the real one."""
+    once; `beside.dies[N]`, when it is asked for an iteration; after `beside.lost[N]` looks it is gone; `beside.bits[N]` changes
+    the bits of a tensor. It holds what it trained last, as the real one."""
 
     class HandsOver(world.trainer()):
         def __init__(self, *arguments):
@@ -50,7 +62,11 @@ def beside(world):
                 if self.lost[number] < 0:  # somebody noticed that it died
                     self.asked = self.holding = None
                     self.is_lost = bool(self.lost.pop(number))
-            return number if self.asked is not None and self.asked[0] == number else None
+            if self.asked is None or self.asked[0] != number:
+                return None
+            held_out = HeldOut(number)
+            held_out.bits = self.bits.get(number, "")
+            return held_out
 
         def wait_until_saved(self):
             if self.asked is None:
@@ -65,7 +81,7 @@ def beside(world):
 
         is_lost = False
 
-    HandsOver.fail, HandsOver.dies, HandsOver.lost = {}, {}, {}
+    HandsOver.fail, HandsOver.dies, HandsOver.lost, HandsOver.bits = {}, {}, {}, {}
     world.trainer_class = HandsOver
     return HandsOver
 
@@ -184,6 +200,57 @@ def test_killed_it_goes_back_to_the_last_that_was_written_and_samples_nothing_ag
     assert before == {path: path.read_bytes() for path in before}, "what finished phases wrote was touched"
     assert written(world) == [3, 6, 7]
     assert_finished(world, 7, 7 * 2 + 8 * 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "cause"),
+    [
+        ({}, "rows and settings are the same, so another processor"),
+        ({"num_threads": 2}, "since then, num_threads was 1 and is 2"),
+        ({"device": "cuda"}, None),
+    ],
+    ids=str,
+)
+def test_other_bits_than_servers_had_end_the_run(more, cause, world, beside, caplog):
+    """… until what changed is put back, or the records are given up. On a GPU it is said."""
+    beside.dies[6] = KeyboardInterrupt()
+    settings = {"weight_sync": "memory", "save_every": 3, "iterations": 7, "tasks": world.tasks(14)}
+    settings |= {name: value for name, value in more.items() if name == "device"}
+    with pytest.raises(KeyboardInterrupt):
+        world.train(**settings)
+    records = {n: world.run / f"iterations/{n:04d}/weights.json" for n in range(1, 6)}
+    before = {path: path.read_bytes() for path in records.values()}
+    beside.bits[5] = " another"
+    world.events.clear()
+    said = r"iteration 5 was trained again, and 1 of 2 tensors are not, bit for bit, those that .* such as head: "
+    if cause is None:
+        world.train(**settings)
+        assert re.search(said, caplog.text)
+        return
+    with pytest.raises(RunFolderError, match=f"{said}{cause}"):
+        world.train(**settings | more)
+    assert computed(world) == ["compute 4 from 3", "compute 5 from 4"] and "serve 5" not in world.events
+    assert before == {path: path.read_bytes() for path in before}
+    if not more:  # not as it was, and to go on all the same
+        records[5].unlink()
+    else:
+        beside.bits.clear()
+    world.train(**settings)
+    assert_finished(world, 7, 7 * 2 + 8 * 2)
+
+
+def test_what_was_not_finished_may_be_trained_with_other_settings(world, beside, monkeypatch):
+    beside.fail[2] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        world.train(weight_sync="memory")
+    beside.bits[2] = " another"
+    with pytest.raises(RunFolderError, match="iteration 2 was trained again"):
+        world.train(weight_sync="memory")
+    monkeypatch.setenv("TTRL_ALLOW_CHANGES", "training.lr")
+    world.train(weight_sync="memory", training={"lr": 0.5})
+    record = json.loads((world.run / "iterations/0002/weights.json").read_text())
+    assert record["of"]["lr"] == 0.5 and record["tensors"]["head"] == "of 2 another"
+    assert "weights.json" in RunFolder(world.run).iteration(2).files("train")
 
 
 def test_a_policy_that_was_lost_is_made_again_for_what_it_has_not_sampled(world, beside):

@@ -28,6 +28,7 @@ from ttrl.errors import ServerError, TrainerDiedError
 from ttrl.intervals import estimate_mean
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
+from ttrl.loop.bits import WEIGHTS_FILE, check_bits
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, groups_of, is_open
 from ttrl.loop.pack import pack
 from ttrl.loop.rollout_facts import sampled_reads
@@ -338,7 +339,7 @@ class Phases:
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
         self.timeline.add_training(began, trained, steps)
         facts = {"seconds": trained - began, "trained": True, "steps": steps}
-        files = ["train.jsonl", "trainer_logprobs.safetensors"]
+        files = ["train.jsonl", "trainer_logprobs.safetensors", WEIGHTS_FILE]
         if self.trainer.holding == number:
             facts["saved"] = False
         else:
@@ -402,6 +403,8 @@ class Phases:
         with contextlib.suppress(OSError):  # half a checkpoint is as large as a whole one, and of no use
             remove_leftovers(folder)
         self.trainer.train(number, recipe_config)
+        if recipe_config["packed"] and (handover := self.trainer.handover(number)) is not None:
+            check_bits(self.folder.iteration(number), handover.digests, recipe_config, self.config.processes)
 
     def check_trainer(self) -> None:
         """Notice a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises

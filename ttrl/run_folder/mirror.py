@@ -34,7 +34,7 @@ from ttrl.system.object_store import redact
 logger = logging.getLogger(__name__)
 
 _OF_PHASES = {"rollouts.jsonl", "unfinished.jsonl", "packed.safetensors", "train.jsonl", "validation.jsonl"}
-_OF_PHASES |= {"trainer_logprobs.safetensors"}
+_OF_PHASES |= {"trainer_logprobs.safetensors", "weights.json"}
 _NOT_MIRRORED = LOCK_FILES | {"rollouts.partial.jsonl"} | _OF_PHASES
 _PRUNED = ("checkpoint", "state")
 MIRRORED_SUFFIXES = {".yaml", ".json", ".jsonl", ".html", ".log"}

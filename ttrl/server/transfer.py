@@ -11,6 +11,7 @@ memory, element by element, and together the workers hash what lies there, for t
 hashed before they wrote it. Then the canary.
 """
 
+import hashlib
 import os
 import time
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ class Handover:
     def places(self) -> list[tuple[str, list[int], list[int]]]:
         """Return the parts without their digests, which nobody is told who is to compute them."""
         return [(name, starts, lengths) for name, starts, lengths, _ in self.parts]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each tensor, of all its parts: the same for the same numbers, divided in the same way."""
+        parts: dict[str, list[str]] = {}
+        for name, starts, lengths, sha in self.parts:
+            parts.setdefault(name, []).append(f"{starts} {lengths} {sha}")
+        return {name: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest() for name, found in parts.items()}
 
     def problems(self, read: dict[str, str]) -> list[str]:
         """Return what is wrong with the digests of what the workers read, by the name and number of the part."""
