@@ -5,7 +5,8 @@
 A policy of a published shape is built of fake tensors (`torch._subclasses.FakeTensorMode`) and takes the gradient of two
 microbatches by the recipe's own modules, checkpointing, autograd and head; storages are counted while they live. PyTorch without
 CUDA refuses such tensors on "cuda": they are on "cpu", where fake ones go no way that is for CPUs. Not the recipe's: attention is
-PyTorch's flash attention, which keeps the tensors that FlexAttention keeps; every position is trained; chunks are given.
+PyTorch's flash attention, which keeps the tensors that FlexAttention keeps; the head's kernels, which allocate what Triton's do;
+every position is trained; chunks are given.
 
     GB          the highest sum of live storages of a GPU in forward and backward pass, and the estimate of that
     ratio       estimated / counted
@@ -34,7 +35,7 @@ from transformers import AutoConfig
 from ttrl.configs import GRPOConfig
 from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.costs.memory import Workload, training_memory
-from ttrl.training.kernels import head_blocks
+from ttrl.training.kernels import head_blocks, logprobs
 from ttrl.training.kernels.head_blocks import HeadWeights
 from ttrl.training.models import blocks
 from ttrl.training.models.decoder import build_decoder
@@ -94,6 +95,17 @@ class AllTrained(Policy):
             return self._head(h_BTD.flatten(0, 1), labels_BT.flatten(), HeadOptions(token_loss=lambda logprobs, _: -logprobs))
 
 
+class Kernels:
+    """What `ttrl.training.kernels.fused_head` allocates."""
+
+    @staticmethod
+    def measure(raw_nV: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(len(raw_nV)) for _ in range(3))
+
+    @staticmethod
+    def gradient(*_: Any) -> None: ...
+
+
 @contextlib.contextmanager
 def without_numbers() -> Iterator[None]:
     """Replace what asks fake tensors for numbers."""
@@ -103,13 +115,11 @@ def without_numbers() -> Iterator[None]:
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         return out
 
-    def mine(_: HeadWeights, labels_n: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.arange(len(labels_n)), labels_n
-
     with (
         mock.patch.object(blocks, "attend", attend),
-        mock.patch.object(HeadWeights, "mine", mine),
-        mock.patch.object(head_blocks, "_CACHED_ELEMENTS", 2**62),  # blocks of rows are for a CPU's cache
+        mock.patch.object(head_blocks, "fused_kernels", lambda _: Kernels),
+        mock.patch.object(logprobs, "fused_kernels", lambda _: Kernels),
+        mock.patch.object(HeadWeights, "logits", lambda _, h_nD, buffer: buffer[: len(h_nD)]),  # CPUs have no such product
         mock.patch.object(Tensor, "item", lambda _: 1.0),
     ):
         yield

@@ -250,7 +250,7 @@ class _Training:
     def _prepass(self) -> Parts:
         parts = self._held(moments=self.workload.continued) | self._working_copies(1) | self._reference_parts()
         parts["activations"] = self.tokens * layer_bytes(self.decoder, self.how).kept / 2
-        parts["head"] = self._chunk() + self.merged_head
+        parts["head"] = self._chunk(gradient=False) + self.merged_head
         swapped = self.needs_reference and not self.lora  # adapters are switched off instead
         aside = self.parameters if swapped and not self.cuda else 0.0
         return parts | {"own weights": aside, "mapped files": self.mapped if swapped else 0.0}
@@ -336,15 +336,15 @@ class _Training:
             kept -= (2 * self.decoder.shape.width + self.decoder.shape.feed_forward_width) * size
         return kept
 
-    def _chunk(self) -> float:
-        """Return the bytes of a chunk's logits and of what is made of them."""
+    def _chunk(self, gradient: bool = True) -> float:
+        """Return the bytes of a chunk's logits and of what is made of them, with or without their gradient."""
         positions = head_chunk(self.settings, self.trained, "cuda" if self.cuda else "cpu")
         logits = positions * self.decoder.shape.vocabulary
         each = float(self.how.bytes)
-        if self.cuda:  # on the CPU, what is made of them stays in the cache
-            each += 2 * _FP32
-        if self.full_divergence:
-            each += self.how.bytes + (_FP32 if self.cuda else 0)
+        if self.full_divergence:  # with those of the reference; on CUDA PyTorch's operations make three copies in fp32
+            each += self.how.bytes + (3 * _FP32 if self.cuda else 0)
+        elif self.cuda and self.how.bf16:  # Triton's kernels: logits in fp32, their gradient in bf16
+            each = _FP32 + _BF16 * gradient
         return logits / self.settings.tensor_parallel * each
 
     def _reference_parts(self) -> Parts:
