@@ -231,3 +231,33 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     assert "held-out" not in (out := capsys.readouterr().out) and "of the 5 tasks that it was trained on" in out
     with pytest.raises(UserError, match="--overfit is 0, and there are 4096 tasks"):
         run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")
+
+
+def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 samples of up to 256 tokens, 1 or 0, minus the mean of the group, no KL, no clipping of the ratio."""
+    seen: list[object] = []
+
+    def run_arms(arguments: object, config: TrainConfig, tasks: list[object], *others: object, **more: object) -> str:
+        seen.extend((arguments, config, tasks, more))
+        return ""
+
+    gsm8k(tmp_path)
+    monkeypatch.setattr("ttrl.cli.arms.run_arms", run_arms)
+    arguments = ["--check", "--run", str(tmp_path / "run"), "--model", "tiny", "--data", str(tmp_path)]
+    run("rl_vs_sft", monkeypatch, *arguments)
+    _, config, tasks, more = seen
+    assert (config.samples_per_task, config.max_tokens, config.advantages) == (16, 256, "mean")
+    recipe = config.recipe_config({"packed": "p", "output_dir": "o"})
+    assert (recipe.objective, recipe.kl_coefficient, recipe.updates_per_iteration) == ("reinforce", 0.0, 1)
+    assert (more["start"].metric, more["start"].stop_at) == ("format", 0.95)
+
+    def choice(content: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(message=types.SimpleNamespace(content=content))
+
+    right = tasks[0].grader.reference()
+    assert [tasks[0].grader(choice(text))[0] for text in (right, right + "1", "####")] == [1.0, 0.0, 0.0]
+    monkeypatch.undo()
+    run("rl_vs_sft", monkeypatch, *arguments)
+    assert "held out; the settings are right" in capsys.readouterr().out and not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from ttrl import sft_recipe
@@ -142,3 +143,46 @@ def test_losses_that_are_not_finite_stop_the_run(model, tmp_path, monkeypatch):
     with pytest.raises(DivergedError, match=r"step 2: .*losses are not finite; the first is in microbatch 0"):
         train(model, tmp_path, max_skipped_steps=1)
     assert not (tmp_path / "checkpoint").exists()
+
+
+def trained(model, tmp_path, name, **settings):
+    """The lines and weights of a run on six conversations of different lengths, in batches of four."""
+    (tmp_path / name).mkdir()
+    lines = [json.dumps(conversation(f"{n}?", str(n) * (3 * n + 1))) for n in range(6)]
+    values = {"batch_size": 4, "seq_len": 40, "device": "cpu", "lr": 1e-2, **settings}
+    sft_recipe.train(config(model, tmp_path / name, lines, **values), Ranks(0, 1, torch.device("cpu")))
+    return read_jsonl(tmp_path / name / "train.jsonl"), load_file(tmp_path / name / "checkpoint" / "model.safetensors")
+
+
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.999])
+def test_flops_end_a_run_at_the_nearest_step(share, model, tmp_path):
+    costs = [row["flops"] for row in trained(model, tmp_path, "whole", steps=7)[0]]
+    assert len(set(costs)) > 1
+    budget = share * sum(costs)
+    nearest = min(range(8), key=lambda steps: abs(sum(costs[:steps]) - budget))
+    rows, _ = trained(model, tmp_path, "budget", steps=None, flops=budget)
+    assert [row["flops"] for row in rows] == costs[:nearest]
+    assert all(row["flops_by_part"]["training"] == row["flops"] for row in rows)
+
+
+def test_a_run_in_pieces_is_the_same_as_a_whole_one(model, tmp_path):
+    """Optimizer, order of the conversations, schedule: all go on."""
+    common = {"lr_schedule": "linear", "total_steps": 5, "seed": 3}
+    rows, weights = trained(model, tmp_path, "whole", steps=5, **common)
+    first, half = trained(model, tmp_path, "first", steps=2, save_state=True, **common)
+    state = {"state": str(tmp_path / "first" / "state")}
+    second, pieces = trained(tmp_path / "first" / "checkpoint", tmp_path, "second", steps=3, **state, **common)
+    assert [row["global_step"] for row in first + second] == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in first + second] == [row["loss"] for row in rows]
+    assert all(torch.equal(weights[name], pieces[name]) for name in weights)
+    assert not all(torch.equal(weights[name], half[name]) for name in weights)
+    assert not (tmp_path / "second" / "state").exists()
+
+
+def test_an_end_must_be_given_and_be_within_reach(model, tmp_path):
+    lines = [json.dumps(conversation("a?", "A"))]
+    for settings in ({"steps": None}, {"flops": 1e9}):
+        with pytest.raises(ConfigError, match="give one of them: it says when to end"):
+            config(model, tmp_path, lines, **settings)
+    with pytest.raises(ConfigError, match=r"less than half of one step of 64 conversations .*lower batch_size"):
+        sft_recipe.train(config(model, tmp_path, lines, steps=None, flops=1.0), Ranks(0, 1, torch.device("cpu")))

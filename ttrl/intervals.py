@@ -25,6 +25,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 _MOST_TERMS = 4000
 """Degrees of freedom up to which Student's t is summed exactly; above, three terms of its expansion are exact to 1e-12."""
@@ -154,6 +155,11 @@ class Difference:
     better: int
     """Tasks on which the second does better."""
     worse: int
+
+    @property
+    def verdict(self) -> Literal["better", "worse", "no difference"]:
+        """Return what the interval says of the second; "no difference" where it holds 0: none was seen, there may be one."""
+        return "better" if self.low > 0 else "worse" if self.high < 0 else "no difference"
 
 
 def paired_difference(

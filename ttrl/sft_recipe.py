@@ -1,17 +1,20 @@
 """Supervised training on conversations, for warm starts: `tune run [torchrun options] ttrl/sft_recipe --config FILE`.
 
-    data.jsonl ({"messages": [...], "tools": [...]} a line) + model  →  output_dir/checkpoint, output_dir/train.jsonl
+    data.jsonl ({"messages": [...], "tools": [...]} a line) + model [+ state]
+        →  output_dir/checkpoint, [output_dir/state,] output_dir/train.jsonl
 
 The same rows, policy, head and checkpoints as `ttrl.grpo_recipe`; the loss is the mean -log π over the trained tokens of a step,
 which are what the assistant wrote in all its turns, end-of-turn tokens included. Where a chat template rewrites earlier turns
 once the conversation continues, those are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat.templates).
-The settings: `ttrl.configs.SFTConfig`.
+It ends after a number of steps, or where it has taken a number of FLOPs. With its state saved, a run in pieces is the same as a
+whole one, bit for bit. The settings: `ttrl.configs.SFTConfig`.
 
 Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run on a GPU yet.
 """
 
 import dataclasses
 import functools
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +29,7 @@ from transformers import AutoTokenizer
 
 from ttrl.configs import SFTConfig
 from ttrl.data.chat.templates import tokenize_chat_turns
-from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError, TokenizationError
 from ttrl.records import TokenizedResult
 from ttrl.system.files import read_jsonl
@@ -51,16 +54,15 @@ def train(config: SFTConfig, here: Ranks) -> None:
     examples, pad_id = read_examples(config)
     with memory_advice(config, config.seq_len):
         policy = load_policy(config, here)
-        stepper, watch = Stepper(policy, config, here), Stopwatch(here.device)
-        progress, profiler = TrainProgress(config.steps, here), Profiler(config.output_dir, config.profile_steps, here)
-        log = TrainLog(config, policy, here, watch)
+        stepper, watch = Stepper(policy, config, here, config.state), Stopwatch(here.device)
+        profiler = Profiler(config.output_dir, config.profile_steps, here)
+        log, progress = TrainLog(config, policy, here, watch), None
 
-        for number, batch in zip(range(config.steps), batches(examples, config), strict=False):
-            with profiler.step(f"optimizer step {number + 1}"):
+        for packed, total in packs(examples, pad_id, config, policy, watch, done=stepper.global_step):
+            progress = progress or TrainProgress(total, here)
+            with profiler.step(f"optimizer step {stepper.global_step + 1}"):
                 with watch.part("data"):
-                    packed = packed_tensors_from_tokenized_results(batch, seq_len=config.seq_len, pad_id=pad_id)
-                    check_pack(packed, policy)
-                    (update,) = updates(packed, 1, (config.seed, number), here, policy.decoder.config)
+                    (update,) = updates(packed, 1, (config.seed, stepper.global_step), here, policy.decoder.config)
                 stepper.begin()
                 sums, first_bad = accumulate_gradients(policy, update, config, here, watch)
                 with watch.part("optimizer"):
@@ -68,12 +70,38 @@ def train(config: SFTConfig, here: Ranks) -> None:
             progress.advance()
             tokens = {name: int(sums[name]) for name in TOKENS}
             row = {"global_step": stepper.global_step, "loss": sums["loss"] / update.normaliser}
+            row |= {"flops_by_part": {"training": sums["flops"], "recomputation": sums["recomputation"]}}
             log.line(row | {"entropy": sums["entropy"] / sums["trained_tokens"]} | tokens | taken, sums["flops"])
         profiler.close()
         with watch.part("checkpoint"):
             folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype
             save_checkpoint(folder, policy, config.model, here, checkpoint_dtype=dtype, config=config)
+            if config.save_state:
+                stepper.save(Path(config.output_dir, "state"))
         log.close()
+
+
+def packs(
+    examples: list[TokenizedResult], pad_id: int, config: SFTConfig, policy: Policy, watch: Stopwatch, done: int = 0
+) -> Iterator[tuple[PackedTensors, int]]:
+    """Yield the rows of each step after the first `done`, until `steps` or `flops` are used up, and how many there will be
+    (with `flops`, about). Raises ConfigError where `flops` is not enough for a step."""
+    spent = 0.0
+    for number, batch in enumerate(itertools.islice(batches(examples, config), done, None)):
+        if number == config.steps:
+            return
+        with watch.part("data"):
+            packed = packed_tensors_from_tokenized_results(batch, seq_len=config.seq_len, pad_id=pad_id)
+            check_pack(packed, policy)
+            cost = work_counts(packed, policy.decoder.config, config)["flops"]
+        if config.flops is not None and spent + cost / 2 > config.flops:
+            if not number:
+                what = f"less than half of one step of {config.batch_size} conversations ({cost:.3g})"
+                advice = "lower batch_size, or allow more"
+                raise ConfigError("sft_recipe config", [f"flops is {config.flops:.3g}, {what}; {advice}"])
+            return
+        yield packed, config.steps or max(1, round((config.flops or 0.0) / cost))
+        spent += cost
 
 
 def accumulate_gradients(

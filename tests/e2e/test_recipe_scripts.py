@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ttrl.system.files import read_jsonl
+from ttrl.cli.arms import HeldOut, supervised_run
+from ttrl.system.files import read_jsonl, write_jsonl
+from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
+from ttrl.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,3 +23,16 @@ def test_tiny(tmp_path):
     assert "held-out words spelled: " in done.stdout
     assert (tmp_path / "run" / "iterations" / "0001" / "checkpoint" / "config.json").exists()
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["train"]["steps"] == 1
+
+
+def test_a_supervised_run_trains_and_asks(tmp_path):
+    """A piece of an arm of recipes/rl_vs_sft.py: `tune run`, and a server for the model before and after."""
+    data = tmp_path / "data.jsonl"
+    write_jsonl(data, sort_letters_examples(64))
+    model = make_tiny_model(tmp_path / "model", layers=1, width=64, heads=2)
+    settings = {"model": str(model), "data": str(data), "seed": 0, "batch_size": 8, "seq_len": 64}
+    asked = HeldOut(get_sort_letters_tasks("validation", 8), "reward", {"max_tokens": 9, "temperature": 0.0})
+    checkpoint = supervised_run(tmp_path / "sft", settings, asked, by="flops", marks=[3e8])
+    start, end = read_jsonl(tmp_path / "sft" / "metrics.jsonl")
+    assert abs(end["train"]["flops"] - 3e8) <= end["train"]["flops"] / end["train"]["steps"]
+    assert start["validation_samples"] == end["validation_samples"] == 8 and (checkpoint / "config.json").exists()

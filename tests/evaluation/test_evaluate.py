@@ -12,9 +12,10 @@ import pytest
 
 from ttrl import Task, cli, compare, evaluate
 from ttrl.errors import ConfigError, ServerError, UserError
+from ttrl.evaluation.comparison import compare_seeds
 from ttrl.evaluation.evaluate import EvalConfig, _digest, checked_sets
 from ttrl.evaluation.families import FAMILIES, TaskSpec
-from ttrl.intervals import wilson
+from ttrl.intervals import difference_over_seeds, wilson
 
 
 class _Counter(BaseHTTPRequestHandler):
@@ -176,6 +177,21 @@ def test_comparisons_pair_what_was_asked_in_the_same_words(address: str, tmp_pat
     assert comparison.models[1] == f"careless at {address}"
     with pytest.raises(UserError, match="confidence is 95"):
         compare(*paths, confidence=95)
+
+
+def test_seeds_of_two_ways_to_train_are_compared_on_each_set(address: str, tmp_path: Path) -> None:
+    """Against `difference_over_seeds` of the scores in plain lists."""
+    words = ["banana", "plum", "pear", "fig", "apple", "cherry"]
+    names = {"a0": "careful", "a1": "careless", "b0": "careless", "b1": "careless"}
+    for name, model in names.items():
+        some = words if name != "b1" else words[:-1]
+        evaluate(address, {"x": [asked(word) for word in some]}, output=tmp_path / name, name=model, pbar=False)
+    (found,) = compare_seeds([tmp_path / "a0", tmp_path / "a1"], [tmp_path / "b0", tmp_path / "b1"])
+    scores = {"careful": [[1.0]] * 5, "careless": [[float("a" not in word)] for word in words[:-1]]}
+    first, second = [scores["careful"], scores["careless"]], [scores["careless"]] * 2
+    assert found.difference == difference_over_seeds(first, second) and found.difference.method == "t over tasks and seeds"
+    assert (found.first, found.second) == (pytest.approx(0.7), pytest.approx(0.4))
+    assert (found.num_shared, found.num_others, found.row()[:2]) == (5, 1, ["x", "5"])
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:

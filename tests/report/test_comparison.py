@@ -9,7 +9,8 @@ import yaml
 from ttrl import cli
 from ttrl.errors import UserError
 from ttrl.intervals import difference_over_seeds, paired_difference
-from ttrl.report.comparison import compare_runs
+from ttrl.report.comparison import compare_runs, spent
+from ttrl.run_folder.reader import read_run
 
 TASKS = 40
 
@@ -121,3 +122,48 @@ def test_one_seed_is_compared_over_tasks_alone():
     assert two.method == paired_difference([one * 2 for one in first], second).method
     same = difference_over_seeds([first, first], [first, first])
     assert same.mean == 0 == same.low == same.high and same.p_value == 1
+
+
+def test_named_arms_are_compared_seed_by_seed(tmp_path):
+    """Within 1%, of those that spent more too; seeds that took different FLOPs do not hold each other back."""
+    folders, arms = [], []
+    for seed, flops in ((0, 1e12), (1, 1.3e12)):
+        folders += [make_run(tmp_path / f"a{seed}", seed=seed, flops=flops, training={"lr": 1e-4})]
+        folders += [
+            make_run(tmp_path / f"b{seed}", seed=seed, flops=1.006 * flops, skill=0.7, training={"lr": 1e-3, "data": "x"})
+        ]
+        arms += ["one", "two"]
+    found = compare_runs(folders, by="flops", arms=arms)
+    assert [arm.name for arm in found.arms] == ["one", "two"]
+    assert [point.iteration for arm in found.arms for point in arm.points] == [4, 4, 4, 4]
+    assert found.reached == 5e12 and found.apart == pytest.approx(0.006 / 1.006)
+    assert dict(found.settings()) == {"training.lr": ["0.0001", "0.001"]}
+    assert "seed by seed" in found.table() and "0.60% apart" in found.table()
+    unmatched = make_run(tmp_path / "b2", seed=0, flops=1.02e12, skill=0.7)
+    found = compare_runs([folders[0], unmatched], by="flops", arms=["one", "two"])
+    assert [arm.points[0].iteration for arm in found.arms] == [4, 3] and found.apart > 0.18
+
+
+def test_what_held_out_samples_take_is_no_cost_of_training(tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["flops"] |= {"validation": 3e11, "recomputation": 1e11 * bool(row["iteration"])}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = spent(read_run(run))["flops"]
+    assert found == pytest.approx([0.7e12, 1.3e12, 1.9e12, 2.5e12, 3.1e12])
+
+
+@pytest.mark.parametrize(
+    ("skill", "verdict"),
+    [(0.8, "new is better than old: held-out exact +"), (0.5, "no difference seen between old and new"), (0.2, "old is better")],
+)
+def test_the_verdict_is_one_of_three(skill, verdict, tmp_path):
+    folders = [make_run(tmp_path / f"old{seed}", seed=seed, gain=0) for seed in range(4)]
+    folders += [make_run(tmp_path / f"new{seed}", seed=seed + 9, gain=0, skill=skill, objective="gspo") for seed in range(4)]
+    found = compare_runs(folders, arms=["old"] * 4 + ["new"] * 4)
+    (said,) = found.verdicts()
+    assert said.startswith(verdict) and "p = " in said and "95%: " in said and said in found.table()
+    d = found.arms[1].difference
+    assert (d.low <= 0 <= d.high) == ("no difference" in said) == ("is ruled out" in said)
+    assert said in found.write_html(tmp_path / "page.html").read_text()

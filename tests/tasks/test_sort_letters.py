@@ -148,3 +148,11 @@ def test_examples():
 def test_refusals(args, kwargs, words):
     with pytest.raises(TaskError, match=words):
         get_sort_letters_tasks(*args, **kwargs)
+
+
+def test_without_partial_credit_only_exact_answers_earn():
+    (task,) = get_sort_letters_tasks("validation", 1, partial_credit=0)
+    right = task.grader.reference()
+    assert [task.grader(reply(text))[0] for text in (right, right[:-1], "x")] == [1.0, 0.0, 0.0]
+    with pytest.raises(TaskError, match="partial_credit is 2"):
+        get_sort_letters_tasks("train", 1, partial_credit=2)

@@ -13,7 +13,7 @@ import inspect
 import json
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,11 @@ def script_arguments(
     model: str | None = None,
     data: str | None = None,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
+    options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> argparse.Namespace:
     """Read the command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model ("" where
     the recipe makes one of its own); with `data`, also data ("" for data that has no default); with `presets`, settings of an
-    experiment by its name, over which single ones given with --set prevail.
+    experiment by its name, over which single ones given with --set prevail; `options` adds more.
 
     `run` of what it returns is absolute; where the recipe has a model that is not its own, it has `tiny`.
     """
@@ -86,6 +87,8 @@ def script_arguments(
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
     parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
     parser.add_argument("--plan", action="store_true", help="say what the run will take, by a short run; see docs/plan.md")
+    if options is not None:
+        options(parser)
     arguments = parser.parse_args()
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
     arguments.set = [f"{name}={json.dumps(value)}" for name, value in chosen.items()] + arguments.set

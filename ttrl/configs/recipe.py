@@ -352,8 +352,16 @@ class SFTConfig(TrainingConfig):
 
     data: str
     """JSON lines, {"messages": [...], "tools": [...]}; "tools" may be missing. All turns of the assistant are trained."""
-    steps: int
-    """Optimizer steps."""
+    steps: int | None = None
+    """Optimizer steps; None where `flops` says when to end."""
+    flops: float | None = None
+    """Instead of `steps`: ends where the FLOPs of all forward and backward passes, as train.jsonl counts them (`flops`), are
+    nearest to this, which is within half a step. What is computed a second time does not count."""
+    state: str | None = None
+    """Folder of the optimizer state to continue from, with the conversations that follow those of its steps; None starts
+    afresh."""
+    save_state: bool = False
+    """Write output_dir/state as well, from which another run may continue."""
     batch_size: int = 64
     """Conversations in one optimizer step, over all ranks."""
     seq_len: int = 512
@@ -361,4 +369,7 @@ class SFTConfig(TrainingConfig):
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
-        return super().problems() + self.at_least(1, "steps", "batch_size", "seq_len")
+        found = super().problems() + self.at_least(1, "steps", "batch_size", "seq_len") + self.above_zero("flops")
+        if (self.steps is None) == (self.flops is None):
+            found.append(f"steps is {self.steps} and flops is {self.flops}; give one of them: it says when to end")
+        return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrl.errors import UserError
 from ttrl.evaluation.results import aligned, read_result
-from ttrl.intervals import Difference, paired_difference
+from ttrl.intervals import Difference, difference_over_seeds
 from ttrl.text import flat, percent
 
 Key = tuple[str, str, int]
@@ -34,6 +34,15 @@ class SetComparison:
     num_ungraded: int
     """Tasks that both were asked, of which all samples of one failed."""
 
+    def row(self) -> list[str]:
+        """Return a line of a table: name, tasks, score, both means, difference, interval, p, tasks with better and worse."""
+        row = [self.name, str(self.num_shared), self.score]
+        row += ["" if value is None else f"{value:.3f}" for value in (self.first, self.second)]
+        if (d := self.difference) is None:
+            return [*row, "", "", "", ""]
+        p_value = f"{d.p_value:.2g}" if d.p_value >= 1e-12 else "<1e-12"  # below, t's distribution is rounding alone
+        return [*row, f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", p_value, f"{d.better}/{d.worse}"]
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -55,15 +64,7 @@ class Comparison:
         rows = [
             ["tasks", "n", "score", "first", "second", "difference", f"{percent(self.confidence)} interval", "p", "better/worse"]
         ]
-        for one in self.sets:
-            row = [one.name, str(one.num_shared), one.score]
-            row += ["" if value is None else f"{value:.3f}" for value in (one.first, one.second)]
-            if (d := one.difference) is None:
-                rows.append([*row, "", "", "", ""])
-            else:
-                interval = f"{d.low:+.3f} to {d.high:+.3f}"
-                p_value = f"{d.p_value:.2g}" if d.p_value >= 1e-12 else "<1e-12"  # below, t's distribution is rounding alone
-                rows.append([*row, f"{d.mean:+.3f}", interval, p_value, f"{d.better}/{d.worse}"])
+        rows += [one.row() for one in self.sets]
         lines = [f"first:  {self.models[0]}", f"second: {self.models[1]}", *aligned(rows)]
         left_out = "tasks were asked of one alone, or in other words, and are left out"
         ungraded = "tasks have no grade in one of them, and are left out: the difference says nothing of them"
@@ -101,7 +102,7 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str], *, co
     return Comparison(
         models=(_asked(contents[0]), _asked(contents[1])),
         confidence=confidence,
-        sets=[_compared(name, one[name], other[partner], confidence) for name, partner in partners.items()],
+        sets=[_compared(name, [one[name]], [other[partner]], confidence) for name, partner in partners.items()],
         left_out=sorted([*(one.keys() - partners.keys()), *(other.keys() - set(partners.values()))]),
         settings_that_differ=sorted(key for key in keys if settings[0].get(key) != settings[1].get(key)),
         incomplete=[which for which, content in zip(("first", "second"), contents) if not content.get("complete", True)],
@@ -132,21 +133,36 @@ def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str
     return theirs[0] if len(mine) == len(theirs) == 1 else None
 
 
-def _compared(name: str, one: Mapping[str, Any], other: Mapping[str, Any], confidence: float) -> SetComparison:
-    first, second = _by_key(one["tasks"]), _by_key(other["tasks"])
-    keys = [key for key in first if key in second]
-    pairs = [(first[key], second[key]) for key in keys]
-    graded = [(a, b) for a, b in pairs if a and b]
-    means = [statistics.fmean(map(statistics.fmean, side)) for side in zip(*graded)]
+def compare_seeds(
+    first: Sequence[str | os.PathLike[str]], second: Sequence[str | os.PathLike[str]], *, confidence: float = 0.95
+) -> list[SetComparison]:
+    """Compare the JSON of evaluations of two ways to train, of several seeds each, on the sets that all of them have: second
+    minus first, for other tasks and other seeds. Raises UserError for files that are not evaluations."""
+    sides = [[read_result(path)["sets"] for path in side] for side in (first, second)]
+    names = [name for name in sides[0][0] if all(name in sets for side in sides for sets in side)]
+    return [_compared(name, [one[name] for one in sides[0]], [one[name] for one in sides[1]], confidence) for name in names]
+
+
+def _compared(
+    name: str, one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], confidence: float
+) -> SetComparison:
+    """Compare a set in the evaluations of one or several seeds."""
+    firsts, seconds = ([_by_key(result["tasks"]) for result in side] for side in (one, other))
+    runs = [*firsts, *seconds]
+    keys = [key for key in runs[0] if all(key in run for run in runs)]
+    graded = [key for key in keys if all(run[key] for run in runs)]
+    sides = (firsts, seconds)
+    means = [statistics.fmean(statistics.fmean(run[key]) for run in side for key in graded) for side in sides if graded]
+    first, second = ([[run[key] for key in keys] for run in side] for side in sides)
     return SetComparison(
         name=name,
-        score=str(one["score"]),
+        score=str(one[0]["score"]),
         first=means[0] if means else None,
         second=means[1] if means else None,
-        difference=paired_difference([a for a, _ in pairs], [b for _, b in pairs], confidence),
+        difference=difference_over_seeds(first, second, confidence),
         num_shared=len(graded),
-        num_others=len(first.keys() | second.keys()) - len(keys),
-        num_ungraded=len(pairs) - len(graded),
+        num_others=len(set().union(*runs)) - len(keys),
+        num_ungraded=len(keys) - len(graded),
     )
 
 

@@ -2,7 +2,8 @@
 
 Runs whose settings differ in the seed alone are one arm. All arms are looked at where the shortest run ended, counted in
 iterations, FLOPs, tokens or seconds, each at its newest validation up to there; the first arm is what the others are compared
-with, task by task.
+with, task by task. Arms may also be named by who made them (`recipes/rl_vs_sft.py`): they are looked at seed by seed then, where
+the shortest run of that seed ended, within 1%.
 
 The interval of a difference holds for other tasks of the kind, and where both arms have two seeds or more for other seeds as well
 (`ttrl.intervals.difference_over_seeds`); with one seed, two runs of the same settings may well differ by more.
@@ -13,7 +14,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +31,11 @@ from ttrl.text import compact, duration, si_spaced
 
 By = Literal["iteration", "flops", "tokens", "seconds"]
 BY: tuple[By, ...] = ("iteration", "flops", "tokens", "seconds")
-UNITS = {"iteration": "iteration", "flops": "FLOP", "tokens": "tokens sampled", "seconds": "seconds"}
+UNITS = {"iteration": "iteration", "flops": "FLOP", "tokens": "answer tokens", "seconds": "seconds"}
 _OURS = frozenset({"run", "seed", "cache", "loggers", "mirror", "joined_key_file", "sample_files", "requests_log"})
 """Settings that make no other arm."""
+_TOLERANCE = 0.01
+"""By how much a run of a named arm may have spent more than the other arms' runs of its seed."""
 
 Scores = dict[str, list[float]]
 """By task, of its samples."""
@@ -78,6 +81,10 @@ class RunComparison:
     num_tasks: int
     """Held-out tasks that all runs were asked."""
     notes: list[str]
+    apart: float | None = None
+    """Where arms were named: by how much those that are compared of a seed differ in `by`, at most, as a share."""
+    sets: list[list[str]] = field(default_factory=list)
+    """A table of further held-out sets, its heading first (`ttrl.cli.arms`)."""
 
     def rows(self) -> list[list[str]]:
         """Return the table, its heading first."""
@@ -116,18 +123,42 @@ class RunComparison:
         """Say where the arms are compared."""
         how_many = duration(self.reached) if self.by == "seconds" else f"{si_spaced(self.reached)}{UNITS[self.by]}"
         where = f"iteration {self.reached:g}" if self.by == "iteration" else how_many
-        return f"compared at {where}, as far as all runs went, on {self.num_tasks} held-out tasks that all were asked"
+        if self.apart is None:
+            return f"compared at {where}, as far as all runs went, on {self.num_tasks} held-out tasks that all were asked"
+        return (
+            f"compared seed by seed at {where} or more, as far as all arms went, at most {100 * self.apart:.2f}% apart, on "
+            f"{self.num_tasks} held-out tasks that all were asked"
+        )
+
+    def verdicts(self) -> list[str]:
+        """Say of each further arm whether it is better than the first, worse, or no difference is seen, and how sure that is."""
+        first, sure = self.arms[0].name, f"{self.confidence * 100:g}%"
+        found = []
+        for arm in self.arms[1:]:
+            if (d := arm.difference) is None:
+                continue
+            figures = f"held-out {self.metric} {d.mean:+.3f} ({sure}: {d.low:+.3f} to {d.high:+.3f}; p = {d.p_value:.2g})"
+            if d.verdict == "no difference":
+                most = max(abs(d.low), abs(d.high))
+                figures += f"; more than {most:.3f} either way is ruled out"
+                found.append(f"no difference seen between {first} and {arm.name}: {figures}")
+            else:
+                better, other = (arm.name, first) if d.verdict == "better" else (first, arm.name)
+                found.append(f"{better} is better than {other}: {figures}, {arm.name} less {first}")
+        return found
 
     def table(self) -> str:
         """Write all of it for a terminal."""
         differ = [["differs", *(arm.name for arm in self.arms)], *([name, *values] for name, values in self.settings())]
-        blocks = [[self.matched()], _aligned(self.rows()), _aligned(differ) if len(differ) > 1 else [], self.notes]
+        blocks = [[self.matched()], _aligned(self.rows()), self.verdicts(), _aligned(self.sets) if self.sets else []]
+        blocks += [_aligned(differ) if len(differ) > 1 else [], self.notes]
         return "\n".join("\n".join(block) for block in blocks if block)
 
     def write_html(self, path: Path) -> Path:
         """Write a page with curves. Raises StorageError."""
         html = template("comparison.html").render(
-            css=css(), matched=self.matched(), rows=self.rows(), settings=self.settings(), notes=self.notes,
+            css=css(), matched=self.matched(), rows=self.rows(), settings=self.settings(), notes=self.notes, sets=self.sets,
+            verdicts=self.verdicts(),
             arms=[arm.name for arm in self.arms], figures=list(filter(None, map(self._figure, BY))),
         )  # fmt: skip
         write_text(path, visible(html))
@@ -139,7 +170,7 @@ class RunComparison:
         for place, arm in enumerate(self.arms):
             for point in arm.points:
                 metric = held_out_metric(point.run)
-                ends = zip(_spent(point.run)[by], [] if metric is None else point.run.column(metric.path), strict=False)
+                ends = zip(spent(point.run)[by], [] if metric is None else point.run.column(metric.path), strict=False)
                 lines.append((arm.name, place % 6 + 1, [(x, y) for x, y in ends if x is not None and y is not None]))
         xs = sorted({x for _, _, line in lines for x, _ in line})
         series = [Series(name, [dict(line).get(x) for x in xs], color) for name, color, line in lines]
@@ -149,9 +180,14 @@ class RunComparison:
         return None if chart is None else Figure(title, "A colour is an arm, a line a seed.", chart, keys)
 
 
-def compare_runs(folders: Sequence[Path], *, by: By = "iteration", confidence: float = 0.95) -> RunComparison:
-    """Compare runs, those that are still under way too. Raises RunFolderError for other folders, UserError where there is nothing
-    to compare: fewer than two runs, other held-out tasks or metrics, no figures for `by`."""
+def compare_runs(
+    folders: Sequence[Path], *, by: By = "iteration", confidence: float = 0.95, arms: Sequence[str] | None = None
+) -> RunComparison:
+    """Compare runs, those that are still under way too. arms: the name of each run's arm, of which the k-th runs have one seed;
+    None: runs whose settings differ in the seed alone are an arm.
+
+    Raises RunFolderError for other folders, UserError where there is nothing to compare: fewer than two runs, other held-out
+    tasks or metrics, no figures for `by`."""
     if len(folders) < 2:
         raise UserError("one run alone cannot be compared; name two or more")
     if not 0.5 <= confidence <= 0.9999:
@@ -163,39 +199,65 @@ def compare_runs(folders: Sequence[Path], *, by: By = "iteration", confidence: f
         listed = ", ".join(f"{folder}: {'none' if one is None else one.path}" for folder, one in metrics.items())
         raise UserError(f"the runs have no held-out metric in common ({listed}); give them the same validation_metric")
     name = str(names.pop())
-    reach = [max((x for x in _spent(run)[by] if x is not None), default=None) for run in runs]
+    reach = [max((x for x in spent(run)[by] if x is not None), default=None) for run in runs]
     if missing := [str(folder) for folder, most in zip(folders, reach, strict=True) if most is None]:
         raise UserError(f"{', '.join(missing)}: no {by} recorded; compare by another of {', '.join(BY)}")
-    reached = min(most for most in reach if most is not None)
-    points = [_point(run, by, reached, name) for run in runs]
+    limits = [most for most in reach if most is not None]
+    if arms is None:
+        points = [_point(run, by, min(limits), name) for run in runs]
+        seeds = [0] * len(runs)
+    else:
+        seeds = [list(arms[:place]).count(arm) for place, arm in enumerate(arms)]
+        limits = [min(most for most, other in zip(limits, seeds, strict=True) if other == seed) for seed in seeds]
+        points = [_point(run, by, limit * (1 + _TOLERANCE), name) for run, limit in zip(runs, limits, strict=True)]
     shared = set.intersection(*(set(point.scores) for point in points))
     if not shared:
         raise UserError("the runs share no held-out task; give them the same validation tasks")
-    groups: dict[str, list[Point]] = defaultdict(list)
     configs = [_config(point.run) for point in points]
     differing = sorted(
         {key for one, two in itertools.pairwise(configs) for key in one.keys() | two.keys() if _other(key, one, two)}
     )
-    for point, config in zip(points, configs, strict=True):
-        groups[json.dumps({key: config.get(key) for key in differing}, default=str)].append(point)
-    first = [_of(point, shared) for point in next(iter(groups.values()))]
-    arms = []
-    for place, (key, members) in enumerate(groups.items()):
+    if arms is not None:  # what was made in different ways has few settings in common
+        differing = [key for key in differing if all(key in config for config in configs)]
+    settings = [json.dumps({key: config.get(key) for key in differing}, default=str) for config in configs]
+    groups: dict[str, list[int]] = defaultdict(list)
+    for place, arm in enumerate(settings if arms is None else arms):
+        groups[arm].append(place)
+    first = [_of(points[place], shared) for place in next(iter(groups.values()))]
+    compared = []
+    for arm, places in groups.items():
+        members = [points[place] for place in places]
         scores = [_of(point, shared) for point in members]
         by_task = [[value for run in scores for value in run[task]] for task in range(len(shared))]
         mean = estimate_mean(by_task, confidence)
-        arms.append(
+        compared.append(
             Arm(
-                name=", ".join(point.run.folder.absolute().name for point in members),
+                name=arm if arms is not None else ", ".join(point.run.folder.absolute().name for point in members),
                 points=members,
-                settings=json.loads(key),
+                settings=json.loads(settings[places[0]]),
                 mean=mean.mean,
                 interval=None if mean.low is None or mean.high is None else (mean.low, mean.high),
-                difference=difference_over_seeds(first, scores, confidence) if place else None,
+                difference=difference_over_seeds(first, scores, confidence) if compared else None,
             )
         )
-    notes = _notes(arms, points, len(shared))
-    return RunComparison(by, reached, name.replace("validation_reward", "reward"), confidence, arms, len(shared), notes)
+    return RunComparison(
+        by=by,
+        reached=min(limits),
+        metric=name.replace("validation_reward", "reward"),
+        confidence=confidence,
+        arms=compared,
+        num_tasks=len(shared),
+        notes=_notes(compared, points, len(shared)),
+        apart=None if arms is None else _apart(points, seeds, by),
+    )
+
+
+def _apart(points: Sequence[Point], seeds: Sequence[int], by: By) -> float:
+    """Return by how much the runs of a seed differ in what they spent, at most, as a share of the largest."""
+    by_seed: dict[int, list[float]] = defaultdict(list)
+    for point, seed in zip(points, seeds, strict=True):
+        by_seed[seed].append(point.spent[by] or 0.0)
+    return max(1 - min(each) / max(each) if max(each) else 0.0 for each in by_seed.values())
 
 
 def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[str]:
@@ -212,9 +274,9 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
 
 
 def _point(run: RunData, by: By, reached: float, name: str) -> Point:
-    spent = _spent(run)
+    known_spent = spent(run)
     there = set(run.numbers_with("validation.jsonl"))
-    known = [k for k, x in enumerate(spent[by]) if x is not None and x <= reached and run.iterations[k] in there]
+    known = [k for k, x in enumerate(known_spent[by]) if x is not None and x <= reached and run.iterations[k] in there]
     if not known:
         raise UserError(f"{run.folder}: nothing was validated up to {compact(reached)} {UNITS[by]}")
     place = known[-1]
@@ -224,21 +286,23 @@ def _point(run: RunData, by: By, reached: float, name: str) -> Point:
         value = row.get("reward") if name == "validation_reward" else (row.get("metrics") or {}).get(name)
         if value is not None and row.get("reward") is not None:
             scores[json.dumps([row["task_id"], row["messages"]], sort_keys=True)].append(float(value))
-    figures = {one: column[place] for one, column in spent.items()}
+    figures = {one: column[place] for one, column in known_spent.items()}
     return Point(run, iteration, figures, number(run.rows[place], "reward"), dict(scores))
 
 
-def _spent(run: RunData) -> dict[str, list[float | None]]:
-    """Return what each row's run had spent by then."""
+def spent(run: RunData) -> dict[str, list[float | None]]:
+    """Return what each row's run had spent by then: "flops" on sampling and training, without what held-out samples took and the
+    backward pass computed a second time, which depend on how a run is watched and computed."""
 
-    def running(path: str) -> list[float | None]:
+    def running(path: str) -> list[float]:
         return list(itertools.accumulate(value or 0.0 for value in run.column(path)))
 
+    each = zip(run.column("flops.cumulated"), running("flops.validation"), running("flops.recomputation"), strict=True)
     return {
         "iteration": [float(one) for one in run.iterations],
-        "flops": run.column("flops.cumulated"),
-        "tokens": running("completion_tokens"),
-        "seconds": running("seconds.total"),
+        "flops": [None if total is None else total - held_out - again for total, held_out, again in each],
+        "tokens": [*running("completion_tokens")],
+        "seconds": [*running("seconds.total")],
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-from ttrl.tasks.datasets import check_count, check_name
+from ttrl.tasks.datasets import check_count, check_name, check_share
 from ttrl.tasks.task import Choice, Task, question, solved
 from ttrl.tasks.words import in_validation, pick
 
@@ -24,13 +24,14 @@ def sort_letters(word: str) -> str:
 
 @dataclass(frozen=True)
 class SortLettersGrader:
-    """1.0 for exactly the sorted letters (spaces around them and thinking before them are forgiven), else half the share of right
-    places.
+    """1.0 for exactly the sorted letters (spaces around them and thinking before them are forgiven), else partial_credit · share
+    of right places.
 
     The share is of the longer of answer and expected answer, so that neither a short nor a long answer pays.
     """
 
     expected: str
+    partial_credit: float = 0.5
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 0 or 1})."""
@@ -38,7 +39,7 @@ class SortLettersGrader:
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
         right = sum(given == wanted for given, wanted in zip(answer, self.expected))  # the shorter one ends it
-        return 0.5 * right / max(len(answer), len(self.expected)), {"exact": 0.0}
+        return self.partial_credit * right / max(len(answer), len(self.expected)), {"exact": 0.0}
 
     def reference(self) -> str:
         return self.expected
@@ -53,22 +54,28 @@ def get_sort_letters_tasks(
     max_length: int = 8,
     length_exponent: float = 0.0,
     distinct: bool = True,
+    partial_credit: float = 0.5,
 ) -> list[Task]:
     """Return `n` tasks of random lower-case letters; `distinct`: no letter twice in a word, which is much easier to learn.
 
     train: lengths from min_length to max_length, with probabilities in proportion to length ** length_exponent; the seed decides.
     validation: max_length letters each, the same for every seed, no two alike; more of them begin with the same ones.
+    partial_credit: of the reward, for a share of right places; 0 rewards exact answers alone.
 
     Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there are.
     """
     check_name("split", split, ("train", "validation"), "sort_letters")
+    check_share("partial_credit", partial_credit)
     _check(n, min_length, max_length, distinct)
     if split == "train":
         rng = random.Random(f"sort letters, train, {seed}")
         words = _train_words(rng, n, min_length, max_length, length_exponent, distinct)
     else:
         words = _validation_words(n, max_length, distinct)
-    return [Task(question(f"sort: {word}"), SortLettersGrader(sort_letters(word)), id=f"sort-letters/{word}") for word in words]
+    return [
+        Task(question(f"sort: {word}"), SortLettersGrader(sort_letters(word), partial_credit), id=f"sort-letters/{word}")
+        for word in words
+    ]
 
 
 def sort_letters_examples(

@@ -1,0 +1,214 @@
+"""Arms at equal FLOPs: what SFT is trained on, what is asked when, how it goes on, and the report.
+
+Supervised training is the recipe's own, in this process. RL is a run folder made up here, whose FLOPs are therefore known;
+held-out tasks are answered by a server that sorts all words that have no a.
+"""
+
+import json
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ttrl import TrainConfig, evaluate, sft_recipe
+from ttrl.cli import arms
+from ttrl.cli.arms import HeldOut, Supervised, run_arms, supervised_run
+from ttrl.configs import SFTConfig
+from ttrl.errors import ConfigError, RunFolderError, UserError
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import read_jsonl
+from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
+from ttrl.tiny_model import make_tiny_model
+from ttrl.training.parallel.distributed import Ranks
+
+TASKS = get_sort_letters_tasks("train", 64, partial_credit=0)
+HELD_OUT = get_sort_letters_tasks("validation", 12, partial_credit=0)
+EXAMPLES = sort_letters_examples(64)
+EACH = {"prefill": 1e7, "decode": 3e7, "training": 6e7, "recomputation": 9e7, "validation": 4e6}  # 1e8 count
+
+
+class _Sorter(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self._send({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        word = body["messages"][-1]["content"].removeprefix("sort: ")
+        message = {"role": "assistant", "content": word if "a" in word else "".join(sorted(word))}
+        choices = [{"index": 0, "finish_reason": "stop", "message": message}]
+        usage = {"prompt_tokens": 9, "completion_tokens": 9, "total_tokens": 18}
+        self._send({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage})
+
+    def _send(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments):
+        """Not to the terminal."""
+
+
+@pytest.fixture(scope="module")
+def address():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Sorter)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("arms") / "model", layers=1, width=32, heads=1)
+
+
+@pytest.fixture
+def world(address, monkeypatch):
+    """What was trained and asked, in order."""
+    done = []
+
+    def tune_here(config, path, *, recipe, pbar_desc):
+        done.append(("train", Path(config["output_dir"]).parent.parent.name, config.get("steps"), config.get("flops")))
+        config = SFTConfig.parse(yaml.safe_load(yaml.safe_dump(config)), "test")
+        sft_recipe.train(config, Ranks(0, 1, torch.device("cpu")))
+
+    def ask_there(model, tasks, *, dtype=None, max_model_len=None, server_args=None, **settings):
+        done.append(("ask", Path(model).name, *tasks))
+        return evaluate(address, tasks, **settings)
+
+    def train(config, *, tasks, validation_tasks):
+        folder = RunFolder(config.run)
+        done.append(("RL", folder.path.name))
+        folder.path.mkdir(parents=True, exist_ok=True)
+        (folder.path / "config.yaml").write_text(yaml.safe_dump(config.resolved(False).to_dict()))
+        rows, total = [], 0.0
+        for number in range(config.iterations + 1):
+            path = folder.iteration(number).path / "validation.jsonl"
+            settings = {"samples_file": path, "pbar": False, "max_tokens": 9}
+            exact = evaluate(address, {"x": validation_tasks}, **settings)["x"].accuracy.mean
+            facts = {
+                "seconds": 1.0,
+                "stats": {"mean_reward": exact, "metrics": {"exact": exact}, "num_graded": 12, "num_failed": 0},
+            }
+            folder.iteration(number).mark("validate", [path.name], facts | {"sampling": "greedy", "intervals": {}})
+            parts = EACH if number else {"validation": EACH["validation"]}
+            total += sum(parts.values())
+            row = {"iteration": number, "validation": {"exact": exact}, "validation_reward": exact, "seconds": {"total": 1.0}}
+            rows.append(row | {"flops": parts | {"total": sum(parts.values()), "cumulated": total}})
+        (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return types.SimpleNamespace(checkpoint=Path(config.model))
+
+    for name, replacement in (("tune", tune_here), ("evaluate", ask_there), ("train", train)):
+        monkeypatch.setattr(arms, name, replacement)
+    return done
+
+
+def settings(model, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(one) + "\n" for one in EXAMPLES))
+    return {"model": str(model), "seed": 0, "data": str(data), "lr": 1e-3, "batch_size": 4, "seq_len": 64, "device": "cpu"}
+
+
+def given(tmp_path, **others):
+    plain = {
+        "seed": 0,
+        "seeds": 2,
+        "points": 2,
+        "sets": None,
+        "sets_n": None,
+        "arm": [],
+        "set": [],
+        "check": False,
+        "plan": False,
+    }
+    return types.SimpleNamespace(run=tmp_path / "run", overfit=None, model="", **{**plain, **others})
+
+
+def run(arguments, model):
+    config = TrainConfig(
+        run=str(arguments.run), model=str(model), iterations=2, tasks_per_iteration=4, samples_per_task=16, max_tokens=9,
+        advantages="mean", validation_metric="exact", training={"objective": "reinforce", "lr": 1e-6, "rows_per_microbatch": 3},
+    )  # fmt: skip
+    own = {"batch_size": 2, "seq_len": 64}
+    start = Supervised(EXAMPLES, own, marks=[2, 3, 5], stop_at=0.2)
+    sets = {"long": get_sort_letters_tasks("validation", 6, max_length=9, partial_credit=0)}
+    return run_arms(arguments, config, TASKS, HELD_OUT, start=start, sft=Supervised(EXAMPLES, {**own, "lr": 1e-3}), sets=sets)
+
+
+def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
+    said = run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model)
+    folder = RunFolder(tmp_path / "run" / "SFT-1")
+    steps = [folder.iteration(number).marker("train")["steps"] for number in (1, 2)]
+    half = max(step["flops"] for part in steps for step in part) / 2
+    first, second = (sum(step["flops"] for step in part) for part in steps)
+    assert abs(first - 1e8) <= half and abs(first + second - 2e8) <= half < 4e6  # after iterations 1 and 2
+    assert [step["global_step"] for part in steps for step in part] == list(range(1, len(steps[0]) + len(steps[1]) + 1))
+    config = folder.config()
+    assert config["training"]["lr"] == 1e-3 and config["training"]["rows_per_microbatch"] == 3 and config["seed"] == 1
+    assert (folder.path / "iterations/0000/validation.jsonl").read_text() == (
+        tmp_path / "run/RL-1/iterations/0000/validation.jsonl"
+    ).read_text()
+    assert not (folder.path / "iterations/0001/checkpoint").exists() and folder.checkpoint(2).exists()
+    assert "no difference seen between RL and SFT" in said and "no difference seen between RL and more" in said
+    assert "long" in said and str(tmp_path / "run" / "compare.html") in said
+    assert (tmp_path / "run" / "compare.html").read_text().count("<svg") == 4
+    # Every answer without an a is right from the beginning: the start is not trained, and every arm is as good.
+    assert [one for one in world if one[1] == "start"] == [] and world[0] == ("ask", "model", "held-out")
+    before = len(world)
+    assert run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model) == said
+    assert [one[0] for one in world[before:]] == ["RL"] * 4  # whose finished runs say so themselves
+
+
+def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, tmp_path):
+    own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
+    right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
+    assert 0.2 < right < 1
+    checkpoint = supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 3], stop_at=right + 0.01)
+    assert checkpoint == tmp_path / "all/iterations/0002/checkpoint" and (checkpoint / "config.json").exists()
+    assert [one for one in world if one[0] == "train"] == [("train", "all", 2, None), ("train", "all", 1, None)]
+    rows = read_jsonl(tmp_path / "all" / "metrics.jsonl")
+    assert [row["train"]["global_step"] for row in rows[1:]] == [2, 3] and {row["validation"]["exact"] for row in rows} == {right}
+    assert supervised_run(tmp_path / "none", own, asked, by="steps", marks=[2], stop_at=right) == model
+    with pytest.raises(RunFolderError, match="marks"):
+        supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 4])
+    with pytest.raises(UserError, match="no metric 'format'; they have reward, exact"):
+        supervised_run(tmp_path / "other", own, HeldOut(HELD_OUT, "format", {"max_tokens": 9}), by="steps", marks=[2])
+
+
+def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
+    """After a piece was trained but not asked, and in the middle of a piece: to the same weights."""
+    own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
+    whole = supervised_run(tmp_path / "whole", own, asked, by="steps", marks=[2, 4])
+    supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2])
+    (tmp_path / "killed" / "config.yaml").unlink()
+    folder = RunFolder(tmp_path / "killed")
+    (folder.path / "metrics.jsonl").write_text((folder.path / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+    (folder.iteration(1).path / "done/validate.json").unlink()
+    (folder.iteration(2).path).mkdir()
+    (folder.iteration(2).path / "train.jsonl").write_text("{}\n")
+    world.clear()
+    last = supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2, 4])
+    assert [one[0] for one in world] == ["ask", "train", "ask"]
+    assert (last / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
+    for others, error, said in (
+        ({"arm": [["RL", "lr=1"]]}, UserError, "--arm RL: give another name"),
+        ({"arm": [["a/b"]]}, UserError, "--arm a/b: give another name"),
+        ({"arm": [["x", "learning_rte=1"]]}, ConfigError, "--arm x: 'learning_rte' is a setting neither"),
+        ({"set": ["max_tokens=0"]}, ConfigError, "max_tokens is 0"),
+        ({"seeds": 0}, UserError, "--seeds and --points must be at least 1"),
+    ):
+        with pytest.raises(error, match=said):
+            run(given(tmp_path, **others), model)
+    assert not world and not (tmp_path / "run").exists()

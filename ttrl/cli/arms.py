@@ -1,0 +1,327 @@
+"""Arms from one checkpoint at equal FLOPs: reinforcement learning, further supervised training, and others that are named.
+
+    RUN/start/          supervised training until the held-out tasks are answered well enough, from which all arms start
+    RUN/RL-0/           a run, for each seed
+    RUN/SFT-0/          supervised training, on as many FLOPs as RL-0 took
+    RUN/NAME-0/         a further arm: the run with other settings
+    RUN/compare.html    the report (`ttrl.report.comparison`), written again after each seed
+
+Each of them is a run folder, so the same call goes on wherever it was interrupted. An iteration of a supervised run is a piece of
+it, at whose end the held-out tasks are asked. The pieces of SFT end where the FLOPs of its steps, B·3f each (B: tokens of a
+step, f: FLOPs of a token's forward pass), are nearest to what RL had spent after some of its iterations, on reading prompts,
+writing answers, passes before its updates, and forward and backward passes: N = ΣF / (B·3f) steps in all, within half a step.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ttrl.cli.recipe_script import run_recipe
+from ttrl.cli.settings import with_settings
+from ttrl.configs import SFTConfig
+from ttrl.configs.run import TrainConfig
+from ttrl.errors import UserError
+from ttrl.evaluation.comparison import compare_seeds
+from ttrl.evaluation.evaluate import EvalConfig, checked_sets, evaluate
+from ttrl.evaluation.results import read_result
+from ttrl.launch.tune import SFT_RECIPE, tune
+from ttrl.loop.checks import checked
+from ttrl.loop.start import train
+from ttrl.report.comparison import RunComparison, compare_runs, spent
+from ttrl.run_folder.folder import IterationFolder, RunFolder
+from ttrl.run_folder.metrics import metrics_row
+from ttrl.run_folder.reader import held_out_text, number, read_mapping, read_run
+from ttrl.system.console import Console, clock
+from ttrl.system.files import append_jsonl, read_jsonl, write_jsonl
+from ttrl.system.processes import reap_leftovers
+from ttrl.tasks.task import Task
+from ttrl.text import counted, percent, si_spaced
+
+RL, SFT = "RL", "SFT"
+_NOT_SHARED = frozenset({"lr", "lr_schedule", "warmup_steps", "total_steps"})
+"""Settings of RL that say nothing of SFT."""
+
+Sets = str | Mapping[str, Sequence[Task]]
+"""Held-out sets as `evaluate` takes them: families as text, or tasks by name."""
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Supervised training."""
+
+    examples: Sequence[Mapping[str, Any]]
+    """{"messages": …}, with the answers."""
+    settings: Mapping[str, Any]
+    """Of SFTConfig: learning rate, conversations in a step, …"""
+    marks: Sequence[int] = ()
+    """Of the start: steps after which the held-out tasks are asked, the last of which ends it."""
+    metric: str = "exact"
+    stop_at: float | None = None
+    """Of the start: what ends it earlier, such as a share of 0.95 of answers in the asked format (metric "format")."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Tasks that each policy is asked, and how: further settings of `evaluate`."""
+
+    tasks: Sequence[Task]
+    metric: str
+    how: Mapping[str, Any]
+
+
+def arm_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `run_arms`."""
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from --seed on (5)")
+    parser.add_argument("--points", type=int, default=2, help="how often SFT is asked the held-out tasks (2)")
+    families = 'held-out sets that are asked at the end, as in `ttrl eval --tasks` ("": none)'
+    parser.add_argument("--sets", metavar="LIST", help=families)
+    parser.add_argument("--sets-n", type=int, metavar="N", help="at most so many tasks of each set")
+    further = "a further arm: RL with other settings; may be repeated"
+    parser.add_argument("--arm", nargs="+", action="append", default=[], metavar=("NAME", "SETTING=VALUE"), help=further)
+
+
+def run_arms(
+    arguments: argparse.Namespace,
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    held_out: Sequence[Task],
+    *,
+    start: Supervised,
+    sft: Supervised,
+    sets: Sets,
+) -> str:
+    """Train all arms with all seeds and compare them; return the comparison. With --check, only check; with --plan, say what RL
+    takes, and SFT with it.
+
+    config: RL's; `model` is what the start is trained from. Raises what `train`, `tune` and `evaluate` raise.
+    """
+    config, problems = with_settings(config, arguments.set)
+    named = {RL: config}
+    for name, *changes in arguments.arm:
+        if name in (RL, SFT, "start") or name in named or not name.replace("-", "").replace("_", "").isalnum():
+            raise UserError(f"--arm {name}: give another name, of letters, digits and dashes; {RL} and {SFT} are there")
+        named[name], found = with_settings(config, changes)
+        problems += [f"--arm {name}: {problem}" for problem in found if problem not in problems]
+    if arguments.seeds < 1 or arguments.points < 1 or arguments.overfit is not None:
+        raise UserError("--seeds and --points must be at least 1, and --overfit leaves no held-out tasks to compare arms on")
+    config = dataclasses.replace(config, run=str(Path(arguments.run, f"{RL}-{arguments.seed}")))
+    checked(config, tasks, held_out, model=False, problems=problems)
+    if arguments.check or arguments.plan:
+        said = run_recipe(arguments, config, tasks, held_out, "")
+        return said + (_sft_plan(Path(config.run)) if arguments.plan else "")
+    sets = sets if arguments.sets is None else arguments.sets
+    if sets:
+        checked_sets(EvalConfig(model=config.model, tasks=sets, n=arguments.sets_n, pbar=False))
+    with Console().interruptible(f"the same command continues {arguments.run}"):
+        return _run_arms(arguments, named, tasks, held_out, start, sft, sets)
+
+
+def _run_arms(
+    arguments: argparse.Namespace,
+    named: Mapping[str, TrainConfig],
+    tasks: Sequence[Task],
+    held_out: Sequence[Task],
+    start: Supervised,
+    sft: Supervised,
+    sets: Sets,
+) -> str:
+    run, config = Path(arguments.run), named[RL]
+    asked = HeldOut(held_out, config.validation_metric, _how(config, config.dtype))
+    model = _start(run / "start", config, start, dataclasses.replace(asked, metric=start.metric))
+    sampled = {"n": arguments.sets_n, "max_tokens": config.max_tokens}
+    _ask_sets(model, sets, sampled, run / "start" / "sets.json")
+    write_jsonl(run / "examples.jsonl", [dict(one) for one in sft.examples])
+    folders: list[tuple[str, Path]] = []
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+        for name, settings in named.items():
+            folder = run / f"{name}-{seed}"
+            own = dataclasses.replace(settings, run=str(folder), seed=seed, model=str(model))
+            result = train(own, tasks=tasks, validation_tasks=held_out)
+            _ask_sets(result.checkpoint, sets, sampled, folder / "sets.json")
+            folders.append((name, folder))
+            if name == RL:
+                folders.append((SFT, run / f"{SFT}-{seed}"))
+                checkpoint = _same_flops(folder, folders[-1][1], run / "examples.jsonl", sft, asked, arguments.points)
+                _ask_sets(checkpoint, sets, sampled, folders[-1][1] / "sets.json")
+        compared = _compared(folders, sets)
+        page = compared.write_html(run / "compare.html")
+    return f"{compared.table()}\n{page}"
+
+
+def _how(config: TrainConfig, dtype: str) -> dict[str, Any]:
+    """Return how a run asks its held-out tasks, as settings of `evaluate`."""
+    return {
+        "samples_per_task": config.validation_samples,
+        "temperature": config.resolved_validation_temperature,
+        "max_tokens": config.max_tokens,
+        "params": config.sampling,
+        "dtype": None if dtype == "auto" else dtype,
+        "max_model_len": config.context,
+        "server_args": {name: value for name, value in config.server.items() if name != "max_model_len"},
+    }
+
+
+def _start(run: Path, config: TrainConfig, start: Supervised, asked: HeldOut) -> Path:
+    """Train the model that all arms start from, unless it is good enough as it is; return its folder."""
+    from ttrl.loop.train import local_model  # loads PyTorch
+
+    write_jsonl(run / "examples.jsonl", [dict(one) for one in start.examples])
+    own = {"model": str(local_model(config.model)), "data": str(run / "examples.jsonl"), "seed": config.seed}
+    return supervised_run(run, own | dict(start.settings), asked, by="steps", marks=start.marks, stop_at=start.stop_at)
+
+
+def _same_flops(rl: Path, run: Path, data: Path, sft: Supervised, asked: HeldOut, points: int) -> Path:
+    """Train on as many FLOPs as the run `rl` took, from the model that it started from; return the checkpoint."""
+    config = read_mapping(rl / "config.yaml")
+    shared = {field.name for field in dataclasses.fields(SFTConfig)} - _NOT_SHARED
+    settings = {name: value for name, value in config["training"].items() if name in shared}
+    settings |= {name: config[name] for name in ("model", "seed", "device", "dtype", "num_threads")}
+    settings["context"] = (config.get("server") or {}).get("max_model_len")
+    flops = spent(read_run(rl))["flops"]
+    chosen = sorted({round((len(flops) - 1) * point / points) for point in range(1, points + 1)} - {0})
+    return supervised_run(
+        run,
+        settings | {"data": str(data)} | dict(sft.settings),
+        dataclasses.replace(asked, how={**asked.how, "dtype": config["dtype"]}),
+        by="flops",
+        marks=[value for place in chosen if (value := flops[place]) is not None],
+        before=RunFolder(rl).iteration(0),
+    )
+
+
+def supervised_run(
+    run: Path,
+    settings: Mapping[str, Any],
+    asked: HeldOut,
+    *,
+    by: Literal["steps", "flops"],
+    marks: Sequence[float],
+    stop_at: float | None = None,
+    before: IterationFolder | None = None,
+) -> Path:
+    """Train up to each mark, counted from the start, and ask the held-out tasks there and before; end where their metric reaches
+    `stop_at`. The same call goes on where it was interrupted. Returns the folder of the last model.
+
+    settings: of SFTConfig. before: another run's iteration, whose answers of the model that training starts from are taken over.
+    """
+    folder = RunFolder(run)
+    with folder.locked():
+        reap_leftovers(folder.path)
+        folder.clean()
+        own = {"run": str(run), "seed": settings["seed"], "model": settings["model"], "validation_metric": asked.metric}
+        training = {name: value for name, value in settings.items() if name not in own}
+        folder.remember_config(own | {"by": by, "marks": list(marks), "training": training})
+        rows = {row["iteration"]: row for row in folder.metrics()}
+        path = "validation_reward" if asked.metric == "reward" else f"validation.{asked.metric}"
+        checkpoint = Path(settings["model"])
+        for place, mark in enumerate([0, *marks]):
+            if place not in rows:
+                if place:
+                    left = mark - sum(number(row, f"train.{by}") or 0.0 for row in rows.values())
+                    _train_on(folder, place, {**settings, by: round(left) if by == "steps" else left})
+                rows[place] = _finish(folder, place, checkpoint, asked, before, rows.get(place - 1))
+            checkpoint = folder.checkpoint(place) if place else checkpoint
+            row = rows[place]
+            if (value := number(row, path)) is None:
+                known = ", ".join(["reward", *row["validation"]])
+                raise UserError(f"{run}: the held-out tasks have no metric {asked.metric!r}; they have {known}")
+            steps = counted(int(number(row, "train.global_step") or 0), "supervised step")
+            Console().line(f"{folder.path.name}: after {steps}, held-out {asked.metric} {held_out_text(row, asked.metric)}")
+            if stop_at is not None and value >= stop_at:
+                break
+    return checkpoint
+
+
+def _train_on(folder: RunFolder, place: int, settings: Mapping[str, Any]) -> None:
+    """Train the next piece, from model and state of the one before."""
+    iteration, state = folder.iteration(place), folder.state(place - 1)
+    if iteration.marker("train") is not None:
+        return
+    config = {**settings, "output_dir": str(iteration.path), "save_state": True}
+    if state is not None:
+        config |= {"model": str(folder.checkpoint(place - 1)), "state": str(state)}
+    began = clock()
+    tune(config, iteration.path / "sft.yaml", recipe=SFT_RECIPE, pbar_desc=f"{folder.path.name}: supervised training, {place}")
+    facts = {"seconds": clock() - began, "trained": True, "steps": read_jsonl(iteration.path / "train.jsonl")}
+    iteration.mark("train", ["train.jsonl", "checkpoint", "state"], facts)
+
+
+def _finish(
+    folder: RunFolder,
+    place: int,
+    checkpoint: Path,
+    asked: HeldOut,
+    before: IterationFolder | None,
+    row_before: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Ask the held-out tasks; write and return the line of metrics.jsonl."""
+    iteration = folder.iteration(place)
+    path = iteration.path / "validation.jsonl"
+    if iteration.marker("validate") is None:
+        known = None if place or before is None else before.marker("validate")
+        if known is not None and before is not None:
+            iteration.path.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(before.path / path.name, path)
+            facts = {name: known[name] for name in ("seconds", "stats", "sampling", "intervals")}
+        else:
+            facts = _ask(folder.checkpoint(place) if place else checkpoint, asked, path)
+        iteration.mark("validate", [path.name], facts)
+    row = metrics_row(iteration)
+    flops = row.get("flops", {"total": 0.0})
+    row["flops"] = flops | {"cumulated": flops["total"] + (row_before["flops"]["cumulated"] if row_before else 0.0)}
+    steps = (iteration.marker("train") or {}).get("steps", [])
+    row["completion_tokens"] = sum(step["trained_tokens"] for step in steps)
+    append_jsonl(folder.path / "metrics.jsonl", row)
+    folder.prune(place, keep=1, best=None)
+    return row
+
+
+def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> dict[str, Any]:
+    """Ask a policy the held-out tasks; return what the marker says, as that of a run does."""
+    began = clock()
+    found = evaluate(str(checkpoint), {"held-out": asked.tasks}, samples_file=path, pbar=False, **asked.how)["held-out"]
+    stats = {"mean_reward": found.reward.mean, "metrics": {name: one.mean for name, one in found.metrics.items()}}
+    stats |= {"num_graded": found.num_samples - found.num_failed, "num_failed": found.num_failed}
+    spans = {name: (one.low, one.high) for name, one in {"reward": found.reward, **found.metrics}.items() if one.low is not None}
+    temperature = asked.how.get("temperature")
+    how = f"{'greedy' if not temperature else f'temperature {temperature:g}'}, {found.num_tasks} tasks"
+    return {"seconds": clock() - began, "stats": stats, "sampling": how, "intervals": spans}
+
+
+def _ask_sets(checkpoint: Path, sets: Sets, how: Mapping[str, Any], path: Path) -> None:
+    """Ask a policy the further held-out sets, once."""
+    if sets and not (path.exists() and read_result(path)["complete"]):
+        evaluate(str(checkpoint), sets, output=path, pbar=False, **how)
+
+
+def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
+    """Compare the arms at equal FLOPs, on the held-out tasks and on the further sets."""
+    found = compare_runs([folder for _, folder in folders], by="flops", arms=[name for name, _ in folders])
+    if not sets:
+        return found
+    files: dict[str, list[Path]] = {}
+    for name, folder in folders:
+        files.setdefault(name, []).append(folder / "sets.json")
+    start = folders[0][1].parent / "start" / "sets.json"
+    heads = ["tasks", "n", "score", RL, "the arm", "difference", f"{percent(found.confidence)} interval", "p", "better/worse"]
+    table = [["arm", *heads, "verdict"]]
+    for name, each in {"start": [start], **files}.items():
+        if name != RL:
+            for one in compare_seeds(files[RL], each, confidence=found.confidence):
+                verdict = "" if one.difference is None else one.difference.verdict
+                table.append([name, *one.row(), verdict if name != "start" else ""])
+    return dataclasses.replace(found, sets=table)
+
+
+def _sft_plan(run: Path) -> str:
+    """Say what the plan of RL means for SFT, which takes as many FLOPs."""
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    flops = plan["iterations"] * sum(plan["flops"][name] for name in ("sampling", "training", "prepass"))
+    each = plan["flops"]["training"] / plan["work"]["row_tokens"] if plan["work"]["row_tokens"] else 0.0
+    tokens = f": steps over about {si_spaced(flops / each)}tokens" if each else ""
+    return f"\n\nSFT, of each seed, takes the {si_spaced(flops)}FLOP that RL takes{tokens}"
