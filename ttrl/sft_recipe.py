@@ -69,7 +69,7 @@ def train(config: SFTConfig, here: Ranks) -> None:
                     taken = stepper.take(sums["not_finite"], first_bad)
             progress.advance()
             tokens = {name: int(sums[name]) for name in TOKENS}
-            row = {"global_step": stepper.global_step, "loss": sums["loss"] / update.normaliser}
+            row: dict[str, Any] = {"global_step": stepper.global_step, "loss": sums["loss"] / update.normaliser}
             row |= {"flops_by_part": {"training": sums["flops"], "recomputation": sums["recomputation"]}}
             log.line(row | {"entropy": sums["entropy"] / sums["trained_tokens"]} | tokens | taken, sums["flops"])
         profiler.close()

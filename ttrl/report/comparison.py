@@ -224,7 +224,7 @@ def compare_runs(
     for place, arm in enumerate(settings if arms is None else arms):
         groups[arm].append(place)
     first = [_of(points[place], shared) for place in next(iter(groups.values()))]
-    compared = []
+    compared: list[Arm] = []
     for arm, places in groups.items():
         members = [points[place] for place in places]
         scores = [_of(point, shared) for point in members]
