@@ -3,7 +3,9 @@
 import hashlib
 import zipfile
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from ttrl import ready_models
 from ttrl.cli.commands import main
@@ -40,7 +42,10 @@ def write_package(registry, content: bytes) -> None:
 def test_the_tiny_one_is_made_once_and_works_as_a_model_folder(cache, capsys):
     assert main(["models", "get", "tiny"]) == 0
     folder = cache / "tiny"
-    assert capsys.readouterr().out.strip() == str(folder) and (folder / "config.json").exists()
+    said = capsys.readouterr()
+    assert said.out.strip() == str(folder) and (folder / "config.json").exists()
+    (line,) = said.err.splitlines()
+    assert line.startswith("getting tiny, once: a random model of a million parameters")
     made = (folder / "model.safetensors").stat()
     assert local_model("tiny") == folder and (folder / "model.safetensors").stat() == made
 
@@ -87,3 +92,38 @@ def test_without_a_network_a_name_on_the_hub_is_refused_at_once(monkeypatch: pyt
     monkeypatch.setattr("ttrl.loop.train.hub_is_out_of_reach", lambda: True)
     with pytest.raises(ModelFolderError, match=r"cannot be downloaded from the hub: this machine does not know its name"):
         local_model("nobody-of-this-name/some-model")
+
+
+def test_a_gguf_is_converted_without_the_bar_of_its_reader(tmp_path, capfd):
+    """A bar in a log is a line of carriage returns."""
+    gguf = pytest.importorskip("gguf")
+    rng, tokens = np.random.default_rng(0), [*map(chr, range(ord("!"), ord("~"))), "!!"]
+    source = tmp_path / "source" / "tiny.gguf"
+    source.parent.mkdir()
+    writer = gguf.GGUFWriter(source, "llama")
+    for name, size in {"context_length": 64, "embedding_length": 8, "block_count": 1, "feed_forward_length": 16}.items():
+        getattr(writer, f"add_{name}")(size)
+    for name, size in {"head_count": 2, "head_count_kv": 2, "rope_dimension_count": 4, "vocab_size": len(tokens)}.items():
+        getattr(writer, f"add_{name}")(size)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(["! !"])
+    for name in ("bos", "eos", "unk"):
+        getattr(writer, f"add_{name}_token_id")(0)
+    shapes = {"token_embd": (len(tokens), 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
+    shapes |= {f"blk.0.attn_{name}": (8, 8) for name in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16)}
+    weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, values in weights.items():
+        writer.add_tensor(f"{name}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ready_models._write_as_hugging_face(source, tmp_path / "model")
+    assert "tensors" not in capfd.readouterr().err
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert (written["model.embed_tokens.weight"].numpy() == weights["token_embd"]).all()

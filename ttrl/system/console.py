@@ -44,6 +44,12 @@ def errors_in_lines(*kinds: type[BaseException]) -> None:
     sys.excepthook = show_in_lines
 
 
+def note(text: str) -> None:
+    """Write a line to standard error, around any progress bar: what a person should know wherever logging goes, and programs that
+    read the output should not meet there."""
+    tqdm.write(text, file=sys.stderr)
+
+
 class Console:
     """Write lines to standard output, around any progress bar that is being shown."""
 
