@@ -383,9 +383,8 @@ def install(folder: Path, extras: list[str]) -> None:
     free = shutil.disk_usage(next(path for path in [folder, *folder.parents] if path.exists())).free / 1e9
     if free < GIGABYTES[kind] and not (folder / "lib").exists():
         raise InstallError(f"{free:.1f} GB are free for {folder}, about {GIGABYTES[kind]} GB are needed (downloads included)")
-    print(
-        f"Setting up {folder} with Python {sys.version.split()[0]} (once; a few minutes, about {GIGABYTES[kind]} GB)", flush=True
-    )
+    python, room = f"Python {sys.version.split()[0]}", f"up to {GIGABYTES[kind]} GB with the downloads"
+    print(f"Setting up {folder} with {python} (once; a minute or more, {room})", flush=True)
     installer = Installer(folder)
     known = stamp.exists()
     anew = known and stamp.read_text(encoding="utf-8") == HALF

@@ -19,6 +19,7 @@ from ttrl.errors import (
 from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.progress_line import seconds_left
+from ttrl.plans.machine import Machine
 from ttrl.report.words import summary
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import FLOPS_PARTS
@@ -194,7 +195,8 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     folder = world.run / "iterations" / "0001" / "checkpoint"
     assert lines[8:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
     assert lines[1].startswith("starting vLLM and the trainer")
-    assert re.fullmatch(r"plan: 1 iteration of about .* s, .* with the start; rough, may be wrong by a factor of 3", lines[2])
+    planned = r"plan: 1 iteration of about .* s, .* with the start; rough, may be wrong by a factor of 3 "
+    assert re.fullmatch(planned + r"\(completions of [1-8] tokens are assumed\)", lines[2])
     assert lines[3].startswith("before") and " left" not in lines[3]  # nothing is known of an iteration yet
     assert lines[4].startswith(
         "iteration   1  reward 0.250, right 0.250  held-out reward 1.000 (95%: 0.342 to 1.000; greedy, 2 tasks)  "
@@ -213,6 +215,22 @@ def test_held_out_samples_are_greedy_unless_there_are_several(world, samples, te
     low, high = world.rows()[1]["validation_intervals"]["right"]
     assert 0 <= low <= world.rows()[1]["validation"]["right"] <= high <= 1
     assert f"; {said})" in summary(read_run(result.run)) and said in result.report.read_text()
+
+
+def test_the_plan_is_of_a_machine_on_which_nothing_runs_and_says_what_does_not_fit(world, capfd, monkeypatch):
+    """Beside a server that starts, this machine's products seemed three times as slow as they are."""
+    small = Machine("a small one", False, 1e9, 50e9, 20e9, "measured")
+    monkeypatch.setattr("ttrl.plans.planner.this_machine", lambda config, product: world.note("measured") or small)
+    world.train(iterations=2, stop_at=2.0)
+    assert world.events[:3] == ["measured", "start", "canary"]
+    lines = capfd.readouterr().out.splitlines()
+    (planned,) = (number for number, line in enumerate(lines) if line.startswith("plan: up to 2 iterations of about "))
+    assert lines[planned + 1].startswith("note: does not fit: trainer (") and "weight_sync: restart stops" in lines[planned + 1]
+    assert [line.split("  ")[-1].startswith("at most about ") for line in lines if line.startswith("iteration")] == [True, False]
+    (world.run / "metrics.jsonl").unlink()
+    world.events.clear()
+    world.train(iterations=2, stop_at=2.0)
+    assert "measured" not in world.events  # it has its plan
 
 
 def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ttrl import TrainConfig
 from ttrl.cli import main
@@ -24,6 +25,7 @@ from ttrl.report.plan import outcomes, plan_table
 from ttrl.system.files import read_jsonl
 from ttrl.text import gib
 from ttrl.training.counts import work_counts
+from ttrl.training.timing import matmul_peak
 
 ROOT = Path(__file__).parents[2]
 QWEN = json.loads((ROOT / "tests" / "architectures.json").read_text())["qwen2.5_7b"]
@@ -457,8 +459,36 @@ def test_what_cannot_be_planned_is_said(big, tmp_path):
         read_model_config(str(tmp_path))
 
 
-def test_this_machine_is_measured(big):
+def test_this_machine_is_measured(big, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = config_of(big).resolved(cuda=False)
     machine = plan_machine.this_machine(config, (64, 64))
     assert not machine.cuda and machine.matmul > 0 and machine.memory > 0
     assert make_plan(config).machine is HERE
+
+
+def test_the_best_speed_that_was_ever_measured_counts(big, tmp_path, monkeypatch):
+    """A trainer's too, which measures more libraries: both keep it under the same name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    matmul_peak.cache_clear()
+    matmul_peak((2048, 32, 8), torch.float32, torch.device("cpu"))
+    file = tmp_path / "ttrl" / "peaks.json"
+    (name,) = json.loads(file.read_text())
+    file.write_text(json.dumps({name: 1e17}))
+    config = config_of(big, num_threads=torch.get_num_threads()).resolved(cuda=False)
+    plan_machine._matmul.cache_clear()
+    assert plan_machine.this_machine(config, (32, 8)).matmul == 1e17
+    plan_machine._matmul.cache_clear()
+    matmul_peak.cache_clear()
+
+
+def test_the_time_is_said_with_what_it_rests_on(big, world):
+    made = plan(config_of(big))
+    assert re.fullmatch(
+        r"plan: 10 iterations of about .*; rough, may be wrong by a factor of 3 \(completions of 3\d\d tokens are assumed\)",
+        made.time_line(),
+    )
+    assert made.time_line(may_end_early=True).startswith("plan: up to 10 iterations of about ")
+    assert made.does_not_fit is not None and plan(world.config(), world.tasks(3)).does_not_fit is None
+    world.train(iterations=3)
+    assert "assumed" not in plan(world.config(), run=world.run).time_line()

@@ -27,6 +27,7 @@ from ttrl.monitoring.drift import check_drift
 from ttrl.monitoring.findings import findings
 from ttrl.monitoring.loggers import Loggers
 from ttrl.monitoring.progress_line import iteration_lines
+from ttrl.plans.planner import measure_machine
 from ttrl.report.page import leave_report
 from ttrl.run_folder.metrics import has_reached, metrics_row
 from ttrl.run_folder.pruning import prune
@@ -63,6 +64,8 @@ class Iterations:
             )
         self._resumed = {n for n in numbers if n not in self._rows and self._phases.anything_done(n)}
         self._finished_at = clock()
+        if last == 0:
+            measure_machine(self._config, self._folder.path, self._phases.model)
         try:
             self._jobs.begin("environment", lambda: write_json(self._folder.path / "environment.json", describe_environment()))
             self._jobs.begin("tokenizer", lambda: self._phases.tokenizer())

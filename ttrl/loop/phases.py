@@ -119,7 +119,9 @@ class Phases:
             self._deaths = 0
         plan = write_plan(self.config, self.folder.path, self.model, self.tasks, self.validation_tasks, self.tokenizer())
         if plan is not None:
-            self.console.line(plan.time_line())
+            self.console.line(plan.time_line(may_end_early=self.config.stop_at is not None))
+            if plan.does_not_fit is not None:
+                self.console.line(f"note: {plan.does_not_fit}")
         sync = self.server.serve(iteration.path / "checkpoint")
         iteration.mark("prepare", ["checkpoint"], {"seconds": clock() - began, "sync": sync})
 

@@ -16,8 +16,8 @@ def iteration_lines(
     """Return what the last iteration of `rows` learned and cost, how long the rest will take, how training went, and what stands
     out (`found`) that was not `said` before."""
     row = rows[-1]
-    left = seconds_left(rows, config)
-    lines = [iteration_line(row, config) + ("" if left is None else f"  about {duration(left)} left")]
+    left, about = seconds_left(rows, config), "about" if config.stop_at is None else "at most about"
+    lines = [iteration_line(row, config) + ("" if left is None else f"  {about} {duration(left)} left")]
     if details := training_details(row):
         lines.append(" " * len("iteration   1  ") + details)
     known = {finding.key for finding in said}

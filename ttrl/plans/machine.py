@@ -11,6 +11,7 @@ import psutil
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.system.memory import memory_bytes
+from ttrl.system.native_code import best_product, cpu_name
 
 _SECONDS = 0.05  # that a product is measured, as `ttrl.training.timing` does
 _ROUNDS = 8  # at least: other programs may be running too
@@ -26,7 +27,7 @@ class Machine:
     memory: float
     """Bytes: of one GPU; on CPU, of the machine."""
     matmul: float
-    """FLOP/s of one trainer process's device in its largest matrix products."""
+    """FLOP/s of one trainer process's device in its largest matrix products: the best that was ever measured here."""
     bandwidth: float
     """Bytes/s of a device's memory."""
     source: str
@@ -105,7 +106,7 @@ def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
 
 @functools.cache
 def _matmul(product: tuple[int, int], device: str, dtype: str, threads: int | None) -> float:
-    """Measure the FLOP/s of the fastest of several products."""
+    """Return the FLOP/s of the fastest of several products, now or ever: see `best_product`."""
     import torch
 
     k, n = product
@@ -126,4 +127,6 @@ def _matmul(product: tuple[int, int], device: str, dtype: str, threads: int | No
             fastest, taken, rounds = min(fastest, elapsed), taken + elapsed, rounds + 1
     finally:
         torch.set_num_threads(before)
-    return 2.0 * tokens * k * n / fastest
+    cpu = f"{cpu_name()} {threads} threads {torch.backends.cpu.get_cpu_capability()}"
+    where = torch.cuda.get_device_name() if device == "cuda" else cpu
+    return best_product((tokens, k, n), str(kind), where, 2.0 * tokens * k * n / fastest)

@@ -61,12 +61,20 @@ class Plan:
         """Return the price of the whole run."""
         return None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
 
-    def time_line(self) -> str:
+    def time_line(self, *, may_end_early: bool = False) -> str:
         """Return the time of the whole run in a line."""
-        seconds = self.seconds
-        rough = "; rough, may be wrong by a factor of 3" if self.is_rough else ""
-        count = counted(self.iterations, "iteration")
+        seconds, rough = self.seconds, ""
+        if self.is_rough:
+            rough = "; rough, may be wrong by a factor of 3"
+            if self.completions_from == "assumed":
+                rough += f" (completions of {self.work.completion_mean:,.0f} tokens are assumed)"
+        count = ("up to " if may_end_early else "") + counted(self.iterations, "iteration")
         return f"plan: {count} of about {duration(seconds.iteration)}, {duration(seconds.run)} with the start{rough}"
+
+    @property
+    def does_not_fit(self) -> str | None:
+        """Return the warning that memory is too small; None where it is not."""
+        return next((warning for warning in self.warnings if warning.startswith("does not fit")), None)
 
     @property
     def is_rough(self) -> bool:

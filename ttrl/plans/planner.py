@@ -5,6 +5,7 @@ FLOPs. Estimated: memory (`ttrl.costs.memory`, within some 10% on CPU), disk, se
 measured, in a probe (`ttrl.loop.plan`) or in the run itself.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -91,7 +92,7 @@ def make_plan(
     config = choices.config.resolved(cuda=machine.cuda if machine is not None else _cuda())
     recipe = config.recipe_config({"dtype": config.dtype})
     if machine is None:
-        machine = this_machine(config, max(decoder.matrix_shapes.values(), key=lambda ends: ends[0] * ends[1]))
+        machine = this_machine(config, _largest_matrix(decoder))
     rows = RunFolder(run).metrics() if run is not None else []
     if probed is not None:
         lengths, measured = probed.lengths, probed.seconds
@@ -140,6 +141,15 @@ def make_plan(
         chosen={name: f"{str(value_of(config, name)).lower()} ({why})" for name, why in choices.reasons.items()},
         warnings=notes,
     )
+
+
+def measure_machine(config: TrainConfig, folder: Path, model: Path) -> None:
+    """Measure this machine for the plan of a run folder that has none, while nothing runs yet: beside a server that starts, its
+    products take several times as long. `make_plan` then takes what was measured."""
+    if (folder / PLAN_FILE).exists():
+        return
+    with contextlib.suppress(UserError):  # `write_plan` says what is wrong
+        this_machine(config, _largest_matrix(decoder_parameters(read_model_config(str(model)))))
 
 
 def write_plan(
@@ -191,6 +201,10 @@ def read_model_config(model: str) -> dict[str, Any]:
 def iteration_folders(run: Path) -> list[Path]:
     """Return the iteration folders of a run, ascending."""
     return sorted((run / "iterations").glob("[0-9]*"))
+
+
+def _largest_matrix(decoder: DecoderParameters) -> tuple[int, int]:
+    return max(decoder.matrix_shapes.values(), key=lambda ends: ends[0] * ends[1])
 
 
 def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list[str]:

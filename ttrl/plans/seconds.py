@@ -24,6 +24,9 @@ _SECONDS_OF_STEP = {False: 0.004, True: 0.008}  # of one step of the server, wha
 _SECONDS_OF_UPDATE = 0.01
 _DISK = 1e9  # bytes/s of checkpoints, gathered, written and synced
 _HELD_OUT = {False: 1e9, True: 4e9}  # bytes/s of a process that copies and hashes weights; CUDA's host: four threads, assumed
+# Bytes/s of weights that a server loads, compares and proves with the canary. CPU: 4 to 6 s at 0.5 GB, from memory while files
+# are written beside it, and from files. CUDA: assumed.
+_SYNCED = {False: 1.2e8, True: 4e9}
 _START = {"server": 25.0, "trainer": 1.0}  # a trainer that stays up starts together with the server
 _TRAINER_START = 7.0  # of one that does not, in each iteration
 _PACK_OF_SAMPLE = 1e-4
@@ -84,7 +87,7 @@ def rough_seconds(
     servers = max(1, (config.servers_here if machine.cuda else min(1, config.servers_here)) + len(config.joined_servers))
     sample = _sampling(machine, memory, flops.sampling, work.completion_tokens, work.samples, work, servers)
     validate = _sampling(machine, memory, flops.validation, work.validation_tokens, work.validation_samples, work, servers)
-    sync = _FIXED["sync"] + (through_memory or disk_bytes / 3 / _DISK / 4)  # read from the page cache
+    sync = _FIXED["sync"] + (memory.held_out or disk_bytes / 3) / _SYNCED[machine.cuda]  # a checkpoint has a third of all bytes
     if config.weight_sync == "restart":
         sync += _START["server"]
     pack = _FIXED["pack"] + work.samples * _PACK_OF_SAMPLE

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ttrl.system.files import user_cache
+from ttrl.system.files import keep_figure, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,15 @@ def _cpu_flags() -> set[str]:
 def cpu_name() -> str:
     """Return the processor's name, or its architecture's where the system does not say."""
     return _cpu_line("model name") or platform.machine()
+
+
+def best_product(shape: tuple[int, int, int], dtype: str, processor: str, speed: float) -> float:
+    """Return the best FLOP/s at which a product [tokens, k] x [k, n] was ever measured on a processor, `speed` among them. Kept
+    in `peaks.json` of the user's cache: beside a server that is busy, or starts, a product takes several times as long.
+
+    processor: its name; of a CPU, with the number of threads and what PyTorch uses of it."""
+    tokens, k, n = shape
+    return keep_figure("peaks.json", f"{processor} {dtype} {tokens}x{k}x{n}", lambda best: max(speed, best or 0.0))
 
 
 def _cpu_line(name: str) -> str:

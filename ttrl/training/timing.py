@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ttrl.system.files import keep_figure
-from ttrl.system.native_code import cpu_name
+from ttrl.system.native_code import best_product, cpu_name
 from ttrl.training.kernels.cpu_products import fast, product
 from ttrl.training.parallel.distributed import Ranks
 
@@ -108,20 +107,17 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
 @functools.cache
 def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication and an addition counted as one
-    each: by each library that may compute it (on CPUs MKL and oneDNN), in this process or an earlier one of this user.
-
-    Beside a busy server a product takes several times as long, so the best of each processor, thread count, dtype and shape is
-    kept, in `peaks.json` of the user's cache. Measured once in a process; never run on a GPU."""
+    each: by each library that may compute it (on CPUs MKL and oneDNN), in this process or an earlier one of this user (see
+    `best_product`). Measured once in a process; never run on a GPU."""
     tokens, k, n = shape
     x, w = torch.ones(tokens, k, dtype=dtype, device=device), torch.ones(n, k, dtype=dtype, device=device)
     products: list[Callable[[], object]] = [lambda: torch.mm(x, w.T)]
     if fast(x, w):
         products.append(lambda: product(x, w))
     seconds = min(_fastest(one, device) for one in products)
-    threads = "" if device.type == "cuda" else f" {torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()}"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    speed = 2.0 * tokens * k * n / seconds
-    return keep_figure("peaks.json", f"{name}{threads} {dtype} {tokens}x{k}x{n}", lambda best: max(speed, best or 0.0))
+    cpu = f"{cpu_name()} {torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return best_product(shape, str(dtype), name, 2.0 * tokens * k * n / seconds)
 
 
 def _fastest(compute: Callable[[], object], device: torch.device) -> float:
