@@ -55,8 +55,12 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             {"server": {"kv_cache_dtype": "fp7"}, "drift_limits": {"meen": 1}, "temperature": 0.0},
             ["vLLM wants one of 'auto'", "unknown limit 'meen'", "temperature is 0"],
         ),
+        (
+            {"iteratons": 3, "model": "/not/there", "max_tokens": 0},  # the constructor knows no tasks
+            ["did you mean 'iterations'?", "model folder /not/there does not exist", "max_tokens is 0"],
+        ),
     ],
-    ids=range(1, 11),
+    ids=range(1, 12),
 )
 def test_three_mistakes_are_named_at_once(wrong, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ def settings(cls: type[_C]) -> type[_C]:
             _has_no_default(field) and field.name not in given for field in own
         ):
             config, found = made.examine(given)
-            raise ConfigError(made.__name__, found + config.local_problems())
+            raise ConfigError(made.__name__, found + config.local_problems() + config.absent())
         vars(self)["_given"] = tuple(given)
         plain(self, *args, **given)
 
@@ -112,6 +112,11 @@ class Config:
 
     def local_problems(self) -> list[str]:
         """Return what is wrong with them for the packages that are installed here, one line each."""
+        return []
+
+    def absent(self) -> list[str]:
+        """Return what the values name that is not on this machine, one line each, where a look at its files tells that. Looked
+        for where something else is wrong: whoever uses them says more."""
         return []
 
     @classmethod

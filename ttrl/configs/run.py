@@ -371,6 +371,11 @@ class TrainConfig(Config):
         """Return what the vLLM that is installed would refuse, one line each."""
         return [f"server: {problem}" for problem in argument_problems(self.server)]
 
+    def absent(self) -> list[str]:
+        """Return the model where it can only be a folder and is none, in a line."""
+        is_folder = self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
+        return [f"model folder {self.model} does not exist"] if is_folder and not os.path.exists(self.model) else []
+
     def node_problems(self, environment: Mapping[str, str] = os.environ) -> list[str]:
         """Return what is wrong with training on several machines, one line each."""
         found = self.at_least(1, "nnodes", "join_timeout")
