@@ -220,11 +220,16 @@ def test_limits_of_the_run_are_those_of_the_finding():
 def test_wrong_answers_are_told_with_what_would_have_been_right():
     """With a higher limit, by what those got that ended before it; with a more lenient grader, by its other metrics."""
     rows = put(put(healthy(), "rollouts.truncated", 0.88), "groups.all_wrong", 32)
-    rows = put(rows, "metrics", {"lenient": 0.31, "letters": 17.0, "strict": 0.0})
+    rows = put(rows, "metrics", {"lenient": 0.31, "letters": 17.0, "strict": 0.0, "valid": 0.5})
     rows = put(put(rows, "rollouts.ended_reward", 0.4), "rollouts.truncated_reward", 0.0)
     titles = {finding.key: finding.title for finding in findings(rows, CONFIG)}
     assert titles["truncated"].endswith("Their mean reward is 0, that of the others 0.4.")
-    assert titles["too_hard"].endswith("The grader's metrics: lenient 0.31.")
+    said = "A lenient grader would call 31% of all samples right. The grader's metrics: valid 0.5."
+    assert titles["too_hard"].endswith(said)
+    for row in rows[1:]:
+        row["metrics"] = {"lenient": 0.0}
+    titles = {finding.key: finding.title for finding in findings(rows, CONFIG)}
+    assert titles["too_hard"].endswith("A lenient grader would call 0% of all samples right.")
 
 
 def test_the_gravest_comes_first():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttrl.errors import TaskError
+from ttrl.records import ANSWER_END
 from ttrl.tasks.arc_agi import ARCGrader, ARCPuzzle, Pair, augmented, get_arc_agi_tasks, parse_row, read_grids, write_grid
 
 RIGHT = ((1, 2, 3), (4, 5, 6))
@@ -71,6 +72,15 @@ def test_grader(reply, content, reward):
     assert metrics["exact"] == float(reward == 1.0)
     strict, _ = ARCGrader((RIGHT,))(reply(content))
     assert strict == float(reward == 1.0)
+
+
+@pytest.mark.parametrize("before", ["", "<think>9 9</think>\n", "١ ²:\r\n"])
+@pytest.mark.parametrize("answer", ["1 2 3\n4 5 6", "[[1, 2, 3],\n [4, 5, 6]]", "| 1 | 2 | 3 |\n| 4 | 5 | 6 |"])
+@pytest.mark.parametrize("after", ["", " \n\n", "\n```\nThat is the 2nd try."])
+def test_where_the_last_grid_ends(reply, before, answer, after):
+    reward, metrics = ARCGrader((RIGHT,))(reply(before + answer + after))
+    assert (reward, metrics[ANSWER_END]) == (1.0, len(before + answer))
+    assert ANSWER_END not in ARCGrader((RIGHT,))(reply("none"))[1]
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,14 @@ def folder(tmp_path):
 )
 def test_grader(reply, content, right):
     reward, metrics = GSM8KGrader(Fraction(1234))(reply(content))
-    assert (reward, metrics["exact"]) == (float(right), float(right))
+    assert (reward, metrics["exact"]) == (float(right), float(right)) and metrics["lenient"] >= metrics["exact"]
 
 
 def test_flexible_takes_the_last_number_where_nothing_is_marked(reply):
     grader = GSM8KGrader(Fraction(18), flexible=True)
+    for text, lenient in (("So it is 18.", 1.0), ("18, then 3", 0.0), ("#### 18", 1.0)):  # what a strict one says of it
+        assert GSM8KGrader(Fraction(18))(reply(text))[1]["lenient"] == lenient == grader(reply(text))[0]
+        assert "lenient" not in grader(reply(text))[1]
     assert [grader(reply(text))[0] for text in ("So it is 18.", "3 and 18 eggs", "18, then 3", "18 #### 3", "#### 18")] == [
         1,
         1,
@@ -114,14 +117,14 @@ def test_flexible_takes_the_last_number_where_nothing_is_marked(reply):
 def test_formats(reply, style, content, formed):
     assert follows_format(content, style) == formed
     reward, metrics = GSM8KGrader(Fraction(7), style, format_reward=0.2)(reply(content))
-    assert (reward, metrics) == (0.2 * formed, {"exact": 0.0, "format": float(formed)})
+    assert (reward, metrics) == (0.2 * formed, {"exact": 0.0, "format": float(formed), "lenient": 0.0})
 
 
 @pytest.mark.parametrize("style", ["plain", "boxed", "r1"])
 def test_references_earn_all_and_keep_the_format(reply, style):
     for value in (Fraction(18), Fraction(-5, 2), Fraction(1, 3), Fraction(3, 100)):
         grader = GSM8KGrader(value, style, format_reward=0.3)
-        assert grader(reply(grader.reference())) == (1.0, {"exact": 1.0, "format": 1.0})
+        assert grader(reply(grader.reference())) == (1.0, {"exact": 1.0, "format": 1.0, "lenient": 1.0})
     assert [write_number(Fraction(x)) for x in ("18", "-2.5", "0.03", "-1/3")] == ["18", "-2.5", "0.03", "-1/3"]
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from ttrl.errors import TaskError
+from ttrl.records import ANSWER_END
 from ttrl.tasks.nyt_connections import ConnectionsGrader, get_nyt_connections_tasks, read_puzzles
 
 GROUPS = (
@@ -71,7 +72,18 @@ RIGHT = "\n".join(LINES)
 def test_grader(reply, content, strict, liberal):
     for is_liberal, right in ((False, strict), (True, liberal)):
         reward, metrics = ConnectionsGrader(GROUPS, is_liberal)(reply(content))
-        assert (reward, metrics) == (right / 4, {"exact": float(right == 4)})
+        assert metrics.pop(ANSWER_END, 0.0) == ends(content or "", is_liberal)
+        also = {} if is_liberal else {"lenient": float(liberal == 4)}
+        assert (reward, metrics) == (right / 4, {"exact": float(right == 4)} | also)
+
+
+def ends(content: str, is_liberal: bool) -> int:
+    """Where the last answer ends: before what a liberal reader passes over, and before a thinking that never ends."""
+    if content.startswith("<think>") and "</think>" not in content:
+        return 0
+    if content.endswith("</think>"):
+        return 0
+    return len((content.removesuffix("```") if is_liberal else content).rstrip())
 
 
 def test_words_with_odd_characters(reply):

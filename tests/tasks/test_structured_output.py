@@ -55,7 +55,8 @@ def test_rewards(text, strict, lenient):
     for expected, options in ((strict, {}), (lenient, {"lenient": True})):
         reward, metrics = StructuredOutputGrader(RECORD, **options)(reply(text))
         assert reward == pytest.approx(expected)
-        assert metrics == {"exact": float(expected == 1), "valid": float(expected > 0)}
+        also = {} if options else {"lenient": float(lenient == 1)}
+        assert metrics == {"exact": float(expected == 1), "valid": float(expected > 0)} | also
 
 
 def test_true_is_not_one():
@@ -80,7 +81,7 @@ def test_tasks_say_all_facts_and_the_splits_share_no_name():
     for task in (*train, *held_out):
         text = task.messages[0]["content"]
         assert all(str(value) in text and f'"{key}"' in text for key, value in task.grader.expected.items())
-        assert task.grader(reply(task.grader.reference())) == (1.0, {"exact": 1.0, "valid": 1.0})
+        assert task.grader(reply(task.grader.reference())) == (1.0, {"exact": 1.0, "valid": 1.0, "lenient": 1.0})
     people = [{str(next(iter(task.grader.expected.values()))) for task in tasks} for tasks in (train, held_out)]
     assert all(name.istitle() for name in people[0] | people[1]) and not people[0] & people[1]
     assert len({task.id for task in held_out}) == 300

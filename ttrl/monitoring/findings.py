@@ -362,13 +362,14 @@ def too_hard(h: History) -> str | None:
     share = h.share("groups.all_wrong", "groups.total") or 0.0
     if share <= 0.5:
         return None
-    # What the grader itself says of wrong answers: their form, or what a more lenient one would call right.
+    # What the grader itself says of wrong answers: what a more lenient one would call right, their form.
     names = {name for row in h.recent if isinstance(row.get("metrics"), dict) for name in row["metrics"]}
-    partly = {name: value for name in sorted(names) if 0 < (value := h.now(f"metrics.{name}") or 0.0) <= 1}
-    said = ", ".join(f"{name} {compact(value)}" for name, value in partly.items())
-    return f"In {percent(share)} of the groups every sample was wrong ({h.recently})." + (
-        f" The grader's metrics: {said}." if said else ""
-    )
+    partly = {name: value for name in sorted(names - {"lenient"}) if 0 < (value := h.now(f"metrics.{name}") or 0.0) <= 1}
+    said = f"In {percent(share)} of the groups every sample was wrong ({h.recently})."
+    if (lenient := h.now("metrics.lenient")) is not None:
+        said += f" A lenient grader would call {percent(lenient)} of all samples right."
+    metrics = ", ".join(f"{name} {compact(value)}" for name, value in partly.items())
+    return said + (f" The grader's metrics: {metrics}." if metrics else "")
 
 
 @rule("note", "There is little left to learn from these tasks: harder ones, or dynamic_sampling, or an end by stop_at.", "right")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from ttrl.errors import TaskError
+from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, ascii_digits, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, list_field, load_rows, select
 from ttrl.tasks.task import Choice, Task, question
@@ -59,8 +60,11 @@ class ARCGrader:
     partial_credit: float = 0.0
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 1 if all are right, "cells": mean share of equal cells, "shape": share of right shapes})."""
-        grids = read_grids(after_thinking(reply_text(choice)))[-len(self.expected) :]
+        """Return (reward, {"exact": 1 if all are right, "cells": mean share of equal cells, "shape": share of right shapes}), and
+        where the last grid ends (`ttrl.records.ANSWER_END`)."""
+        reply = reply_text(choice)
+        answer = after_thinking(reply)
+        grids = read_grids(answer)[-len(self.expected) :]
         given: list[Grid | None] = [*grids, *[None] * (len(self.expected) - len(grids))]
         shares = [_equal_share(grid, right) for grid, right in zip(given, self.expected, strict=True)]
         count = len(shares)
@@ -70,6 +74,8 @@ class ARCGrader:
             "cells": sum(share or 0.0 for share in shares) / count,
             "shape": sum(share is not None for share in shares) / count,
         }
+        if grids:
+            metrics[ANSWER_END] = float(len(reply) - len(answer) + _end(answer))
         return reward, metrics
 
     def reference(self) -> str:
@@ -112,6 +118,14 @@ def read_grids(text: str) -> list[Grid]:
             rows.append(row)
     end()
     return grids
+
+
+def _end(text: str) -> int:
+    """Return where the last line that holds a row ends, in characters; 0 without one."""
+    lines = text.split("\n")
+    while lines and not read_grids(lines[-1]):
+        lines.pop()
+    return len("\n".join(lines).rstrip())
 
 
 def _bracketed(line: str) -> list[str]:

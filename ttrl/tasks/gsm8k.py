@@ -49,11 +49,17 @@ class GSM8KGrader:
     flexible: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 0 or 1, "format": 0 or 1})."""
+        """Return (reward, {"exact": 0 or 1, "format": 0 or 1}), and where it is not `flexible`, what it would call right if it
+        were ("lenient")."""
         text = reply_text(choice)
-        answer = read_answer(text, flexible=self.flexible)
-        exact, formed = float(answer == self.expected), float(follows_format(text, self.style))
-        return (1.0 - self.format_reward) * exact + self.format_reward * formed, {"exact": exact, "format": formed}
+        exact, formed = self._is_right(text, self.flexible), float(follows_format(text, self.style))
+        metrics = {"exact": exact, "format": formed}
+        if not self.flexible:
+            metrics["lenient"] = self._is_right(text, True)
+        return (1.0 - self.format_reward) * exact + self.format_reward * formed, metrics
+
+    def _is_right(self, text: str, flexible: bool) -> float:
+        return float(read_answer(text, flexible=flexible) == self.expected)
 
     def reference(self) -> str:
         return write_answer("I know it.", write_number(self.expected), self.style)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
+from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, field, from_json, load_rows, select
 from ttrl.tasks.task import Choice, Task, question
@@ -57,12 +58,24 @@ class ConnectionsGrader:
     liberal: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 1 if all four are right})."""
-        clean = _clean if self.liberal else str
+        """Return (reward, {"exact": 1 if all four are right}), where it is not `liberal` what it would call right if it were
+        ("lenient"), and where the last answer ends (`ttrl.records.ANSWER_END`)."""
+        reply = reply_text(choice)
+        answer = after_thinking(reply)
+        share = self._share(answer, self.liberal)
+        metrics = {"exact": float(share == 1)}
+        if not self.liberal:
+            metrics["lenient"] = float(self._share(answer, True) == 1)
+        if answer.strip():
+            metrics[ANSWER_END] = float(len(reply) - len(answer) + _end(answer, self.liberal))
+        return share, metrics
+
+    def _share(self, answer: str, liberal: bool) -> float:
+        """Return the share of the groups that are given."""
+        clean = _clean if liberal else str
         wanted = {_group([clean(word) for word in group]) for group in self.groups}
-        given = {_group(line) for line in read_lines(after_thinking(reply_text(choice)), liberal=self.liberal)}
-        right = len(given & wanted)
-        return right / len(wanted), {"exact": float(right == len(wanted))}
+        given = {_group(line) for line in read_lines(answer, liberal=liberal)}
+        return len(given & wanted) / len(wanted)
 
     def reference(self) -> str:
         return "\n".join(", ".join(group) for group in self.groups)
@@ -70,7 +83,7 @@ class ConnectionsGrader:
 
 def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
     """Return the last four lines that are not empty, each cut at its commas, and cleaned where `liberal`."""
-    lines = [line for line in text.split("\n") if line.strip() and not (liberal and line.strip().startswith("```"))]
+    lines = [line for line in text.split("\n") if _counts(line, liberal)]
     cut = []
     for line in lines[-GROUPS:]:
         if len(line) > 2000:
@@ -81,6 +94,20 @@ def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
         words = line.replace("，", ",").replace("、", ",").split(",")
         cut.append([word.strip(_AROUND) if liberal else word.strip() for word in words])
     return cut
+
+
+def _counts(line: str, liberal: bool) -> bool:
+    return bool(line.strip()) and not (liberal and line.strip().startswith("```"))
+
+
+def _end(text: str, liberal: bool) -> int:
+    """Return where the last line that counts ends, in characters; 0 without one."""
+    end = position = 0
+    for line in text.split("\n"):
+        if _counts(line, liberal):
+            end = position + len(line.rstrip())
+        position += len(line) + 1
+    return end
 
 
 def _clean(word: str) -> str:

@@ -91,22 +91,33 @@ class StructuredOutputGrader:
     lenient: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 0 or 1, "valid": 1 if there is an object})."""
-        found = read_object(after_thinking(reply_text(choice)), anywhere=self.lenient)
-        if found is None:
-            return 0.0, {"exact": 0.0, "valid": 0.0}
-        right = sum(key in found and self._is_same(found[key], value) for key, value in self.expected.items())
-        share = right / len({**self.expected, **found})
-        reward = 1.0 if share == 1 else self.valid_reward + (1 - self.valid_reward) / 2 * share
-        return reward, {"exact": float(share == 1), "valid": 1.0}
+        """Return (reward, {"exact": 0 or 1, "valid": 1 if there is an object}), and where it is not `lenient`, what it would call
+        right if it were."""
+        text = after_thinking(reply_text(choice))
+        share = self._share(text, self.lenient)
+        metrics = {"exact": float(share == 1), "valid": float(share is not None)}
+        if not self.lenient:
+            metrics["lenient"] = float(self._share(text, True) == 1)
+        if share is None or share == 1:
+            return share or 0.0, metrics
+        return self.valid_reward + (1 - self.valid_reward) / 2 * share, metrics
 
-    def _is_same(self, found: object, expected: str | int) -> bool:
-        if self.lenient and isinstance(found, str | int) and not isinstance(found, bool):
-            return str(found).strip().casefold() == str(expected).casefold()
-        return type(found) is type(expected) and found == expected
+    def _share(self, text: str, lenient: bool) -> float | None:
+        """Return the share of keys that are right; None without an object."""
+        found = read_object(text, anywhere=lenient)
+        if found is None:
+            return None
+        right = sum(key in found and _is_same(found[key], value, lenient) for key, value in self.expected.items())
+        return right / len({**self.expected, **found})
 
     def reference(self) -> str:
         return json.dumps(dict(self.expected))
+
+
+def _is_same(found: object, expected: str | int, lenient: bool) -> bool:
+    if lenient and isinstance(found, str | int) and not isinstance(found, bool):
+        return str(found).strip().casefold() == str(expected).casefold()
+    return type(found) is type(expected) and found == expected
 
 
 def read_object(text: str, *, anywhere: bool = False) -> dict[str, Any] | None:
