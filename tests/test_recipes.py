@@ -157,7 +157,7 @@ def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.M
         (
             "spelling",
             ["--model", "/not/there", "--set", "max_token=9", "tasks_per_iteration=10000"],
-            ["did you mean 'max_tokens'?", "there are only 4096 tasks", "model folder /not/there does not exist"],
+            ["did you mean 'max_tokens'?", "there are only 4,096 tasks", "model folder /not/there does not exist"],
         ),
     ],
 )

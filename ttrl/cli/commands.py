@@ -43,6 +43,13 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
 """By name: what adds the arguments, and the line in `ttrl --help`."""
 
 
+class _Lines(logging.Formatter):
+    """Writes what goes on as it is, and what is wrong with its origin."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return record.getMessage() if record.levelno == logging.INFO else super().format(record)
+
+
 def make_parser() -> argparse.ArgumentParser:
     description = "Train a language model by reinforcement learning on your own machine."
     parser = argparse.ArgumentParser(prog="ttrl", description=description)
@@ -60,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:  # somebody looks around
         parser.exit(2, parser.format_help())
     arguments = parser.parse_args(given)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     try:
         return int(arguments.run_command(arguments))

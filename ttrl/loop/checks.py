@@ -9,6 +9,7 @@ from ttrl.ready_models import READY_MODELS
 from ttrl.server.model_folder import check_model_folder
 from ttrl.server.vllm import own_argument_problems
 from ttrl.tasks.task import Task, task_list
+from ttrl.text import counted
 
 _HUB_SECONDS = 3.0
 
@@ -66,7 +67,8 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
     if not tasks:
         found.append("there are no tasks to train on")
     elif len(tasks) < config.tasks_per_iteration and "tasks_per_iteration is" not in said:
-        found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but there are only {len(tasks)} tasks")
+        there = f"there {'is' if len(tasks) == 1 else 'are'} only {counted(len(tasks), 'task')}"
+        found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
     if config.tokens_per_iteration is not None and (several := [task.id for task in tasks if task.rollout]):
         found.append(
             f"tokens_per_iteration is {config.tokens_per_iteration}, but {len(several)} of {len(tasks)} tasks have a rollout "
