@@ -2,13 +2,14 @@
 
 import io
 import json
+import logging
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import openai
 import pytest
 
-from ttrl.cli.commands import main
+from ttrl.cli.commands import Lines, main
 from ttrl.cli.models import client_of
 from ttrl.records import Endpoint
 
@@ -106,3 +107,11 @@ def test_without_a_command_there_is_the_list_of_them(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "talk to a model, such as a checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("level", "said"), [(logging.INFO, "preparing the tasks"), (logging.WARNING, "WARNING ttrl.plans: preparing the tasks")]
+)
+def test_what_goes_on_is_a_plain_line_and_what_is_wrong_says_where(level, said):
+    record = logging.LogRecord("ttrl.plans", level, __file__, 1, "preparing the %s", ("tasks",), None)
+    assert Lines("%(levelname)s %(name)s: %(message)s").format(record) == said

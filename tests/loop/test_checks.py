@@ -76,6 +76,11 @@ def test_a_misspelt_setting_is_not_missing_too():
     assert caught.value.problems == ["unknown key 'iteratons'; did you mean 'iterations'?"]
 
 
+def test_one_task_is_a_task():
+    with pytest.raises(ConfigError, match=r"tasks_per_iteration is 2, but there is only 1 task$"):
+        train(TrainConfig(**RIGHT), TASKS[:1])
+
+
 def test_one_mistake_of_a_kind_of_its_own_keeps_its_kind():
     with pytest.raises(ModelFolderError, match="not/there/at/all does not exist"):
         train(TrainConfig(**RIGHT | {"model": "not/there/at/all"}), TASKS)

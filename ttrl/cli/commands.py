@@ -43,7 +43,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
 """By name: what adds the arguments, and the line in `ttrl --help`."""
 
 
-class _Lines(logging.Formatter):
+class Lines(logging.Formatter):
     """Writes what goes on as it is, and what is wrong with its origin."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(2, parser.format_help())
     arguments = parser.parse_args(given)
     handler = logging.StreamHandler()
-    handler.setFormatter(_Lines("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(Lines("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     try:
