@@ -1,5 +1,6 @@
 """The docs: links within them lead somewhere, and the page of settings is what the source says."""
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -13,6 +14,7 @@ from support.readme import first_task
 from ttrl import TrainConfig, plan
 from ttrl.cli.commands import main
 from ttrl.ready_models import READY_MODELS
+from ttrl.tasks.reference import load_tasks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -59,6 +61,30 @@ def test_the_first_task_of_the_readme_tells_right_from_wrong() -> None:
     for text, reward in expected.items():
         choice = types.SimpleNamespace(message=types.SimpleNamespace(content=text))
         assert task.grader(choice) == (reward, {"right": float(reward == 1)}), text
+
+
+def test_the_example_of_a_tool_is_a_file_of_tasks(tmp_path: Path) -> None:
+    """As docs/multi_turn.md names it, with a conversation in which the model calls it."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/multi_turn.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "MULTIPLY" in block)
+    (tmp_path / "tools.py").write_text(code)
+    tasks = load_tasks(str(tmp_path / "tools.py"), 4)
+    assert len({task.id for task in tasks}) == 4
+
+    def reply(content: str | None, *arguments: str) -> types.SimpleNamespace:
+        calls = [types.SimpleNamespace(id="c", function=types.SimpleNamespace(arguments=text)) for text in arguments]
+        return types.SimpleNamespace(message=types.SimpleNamespace(content=content, tool_calls=calls))
+
+    replies, told = [reply(None, '{"a": 20, "b": 30}', "{"), reply("It is 1,200.")], []
+
+    async def chat(new: object = None, **options: object) -> types.SimpleNamespace:
+        told.append(new)
+        return replies.pop(0)
+
+    asyncio.run(tasks[0].rollout(chat))
+    assert [result["content"][:6] for result in told[1]] == ["600", "error:"] and not replies
+    products = load_tasks(str(tmp_path / "tools.py"), 211)
+    assert [products[number].grader(reply("It is 1,200.")) for number in (0, 210)] == [0.0, 1.0]  # 20 * 30, 30 * 40
 
 
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL))
