@@ -65,6 +65,13 @@ def _model(family: str, **settings: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def _gpt2(**settings: Any) -> Callable[[], nn.Module]:
+    """A GPT-2, whose config has names of its own."""
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends, **settings))
+
+
 VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "llama": _model("Llama"),
     "llama3-rope": _model("Llama", rope_parameters=_LLAMA3_ROPE),
@@ -122,6 +129,12 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     ),
     "phi": _model("Phi", num_key_value_heads=4),
     "phi-qk-norm": _model("Phi", qk_layernorm=True, hidden_act="gelu_fast"),
+    "gpt2": _gpt2(),
+    "gpt2-untied": _gpt2(n_inner=48, activation_function="relu", tie_word_embeddings=False),
+    "nanochat": _model("NanoChat", pad_token_id=0),
+    "nanochat-biased": _model(
+        "NanoChat", pad_token_id=0, attention_bias=True, tie_word_embeddings=True, final_logit_softcapping=None
+    ),
 }
 
 
@@ -162,7 +175,7 @@ def reference_model(folder: Path, dtype: torch.dtype) -> nn.Module:
             plus = 1.0 if "Gemma" in type(module).__name__ else 0.0
 
             def forward(x: Tensor, module: Any = module, eps: float = eps, plus: float = plus) -> Tensor:
-                return (module.weight + plus) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+                return (getattr(module, "weight", 1.0) + plus) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
             module.forward = forward
         if dtype == torch.float64 and hasattr(module, "scalar_embed_scale"):

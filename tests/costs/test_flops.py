@@ -1,7 +1,9 @@
 """Counts of FLOPs against brute force, and against PyTorch's counter on a decoder whose attention is plain matrix products."""
 
+import copy
 import json
 
+import check_parity
 import pytest
 import torch
 from hypothesis import given
@@ -75,7 +77,7 @@ def attend_plainly(policy, monkeypatch):
             monkeypatch.setitem(module_globals, "attend", plain_attention)
 
 
-FAMILIES = ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi", "phi3"]
+FAMILIES = ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi", "phi3", "gpt2", "nanochat"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,7 +129,7 @@ def test_recomputation_is_what_pytorch_counts_more(family, every, lora, model_fo
     pairs = dict.fromkeys(decoder.shape.windows, T * T)
     again = recomputed_flops(decoder, recipe, T, pairs, N, fused_attention=False)
     assert again.total == pytest.approx(count() - plain, rel=1e-3)
-    fused = recomputed_flops(decoder, GRPOConfig(**given), T, pairs, N, head_again=True)
+    fused = recomputed_flops(decoder, GRPOConfig(**given), T, pairs, N, head_again=1)
     assert fused == Flops(0, *(part for part in _half_of_attention_and_head(decoder.shape, T, N)))
     assert plain == pytest.approx(pass_flops(decoder, recipe, T, pairs, N).total, rel=1e-3)
 
@@ -140,7 +142,7 @@ ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
 
 
 @pytest.mark.parametrize("targets", [ALL_TARGETS, ["q_proj"], ["v_proj"], ["output_proj"], ["w1"], ["w2"], ["k_proj", "output"]])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "phi"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "phi", "gpt2-untied"])
 def test_with_adapters_frozen_matrices_have_no_gradient(family, targets, model_folder, monkeypatch):
     """Every product that PyTorch makes, and no other, but for the head's merging, which is made once in a pass."""
     folder = model_folder(family)
@@ -204,6 +206,41 @@ def test_sampling_costs_what_pytorch_counts(family, model_folder, monkeypatch):
     writing = sum(step(T) for T in range(prompt + 1, prompt + completion))
     assert sampling_flops(shape, [(prompt, known, completion)]) == (reading, writing)
     assert sampling_flops(shape, [(prompt, known, completion)] * 3 + [(prompt, prompt, 1)]) == (3 * reading + head, 3 * writing)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "llama", "qwen3", "gemma", "phi", "gpt2", "nanochat"])
+def test_an_iteration_costs_what_transformers_counts(family, model_folder):
+    """The server's model reads each prompt once and writes every answer from its cache, token by token; then a training pass over
+    packed rows. Its attention is dense: what the masks hide is counted by them, and taken off."""
+    model = check_parity.reference_model(model_folder(family), torch.float32)
+    shape = model_shape(json.loads((model_folder(family) / "config.json").read_text()))
+    samples, pair = random_samples(0, prompts=(3, 7), completions=3), 4 * shape.layers * shape.heads * shape.head_dim
+    reads, counted = [], 0
+    with FlopCounterMode(display=False) as server, torch.no_grad():
+        for task in dict.fromkeys(one.task_id for one in samples):
+            group = [one for one in samples if one.task_id == task]
+            length = group[0].prompt_length
+            read = model.base_model(torch.tensor([group[0].token_ids[:length]]), use_cache=True)
+            counted -= pair * (length**2 - sum(range(length + 1)))
+            for number, one in enumerate(group):
+                cache, last = copy.deepcopy(read.past_key_values), read.last_hidden_state[:, -1]
+                model.lm_head(last)
+                for token in one.token_ids[length:-1]:  # the last one is never read
+                    last = model.base_model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).last_hidden_state
+                    model.lm_head(last)
+                reads.append((length, length if number else 0, len(one.token_ids) - length))
+    packed = packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0)
+    with FlopCounterMode(display=False) as trainer:
+        for row in (packed.rows([number]).trim() for number in range(packed.num_rows)):
+            allowed = dense_mask(row.group_ids, row.parent_ids)
+            hidden = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf).unsqueeze(1)
+            states = model.base_model(row.tokens, attention_mask=hidden, position_ids=row.input_pos).last_hidden_state
+            model.lm_head(states[row.labels != IGNORE]).sum().backward()
+            counted -= 3 * pair * int((~allowed).sum())
+    counted += server.get_total_flops() + trainer.get_total_flops()
+    positions = packed.input_pos[packed.group_ids >= 0].tolist()
+    ours = sum(sampling_flops(shape, reads)) + training_flops(shape, positions, packed.num_trained).total
+    assert ours == pytest.approx(counted, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ FAMILIES = {
     "gemma2": {"head_dim": 16},
     "gemma3_text": {"head_dim": 16},
     "phi": {},
+    "gpt2": {"num_key_value_heads": 8},
+    "nanochat": {},
     "mistral": {"sliding_window": 100},
 }
 

@@ -1,9 +1,10 @@
-"""A family with everything that is special about it, trained one step, is served as what was trained: windows, soft caps, norms
-around attention, scaled and tied embeddings all agree between the trainer and vLLM."""
+"""Families with everything that is special about them, trained one step, are served as what was trained. Gemma 2: windows, soft
+caps, norms around attention, scaled and tied embeddings. GPT-2: matrices that files hold transposed and fused, learned positions,
+a tied head that files do not hold."""
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoConfig, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sync_weights, verify_canary
@@ -41,6 +42,15 @@ def write_gemma2(folder):
     return folder
 
 
+def write_gpt2(folder):
+    make_tiny_model(folder)
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512, "initializer_range": 0.1}
+    config = GPT2Config(vocab_size=AutoConfig.from_pretrained(folder).vocab_size, bos_token_id=0, eos_token_id=0, **sizes)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
 def train_a_step(policy):
     tokens = torch.randint(policy.decoder.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
     alone = torch.zeros_like(tokens)
@@ -51,8 +61,9 @@ def train_a_step(policy):
             parameter -= 0.05 * parameter.grad / parameter.grad.norm() * parameter.norm().clamp(min=1.0)
 
 
-def test_a_trained_gemma2_is_served(tmp_path):
-    start = write_gemma2(tmp_path / "start")
+@pytest.mark.parametrize("write", [write_gemma2, write_gpt2])
+def test_a_trained_family_is_served(write, tmp_path):
+    start = write(tmp_path / "start")
     config = read_config(start)
     decoder = build_decoder(config)
     fill_parameters(dict(decoder.named_parameters()), start)

@@ -583,6 +583,8 @@ def test_a_family_that_stores_matrices_as_one_needs_more_of_vllms_rank(tmp_path,
     made = make_server(config, tmp_path, tmp_path / "log", adapters=True)
     assert made.extra_args["max-lora-rank"] == rank
     assert config_of(model=str(tmp_path), training={"lora_rank": 400}).gives_adapters == (family == "qwen2")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # to which vLLM takes none
+    assert not config_of(model=str(tmp_path), training={"lora_rank": 10}).gives_adapters
 
 
 # Settings

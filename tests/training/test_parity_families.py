@@ -28,11 +28,14 @@ def test_every_family_in_float64(name, model_folder):
     assert found.gradient_unpacked < 1e-10 and found.gradient_packed < 1e-10
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "phi3-longrope", "phi"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "phi3-longrope", "phi", "gpt2", "nanochat"])
 def test_families_in_fp32(name, model_folder):
     found = check_parity.parity(model_folder(name), torch.float32)
     assert found.logits < 1e-3 and found.logprobs_packed < 1e-3
     assert found.gradient_unpacked < 1e-4 and found.gradient_packed < 1e-4
+
+
+ROTARY = [name for name in check_parity.VARIANTS if not name.startswith("gpt2")]
 
 
 def older_spelling(config: dict) -> dict:
@@ -51,7 +54,7 @@ def older_spelling(config: dict) -> dict:
     return config
 
 
-@pytest.mark.parametrize("name", check_parity.VARIANTS)
+@pytest.mark.parametrize("name", ROTARY)
 def test_both_spellings_of_a_config_are_read_alike(name, model_folder, tmp_path):
     new = read_config(model_folder(name))
     content = older_spelling(json.loads((model_folder(name) / "config.json").read_text()))
@@ -111,13 +114,13 @@ def test_dynamic_rope_is_that_of_the_models_context_whatever_the_servers(model_f
         torch.testing.assert_close(ours[0][:, 0], cos, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2-yarn", "gemma3", "phi3-longrope", "phi"])
+@pytest.mark.parametrize("name", ["qwen2-yarn", "gemma3", "phi3-longrope", "phi", "nanochat", "gpt2"])
 def test_a_decoder_built_on_the_meta_device_computes_the_same(name, model_folder):
     config, weights = read_config(model_folder(name)), dict(iter_weights(model_folder(name)))
     plain = build_decoder(config)
     with torch.device("meta"):
         empty = build_decoder(config)
-    assert {p.device.type for p in empty.parameters()} == {"meta"} and {p.device.type for p in empty.buffers()} == {"meta"}
+    assert {p.device.type for p in empty.parameters()} == {"meta"} >= {p.device.type for p in empty.buffers()}
     assert {n: p.shape for n, p in empty.named_parameters()} == {n: t.shape for n, t in weights.items()}
     empty.load_state_dict(weights, assign=True)
     empty.materialise_buffers("cpu")

@@ -34,7 +34,7 @@ def read(handed_over):
     return weights
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "phi3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_it_is_what_a_checkpoint_would_be(family, dtype, model_folder, tmp_path):
     start, memory = model_folder(family), WeightMemory(HERE)
@@ -103,7 +103,7 @@ def test_without_memory_for_it(enough, monkeypatch):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family, tensor_parallel, processes", [("qwen2", 1, 2), ("phi3", 2, 2), ("qwen2", 2, 4)])
+@pytest.mark.parametrize("family, tensor_parallel, processes", [("qwen2", 1, 2), ("phi3", 2, 2), ("gpt2", 2, 4)])
 def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_folder):
     start, whole = model_folder(family), WeightMemory(HERE)
     with HandingOver(start, processes, tensor_parallel) as trainer:

@@ -13,6 +13,16 @@ LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w
 NF4_BLOCK = 64
 """Numbers that share a scale in a base that is held in 4 bits."""
 _CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
+_OLDER_NAMES = {
+    **{"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size"},
+    **{"n_positions": "max_position_embeddings", "activation_function": "hidden_act"},
+}
+
+
+def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of the text part, under the names of today: GPT-2 has older ones."""
+    text = config.get("text_config") or config
+    return {**text, **{name: text[older] for older, name in _OLDER_NAMES.items() if older in text}}
 
 
 def _every_layer_matrix() -> list[LoRATarget]:

@@ -12,7 +12,7 @@ from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.machines import endpoint_problem, server_address_problems, server_keys, slurm_endpoint
 from ttrl.configs.recipe import GRPOConfig, TrainingConfig
-from ttrl.configs.vllm_arguments import LORA_RANKS, argument_problems, lora_rank_there
+from ttrl.configs.vllm_arguments import LORA_RANKS, argument_problems, lora_rank_there, takes_adapters
 from ttrl.errors import ConfigError
 
 OFF_POLICY_CORRECTION = "token"
@@ -528,6 +528,7 @@ class TrainConfig(Config):
         return (
             recipe.lora_rank is not None
             and lora_rank_there(self.model, recipe.lora_rank) <= LORA_RANKS[-1]
+            and takes_adapters(self.model)
             and self.adapters == "auto"
             and not self.joined_servers
             and recipe.lora_kind == "lora"

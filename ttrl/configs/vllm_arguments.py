@@ -26,9 +26,17 @@ _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 def lora_rank_there(model: str | Path, rank: int) -> int:
     """Return what vLLM calls an adapter's rank: three times ours in the family that stores q, k and v as one matrix, of which an
     adapter is ours side by side. Of a model that is not here yet nothing is known but that."""
+    return 3 * rank if _model_type(model) in (None, "phi3") else rank
+
+
+def takes_adapters(model: str | Path) -> bool:
+    """Return whether vLLM takes adapters to a model: not to GPT-2."""
+    return _model_type(model) != "gpt2"
+
+
+def _model_type(model: str | Path) -> str | None:
     config = Path(model) / "config.json"
-    is_fused = not config.is_file() or json.loads(config.read_text(encoding="utf-8")).get("model_type") == "phi3"
-    return 3 * rank if is_fused else rank
+    return str(json.loads(config.read_text(encoding="utf-8")).get("model_type")) if config.is_file() else None
 
 
 def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> list[str]:

@@ -53,7 +53,7 @@ def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int 
     width, size, parts = decoder.shape.width, how.bytes, how.tensor_parallel
     queries, keys = decoder.queries / parts, decoder.keys / parts
     feed_forward, heads = decoder.shape.feed_forward_width / parts, decoder.shape.heads / parts
-    gated, parallel = decoder.shape.feed_forward_matrices == 3, decoder.family == "phi"
+    gated, parallel = decoder.shape.feed_forward_matrices == 3, decoder.parallel
 
     inner_inputs = 1 if parallel and size == _FP32 else 2  # of attention and feed-forward layer
     norms = width * (1 if parallel else 4 if decoder.post_norms else 2) + (queries + keys) * decoder.head_norms

@@ -147,7 +147,7 @@ def recomputed_flops(
     pairs: Mapping[int | None, int],
     head_positions: int,
     *,
-    head_again: bool = False,
+    head_again: int = 0,
     fused_attention: bool = True,
 ) -> Flops:
     """Count what the backward pass computes a second time; arguments as for `forward_flops`.
@@ -155,7 +155,8 @@ def recomputed_flops(
     - With `activation_checkpointing` that keeps nothing, one layer in `checkpoint_every`. PyTorch stops at the last thing that
       the backward pass needs: the layer's last product (with w2, or with its adapter) is not made again unless a norm follows.
     - With `fused_attention` (all ways of ours), the scores, one product of the forward pass' two.
-    - With `head_again`, the logits (`ttrl.training.kernels.logprobs`, "recompute").
+    - So many products of the head as `head_again` says: the logits (`ttrl.training.kernels.logprobs`, "recompute"), and one for
+      each part of the gradient that is told apart (`apart` there).
     """
     shape = decoder.shape
     adapters = _adapter_flops(decoder, config)
@@ -169,10 +170,10 @@ def recomputed_flops(
             if not decoder.post_norms:
                 last = config.lora_rank if "w2" in adapters and config.lora_rank is not None else shape.feed_forward_width
                 layers -= tokens * 2 * shape.width * last
-            if decoder.family == "phi" and number == 0 and adapters and not adapters.keys() & {"w1", "w2", "output_proj"}:
+            if decoder.parallel and number == 0 and adapters and not adapters.keys() & {"w1", "w2", "output_proj"}:
                 # Nothing of the embeddings' way through the feed-forward half, nor what attention projects, has a gradient.
                 layers -= tokens * 2 * shape.width * (shape.feed_forward_width + decoder.queries)
-    head = 2 * shape.width * shape.vocabulary * head_positions if head_again else 0
+    head = 2 * shape.width * shape.vocabulary * head_positions * head_again
     return Flops(layers, attention, head)
 
 
@@ -207,7 +208,7 @@ def _layer_with_adapters(decoder: DecoderParameters, config: TrainingConfig, ran
     q, k, v = (matrix(name, reached) for name in ("q_proj", "k_proj", "v_proj"))
     products = (q or k) + q + k + v  # gradients of attention's weights, queries, keys, values
     attended = matrix("output_proj", q or k or v)
-    feed_forward_input = reached if decoder.family == "phi" else reached or attended  # Phi's two halves read the same input
+    feed_forward_input = reached if decoder.parallel else reached or attended  # two halves that read the same input
     gates = [matrix(name, feed_forward_input) for name in ("w1", "w3")]
     fed = matrix("w2", any(gates))
     return total, int(products), reached or attended or fed

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.configs import TrainingConfig
+from ttrl.configs.recipe import model_settings
 from ttrl.errors import ModelFolderError
 
 # What a family has whatever its config.json says, or where that is silent. `attention_bias` adds biases to q, k, v and output.
-_QKV_BIAS = frozenset({"qwen2", "phi"})
-_ALL_BIASES = frozenset({"phi"})  # of the output projection, the feed-forward layer, the head, and of its LayerNorms
-_HEAD_NORMS = frozenset({"qwen3", "gemma3_text"})
+_QKV_BIAS = frozenset({"qwen2", "phi", "gpt2"})
+_ALL_BIASES = frozenset({"phi", "gpt2"})  # of the output projection, the feed-forward layer, and of its LayerNorms
+_PARALLEL = frozenset({"phi"})  # with a bias in the head, too
+_BARE_NORMS = frozenset({"nanochat"})  # without a weight
+_HEAD_NORMS = frozenset({"qwen3", "gemma3_text", "nanochat"})
 _POST_NORMS = frozenset({"gemma2", "gemma3_text"})
-_TIED = frozenset({"gemma", "gemma2", "gemma3_text"})
+_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2"})
 _SOFT_CAPS = frozenset({"gemma2"})
-_ONE_TIED_TENSOR = frozenset({"gemma2"})  # written once; checkpoints of all others hold a tied head twice
-_UNGATED = frozenset({"phi"})  # two matrices in the feed-forward layer; all other families have three
+_ONE_TIED_TENSOR = frozenset({"gemma2", "gpt2"})  # written once; checkpoints of all others hold a tied head twice
+_UNGATED = frozenset({"phi", "gpt2", "nanochat"})  # two matrices in the feed-forward layer; all other families have three
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,11 @@ class ModelShape:
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape from a Hugging Face config.json of the Llama, Qwen, Mistral, Gemma or Phi families.
+    """Return the shape from a Hugging Face config.json of the families that ttrl trains.
 
     Raises ModelFolderError where one is missing.
     """
-    config = config.get("text_config") or config
+    config = model_settings(config)
 
     def number(name: str, default: int | None = None) -> int:
         value = config.get(name) if default is None else config.get(name) or default
@@ -71,7 +74,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         heads=heads,
         key_value_heads=number("num_key_value_heads", heads),
         head_dim=number("head_dim", width // heads),
-        feed_forward_width=number("intermediate_size"),
+        feed_forward_width=number("intermediate_size", 4 * width if config.get("model_type") == "gpt2" else None),
         feed_forward_matrices=2 if config.get("model_type") in _UNGATED else 3,
         vocabulary=number("vocab_size"),
         windows=_windows(config, layers),
@@ -108,12 +111,18 @@ class DecoderParameters:
     """A norm over each head's query and key."""
     post_norms: bool
     """Four norms in a layer, not two."""
+    parallel: bool
+    """One norm in a layer, which attention and feed-forward layer read."""
+    norm_vectors: int
+    """What a norm has: 0, 1 (a weight) or 2 (and a bias)."""
+    learned_positions: int
+    """Rows of the table of positions."""
     soft_cap: bool
     """Attention scores are capped, which the fast way on CPUs cannot do."""
     silu: bool
     """The feed-forward layer's activation."""
     query_key_value_bias: bool
-    other_biases: bool
+    head_bias: bool
     output_bias: bool
     feed_forward_bias: bool
 
@@ -150,11 +159,10 @@ class DecoderParameters:
     def layer_vectors(self) -> int:
         """Count the entries of the norms and biases of one layer."""
         shape = self.shape
-        parallel = self.other_biases  # Phi: one LayerNorm, with weights and biases
-        norms = 2 * shape.width if parallel else shape.width * (4 if self.post_norms else 2)
+        norms = shape.width * (1 if self.parallel else 4 if self.post_norms else 2) + 2 * shape.head_dim * self.head_norms
         biases = (self.queries + 2 * self.keys) * self.query_key_value_bias + shape.width * self.output_bias
         biases += (shape.feed_forward_width * (shape.feed_forward_matrices - 1) + shape.width) * self.feed_forward_bias
-        return norms + biases + 2 * shape.head_dim * self.head_norms * (2 if parallel else 1)
+        return self.norm_vectors * norms + biases
 
     @property
     def layer(self) -> int:
@@ -164,7 +172,7 @@ class DecoderParameters:
     @property
     def outside_layers(self) -> int:
         """Count the embeddings, output projection and last norm."""
-        vectors = self.shape.width + (self.shape.width + self.shape.vocabulary if self.other_biases else 0)
+        vectors = self.shape.width * (self.norm_vectors + self.learned_positions) + self.shape.vocabulary * self.head_bias
         return self.vocabulary_matrix * (1 if self.tied else 2) + vectors
 
     @property
@@ -181,7 +189,7 @@ class DecoderParameters:
 
 def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
     """Return the parameters that a config.json describes. Raises ModelFolderError where a value is missing."""
-    text = config.get("text_config") or config
+    text = model_settings(config)
     family = str(text.get("model_type"))
     attention_bias = bool(text.get("attention_bias")) and family not in ("qwen2", "mistral", "phi3", "phi")
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
@@ -191,10 +199,13 @@ def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
         tied=family in _TIED if tied is None else bool(tied),
         head_norms=family in _HEAD_NORMS or bool(text.get("qk_layernorm") and family == "phi"),
         post_norms=family in _POST_NORMS,
+        parallel=family in _PARALLEL,
+        norm_vectors=0 if family in _BARE_NORMS else 2 if family in _ALL_BIASES else 1,
+        learned_positions=text.get("max_position_embeddings", 1024) if family == "gpt2" else 0,
         soft_cap=family in _SOFT_CAPS and text.get("attn_logit_softcapping") is not None,
         silu=(text.get("hidden_activation") or text.get("hidden_act") or "silu") == "silu",
         query_key_value_bias=family in _QKV_BIAS or attention_bias,
-        other_biases=family in _ALL_BIASES,
+        head_bias=family in _PARALLEL,
         output_bias=family in _ALL_BIASES or attention_bias,
         feed_forward_bias=family in _ALL_BIASES or (family == "llama" and bool(text.get("mlp_bias"))),
     )

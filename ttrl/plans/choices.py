@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.recipe import model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import model_shape
@@ -254,7 +255,7 @@ def _server(model: Mapping[str, Any], config: TrainConfig, gpus: int, room: floa
     most = gpus // max(1, config.servers or 1)
     heads = model_shape(model).heads
     sizes = [int(given)] if given is not None else [n for n in (1, 2, 4, 8, 16) if n <= most and heads % n == 0] or [1]
-    context = int((model.get("text_config") or model).get("max_position_embeddings") or config.seq_len)
+    context = int(model_settings(model).get("max_position_embeddings") or config.seq_len)
     found = []
     for parallel in sizes:
         parts, each = server_needs(model, _with(config, {"server.tensor_parallel_size": parallel}), cuda=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.recipe import model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
@@ -81,8 +82,7 @@ def _lengths(model: Mapping[str, Any], config: TrainConfig, work: Work) -> list[
             f"{longest} tokens together: samples that are too long {word[config.too_long]}; "
             f"about {work.too_long} of {work.samples} in an iteration"
         )
-    text = model.get("text_config") or model
-    context = config.context or text.get("max_position_embeddings")
+    context = config.context or model_settings(model).get("max_position_embeddings")
     if isinstance(context, int) and longest > context:
         found.append(
             f"the longest prompt and max_tokens are {longest} tokens together, more than the server's context of {context}: "

@@ -22,7 +22,7 @@ from ttrl.data.packing.packed_file import read_tensor
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.system.files import atomic_folder, json_text, model_files
 from ttrl.training.canary import compute_canary
-from ttrl.training.models.weights import bytes_of, composite_of, iter_stored, layout_of, stored_as, write_tensors
+from ttrl.training.models.weights import Stored, bytes_of, composite_of, iter_stored, layout_of, stored_as, write_tensors
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import Held, WeightMemory
 from ttrl.training.policy.adapters import base_folder, gather_adapter, merged_weight
@@ -38,12 +38,13 @@ CheckpointDtype = Literal["fp32", "bf16"]
 
 class CheckpointTensor(NamedTuple):
     """A tensor to be written: its size in bytes, how to get it (a collective where parameters are sharded), and the parameters
-    that its rows are, one after the other; none where it is something else."""
+    that its rows are, one after the other, or, where they are transposed, its columns; none where it is something else."""
 
     name: str
     size: int
     gather: Callable[[], Tensor]
     parameters: tuple[Tensor, ...] = ()
+    transposed: bool = False
 
 
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
@@ -66,14 +67,16 @@ def _entries(policy: Policy, dtype: torch.dtype) -> Iterator[CheckpointTensor]:
     """Yield the parameters under their Hugging Face names, fused if the family stores them so, with their adapters merged in."""
     parameters = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
     layers = {f"{name}.weight": layer for name, layer in adapted(policy).items()}
-    for name, parts in stored_as(parameters, policy.decoder.config):
+    for stored in stored_as(parameters, policy.decoder.config):
 
-        def gather(parts: tuple[str, ...] = parts) -> Tensor:
-            whole = [merged_weight(parameters[part], layers.get(part)).to(device="cpu", dtype=dtype) for part in parts]
-            return torch.cat(whole) if len(whole) > 1 else whole[0]
+        def gather(stored: Stored = stored) -> Tensor:
+            names = stored.parameters
+            whole = [merged_weight(parameters[name], layers.get(name)).to(device="cpu", dtype=dtype) for name in names]
+            return stored.joined(whole)
 
-        own = tuple(parameters[part] for part in parts)
-        yield CheckpointTensor(name, sum(part.numel() for part in own) * dtype.itemsize, gather, own)
+        own = tuple(parameters[name] for name in stored.parameters)
+        size = sum(part.numel() for part in own) * dtype.itemsize
+        yield CheckpointTensor(stored.name, size, gather, own, stored.transposed)
 
 
 def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
@@ -150,7 +153,12 @@ def hand_over(
     tied = policy.decoder.config.tie_word_embeddings  # the worker makes its head from the embeddings
     own = [entry for entry in _entries(policy, dtype) if not (tied and entry.name == "lm_head.weight")]
     entries = _entries_beside_text(Path(start_folder), own)
-    return memory.write([Held(entry.name, entry.parameters or (entry.gather(),)) for entry in entries], dtype)
+    held = []
+    for entry in entries:
+        blocks = entry.parameters or (entry.gather(),)
+        turned = tuple(block.detach().T for block in blocks) if entry.transposed else blocks
+        held.append(Held(entry.name, turned, dim=int(entry.transposed)))
+    return memory.write(held, dtype)
 
 
 def write_merged(folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype) -> None:

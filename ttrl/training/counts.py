@@ -26,11 +26,11 @@ passes without gradient, of the policy and of the reference model."""
 
 
 def work_counts(
-    rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig, *, head_again: bool = False, reference: bool = False
+    rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig, *, head_again: int = 0, reference: bool = False
 ) -> dict[str, float]:
     """Return "flops" of a forward and a backward pass, those of the PARTS "recomputation" and "reference", and "logical_tokens":
-    positions in rows that share nothing. head_again: whether the backward pass computes logits again. reference: whether both
-    passes compute the reference's as well."""
+    positions in rows that share nothing. head_again: how many products of the head the backward pass makes besides. reference:
+    whether both passes compute the reference's as well."""
     decoder = decoder_parameters(config.to_dict())
     tokens, pairs = _tokens_and_pairs(rows, decoder)
     owned = rows.sample_ids >= 0

@@ -172,7 +172,7 @@ def _layer_groups(names: Sequence[str], layers: int) -> list[str]:
             last = min(first + size, layers) - 1
             found.append(f"layer {first}" if first == last else f"layers {first}-{last}")
         else:
-            found.append("embeddings" if name.startswith("tok_embeddings") else "head")
+            found.append("embeddings" if name.startswith(("tok_embeddings", "pos_embeddings")) else "head")
     return found
 
 

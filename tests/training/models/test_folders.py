@@ -12,6 +12,7 @@ from support.tiny_models import native_layout
 from ttrl.errors import ModelFolderError
 from ttrl.training.models.architecture import architecture, check_same_architecture, read_config
 from ttrl.training.models.decoder import build_decoder
+from ttrl.training.models.families import FAMILIES
 from ttrl.training.models.weights import iter_weights, to_hugging_face_names
 from ttrl.training.policy.policy import fill_parameters
 
@@ -48,6 +49,9 @@ def changed(model_folder, tmp_path):
             'a RoPE whose "type" is lost to the rope_type "default"',
         ),
         ("phi", {"tie_word_embeddings": True}, "tied embeddings with a bias in the head"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx True \(ttrl and vLLM compute"),
+        ("gpt2", {"add_cross_attention": True, "n_layer": 1}, "add_cross_attention True"),
+        ("nanochat", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 2.0}}, "a scaled or partial RoPE"),
         ("qwen2", {"model_type": "mixtral", "num_local_experts": 4}, r"the model type 'mixtral' \(there are llama, .*mixture of"),
         ("qwen2", {"model_type": "t5"}, "the model type 't5' .*an encoder in addition to the decoder"),
     ],
@@ -111,12 +115,23 @@ def test_weights_go_in_and_out_bit_for_bit(family, model_folder):
     fill_parameters(dict(decoder.named_parameters()), model_folder(family))
     out = to_hugging_face_names(dict(decoder.named_parameters()), config)
     assert ("lm_head.weight" in stored) != config.tie_word_embeddings
-    if config.tie_word_embeddings and config.model_type != "gemma2":  # of which vLLM refuses a head
+    if config.tie_word_embeddings and FAMILIES[config.model_type].tied_head_in_files:
         head = out.pop("lm_head.weight")
         assert torch.equal(head, stored["model.embed_tokens.weight"])
         assert head.data_ptr() != out["model.embed_tokens.weight"].data_ptr()
     assert out.keys() == stored.keys()
     assert all(torch.equal(out[name], tensor) for name, tensor in stored.items())
+
+
+def test_files_of_gpt2_that_are_older(changed):
+    """Without the prefix, with tables of the causal mask and a tied head of its own; what is written has the names of today."""
+    folder = changed("gpt2")
+    new = load_file(folder / "model.safetensors")
+    old = {name.removeprefix("transformer."): tensor for name, tensor in new.items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(old | {"lm_head.weight": old["wte.weight"].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    out = to_hugging_face_names(dict(iter_weights(folder)), read_config(folder))
+    assert out.keys() == new.keys() and all(torch.equal(out[name], tensor) for name, tensor in new.items())
 
 
 def test_sharded_files_are_read(model_folder, tmp_path):

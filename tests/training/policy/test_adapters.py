@@ -52,6 +52,7 @@ CASES = [
     ("phi3", {"lora_kind": "dora"}),
     ("phi3", {"lora_targets": ["q_proj", "v_proj", "w3"]}),
     ("phi", {"lora_kind": "dora"}),
+    ("gpt2", {"lora_targets": ["q_proj", "v_proj", "output_proj", "w1"]}),
 ]
 
 

@@ -15,7 +15,7 @@ from ttrl.errors import ModelFolderError
 from ttrl.training.models.families import COMPOSITES, FAMILIES, SOFT_CAPS
 from ttrl.training.models.rope import EVERY_LAYER, ROPE_TYPES
 
-ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu2")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Architecture:
     activation: str
     gated_mlp: bool
     mlp_bias: bool
-    norm: Literal["rms", "rms_plus_one", "layer"]
+    norm: Literal["rms", "rms_plus_one", "rms_bare", "layer"]
     norm_eps: float
     post_norms: bool
     parallel: bool
@@ -43,8 +43,10 @@ class Architecture:
     head_bias: bool
     tie_word_embeddings: bool
     rope_parameters: dict[str, Any]
-    rope_kinds: tuple[str, ...]
-    """For each layer, which of the config's RoPEs it uses."""
+    rope_kinds: tuple[str | None, ...]
+    """For each layer, which of the config's RoPEs it uses; None: none."""
+    learned_positions: int
+    """Rows of a table of embeddings of positions; 0: there is none."""
     windows: tuple[int | None, ...]
     """For each layer, how many positions it looks back, its own included."""
     attention_scale: float | None
@@ -52,6 +54,8 @@ class Architecture:
     attention_soft_cap: float | None
     output_soft_cap: float | None
     embedding_scale: float | None
+    embedding_norm: bool
+    """Embeddings pass through the final norm before the first layer."""
 
 
 def _head_dim(config: PretrainedConfig) -> int:
@@ -60,13 +64,23 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def _activation(config: PretrainedConfig) -> str:
-    name: str = getattr(config, "hidden_activation", None) or config.hidden_act
-    return name
+    names = ("hidden_activation", "activation_function", "hidden_act")
+    return next((str(found) for name in names if (found := getattr(config, name, None))), "silu")
+
+
+def _feed_forward_width(config: PretrainedConfig) -> int:
+    width: int = config.n_inner or 4 * config.hidden_size if hasattr(config, "n_inner") else config.intermediate_size
+    return width
+
+
+def _key_value_heads(config: PretrainedConfig) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
 
 
 def _ropes(config: PretrainedConfig) -> dict[str, Any]:
     """Return RoPE parameters by kind of layer: one kind, unless the config has them by layer type (Gemma 3)."""
-    parameters = config.rope_parameters or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     nested = any(isinstance(value, dict) for value in parameters.values())
     return {kind: parameters[kind] for kind in sorted(set(config.layer_types))} if nested else {EVERY_LAYER: parameters}
 
@@ -87,7 +101,8 @@ def architecture(config: PretrainedConfig) -> Architecture:
     def decided(value: bool | str) -> bool:
         return bool(getattr(config, value, False)) if isinstance(value, str) else value
 
-    ropes = _ropes(config)
+    ropes, layers = _ropes(config), config.num_hidden_layers
+    every_layer = None if family.learned_positions else EVERY_LAYER
     described = {kind: _described(rope, config) for kind, rope in ropes.items()}
     scale = config.query_pre_attn_scalar if family.query_scale else head_dim
     attention_cap, output_cap = (getattr(config, name) if name in family.soft_caps else None for name in SOFT_CAPS)
@@ -95,10 +110,10 @@ def architecture(config: PretrainedConfig) -> Architecture:
         model_type=config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
+        intermediate_size=_feed_forward_width(config),
+        num_hidden_layers=layers,
         num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
+        num_key_value_heads=_key_value_heads(config),
         head_dim=head_dim,
         activation=_activation(config),
         gated_mlp=family.gated_mlp,
@@ -113,12 +128,14 @@ def architecture(config: PretrainedConfig) -> Architecture:
         head_bias=family.head_bias,
         tie_word_embeddings=bool(config.tie_word_embeddings),
         rope_parameters=described.get(EVERY_LAYER, described),
-        rope_kinds=tuple(config.layer_types) if EVERY_LAYER not in ropes else (EVERY_LAYER,) * config.num_hidden_layers,
+        rope_kinds=(every_layer,) * layers if EVERY_LAYER in ropes else tuple(config.layer_types),
+        learned_positions=config.max_position_embeddings if family.learned_positions else 0,
         windows=_windows(config),
         attention_scale=None if scale == head_dim else scale**-0.5,
         attention_soft_cap=attention_cap,
         output_soft_cap=output_cap,
         embedding_scale=config.hidden_size**0.5 if family.scaled_embeddings else None,
+        embedding_norm=family.embedding_norm,
     )
 
 
@@ -156,8 +173,7 @@ def _problems(config: PretrainedConfig) -> list[str]:
     if any(one.get("rope_type") == "default" != one.get("type", "default") for one in ropes):
         # transformers 5 does so with Gemma 3's rope_scaling, and says nothing.
         problems.append('a RoPE whose "type" is lost to the rope_type "default" (write rope_type in config.json)')
-    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    if name is not None and name not in ACTIVATIONS:
+    if (name := _activation(config)) not in ACTIVATIONS:
         problems.append(f"the activation {name!r} (there are {', '.join(ACTIVATIONS)})")
     types = getattr(config, "layer_types", None) or []
     for kind in sorted(set(types) - {"full_attention", "sliding_attention"}):
@@ -179,10 +195,16 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
             problems.append(f"{name}, which neither transformers nor vLLM applies to {config.model_type} models")
     if window is not None and window < 1:
         problems.append(f"a sliding window of {window} positions")
-    if config.num_attention_heads % config.num_key_value_heads:
-        problems.append(f"{config.num_key_value_heads} key/value heads for {config.num_attention_heads} query heads")
+    if config.num_attention_heads % (heads := _key_value_heads(config)):
+        problems.append(f"{heads} key/value heads for {config.num_attention_heads} query heads")
     if family.head_bias and config.tie_word_embeddings:
         problems.append("tied embeddings with a bias in the head")
+    for name, value in family.fixed.items():
+        if (given := getattr(config, name, value)) != value:
+            problems.append(f"{name} {given!r} (ttrl and vLLM compute {config.model_type} models with {value!r})")
+    plain = all(_described(rope, config).keys() <= {"rope_type", "rope_theta"} for rope in _ropes(config).values())
+    if family.turns_backwards and not plain:
+        problems.append(f"a scaled or partial RoPE, which {config.model_type} models do not have")
     return problems
 
 

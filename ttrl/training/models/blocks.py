@@ -1,6 +1,6 @@
 """Norms, attention and layers of decoders, where torchtune 0.6.1 has none or others.
 
-- q/k norms come before RoPE, as in Qwen3 and Gemma 3 (torchtune applies them after);
+- q/k norms come before RoPE, as in Qwen3 and Gemma 3 (torchtune applies them after, as nanochat does);
 - windows are counted in positions, scores can be capped, and rows may be longer than the model's context.
 
 Shapes: B rows, T tokens, D width, H query heads, K key/value heads, E dimension of a head.
@@ -18,17 +18,19 @@ from ttrl.training.models.rope import Rotary, rotate, turns_of
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467), in fp32 or wider. `plus_one`: the weight is an offset from 1 (Gemma)."""
+    """Root mean square norm (arXiv 1910.07467), in fp32 or wider. `plus_one`: the weight is an offset from 1 (Gemma). `bare`:
+    there is none (nanochat)."""
 
-    def __init__(self, dim: int, eps: float, plus_one: bool = False) -> None:
+    def __init__(self, dim: int, eps: float, plus_one: bool = False, bare: bool = False) -> None:
         super().__init__()
         self.eps, self.plus_one = eps, plus_one
-        self.scale = nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
+        self.scale = None if bare else nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
 
     def forward(self, x: Tensor, pairs: bool = False) -> Tensor:
         """Normalise x [..., dim]; same shape and dtype. `pairs`: its halves come as pairs (`cpu_products.as_pairs`)."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        scale = self.scale.to(wide) + 1.0 if self.plus_one else self.scale.to(wide)
+        scale = x.new_ones(x.shape[-1], dtype=wide) if self.scale is None else self.scale.to(wide)
+        scale = scale + 1.0 if self.plus_one else scale
         scale = cpu_products.as_pairs(scale, len(scale)) if pairs else scale
         if cpu_ops.apply_to(x, scale):
             return cpu_ops.rms_norm(x.to(wide), scale, self.eps).to(x.dtype)
@@ -38,12 +40,20 @@ class RMSNorm(nn.Module):
 def norm(shape: Architecture, dim: int) -> nn.Module:
     if shape.norm == "layer":
         return nn.LayerNorm(dim, shape.norm_eps)
-    return RMSNorm(dim, shape.norm_eps, plus_one=shape.norm == "rms_plus_one")
+    return RMSNorm(dim, shape.norm_eps, plus_one=shape.norm == "rms_plus_one", bare=shape.norm == "rms_bare")
+
+
+class SquaredReLU(nn.Module):
+    """max(x, 0)² (arXiv 2109.08668)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
 
 
 def activation(name: str) -> nn.Module:
     """Make an activation by its Hugging Face name, one of ACTIVATIONS in `architecture`."""
-    return {"silu": nn.SiLU, "relu": nn.ReLU, "gelu": nn.GELU}.get(name, lambda: nn.GELU(approximate="tanh"))()
+    kinds: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU, "relu2": SquaredReLU, "gelu": nn.GELU}
+    return kinds[name]() if name in kinds else nn.GELU(approximate="tanh")
 
 
 def for_products(x: Tensor) -> Tensor:
@@ -81,6 +91,7 @@ class SelfAttention(nn.Module):
         self.output_proj = nn.Linear(shape.num_attention_heads * self.head_dim, dim, bias=shape.output_bias)
         self.q_norm = norm(shape, self.head_dim) if shape.qk_norm else None
         self.k_norm = norm(shape, self.head_dim) if shape.qk_norm else None
+        self.norms_last = shape.norm == "rms_bare"
         self.kind, self.window = shape.rope_kinds[layer], shape.windows[layer]
         self.scale, self.soft_cap = shape.attention_scale, shape.attention_soft_cap
 
@@ -88,15 +99,16 @@ class SelfAttention(nn.Module):
         """Map x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. `mask` and `input_pos` are torchtune's
         names for what is passed through its layers to the attention: here the plan of attention, and RotaryEmbedding's output."""
         B, T, _ = x.shape
-        x, rotary = for_products(x), input_pos[self.kind]
-        if self._turns_pairs(x, rotary):
+        x, rotary = for_products(x), None if self.kind is None else input_pos[self.kind]
+        if rotary is not None and self._turns_pairs(x, rotary):
             q, k, v = self._projected_and_turned(x, rotary)
         else:
             q, k, v = (part.view(B, T, -1, self.head_dim) for part in project(x, self.q_proj, self.k_proj, self.v_proj))
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = (q, k) if self.norms_last else self._normed(q, k)
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            if rotary is not None:
+                q, k = rotate(q, rotary), rotate(k, rotary)
+            q, k = self._normed(q, k) if self.norms_last else (q, k)
         out = attend(q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap, window=self.window)
         return project(out.transpose(1, 2).reshape(B, T, -1), self.output_proj)[0]
 
@@ -111,10 +123,14 @@ class SelfAttention(nn.Module):
         """Return queries, keys and values, [B, H, T, E] each, their heads' halves as pairs in the first two."""
         layers, E = (self.q_proj, self.k_proj, self.v_proj), self.head_dim
         q, k, v = (part.unflatten(-1, (-1, E)) for part in cpu_products.project(x, *layers, pairs=(E, E)))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, pairs=True), self.k_norm(k, pairs=True)
+        q, k = (q, k) if self.norms_last else self._normed(q, k, pairs=True)
         turns = turns_of(rotary)
-        return tuple(part.transpose(1, 2) for part in (cpu_ops.turn_pairs(q, turns), cpu_ops.turn_pairs(k, turns), v))
+        q, k = cpu_ops.turn_pairs(q, turns), cpu_ops.turn_pairs(k, turns)
+        q, k = self._normed(q, k, pairs=True) if self.norms_last else (q, k)
+        return tuple(part.transpose(1, 2) for part in (q, k, v))
+
+    def _normed(self, q: Tensor, k: Tensor, **how: bool) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q, **how), self.k_norm(k, **how))
 
 
 class ParallelLayer(TransformerSelfAttentionLayer):

@@ -20,6 +20,7 @@ class Decoder(TransformerDecoder):
     the config says: what is trained must be what samples."""
 
     rope: RotaryEmbedding
+    pos_embeddings: nn.Embedding | None
     config: PretrainedConfig
     context: int | None
     """The longest sequence in tokens, as it was given to `build_decoder`."""
@@ -37,6 +38,10 @@ class Decoder(TransformerDecoder):
         if (scale := self.architecture.embedding_scale) is not None:
             # Rounded to the dtype of the computation, as in the original, in transformers and in vLLM.
             h = h * torch.tensor(scale, dtype=dtype, device="cpu").item()
+        if self.pos_embeddings is not None:
+            h = h + self.pos_embeddings(positions_BT)
+        if self.architecture.embedding_norm:
+            h = self.norm(h)
         rotary = self.rope(positions_BT, dtype)
         for block in self.layers:
             h = block(h, mask=plan, input_pos=rotary)
@@ -75,7 +80,8 @@ def build_decoder(config: PretrainedConfig, context: int | None = None) -> Decod
         if shape.tie_word_embeddings
         else nn.Linear(shape.hidden_size, shape.vocab_size, bias=shape.head_bias),
     )
-    kinds = tuple(sorted(set(shape.rope_kinds)))
+    decoder.pos_embeddings = nn.Embedding(shape.learned_positions, shape.hidden_size) if shape.learned_positions else None
+    kinds = tuple(sorted({kind for kind in shape.rope_kinds if kind is not None}))
     decoder.rope = RotaryEmbedding(config, kinds, context or config.max_position_embeddings)
     decoder.context = context
     decoder.config, decoder.architecture, decoder.output_soft_cap = config, shape, shape.output_soft_cap

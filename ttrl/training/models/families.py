@@ -4,7 +4,7 @@ Parameters go by two names: theirs (Hugging Face) and ours (torchtune's, so that
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -74,17 +74,45 @@ _PHI: Names = {
     "lm_head.bias": "output.bias",
 }
 
+_GPT2: Names = {
+    "transformer.wte.weight": "tok_embeddings.weight",
+    "transformer.wpe.weight": "pos_embeddings.weight",
+    "lm_head.weight": "output.weight",
+    **{
+        f"transformer.{theirs}.{kind}": f"{ours}.{kind}"
+        for kind in ("weight", "bias")
+        for theirs, ours in (
+            ("ln_f", "norm"),
+            ("h.{}.ln_1", "layers.{}.sa_norm"),
+            ("h.{}.ln_2", "layers.{}.mlp_norm"),
+            ("h.{}.attn.c_proj", "layers.{}.attn.output_proj"),
+            ("h.{}.mlp.c_fc", "layers.{}.mlp.w1"),
+            ("h.{}.mlp.c_proj", "layers.{}.mlp.w2"),
+        )
+    },
+    **{
+        f"transformer.h.{{}}.attn.c_attn.{kind}": tuple(f"layers.{{}}.attn.{part}_proj.{kind}" for part in "qkv")
+        for kind in ("weight", "bias")
+    },
+}
+
+_NANOCHAT: Names = {
+    **{theirs: ours for theirs, ours in _LLAMA.items() if "norm" not in theirs and ".mlp." not in theirs},
+    "model.layers.{}.mlp.fc1.weight": "layers.{}.mlp.w1.weight",
+    "model.layers.{}.mlp.fc2.weight": "layers.{}.mlp.w2.weight",
+}
+
 
 @dataclass(frozen=True)
 class ModelFamily:
     """A row of the table. A string in the place of a bool is the field of config.json that decides."""
 
     names: Names
-    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
-    """RMSNorm; RMSNorm whose weight is an offset from 1; LayerNorm."""
+    norm: Literal["rms", "rms_plus_one", "rms_bare", "layer"] = "rms"
+    """RMSNorm; RMSNorm whose weight is an offset from 1; RMSNorm without a weight; LayerNorm."""
     norm_eps: str = "rms_norm_eps"
     qk_norm: bool | str = False
-    """A norm over each head's query and key, before RoPE."""
+    """A norm over each head's query and key, before RoPE; a bare one comes after it."""
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -97,13 +125,25 @@ class ModelFamily:
     """Attention and feed-forward layer read the same normed input, and are added together."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the square root of the width."""
+    embedding_norm: bool = False
+    """Embeddings pass through the final norm before the first layer."""
+    learned_positions: bool = False
+    """Embeddings of positions are added to those of tokens; no RoPE."""
+    turns_backwards: bool = False
+    """RoPE turns by the negative angle; there is none but the default type."""
     query_scale: bool = False
     """Attention scores are scaled by 1/√ of the config's query_pre_attn_scalar instead of the dimension of a head."""
     soft_caps: tuple[str, ...] = ()
     """Which of the config's SOFT_CAPS the family has."""
+    fixed: Mapping[str, bool] = field(default_factory=dict)
+    """Fields of config.json with the one value that ttrl and vLLM compute."""
+    transposed: tuple[str, ...] = ()
+    """Modules whose matrices are stored as [in, out], and fused ones side by side."""
+    prefix: str = ""
+    """What older files leave out at the beginning of names."""
     tied_head_in_files: bool = True
     """Checkpoints with tied embeddings hold them again, as lm_head.weight, which most of vLLM's classes need when they reload in
-    place on CPU, and transformers accepts; vLLM's Gemma 2 refuses it."""
+    place on CPU, and transformers accepts; vLLM's Gemma 2 refuses it, and GPT-2 does without."""
     windows: Literal["none", "every_layer", "by_layer_types"] = "none"
     """Which layers the config's sliding_window applies to."""
 
@@ -153,6 +193,36 @@ FAMILIES = {
         head_bias=True,
         gated_mlp=False,
         parallel=True,
+    ),
+    "gpt2": ModelFamily(
+        _GPT2,
+        norm="layer",
+        norm_eps="layer_norm_epsilon",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        learned_positions=True,
+        fixed={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "reorder_and_upcast_attn": False,
+            "add_cross_attention": False,
+        },
+        transposed=("c_attn", "c_proj", "c_fc"),
+        prefix="transformer.",
+        tied_head_in_files=False,
+    ),
+    "nanochat": ModelFamily(
+        _NANOCHAT,
+        norm="rms_bare",
+        qk_norm=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        gated_mlp=False,
+        embedding_norm=True,
+        turns_backwards=True,
+        soft_caps=SOFT_CAPS[1:],
     ),
 }
 

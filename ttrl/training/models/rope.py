@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ttrl.training.kernels import cpu_ops
+from ttrl.training.models.families import FAMILIES
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 EVERY_LAYER = "every_layer"
@@ -23,7 +24,8 @@ Rotary = dict[str, tuple[Tensor, Tensor]]
 
 
 def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tensor, float]:
-    """Return inverse frequencies [R/2] in fp32 on the CPU, and the factor of cosines and sines, for layers of `kind`.
+    """Return inverse frequencies [R/2] in fp32 on the CPU, negative in families that turn backwards, and the factor of cosines
+    and sines, for layers of `kind`.
 
     "longrope" and "dynamic" depend on the length of the sequence in transformers: that of the longest of the batch at hand. vLLM
     decides once and for all, because keys in the cache are rotated already, and so do we, so that the same token has the same
@@ -36,7 +38,8 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
     with torch.device("cpu"):  # whatever the default device is
         if (rope_type := parameters["rope_type"]) == "default":
             dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-            return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
+            sign = -1.0 if FAMILIES[config.model_type].turns_backwards else 1.0
+            return sign / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
         if rope_type == "dynamic":
             context = config.max_position_embeddings
         layer = {"layer_type": kind} if nested else {}
@@ -44,7 +47,8 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of positions, for each kind of layer. Frequencies stay in fp32: they are computed anew after a move."""
+    """Cosines and sines of positions, for each kind of layer; maybe there is none. Frequencies stay in fp32: they are computed
+    anew after a move."""
 
     def __init__(self, config: PretrainedConfig, kinds: tuple[str, ...], context: int) -> None:
         super().__init__()
@@ -58,7 +62,8 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         apply: Callable[..., Any] = super()._apply
         apply(fn, recurse)
-        self.materialise(next(self.buffers()).device)
+        if self._computed:
+            self.materialise(next(self.buffers()).device)
         return self
 
     @torch.no_grad()

@@ -1,12 +1,13 @@
 """Parameters from safetensors and back, under either naming: theirs (Hugging Face) and ours (torchtune's).
 
-Some families store matrices fused along their rows (Phi-3: q, k and v; gate and up); ours are apart.
+Some families store matrices fused along their rows (Phi-3: q, k and v; gate and up), or transposed and fused along their columns
+(GPT-2); ours are apart.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from transformers import PretrainedConfig
 
 from ttrl.errors import ModelFolderError
 from ttrl.training.models.architecture import Architecture, architecture, read_config
-from ttrl.training.models.families import COMPOSITES, FAMILIES, Composite
+from ttrl.training.models.families import COMPOSITES, FAMILIES, Composite, ModelFamily
 
 _LAYER = re.compile(r"\.(\d+)\.")
+_TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # in old files; the last two hold GPT-2's causal mask
 FILE_DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
@@ -29,16 +31,27 @@ FILE_DTYPES = {
 
 
 class Stored(NamedTuple):
-    """A tensor of a checkpoint: its name there, and the parameters of ours that it holds, one after the other in its rows."""
+    """A tensor of a checkpoint: its name there, and the parameters of ours that it holds, one after the other in its rows; or, if
+    it is transposed, in its columns."""
 
     name: str
     parameters: tuple[str, ...]
+    transposed: bool = False
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the tensor, from the parameters."""
+        whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+        return whole.T if self.transposed else whole
 
 
 def _template(name: str) -> tuple[str, str | None]:
     """Split "layers.7.x" into ("layers.{}.x", "7")."""
     layer = _LAYER.search(name)
     return (name.replace(layer[0], ".{}.", 1), layer[1]) if layer else (name, None)
+
+
+def _is_transposed(theirs: str, family: ModelFamily) -> bool:
+    return theirs.endswith(".weight") and theirs.split(".")[-2] in family.transposed
 
 
 def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[Stored]:
@@ -55,7 +68,8 @@ def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[S
             continue
         assert template in table, f"no Hugging Face name for {name}"
         theirs, parts = table[template]
-        found.append(Stored(theirs.format(layer), tuple(part.format(layer) for part in parts)))
+        transposed = _is_transposed(theirs, family)
+        found.append(Stored(theirs.format(layer), tuple(part.format(layer) for part in parts), transposed))
     if config.tie_word_embeddings and family.tied_head_in_files:
         found.append(Stored("lm_head.weight", ("tok_embeddings.weight",)))
     return found
@@ -64,9 +78,8 @@ def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[S
 def to_hugging_face_names(weights: Mapping[str, Tensor], config: PretrainedConfig) -> dict[str, Tensor]:
     """Undo `iter_weights`; a tied head is a copy of its own. Gradients or moments are renamed just as well."""
     renamed = {}
-    for name, parts in stored_as(weights, config):
-        tensors = [weights[part] for part in parts]
-        renamed[name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    for stored in stored_as(weights, config):
+        renamed[stored.name] = stored.joined([weights[part] for part in stored.parameters])
     if config.tie_word_embeddings and "lm_head.weight" in renamed:
         renamed["lm_head.weight"] = renamed["lm_head.weight"].clone()
     return renamed
@@ -128,7 +141,7 @@ def iter_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
     memory and read tensor by tensor, so that the host never holds the whole model. Raises ModelFolderError."""
     config = read_config(folder)
-    shape, names, composite = architecture(config), FAMILIES[config.model_type].names, composite_of(folder)
+    shape, family, composite = architecture(config), FAMILIES[config.model_type], composite_of(folder)
     for file, stored, tensor in iter_stored(folder):
         theirs = stored
         if composite is not None:
@@ -137,15 +150,19 @@ def iter_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
             if (found := layout_of(stored, composite)) is not None:
                 _, theirs = found
         template, layer = _template(theirs)
-        if theirs.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and theirs == "lm_head.weight"):
+        if theirs.endswith(_TABLES) or (config.tie_word_embeddings and theirs == "lm_head.weight"):
             continue
-        if template not in names:
+        if template not in family.names:
+            template = family.prefix + template
+        if template not in family.names:
             raise ModelFolderError(f"{folder}/{file}: the parameter {stored!r} has no place in our decoder")
         if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ModelFolderError(
                 f"{folder}/{file}: {stored} is {tensor.dtype}; ttrl trains from float weights of 16 bits or more"
             )
-        ours = names[template]
+        if _is_transposed(template, family):
+            tensor = tensor.T.contiguous()
+        ours = family.names[template]
         parts = [part.format(layer) for part in ((ours,) if isinstance(ours, str) else ours)]
         if len(parts) == 1:
             yield parts[0], tensor

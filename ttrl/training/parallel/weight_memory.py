@@ -42,14 +42,17 @@ _FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 class Held(NamedTuple):
-    """A tensor for the servers: its name, and what its rows are made of, one after the other; each may be sharded."""
+    """A tensor for the servers: its name, and what it is made of, laid end to end along `dim`; each may be sharded."""
 
     name: str
     blocks: tuple[Tensor, ...]
+    dim: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return sum(block.shape[0] for block in self.blocks), *self.blocks[0].shape[1:]
+        sizes = list(self.blocks[0].shape)
+        sizes[self.dim] = sum(block.shape[self.dim] for block in self.blocks)
+        return tuple(sizes)
 
 
 class WeightMemory:
@@ -79,15 +82,15 @@ class WeightMemory:
             for number, (held, begin) in enumerate(zip(tensors, begins, strict=True)):
                 size = dtype.itemsize * torch.Size(held.shape).numel()
                 whole = self._data[begin : begin + size].view(dtype).view(held.shape)
-                row = 0
+                place = 0
                 for block in held.blocks:
                     found = _own_part(block, self._here)
                     if found is not None:
                         part, starts = found
-                        starts[0] += row
+                        starts[held.dim] += place
                         places.append((number, starts, list(part.shape)))
                         digests.append(copying.submit(_copy, part, _narrowed(whole, starts, part.shape)))
-                    row += block.shape[0]
+                    place += block.shape[held.dim]
         return {"memory": self._path, "parts": self._parts_of_all(tensors, places, digests)}
 
     def _parts_of_all(

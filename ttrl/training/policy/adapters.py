@@ -187,6 +187,8 @@ class _Fused(NamedTuple):
     """None for parts without an adapter."""
     rows: tuple[int, ...]
     """Rows of each part."""
+    transposed: bool = False
+    """Whether it is stored as [in, out]; what belongs to an adapter never is."""
 
     @property
     def adapted(self) -> list[AdaptedLinear]:
@@ -214,7 +216,8 @@ def _fused(policy: Policy, base: str | Path) -> list[_Fused]:
             if name.startswith(plain_prefix):
                 name = prefix + name.removeprefix(plain_prefix)
                 break
-        found.append(_Fused(name, parts, tuple(shapes[parameter][0] for parameter in stored.parameters)))
+        rows = tuple(shapes[parameter][0] for parameter in stored.parameters)
+        found.append(_Fused(name, parts, rows, stored.transposed))
         if None in parts and found[-1].adapted[0].magnitude is not None:
             missing = stored.parameters[parts.index(None)].split(".")[-2]
             raise ConfigError(
@@ -301,8 +304,13 @@ def _settings(config: TrainingConfig, base: str) -> dict[str, Any]:
 def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict[str, Any]:
     assert config.lora_rank is not None
     alpha = int(config.lora_alpha) if config.lora_alpha.is_integer() else config.lora_alpha
-    modules = sorted({one.name.rpartition(".")[2] for one in fused})
-    several = {one.name.rpartition(".")[2]: len(one.adapted) for one in fused if len(one.adapted) > 1}
+    transposed = any(one.transposed for one in fused)
+
+    def module(one: _Fused) -> str:  # GPT-2 has a c_proj in attention and another one in the feed-forward layer
+        return ".".join(one.name.split(".")[-2 if transposed else -1 :])
+
+    modules = sorted({module(one) for one in fused})
+    several = {module(one): len(one.adapted) for one in fused if len(one.adapted) > 1}
     targets: str | list[str] = modules
     if (composite := composite_of(base)) is not None:  # a vision tower has modules of these names too
         beginnings = "|".join(re.escape(prefix) for prefix in composite.layouts[0].values())
@@ -320,7 +328,7 @@ def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict
         "use_dora": config.lora_kind == "dora",
         "use_rslora": False,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": transposed,
         "init_lora_weights": True,
         "modules_to_save": None,
         "inference_mode": True,
