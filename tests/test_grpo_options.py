@@ -22,6 +22,7 @@ from ttrl.system.files import read_jsonl
 from ttrl.training import prepass
 from ttrl.training.counts import forward_work
 from ttrl.training.gradient_parts import GradientParts
+from ttrl.training.kernels.logprobs import ReferenceHead, run_head
 from ttrl.training.models.architecture import read_config
 from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages
 from ttrl.training.parallel.distributed import Ranks, derived_generator
@@ -201,7 +202,7 @@ def test_the_line_of_a_step_adds_up(trials):
     (line,) = lines(trials.train(packed, **settings))
     assert line["loss"] == pytest.approx(line["policy_loss"] + line["kl_loss"] + line["entropy_loss"])
     assert line["kl_loss"] == pytest.approx(0.3 * line["kl"])
-    assert "kl_share" not in line  # with an entropy bonus it cannot be told
+    assert 0 < line["kl_share"] < 1
     assert line["row_tokens"] == packed.num_tokens and line["trained_tokens"] == packed.num_trained
     widths = [packed.rows(slice(start, start + 2)).trim().tokens.numel() for start in range(0, packed.num_rows, 2)]
     assert line["padding_tokens"] == sum(widths) - packed.num_tokens
@@ -263,7 +264,8 @@ def test_flops_by_part_are_those_that_pytorch_counts(settings, passes, trials, m
     attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs * times
     products = sum(count for name, count in counted[0].items() if name != torch.ops.aten.bmm)  # entropies: no product of matrices
     if any("kl_share" in line for line in lines(out)):
-        products -= 4 * shape.width**2 * packed.num_trained  # what measures it: much here, little of a real model
+        sums = 3 if "entropy_coefficient" in settings else 2  # what measures it: much here, little of a real model
+        products -= 2 * sums * shape.width**2 * packed.num_trained
     assert sum(total.values()) - attention == pytest.approx(products, rel=1e-3)
     forward = forward_work(packed, read_config(trials.model), GRPOConfig(model="", packed="", output_dir=""))
     for name in ("prepass", "reference"):
@@ -278,41 +280,66 @@ def moved(folder, start):
     return torch.cat([(after[name] - before[name]).double().flatten() for name in sorted(before)])
 
 
-@pytest.mark.parametrize("settings", [{}, {"objective": "gspo"}, {"objective": "reinforce", "kl_estimator": "k2"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"objective": "gspo"},
+        {"objective": "reinforce", "kl_estimator": "k2"},
+        {"kl_estimator": "full"},
+        {"entropy_coefficient": 0.05},
+        {"kl_estimator": "full", "entropy_coefficient": 0.05},
+    ],
+)
 @pytest.mark.parametrize("beta", [0.02, 0.2, 2.0])
 def test_the_share_of_kl_is_that_of_the_gradients(settings, beta, trials):
     """Against the steps of either part alone, over all parameters."""
+    settings = dict(settings)
     packed = trials.pack()
     packed.logprobs = trials.logprobs(trials.model, packed)
     mean = float((packed.advantages * packed.weights).nansum() / packed.weights[packed.labels != -100].sum())
     packed.advantages = torch.where(packed.labels != -100, packed.advantages - mean, packed.advantages)
     both = lines(trials.train(packed, kl_coefficient=beta, **settings))[0]
+    bonus = {"entropy_coefficient": settings.pop("entropy_coefficient")} if "entropy_coefficient" in settings else None
     policy = moved(trials.train(packed, lr=0.01, **{**settings, "kl_estimator": "k3"}), trials.model).norm()
     packed.advantages = packed.advantages * 0
     kl = moved(trials.train(packed, lr=0.01, kl_coefficient=beta, **settings), trials.model).norm()
-    true = float(kl / (kl + policy))
+    entropy = 0.0 if bonus is None else moved(trials.train(packed, lr=0.01, **bonus), trials.model).norm()
+    true = float(kl / (kl + policy + entropy))
     assert both["kl_share"] == pytest.approx(true, abs=0.12)
     if settings.get("objective") != "reinforce":
         assert abs(both["policy_loss"]) < 0.01  # by loss values, KL would be nearly everything
 
 
-def test_the_parts_of_a_gradient_are_those_of_a_matrix_before_the_head():
+@pytest.mark.parametrize("terms", [(), ("entropy",), ("divergence",), ("entropy", "divergence")])
+def test_the_parts_of_a_gradient_are_those_of_a_matrix_before_the_head(terms):
     torch.manual_seed(0)
     h, head, labels = torch.randn(20, 8), torch.randn(11, 8), torch.randint(11, (20,))
+    h_ref, head_ref = torch.randn(20, 8), torch.randn(11, 8)
+    weights = {name: torch.randn(20) for name in ("policy", "kl", *terms)}
+
+    def plainly(states):
+        logp, logq = torch.log_softmax(states @ head.T, -1), torch.log_softmax(h_ref @ head_ref.T, -1)
+        chosen, p = logp[range(20), labels], logp.exp()
+        values = {"policy": chosen, "kl": chosen, "entropy": -(p * logp).sum(-1), "divergence": (p * (logp - logq)).sum(-1)}
+        return {name: (weight * values[name]).sum() for name, weight in weights.items()}
+
     matrix = torch.eye(8, requires_grad=True)
-    logprobs = torch.log_softmax((h @ matrix) @ head.T, -1)[range(20), labels]
-    policy, kl = torch.randn(20), torch.randn(20) / 3
-    norms = [
-        float(torch.autograd.grad((slopes * logprobs).sum(), matrix, retain_graph=True)[0].norm()) for slopes in (policy, kl)
-    ]
-    states = h.clone().requires_grad_()
-    logprobs = torch.log_softmax(states @ head.T, -1)[range(20), labels]
-    parts = GradientParts()
+    alone = {name: torch.autograd.grad(loss, matrix, retain_graph=True)[0] for name, loss in plainly(h @ matrix).items()}
+    kl = float((alone["kl"] + alone.get("divergence", 0)).norm())
+    others = float(alone["policy"].norm()) + (float(alone["entropy"].norm()) if "entropy" in terms else 0.0)
+
+    parts = GradientParts(terms)
     for part in (slice(0, 12), slice(12, 20)):
-        parts.expect((policy + kl)[part], kl[part])
-        gradient = torch.autograd.grad(((policy + kl)[part] * logprobs[part]).sum(), states, retain_graph=True)[0]
-        parts.add(h[part], gradient[part])
-    assert parts.share(HERE) == pytest.approx(norms[1] / sum(norms), rel=1e-4)
+        states = h[part].clone().requires_grad_()
+        reference = ReferenceHead(h_ref[part], head_ref) if "divergence" in terms else None
+        wanted = {f"{name}_grad": True for name in terms}
+        out = run_head(states, labels[part], head, chunk_size=5, reference=reference, apart=parts.add_apart, **wanted)
+        parts.expect((weights["policy"] + weights["kl"])[part], weights["kl"][part])
+        values = {"policy": out.logprobs_N, "kl": out.logprobs_N, "entropy": out.entropy_N, "divergence": out.divergence_N}
+        loss = sum((weights[name][part] * values[name]).sum() for name in weights)
+        parts.add(h[part], torch.autograd.grad(loss, states)[0])
+    assert parts.share(HERE) == pytest.approx(kl / (kl + others), rel=1e-4)
 
 
 def test_kl_is_watched_where_it_has_no_weight(trials):

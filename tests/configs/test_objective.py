@@ -19,6 +19,7 @@ RIGHT = [
     {"kl_coefficient": 0.1},  # the pack may hold the reference's log-probabilities
     {"token_rewards": "implicit"},
     {"entropy_coefficient": 0.01, "entropy_schedule": "linear", "entropy_until_step": 100},
+    {"entropy_coefficient": 0.01, "entropy_schedule": "linear", "entropy_from_step": 99, "entropy_until_step": 100},
     {"objective": "reinforce", "off_policy": "mask", "off_policy_cap": 5.0, "off_policy_floor": 0.5},
     {"value_head": True, "value_clip": 0.2, "value_lr": 1e-4, "value_grad_in_decoder": True, "lam": 0.95},
 ]
@@ -49,6 +50,11 @@ WRONG = [
     ({"entropy_coefficient": 0.1, "entropy_schedule": "linear"}, "entropy_schedule 'linear' needs entropy_until_step"),
     ({"entropy_coefficient": 0.1, "entropy_until_step": 5}, "entropy_until_step is 5 with entropy_schedule 'constant'"),
     ({"entropy_schedule": "linear", "entropy_until_step": 5}, "entropy_schedule is 'linear' but entropy_coefficient is 0"),
+    (
+        {"entropy_coefficient": 0.1, "entropy_schedule": "linear", "entropy_from_step": 5, "entropy_until_step": 5},
+        "entropy_from_step is 5 and entropy_until_step 5; the bonus falls",
+    ),
+    ({"entropy_coefficient": 0.1, "entropy_from_step": 5}, "entropy_from_step is 5, which does nothing with entropy_schedule"),
     ({"off_policy": "token", "off_policy_cap": 0.5}, "off_policy_cap is 0.5; it must be at least 1"),
     ({"off_policy": "mask", "off_policy_floor": 1.5}, "off_policy_floor is 1.5; it must be in [0, 1]"),
     ({"value_head": True, "gamma": 1.1}, "gamma is 1.1; it must be in [0, 1]"),

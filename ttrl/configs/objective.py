@@ -48,6 +48,8 @@ class ObjectiveConfig(Config):
     """Weight of the entropy bonus: the loss of a token is lowered by this times the entropy of its distribution, in nats."""
     entropy_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 at `entropy_until_step`, and stays there."""
+    entropy_from_step: int = 0
+    """Optimizer step of the run at which the linear schedule begins to fall."""
     entropy_until_step: int | None = None
     """Optimizer step of the run, for the linear schedule."""
 
@@ -145,6 +147,11 @@ class ObjectiveConfig(Config):
             found.append("entropy_schedule 'linear' needs entropy_until_step, where it reaches 0")
         if self.entropy_schedule == "constant" and self.entropy_until_step is not None:
             found.append(f"entropy_until_step is {self.entropy_until_step} with entropy_schedule 'constant'; choose 'linear'")
+        if self.entropy_until_step is not None and not 0 <= self.entropy_from_step < self.entropy_until_step:
+            found.append(
+                f"entropy_from_step is {self.entropy_from_step} and entropy_until_step {self.entropy_until_step}; the bonus "
+                "falls from the one to the other: give a number from 0 to less than that"
+            )
         if self.entropy_schedule == "linear" and self.entropy_coefficient == 0:
             found.append("entropy_schedule is 'linear' but entropy_coefficient is 0; there is nothing to lower")
         if self.off_policy != "none":
@@ -164,6 +171,7 @@ class ObjectiveConfig(Config):
             ("covariance_bounds",): (self.objective == "clip_cov", here),
             ("kl_cov_coefficient",): (self.objective == "kl_cov", here),
             ("kl_in",): (self.kl_coefficient > 0, "with kl_coefficient 0"),
+            ("entropy_from_step",): (self.entropy_schedule == "linear", "with entropy_schedule 'constant'"),
             ("off_policy_cap",): (self.off_policy != "none", "with off_policy 'none'"),
             ("off_policy_floor",): (self.off_policy == "mask", f"with off_policy {self.off_policy!r}"),
             ("implicit_beta",): (self.token_rewards == "implicit", "with token_rewards 'none'"),

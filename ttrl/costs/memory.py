@@ -165,6 +165,9 @@ class _Training:
         self.updates = grpo.updates_per_iteration if grpo else 1
         self.needs_reference = grpo is not None and grpo.needs_reference
         self.full_divergence = grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_estimator == "full"
+        in_loss = grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_in == "loss"
+        self.tells_parts = in_loss and (self.full_divergence or (grpo is not None and grpo.entropy_coefficient > 0))
+        """Whether the head tells the parts of the gradient apart, from copies of its logits."""
         self.sharded = ranks > 1 or settings.cpu_offload
         self.gathers = ranks * settings.tensor_parallel > 1
         """Files hold whole tensors, of which this process has parts; it is the one that writes."""
@@ -345,6 +348,7 @@ class _Training:
             each += self.how.bytes + (3 * _FP32 if self.cuda else 0)
         elif self.cuda and self.how.bf16:  # Triton's kernels: logits in fp32, their gradient in bf16
             each = _FP32 + _BF16 * gradient
+        each += self.how.bytes * self.tells_parts
         return logits / self.settings.tensor_parallel * each
 
     def _reference_parts(self) -> Parts:

@@ -51,7 +51,7 @@ class StepResult:
     pieces: dict[str, Any] | None = None
     """What `GradientPieces` saw; if it looked."""
     kl_share: float | None = None
-    """See `GradientParts`; None where there is no KL in the loss, or its part cannot be told."""
+    """See `ttrl.training.gradient_parts`; None where there is no KL in the loss, or where a value head trains the decoder."""
 
 
 class GradientStep:
@@ -83,21 +83,20 @@ class GradientStep:
         if self._pieces is not None:
             self._pieces.begin(objective.global_step, -(-step.rows.num_rows // self._config.rows_per_microbatch))
         size, batches = self._config.rows_per_microbatch, step.microbatches(self._config, self._here.device)
-        parts: GradientParts | None = None
-        measured = objective.kl_in_loss > 0 and not (objective.needs_entropy_grad or objective.needs_divergence_grad)
-        measured = measured and not (self._config.value_head and self._config.value_grad_in_decoder)
+        parts = None
+        if objective.kl_in_loss > 0 and not (self._config.value_head and self._config.value_grad_in_decoder):
+            parts = GradientParts(objective.distribution_terms)
         while True:
             with self._watch.part("data"):
                 batch = next(batches, None)
             if batch is None:
                 break
             tokens = _Tokens(batch, objective)
-            parts = GradientParts() if parts is None and measured else parts
             with self._watch.part("forward"):
                 out = self._policy(*policy_inputs(batch), self._head_options(batch, tokens, objective, parts))
                 total, facts = self._losses(out, tokens, objective)
                 if parts is not None:
-                    parts.expect(*tokens.slopes(out.logprobs))
+                    parts.expect(*tokens.slopes(out))
             if self._pieces is not None:
                 self._pieces.piece()
             with self._watch.part("backward"):
@@ -108,7 +107,8 @@ class GradientStep:
             if compare:
                 compared.append(torch.stack([out.logprobs.detach().float(), tokens.sampled]))
             self._progress.advance()
-        again, reference = not objective.per_token, objective.needs_divergence_grad
+        again, reference = int(not objective.per_token), objective.needs_divergence_grad
+        again += len(objective.distribution_terms) if parts is not None else 0
         model = self._policy.decoder.config
         sums.add(not_finite=finite.count())
         sums.add(**work_counts(step.rows, model, self._config, head_again=again, reference=reference))
@@ -144,6 +144,7 @@ class GradientStep:
             token_loss=tokens.weighted_loss if objective.per_token else None,
             entropy_grad=objective.needs_entropy_grad,
             divergence_grad=objective.needs_divergence_grad,
+            apart=None if parts is None else parts.add_apart,
             reference=reference,
             value_head=self._value_head,
             watch=watch if watches else None,
@@ -211,13 +212,15 @@ class _Tokens:
         known = {name: None if value is None else value[at] for name, value in self._extras.items()} | (extras or {})
         return self._objective.loss(logprobs_n, self.sampled[at], self._advantages[at], self.samples[at], known)
 
-    def slopes(self, logprobs_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of the weighted loss, and of KL's part of it, by the log-probabilities, [N] each."""
+    def slopes(self, out: PolicyOutput) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of the weighted loss, and of KL's part of it, by the log-probabilities, [N] each; of what
+        depends on whole distributions, nothing."""
+        fixed = {"entropy": out.entropy.detach(), "divergence": None if out.divergence is None else out.divergence.detach()}
         with torch.enable_grad():
-            at_N = logprobs_N.detach().requires_grad_()
-            losses = self.loss(at_N)[0], self._objective.divergence_loss(at_N, self._extras)
-            whole_N, kl_N = (torch.autograd.grad((loss_N * self.weights).sum(), at_N)[0] for loss_N in losses)
-        return whole_N, kl_N
+            at_N = out.logprobs.detach().requires_grad_()
+            losses = self.loss(at_N, extras=fixed)[0], self._objective.divergence_loss(at_N, self._extras | fixed)
+            found = [torch.autograd.grad((loss_N * self.weights).sum(), at_N)[0] for loss_N in losses if loss_N.requires_grad]
+        return found[0], found[1] if len(found) > 1 else torch.zeros_like(found[0])
 
     def weighted_loss(self, logprobs_n: Tensor, at: slice) -> Tensor:
         """Return w·ℓ of the tokens in `at`, which the head differentiates chunk by chunk."""

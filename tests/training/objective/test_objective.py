@@ -172,6 +172,8 @@ def test_entropy_schedule():
     linear = make(entropy_coefficient=0.2, entropy_schedule="linear", entropy_until_step=10)
     assert [linear.at(step).entropy_coefficient for step in (0, 5, 10, 11)] == pytest.approx([0.2, 0.1, 0.0, 0.0])
     assert not linear.per_token and linear.at(10).per_token  # the cheaper head again
+    late = make(entropy_coefficient=0.2, entropy_schedule="linear", entropy_from_step=6, entropy_until_step=10)
+    assert [late.at(step).entropy_coefficient for step in (0, 6, 8, 10, 11)] == pytest.approx([0.2, 0.2, 0.1, 0.0, 0.0])
     assert "entropy_loss" not in batch().loss(linear.at(10))[1]
 
 

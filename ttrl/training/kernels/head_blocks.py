@@ -11,6 +11,7 @@ stay in the cache. Where the vocabulary is sharded, each rank holds its columns,
 Shapes: n positions of a chunk, r of them at a time, D width, V vocabulary (this rank's).
 """
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Iterator
@@ -191,6 +192,13 @@ class HeadChunk:
         logprobs = self.weights.label_logits(self.raw, self.labels).sub_(normaliser)
         return Distribution(logprobs, normaliser, torch.zeros_like(logprobs))
 
+    def hidden_gradient(self, known: Distribution, gradients: "Gradients") -> Tensor:
+        """Return the gradient at the hidden states [n, D] that these give, this rank's share of it; the logits stay."""
+        copied = dataclasses.replace(self, raw=self.raw.clone())
+        copied.finish(known, gradients, entropies=False)
+        found = hidden_gradient(copied.raw, self.weights.weight)
+        return found.to(torch.promote_types(found.dtype, torch.float32))
+
     def finish(self, known: Distribution, gradients: "Gradients | None", entropies: bool = True) -> None:
         """Fill in entropy and divergence (unless known: `entropies` False), and with `gradients` turn the raw logits into the
         gradient with respect to them, in place, or in the dtype of products."""
@@ -242,6 +250,14 @@ class Gradients:
     logprobs: Tensor
     entropy: Tensor | None = None
     divergence: Tensor | None = None
+
+    def terms(self) -> Iterator[tuple[str, "Gradients"]]:
+        """Yield what belongs to whole distributions, each alone."""
+        nothing = torch.zeros_like(self.logprobs)
+        if self.entropy is not None:
+            yield "entropy", Gradients(nothing, entropy=self.entropy)
+        if self.divergence is not None:
+            yield "divergence", Gradients(nothing, divergence=self.divergence)
 
     def factor(self, rows: slice, known: Distribution, logp: Tensor, log_ratio: Tensor | None) -> Tensor:
         """Return ∂loss/∂z without the label's own part, divided by p: [r, V] or [r, 1]. Overwrites `logp` and `log_ratio`."""

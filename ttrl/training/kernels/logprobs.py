@@ -40,6 +40,8 @@ _CHUNK_ELSEWHERE = 1024
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
 """(log-probabilities [n], which of the N positions they are) → weighted losses [n], each a function of its own token alone."""
+Apart = Callable[[str, Tensor], None]
+"""("entropy" or "divergence", the gradient [n, D] at a chunk's hidden states that comes of it)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +81,15 @@ def run_head(
     entropy_grad: bool = False,
     divergence_grad: bool = False,
     token_loss: TokenLoss | None = None,
+    apart: Apart | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> HeadOutput:
     """Evaluate the distributions softmax(cap(h·Wᵀ + b) / temperature), from which a sampler draws, at their labels.
 
     With `token_loss`, `loss` is Σ of the weighted losses, whose gradient is ready when this returns: everything else is detached.
     `backward` through it may happen once, with any factor. Without, `logprobs_N` have a gradient, and so have `entropy_N` and
-    `divergence_N` where it is asked for.
+    `divergence_N` where it is asked for; `apart` is then told in the backward pass, chunk by chunk, what each of these two adds
+    to the gradient of the hidden states, for a product more each.
 
     Chunks: `num_chunks` of about the same size, or `chunk_size` positions each, or neither. Products run in autocast's dtype, or
     else that of the weight. With `vocab_group`, `weight_VD`, `bias_V` and the reference's are this rank's rows, in the order of
@@ -111,6 +115,7 @@ def run_head(
         entropy_grad=entropy_grad,
         divergence_grad=divergence_grad,
         token_loss=token_loss,
+        apart=apart,
         grad=torch.is_grad_enabled(),
     )
     with torch.autocast(device, enabled=False):
@@ -136,6 +141,7 @@ class _Task:
     entropy_grad: bool
     divergence_grad: bool
     token_loss: TokenLoss | None
+    apart: Apart | None
     grad: bool
 
     def weights(self, weight_VD: Tensor, bias_V: Tensor | None) -> HeadWeights:
@@ -268,6 +274,9 @@ class _RecomputeHead(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part],
                 None if grad_divergence is None else grad_divergence[part],
             )
+            if task.apart is not None:
+                for name, alone in gradients.terms():
+                    task.apart(name, task.shards.sum(chunk.hidden_gradient(known, alone)))
             chunk.finish(known, gradients, entropies=False)
             totals.add(part, h, chunk)
         return *totals.finished(), None

@@ -62,8 +62,9 @@ class Objective:
     def entropy_coefficient(self) -> float:
         if self.config.entropy_schedule == "constant":
             return self.config.entropy_coefficient
-        assert self.config.entropy_until_step is not None, "the config's own check asks for it"
-        return self.config.entropy_coefficient * max(0.0, 1 - self.global_step / self.config.entropy_until_step)
+        begins, ends = self.config.entropy_from_step, self.config.entropy_until_step
+        assert ends is not None, "the config's own check asks for it"
+        return self.config.entropy_coefficient * min(1.0, max(0.0, (ends - self.global_step) / (ends - begins)))
 
     @property
     def per_token(self) -> bool:
@@ -97,6 +98,12 @@ class Objective:
     @property
     def needs_entropy_grad(self) -> bool:
         return self.entropy_coefficient > 0
+
+    @property
+    def distribution_terms(self) -> tuple[str, ...]:
+        """Say what of the loss depends on whole distributions: "entropy", "divergence"."""
+        needed = {"entropy": self.needs_entropy_grad, "divergence": self.needs_divergence_grad}
+        return tuple(name for name, is_needed in needed.items() if is_needed)
 
     def choose(self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, keys_N: Tensor, seed: int) -> Tensor:
         """Return the tokens that Clip-Cov or KL-Cov act on, bool [N], on the CPU.

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ttrl.errors import StorageError
 from ttrl.training.kernels.attention import attention_plan
-from ttrl.training.kernels.logprobs import IGNORE, ReferenceHead, TokenLoss, run_head
+from ttrl.training.kernels.logprobs import IGNORE, Apart, ReferenceHead, TokenLoss, run_head
 from ttrl.training.models.architecture import check_same_architecture, read_config
 from ttrl.training.models.decoder import Decoder
 from ttrl.training.models.weights import check_weights, iter_weights
@@ -33,7 +33,7 @@ logger = logging.getLogger("ttrl.training")
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What is wanted at labels besides log-probabilities and entropies. The first four:
+    """What is wanted at labels besides log-probabilities and entropies. The first five:
     `ttrl.training.kernels.logprobs.run_head`."""
 
     token_loss: TokenLoss | None = None
@@ -41,6 +41,7 @@ class HeadOptions:
     """With the whole output projection, also under tensor parallelism."""
     entropy_grad: bool = False
     divergence_grad: bool = False
+    apart: Apart | None = None
     value_head: ValueHead | None = None
     """A value for each position."""
     hidden: bool = False
@@ -134,6 +135,7 @@ class Policy(nn.Module):
             entropy_grad=options.entropy_grad,
             divergence_grad=options.divergence_grad,
             token_loss=options.token_loss,
+            apart=options.apart,
             vocab_group=self.vocab_group,
         )
         values = None if options.value_head is None else options.value_head(h_ND)
