@@ -1,22 +1,29 @@
 """GSM8K: grade-school word problems, with an R1-style prompt and think and answer tags.
 
     python recipes/gsm8k.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data openai/gsm8k] [--run runs/gsm8k]
+    python recipes/gsm8k.py --preset entropy-study [--data openai/gsm8k]
     python recipes/gsm8k.py --tiny --data PATH  # tries everything out, on a laptop
 
 The settings of a study of entropy and gradient noise: on-policy, rewards minus the mean of their group, a constant normaliser
 (Dr. GRPO), 256 samples per iteration. A tenth of the reward is for the format. Part of the train file is held out; the test file
 is kept for the end: `ttrl eval CHECKPOINT --tasks gsm8k --option gsm8k.style=r1`. The settings are for one GPU with 80 GB; they
 have not been run.
+
+--preset entropy-study: as that study did it, with LoRA, and eight samples of each held-out problem for pass@1 and pass@8 (52 to
+65% pass@1 in its 64 steps). The rank is not known to us. It began with supervised training until the format was followed
+(`ttrl/sft_recipe`); give that checkpoint as --model. What it measured: gradient noise in train.jsonl and the report, all else by
+`ttrl study CHECKPOINT`.
 """
 
 from ttrl import TrainConfig
 from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.gsm8k import get_gsm8k_tasks
 
+MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+PRESETS = {"entropy-study": {"lora_rank": 32, "lora_alpha": 64, "gradient_noise": True, "validation_samples": 8}}
+
 if __name__ == "__main__":
-    arguments = script_arguments(
-        __doc__, run="runs/gsm8k", iterations=64, model="Qwen/Qwen2.5-1.5B-Instruct", data="openai/gsm8k"
-    )
+    arguments = script_arguments(__doc__, run="runs/gsm8k", iterations=64, model=MODEL, data="openai/gsm8k", presets=PRESETS)
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

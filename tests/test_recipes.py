@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ttrl import TrainConfig
+from ttrl import Task, TrainConfig
+from ttrl.cli.recipe_script import with_plain_template
 from ttrl.errors import ConfigError, UserError
 from ttrl.plans.choices import choose
+from ttrl.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 MODELS = json.loads((ROOT / "tests" / "architectures.json").read_text())
@@ -75,7 +77,7 @@ def test_tasks_and_settings(
         (tmp_path / "data").mkdir()
         DATA[name](tmp_path / "data")
         arguments += ["--data", str(tmp_path / "data")]
-    has_model = "model=arguments.model" in (ROOT / "recipes" / f"{name}.py").read_text()
+    has_model = re.search("model=(arguments.model|MODEL)", (ROOT / "recipes" / f"{name}.py").read_text()) is not None
     if has_model:
         arguments += ["--model", "tiny"]  # the recipe's own one cannot be reached everywhere
     run(name, monkeypatch, *arguments)
@@ -261,3 +263,68 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
     monkeypatch.undo()
     run("rl_vs_sft", monkeypatch, *arguments)
     assert "held out; the settings are right" in capsys.readouterr().out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "settings", "style"),
+    [
+        (
+            *("chess_moves", "rookworld"),
+            {
+                **{"tasks_per_iteration": 8, "samples_per_task": 12, "lr": 2e-6, "max_grad_norm": 1.0},
+                **{"advantages": "std", "advantage_std_floor": 0.05, "advantage_clip": 2.0, "watch_kl": True},
+                **{"kl_coefficient": 0.005, "kl_estimator": "full", "kl_after_steps": 20, "entropy_coefficient": 0.005},
+            },
+            "P",
+        ),
+        (
+            *("gsm8k", "entropy-study"),
+            {
+                **{"tasks_per_iteration": 32, "samples_per_task": 8, "lr": 2e-6, "updates_per_iteration": 1},
+                **{"advantages": "mean", "aggregation": "constant", "gradient_noise": True, "validation_samples": 8},
+            },
+            "r1",
+        ),
+    ],
+)
+def test_logs_by_their_names(
+    name: str, preset: str, settings: dict[str, object], style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What REQUIREMENTS.md says of them, and none of it is refused; a setting of its own prevails."""
+    if name == "chess_moves":
+        pytest.importorskip("chess")
+    seen: list[tuple[TrainConfig, list[Task]]] = []
+
+    def checked(config: TrainConfig, tasks: list[Task], *others: object, problems: list[str], **more: object) -> None:
+        assert not problems
+        seen.append((config, tasks))
+
+    monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
+    DATA[name](tmp_path)
+    arguments = ["--check", "--run", str(tmp_path / "run"), "--data", str(tmp_path), "--preset", preset]
+    run(name, monkeypatch, *arguments)
+    run(name, monkeypatch, *arguments, "--set", "lr=1e-4")
+    (config, tasks), (changed, _) = seen
+    values = {**config.recipe_settings, **config.to_dict()}
+    assert {key: values[key] for key in settings} == settings and config.problems() == []
+    assert tasks[0].grader.style == style and changed.recipe_settings["lr"] == 1e-4
+
+
+def test_a_base_model_is_asked_in_plain_text(tmp_path: Path) -> None:
+    """Its template adds nothing to a question, and its own end to an answer; a chat model keeps its own."""
+    from transformers import AutoTokenizer
+
+    from ttrl.data.chat.templates import tokenize_chat
+
+    model = make_tiny_model(tmp_path / "model", layers=1, width=16, heads=1)
+    assert with_plain_template(str(model), tmp_path / "start") == model
+    (model / "chat_template.jinja").unlink()
+    start = with_plain_template(str(model), tmp_path / "start")
+    assert start == with_plain_template(str(model), start) == tmp_path / "start"
+    assert (start / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    asked = [{"role": "user", "content": "P: 8/8 "}]
+    assert tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) == "P: 8/8 "
+    chat = tokenize_chat(tokenizer, [*asked, {"role": "assistant", "content": "M: e2e4"}])
+    trained = [token for token, is_trained in zip(chat.token_ids, chat.assistant_mask, strict=True) if is_trained]
+    assert tokenizer.decode(trained) == "M: e2e4" + tokenizer.eos_token

@@ -8,7 +8,7 @@ from ttrl.errors import TaskError
 
 chess = pytest.importorskip("chess")
 
-from ttrl.tasks.chess_moves import ChessGrader, get_chess_tasks, parse_epd  # noqa: E402 - needs chess
+from ttrl.tasks.chess_moves import ChessGrader, get_chess_tasks, legal_move_examples, parse_epd  # noqa: E402 - needs chess
 
 FEN = "r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3"
 CASTLE = "r1bqk1nr/pppp1ppp/2n5/2b1p3/2B1P3/5N2/PPPP1PPP/RNBQK2R w KQkq - 4 4"
@@ -117,6 +117,63 @@ def test_style_p(reply, content, reward, candidates):
     assert (got, metrics["candidates"]) == (reward, candidates)
 
 
+KNOWN = {"f1b5": 0.3, "f1c4": 0.25, "d2d4": -0.4}
+
+
+@pytest.mark.parametrize(
+    ("content", "reward"),
+    [
+        ("M: f1b5 f1c4 d2d4 E: 0.3 0.25 -0.4 B: f1b5", 1.0),
+        ("M: d2d4 f1c4 f1b5      E: -0.4 0.25 0.3      B: f1b5", 1.0),  # in any order, and padded
+        ("M: f1b5 f1c4 d2d4 E: 0.8 0.25 -0.4 B: f1b5", 0.8 + 0.2 * 2.5 / 3),
+        ("M: f1b5 f1c4 d2d4 E: 0.3 x B: f1b5", 0.8 + 0.2 / 3),
+        ("M: f1b5 a2a3 E: 0.3 0.0 B: f1b5", 0.5 + 0.1 + 0.2 / 3),
+        ("M: a2a3 a2a4 b2b3 f1b5 f1c4 d2d4 E: 0 0 0 0.3 0.25 -0.4 B: f1b5", 0.5),  # no more of them than there are
+        ("M: f1b5 f1b5 f1b5 E: 0.3 0.3 0.3 B: a2a3", 0.5 * 0.1 + 0.1 + 0.2 / 3),
+        ("B: f1b5", 0.5),
+        ("M: f1b5 f1c4 d2d4 E: 0.3 0.25 -0.4 B: f1f8", 0.5),
+        ("M: f1b5 f1c4 d2d4 E: 1e9 nan inf B: f1b5", 0.8),
+        ("", 0.0),
+    ],
+)
+def test_candidates_and_their_evaluations(reply, content, reward):
+    grader = ChessGrader(FEN, ("f1b5",), style="P", legal_reward=0.1, candidates=KNOWN)
+    assert grader(reply(content))[0] == pytest.approx(reward)
+    assert grader(reply(grader.reference()))[0] == 1.0
+
+
+def test_rows_of_rookworld(tmp_path, reply):
+    """One column of text, of two kinds, padded with spaces; only positions are taken."""
+    analysis = "M: f1b5 f1c4 d2d4      E: 0.3 0.25 -0.4          B: f1b5"
+    rows = [f"P: {FEN}          {analysis}", f"{FEN}+f1b5+e2e4 e7e5+"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in rows))
+    (task,) = get_chess_tasks("test", path=path, style="P")
+    assert task.messages[0]["content"] == f"P: {FEN} " and task.grader.candidates == KNOWN and task.grader.best == ("f1b5",)
+    assert task.grader(reply(analysis))[0] == 1.0
+
+
+def test_examples_show_the_rules_and_not_the_best_move(tmp_path, reply):
+    path = tmp_path / "positions.jsonl"
+    path.write_text("".join(json.dumps({"fen": FEN.replace("w", side), "best_move_uci": m}) + "\n" for side, m in SIDES))
+    graders = {task.messages[0]["content"]: task.grader for task in get_chess_tasks("train", path=path, style="P")}
+    examples = [[message["content"] for message in one["messages"]] for one in legal_move_examples(60, path=path, style="P")]
+    grades = [graders[asked](reply(answer))[1] for asked, answer in examples]
+    assert len({answer for _, answer in examples}) > 20 and all(one["legal"] == one["candidates"] == 1.0 for one in grades)
+    assert 0 < sum(one["best"] for one in grades) < 15
+
+
+SIDES = (("w", "f1b5"), ("b", "g8f6"))
+
+
+def test_chance_is_that_of_a_random_move(reply):
+    """Against every legal move played."""
+    board = chess.Board(MATE)
+    grader = ChessGrader(MATE, ("b1b7",))
+    right = [grader(reply(move.uci()))[1]["best"] for move in board.legal_moves]
+    assert grader.chance() == sum(right) / len(right) == 3 / len(right)  # two mates, too
+
+
 def test_a_judge(reply):
     asked = []
 
@@ -160,7 +217,7 @@ def test_files(tmp_path, reply):
             (task,) = get_chess_tasks("test", path=tmp_path / name, style=style)
             assert task.grader.best == (best,)
             assert task.grader(reply(task.grader.reference()))[0] == 1.0
-            assert ("P: " + task.grader.fen == task.messages[0]["content"]) == (style == "P")
+            assert (f"P: {task.grader.fen} " == task.messages[0]["content"]) == (style == "P")
     assert "Black to move" in get_chess_tasks("test", path=tmp_path / "c.csv")[0].messages[0]["content"]
 
 
@@ -175,6 +232,9 @@ def test_files(tmp_path, reply):
         ("x.jsonl", json.dumps({"fen": FEN, "best_move_uci": []}), "there must be one"),
         ("x.jsonl", json.dumps({"fen": "x", "best_move_uci": "e1e8"}), "fen 'x'"),
         ("x.jsonl", json.dumps({"fen": FEN}), "best_move_uci is None"),
+        ("x.jsonl", json.dumps({"text": f"P: {FEN} M: f1b5 B: f1b5"}), "it must be P: position M: moves E: evaluations B: move"),
+        ("x.jsonl", json.dumps({"text": f"P: {FEN} M: f1b5 a2a3 E: 1 B: f1b5"}), "each move after M: needs a number"),
+        ("x.jsonl", json.dumps({"text": f"P: {FEN} M: e1e8 E: 1 B: f1b5"}), "not legal"),
         ("x.csv", "FEN,Moves\nx,e2e4\n", "row 1: "),
     ],
 )

@@ -25,8 +25,9 @@ from ttrl.loop.checks import checked
 from ttrl.loop.start import train
 from ttrl.run_folder.metrics import validation_metric
 from ttrl.run_folder.reader import held_out_text
+from ttrl.server.model_folder import has_chat_template
 from ttrl.system.console import errors_in_lines, speak_in_lines
-from ttrl.system.files import write_jsonl
+from ttrl.system.files import atomic_folder, write_jsonl
 from ttrl.tasks.task import Grade, Task
 from ttrl.tiny_model import make_tiny_model
 
@@ -38,6 +39,10 @@ REPORT_PRESETS: dict[str, dict[str, Any]] = {
 }
 """What is known of these experiments of the report that the project was created from, and sets them apart from its others. Which
 task each of them was on, its model, sizes and learning rate are not known here: those are the recipe's."""
+_PLAIN_TEMPLATE = (
+    "{%- for message in messages -%}{{- message['content'] -}}"
+    "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
+)
 _TINY_CONTEXT = 16_384
 _TINY_TASKS, _TINY_TOKENS = 2, 8
 
@@ -129,6 +134,22 @@ def supervised_start(
         }
         tune(config, folder / "sft.yaml", recipe="ttrl/sft_recipe", pbar_desc="warm start")
     return folder / "checkpoint"
+
+
+def with_plain_template(model: str, folder: Path) -> Path:
+    """Return the folder of a model with a chat template; if it has none (a base model), `folder`: links to its files, and a
+    template that writes nothing but the texts, and ends each answer. Raises ModelFolderError."""
+    from ttrl.loop.train import local_model  # loads PyTorch
+
+    source = local_model(model, chat_template=False)
+    if has_chat_template(source):
+        return source
+    if not folder.exists():
+        with atomic_folder(folder) as temporary:
+            for path in source.iterdir():
+                (temporary / path.name).symlink_to(path.resolve())
+            (temporary / "chat_template.jinja").write_text(_PLAIN_TEMPLATE, encoding="utf-8")
+    return folder
 
 
 def run_recipe(

@@ -155,9 +155,10 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
     return choices.config
 
 
-def local_model(model: str) -> Path:
-    """Return the model's folder; get it where `model` is a name in READY_MODELS or on the hub. Raises ModelFolderError."""
-    folder = ready_model(model) or check_model_folder(model)
+def local_model(model: str, *, chat_template: bool = True) -> Path:
+    """Return the model's folder; get it where `model` is a name in READY_MODELS or on the hub. Raises ModelFolderError, also
+    for one without a chat template unless told otherwise."""
+    folder = ready_model(model) or check_model_folder(model, chat_template=chat_template)
     if folder is None:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -167,7 +168,7 @@ def local_model(model: str) -> Path:
             folder = Path(snapshot_download(model, allow_patterns=files, local_files_only=offline))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             raise ModelFolderError(f"{model} cannot be downloaded from the hub: {NO_HUB if offline else error}") from error
-        check_model_folder(folder)
+        check_model_folder(folder, chat_template=chat_template)
     merge_adapter(folder)
     return folder.absolute()
 

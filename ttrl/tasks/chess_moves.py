@@ -4,15 +4,20 @@ Positions come from files of one's own: lichess puzzles, test suites in EPD, or 
 known, the points of others.
 """
 
+import itertools
+import math
+import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, last_line, latest, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, load_rows, read_text, select, text_field
-from ttrl.tasks.task import Choice, Task, question
+from ttrl.tasks.task import Choice, Task, question, solved
 
 try:
     import chess
@@ -25,6 +30,7 @@ _PLAIN = (
     "Position (FEN): {fen}\n{side} to move. Find the best move. You may think first. End your reply with the move in "
     "coordinates, such as e2e4 or e7e8q, in <answer> </answer> tags."
 )
+_ROOKWORLD = re.compile(r"P:\s*(\S+(?: \S+)+)\s+M:\s*(\S.*?)\s+E:\s*(\S.*?)\s+B:\s*(\S+)\s*")
 _FIGURES = str.maketrans("♔♕♖♗♘♚♛♜♝♞", "KQRBNKQRBN") | dict.fromkeys(map(ord, "♙♟"), "")
 _LONGEST = 200
 """Characters of an answer that are looked at."""
@@ -38,12 +44,14 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """best: moves in coordinates (UCI); points: of moves that are known, from 0 to 1."""
+    """best: moves in coordinates (UCI); points: of moves that are known, from 0 to 1; candidates: moves and their evaluations in
+    pawns, as a reply in style "P" should name them."""
 
     id: str
     fen: str
     best: tuple[str, ...]
     points: Mapping[str, float] = field(default_factory=dict)
+    candidates: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,9 @@ class ChessGrader:
 
     style "plain": the move stands in the last `<answer>` tags or `\boxed{}`, or after the last "best move:"; else it is the last
     line. style "P": it stands after the last `B:`. Coordinates (e2e4, e2-e4) and algebraic notation (Nf3, O-O) are read.
+
+    With `candidates`, as RookWorld-LM writes them: half of the reward is for the move; 0.3 for the share of the candidates that
+    are named, of as many as there are; 0.2 for evaluations, each a pawn off earning nothing.
     """
 
     fen: str
@@ -61,28 +72,53 @@ class ChessGrader:
     style: Style = "plain"
     legal_reward: float = 0.0
     judge: Judge | None = None
+    candidates: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"legal", "best": 0 or 1}); in style "P" also "candidates", the legal share of the moves after `M:`."""
+        """Return (reward, {"legal", "best": 0 or 1}); in style "P" also "candidates", the legal share of the moves after `M:`,
+        and with known candidates "named" and "evaluated"."""
         board = chess.Board(self.fen)
         text = after_thinking(reply_text(choice))
-        metrics = {"legal": 0.0, "best": 0.0}
-        if self.style == "P":
-            metrics["candidates"] = _legal_share(board, text)
-        move = read_move(board, _answer(text, self.style))
-        if move is None:
-            return 0.0, metrics
-        metrics["legal"] = 1.0
-        name = move.uci()
-        board.push(move)
-        if name in self.best or board.is_checkmate():
-            metrics["best"] = 1.0
-            return 1.0, metrics
-        points = self.points.get(name, 0.0) if self.judge is None else self.judge(self.fen, name)
-        return max(self.legal_reward, points), metrics
+        metrics = {"legal": 0.0, "best": 0.0} | (self._analysis(board, text) if self.style == "P" else {})
+        reward = 0.0
+        if (move := read_move(board, _answer(text, self.style))) is not None:
+            metrics["legal"], metrics["best"] = 1.0, float(self._is_best(board, move))
+            reward = 1.0 if metrics["best"] else max(self.legal_reward, self._points(move.uci()))
+        if "named" in metrics:
+            reward = 0.5 * reward + 0.3 * metrics["named"] + 0.2 * metrics["evaluated"]
+        return reward, metrics
+
+    def chance(self) -> float:
+        """Return how often a random legal move is a best one."""
+        board = chess.Board(self.fen)
+        moves = list(board.legal_moves)
+        return sum(self._is_best(board, move) for move in moves) / len(moves)
 
     def reference(self) -> str:
-        return f"M: {self.best[0]} B: {self.best[0]}" if self.style == "P" else f"<answer>{self.best[0]}</answer>"
+        if self.style == "plain":
+            return f"<answer>{self.best[0]}</answer>"
+        analysis = self.candidates or {self.best[0]: 0.0}
+        return f"M: {' '.join(analysis)} E: {' '.join(f'{value:g}' for value in analysis.values())} B: {self.best[0]}"
+
+    def _is_best(self, board: "chess.Board", move: "chess.Move") -> bool:
+        board.push(move)
+        mates = board.is_checkmate()
+        board.pop()
+        return mates or move.uci() in self.best
+
+    def _points(self, move: str) -> float:
+        return self.points.get(move, 0.0) if self.judge is None else self.judge(self.fen, move)
+
+    def _analysis(self, board: "chess.Board", text: str) -> dict[str, float]:
+        moves, values = _after(text, "M:", "E:", "B:", "\n"), _after(text, "E:", "B:", "\n")
+        distinct, legal = list(dict.fromkeys(moves)), {move.uci() for move in board.legal_moves}
+        found = {"candidates": sum(move in legal for move in distinct) / len(moves) if moves else 0.0}
+        if self.candidates:
+            named = [move for move in distinct[: len(self.candidates)] if move in self.candidates]
+            off = [abs(_number(dict(zip(moves, values, strict=False)).get(move)) - self.candidates[move]) for move in named]
+            found["named"] = len(named) / len(self.candidates)
+            found["evaluated"] = sum(max(0.0, 1.0 - one) for one in off) / len(self.candidates)
+        return found
 
 
 def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
@@ -108,25 +144,24 @@ def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
 
 def _answer(text: str, style: Style) -> str:
     if style == "P":
-        start = text.rfind("B:")
-        words = text[start + 2 : start + 2 + _LONGEST].split() if start >= 0 else []
-        return words[0] if words else ""
+        return next(iter(_after(text, "B:")), "")
     marked = (find_after(text, mark) for mark in ("best move:", "best move is"))
     part = latest(text, find_tagged(text), find_boxed(text), *marked)
     return last_line(text) if part is None else part
 
 
-def _legal_share(board: "chess.Board", text: str) -> float:
-    """Return the legal share of the moves between the last `M:` and `E:`, `B:` or the end of the line; 0 without any."""
-    start = text.rfind("M:")
-    if start < 0:
-        return 0.0
-    rest = text[start + 2 : start + 2 + _LONGEST]
-    for end in ("E:", "B:", "\n"):
+def _after(text: str, mark: str, *ends: str) -> list[str]:
+    """Return the words between the last of a mark and the first of its ends; none where it is missing."""
+    start = text.rfind(mark)
+    rest = text[start + len(mark) : start + len(mark) + _LONGEST] if start >= 0 else ""
+    for end in ends:
         rest = rest.partition(end)[0]
-    moves = rest.split()
-    legal = {move.uci() for move in board.legal_moves}
-    return sum(move in legal for move in dict.fromkeys(moves)) / len(moves) if moves else 0.0
+    return rest.split()
+
+
+def _number(text: str | None) -> float:
+    """Return the number that a text is, else infinity."""
+    return float(text) if text is not None and re.fullmatch(r"[+-]?\d{1,4}(\.\d{1,4})?", text, re.ASCII) else math.inf
 
 
 def get_chess_tasks(
@@ -145,8 +180,9 @@ def get_chess_tasks(
     position. path: an `.epd` file with `bm` (and points in `c8` and `c9`, as the Strategic Test Suite has them); or rows (see
     `ttrl.tasks.datasets`) with "fen", "best_move_uci" (a move or a list) and maybe "points_uci" ({move: 0 to 100}); or lichess's
     puzzle table with "FEN" and "Moves", whose first move is the opponent's.
-    style: "plain", a question in words; "P", `P: ` and the position, to be continued by `M:` candidates, `E:` their values,
-        `B:` the best move, as small models that are trained on chess alone do it.
+    style: "plain", a question in words; "P", `P: `, the position and a space, to be continued by `M:` candidates, `E:` their
+        values, `B:` the best move, as small models that are trained on chess alone do it (RookWorld-LM). Rows whose "text" is
+        all of that are read too, and others of the same column passed over (its data has two kinds).
     judge: see `ChessGrader`. Raises TaskError.
     """
     check_name("split", split, ("train", "validation", "test"), "chess")
@@ -156,12 +192,13 @@ def get_chess_tasks(
     if source.suffix == ".epd":
         positions = read_epd(source)
     else:
-        positions = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
+        rows = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
+        positions = [row for row in rows if row is not None]
     chosen = select(positions, _key, split, n, seed, "chess", held_out=split != "test")
     return [
         Task(
             question(write_prompt(position.fen, style)),
-            ChessGrader(position.fen, position.best, position.points, style, legal_reward, judge),
+            ChessGrader(position.fen, position.best, position.points, style, legal_reward, judge, position.candidates),
             id=f"chess/{position.id}",
         )
         for position in chosen
@@ -175,7 +212,7 @@ def _key(position: Position) -> str:
 
 def write_prompt(fen: str, style: Style) -> str:
     if style == "P":
-        return f"P: {fen}"
+        return f"P: {fen} "
     return _PLAIN.format(fen=fen, side="White" if fen.split()[1] == "w" else "Black")
 
 
@@ -206,8 +243,22 @@ def parse_epd(line: str, name: str) -> Position:
     return _position(str(operations.get("id", name)), board.fen(), [move.uci() for move in best], points)
 
 
-def parse_row(row: Row) -> Position:
+def legal_move_examples(n: int, seed: int = 0, *, path: Source, style: Style = "plain") -> list[dict[str, Any]]:
+    """Return `n` examples for supervised training, {"messages": [user, assistant]}: training positions in turn, each answered
+    with a random legal move. They show the format and the rules, and nothing of which move is good."""
+    graders = [task.grader for task in get_chess_tasks("train", None, seed, path=path, style=style)]
+    draw, examples = random.Random(seed), []
+    for grader in itertools.islice(itertools.cycle(graders), n):
+        assert isinstance(grader, ChessGrader)
+        move = draw.choice(sorted(move.uci() for move in chess.Board(grader.fen).legal_moves))
+        examples.append(solved(write_prompt(grader.fen, style), ChessGrader(grader.fen, (move,), style=style).reference()))
+    return examples
+
+
+def parse_row(row: Row) -> Position | None:
     """Read a row as `get_chess_tasks` describes it. Raises RowError."""
+    if "text" in row:
+        return _rookworld(text_field(row, "text"))
     if "Moves" in row:
         moves = text_field(row, "Moves").split()
         try:
@@ -225,6 +276,18 @@ def parse_row(row: Row) -> Position:
     return _position(str(row.get("id", fen)), fen, best, _points(points))
 
 
+def _rookworld(text: str) -> Position | None:
+    if not text.lstrip().startswith("P:"):
+        return None
+    if (found := _ROOKWORLD.fullmatch(text.strip())) is None:
+        raise RowError(f"text is {text!r:.160}; it must be P: position M: moves E: evaluations B: move")
+    fen, moves, values, best = found.groups()
+    candidates = dict(zip(moves.split(), map(_number, values.split()), strict=False))
+    if len(moves.split()) != len(values.split()) or math.inf in candidates.values():
+        raise RowError(f"text is {text!r:.160}; each move after M: needs a number after E:")
+    return _position(fen, fen, [best], {}, candidates)
+
+
 def _points(points: Mapping[str, Any]) -> dict[str, float]:
     """Return points of 100 as shares. Moves without points (a table may have a column for all of them) are left out."""
     known = {move: value for move, value in points.items() if value is not None}
@@ -233,15 +296,17 @@ def _points(points: Mapping[str, Any]) -> dict[str, float]:
     return {move: value / 100 for move, value in known.items()}
 
 
-def _position(name: str, fen: str, best: list[str], points: dict[str, float]) -> Position:
+def _position(
+    name: str, fen: str, best: list[str], points: dict[str, float], candidates: Mapping[str, float] = MappingProxyType({})
+) -> Position:
     """Return the position after checking that every move is legal. Raises RowError."""
     try:
         board = chess.Board(fen)
     except ValueError as error:
         raise RowError(f"fen {fen!r:.120}: {error}") from None
     legal = {move.uci() for move in board.legal_moves}
-    if not best or (wrong := [move for move in [*best, *points] if move not in legal]):
+    if not best or (wrong := [move for move in [*best, *points, *candidates] if move not in legal]):
         raise RowError(
             f"best moves {best!r:.80}: {f'{wrong[:3]} not legal there' if best else 'there must be one'}; fen {fen!r:.120}"
         )
-    return Position(name, fen, tuple(best), points)
+    return Position(name, fen, tuple(best), points, dict(candidates))
