@@ -32,7 +32,7 @@ quickstart-tiny: install
 	$(RUN) recipes/sort_letters.py $(ARGS)
 
 test: test-quick
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m e2e $(E2E_OPTIONS)
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e $(E2E_OPTIONS)
 
 test-quick: install $(S3_SERVER)
 	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e" $(QUICK_OPTIONS)

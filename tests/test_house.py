@@ -222,7 +222,6 @@ UNPICKLES = {
     "ttrl/rollouts/graders/worker.py": "ttrl's own graders",
     "ttrl/rollouts/graders/pickling.py": "the other end of it",
 }
-NOT_YET = {"ttrl/training/parallel/host_memory.py", "ttrl/training/parallel/weight_memory.py"}  # objects between ranks
 PICKLES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.distributed.checkpoint", "torch.package")
 
 
@@ -249,7 +248,7 @@ def test_nothing_that_comes_from_outside_is_unpickled() -> None:
     """Run folders, mirrors, caches, model folders and other machines: what is unpickled does what it says."""
     files = [path for folder in ("ttrl", "tools", "recipes") for path in sorted((ROOT / folder).rglob("*.py"))]
     found = {path.relative_to(ROOT).as_posix(): list(unpickling(path)) for path in files}
-    assert {name: places for name, places in found.items() if places and name not in UNPICKLES.keys() | NOT_YET} == {}
+    assert {name: places for name, places in found.items() if places and name not in UNPICKLES} == {}
     assert all(found[name] for name in UNPICKLES)
 
 

@@ -162,7 +162,9 @@ def test_every_third_policy_is_validated_besides_the_first_and_the_last(world):
     world.train(iterations=5, validate_every=3, validation_samples=4)
     validated = [row["iteration"] for row in world.rows() if "validation_reward" in row]
     assert validated == [0, 3, 5] and [row["iteration"] for row in world.rows()] == [0, 1, 2, 3, 4, 5]
-    assert [(world.run / f"iterations/{n:04d}/validation.jsonl").is_file() for n in range(6)] == [n in validated for n in range(6)]
+    assert [(world.run / f"iterations/{n:04d}/validation.jsonl").is_file() for n in range(6)] == [
+        n in validated for n in range(6)
+    ]
     result = world.train(iterations=7, validate_every=2, validation_samples=4)  # what was left out stays out
     assert [row["iteration"] for row in world.rows() if "validation_reward" in row] == [0, 3, 5, 6, 7]
     assert result.best_checkpoint == world.run / "iterations/0005/checkpoint"

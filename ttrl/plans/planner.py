@@ -87,8 +87,8 @@ def make_plan(
     machine = gpu_named(gpu) if gpu is not None else None
     choices = Choices(config)
     if not recipe_only:  # `tune run` chooses nothing
-        here = machine is None
-        choices = choose(model, config, gpus_here() if here else _gpus(machine, config), host=host_here() if here else None)
+        gpus, host = (gpus_here(), host_here()) if machine is None else (_gpus(machine, config), None)
+        choices = choose(model, config, gpus, host=host)
     config = choices.config.resolved(cuda=machine.cuda if machine is not None else _cuda())
     recipe = config.recipe_config({"dtype": config.dtype})
     if machine is None:

@@ -140,6 +140,8 @@ class ServerConnection:
                 data = answer.read(_MOST_BYTES + 1)
                 if len(data) > _MOST_BYTES:
                     raise ConnectionError(f"it sent more than {gib(_MOST_BYTES)}")
+                if answer.length:  # read(n) takes a shorter one for whole
+                    raise ConnectionError(f"its answer ended {answer.length} bytes too early")
                 return answer.status, data.decode()
         except urllib.error.HTTPError as error:
             with error:

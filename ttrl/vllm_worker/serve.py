@@ -4,8 +4,8 @@ There the engine is forked from the API server, which has imported everything, i
 counted without compiling C++ for the first request. Measured with vLLM 0.32, a tiny model and two cores: healthy after 15 s
 instead of 24, for 15 CPU seconds instead of 23; the first validation of a run after 24 s instead of 55 to 71.
 
-Adapters are applied by plain products there: vLLM copies an adapter's matrix for every token, and gives a token without an adapter
-the last one that was loaded."""
+Adapters are applied by plain products there: vLLM copies an adapter's matrix for every token, and gives a token without an
+adapter the last one that was loaded. With SmolLM2-135M and 32 to 96 sequences, sampling took four times as long."""
 
 import contextlib
 import importlib
@@ -96,7 +96,7 @@ def _products(inputs: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype
     for slot, matrix in enumerate(matrices):
         mine = slots == slot
         if mine.all():
-            return inputs @ matrix.to(dtype).T
+            return torch.mm(inputs, matrix.to(dtype).T)
         if mine.any():
             found[mine] = inputs[mine] @ matrix.to(dtype).T
     return found
