@@ -9,9 +9,11 @@ trusted at all belongs into a process of its own; that is 100 ms for the first a
 
 import contextlib
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 LOOK_SECONDS = 0.5  # between looks: a limit costs its block a microsecond, and no thread of its own
 
@@ -20,9 +22,15 @@ class _Overdue(Exception):  # noqa: N818 - it never leaves this file
     pass
 
 
+@dataclass
+class _Block:
+    due: float
+    raised: bool = False
+
+
 _lock = threading.Lock()
-_due: dict[int, float] = {}
-"""By thread: when its block must have ended."""
+_blocks: dict[int, _Block] = {}
+"""By thread: the block that it is in."""
 _watcher: threading.Thread | None = None
 
 
@@ -31,9 +39,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the block once it takes longer. Blocks of one thread do not nest."""
     global _watcher
     me = threading.get_ident()
-    assert me not in _due, "time limits do not nest"
+    assert me not in _blocks, "time limits do not nest"
+    block = _Block(time.monotonic() + seconds)
     with _lock:
-        _due[me] = time.monotonic() + seconds
+        _blocks[me] = block
         if _watcher is None or not _watcher.is_alive():  # none yet, or this process is a fork
             _watcher = threading.Thread(target=_watch, name="ttrl-time-limit", daemon=True)
             _watcher.start()
@@ -41,12 +50,25 @@ def time_limit(seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
-            while me in _due:
-                with contextlib.suppress(_Overdue), _lock:  # it may come just now
-                    del _due[me]
-                    _raise_in(me, None)  # what was raised, and has not come yet
+            block.due = math.inf  # so that no more than one is still on its way, and may come at any call below
+            try:
+                _leave(me, block)
+            except _Overdue:
+                _leave(me, block)
     except _Overdue:
         raise TimeoutError(f"it took more than {seconds:g} s") from None
+
+
+def _leave(me: int, block: _Block) -> None:
+    """End this thread's block; _Overdue if it was raised in it, and then none is on its way any more."""
+    with _lock:
+        _blocks.pop(me, None)
+    if block.raised:
+        # Raised once more, in place of what has perhaps not come yet. Taking it back (NULL) would leave CPython with a signal
+        # that nobody answers: where code is traced (a debugger, coverage), 3.11 then loops for ever.
+        _raise_in(me)
+        while True:
+            pass
 
 
 def _watch() -> None:
@@ -54,10 +76,11 @@ def _watch() -> None:
         time.sleep(LOOK_SECONDS)
         now = time.monotonic()
         with _lock:
-            for thread, due in _due.items():
-                if now > due:  # again, until it is out of whatever catches exceptions
-                    _raise_in(thread, _Overdue)
+            for thread, block in _blocks.items():
+                if now > block.due:  # again, until it is out of whatever catches exceptions
+                    block.raised = True
+                    _raise_in(thread)
 
 
-def _raise_in(thread: int, kind: type[Exception] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind) if kind is not None else None)
+def _raise_in(thread: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Overdue))
