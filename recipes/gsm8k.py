@@ -2,6 +2,7 @@
 
     python recipes/gsm8k.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data openai/gsm8k] [--run runs/gsm8k]
     python recipes/gsm8k.py --preset entropy-study [--data openai/gsm8k]
+    python recipes/gsm8k.py --preset small --model smollm2-135m --data PATH  # a small chat model, on a laptop
     python recipes/gsm8k.py --tiny --data PATH  # tries everything out, on a laptop
 
 The settings of a study of entropy and gradient noise: on-policy, rewards minus the mean of their group, a constant normaliser
@@ -13,6 +14,10 @@ have not been run.
 65% pass@1 in its 64 steps). The rank is not known to us. It began with supervised training until the format was followed
 (`ttrl/sft_recipe`); give that checkpoint as --model. What it measured: gradient noise in train.jsonl and the report, all else by
 `ttrl study CHECKPOINT`.
+
+--preset small: SmolLM2-135M never writes R1's tags, so nothing would reward it (0 of 200 greedy answers, 0 of 320 samples). Three
+solved problems before each question, as turns that all questions share, show it how an answer looks (`#### 18`): 0.61 of its
+samples have the form then, 0.016 are right.
 """
 
 from ttrl import TrainConfig
@@ -20,7 +25,13 @@ from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.gsm8k import get_gsm8k_tasks
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
-PRESETS = {"entropy-study": {"lora_rank": 32, "lora_alpha": 64, "gradient_noise": True, "validation_samples": 8}}
+PRESETS = {
+    "entropy-study": {"lora_rank": 32, "lora_alpha": 64, "gradient_noise": True, "validation_samples": 8},
+    "small": {
+        **{"tasks_per_iteration": 8, "max_tokens": 160, "constant_length": 160, "seq_len": 3072, "validate_every": 16},
+        "lr": 2e-5,
+    },
+}
 
 if __name__ == "__main__":
     arguments = script_arguments(__doc__, run="runs/gsm8k", iterations=64, model=MODEL, data="openai/gsm8k", presets=PRESETS)
@@ -41,6 +52,7 @@ if __name__ == "__main__":
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
-    tasks = get_gsm8k_tasks("train", seed=arguments.seed, path=arguments.data, style="r1", format_reward=0.1)
-    held_out = get_gsm8k_tasks("validation", n=200, path=arguments.data, style="r1")
+    asked = {"style": "plain", "few_shot": 3} if arguments.preset == "small" else {"style": "r1"}
+    tasks = get_gsm8k_tasks("train", seed=arguments.seed, path=arguments.data, format_reward=0.1, **asked)
+    held_out = get_gsm8k_tasks("validation", n=200, path=arguments.data, **asked)
     print(run_recipe(arguments, config, tasks, held_out, "problems solved"))

@@ -285,6 +285,7 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
             },
             "r1",
         ),
+        ("gsm8k", "small", {"tasks_per_iteration": 8, "samples_per_task": 8, "lr": 2e-5, "seq_len": 3072}, "plain"),
     ],
 )
 def test_logs_by_their_names(
