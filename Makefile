@@ -35,7 +35,7 @@ test: test-quick
 	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e $(E2E_OPTIONS)
 
 test-quick: install $(S3_SERVER)
-	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e" $(QUICK_OPTIONS)
+	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e"
 
 # For the tests of the cache; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
 $(S3_SERVER): tests/s3_server.txt | install
@@ -55,5 +55,5 @@ lint: install
 	$(RUN) tools/check_imports.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -359,6 +359,8 @@ class Installer:
         """ttrl itself, in place, and a look at whether the big pieces can be imported."""
         self.say("ttrl itself")
         self.install("--no-deps", "--no-build-isolation", "-e", REPOSITORY)
+        if COMPILE == "1":
+            subprocess.run([self.python, "-m", "compileall", "-q", REPOSITORY / "ttrl"], check=True)
         self.say("trying the imports, for the first time")
         question = "import torch, torchtune.training, transformers, ttrl; from vllm import LLM"
         answer = subprocess.run([self.python, "-c", question], capture_output=True, text=True, check=False, cwd=self.folder)
