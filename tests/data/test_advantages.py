@@ -159,6 +159,17 @@ def test_where_every_reward_is_zero_every_group_is_wrong():
     assert (made.kept, made.values, made.groups["no_signal_share"]) == ([], [], 0.0)
 
 
+def test_a_reward_for_form_alone_makes_no_group_right():
+    """Found with GSM8K and a small model: all had the form, none the number, and groups were called right."""
+    results = [group("form", [0.1, 0.1]), group("nothing", [0.0, 0.0]), group("right", [1.0, 1.0]), group("mixed", [0.1, 0.0])]
+    for result in results:
+        for sample in result.samples:
+            sample.metrics = {"exact": float(sample.reward == 1.0)}
+    counts = advantages_of(results[:2] + results[3:], AdvantageConfig()).groups
+    assert (counts["all_right"], counts["all_wrong"], counts["other_equal"], counts["kept"]) == (0, 2, 0, 1)
+    assert advantages_of(results, AdvantageConfig()).groups["all_right"] == 1
+
+
 def test_the_chess_log_formula(caplog):
     """A = clip((r - mean)/max(std, 0.05), ±2), with a warning on low std."""
     lists = [[1.0] + [0.0] * 9, [0.5, 0.52], [0.0, 1.0]]

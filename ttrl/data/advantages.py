@@ -128,22 +128,25 @@ def groups_with_signal(results: Sequence[TaskResult], config: AdvantageConfig, t
 def _with_signal(results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]) -> tuple[list[int], dict[str, int]]:
     """Return the places of the groups whose shaped rewards differ, and how many others there are for which reason.
 
-    "all_right" and "all_wrong" are groups whose samples all have the highest or the lowest reward of the batch; where all groups
-    have the same one, it is wrong unless it is positive. "other_equal" is the rest of the groups with one reward, "too_few" those
-    with fewer than two graded samples. The reason is told by the graders' rewards.
+    "all_right" and "all_wrong" are groups whose samples all are what their grader calls "exact", or all are not. Where it has no
+    such metric, those whose samples all have the highest or the lowest reward of the batch; where all groups have the same one, it
+    is wrong unless it is positive. "other_equal" is the rest of the groups with one reward, "too_few" those with fewer than two
+    graded samples. The reason is told by the graders' rewards.
     """
     everything = [reward for result in results for reward in result.rewards]
     highest, lowest = (max(everything), min(everything)) if everything else (0.0, 0.0)
     counts = {"all_right": 0, "all_wrong": 0, "other_equal": 0, "too_few": 0}
     places = []
     for place, (result, compared) in enumerate(zip(results, shaped, strict=True)):
-        rewards = result.rewards
+        rewards, exact = result.rewards, {sample.metrics.get("exact") for sample in result.graded}
         if len(rewards) < 2:
             counts["too_few"] += 1
         elif has_signal(compared):
             places.append(place)
         elif has_signal(rewards):
             counts["other_equal"] += 1  # by their shaping alone
+        elif exact in ({0.0}, {1.0}):
+            counts["all_right" if exact == {1.0} else "all_wrong"] += 1
         elif highest - lowest > _EQUAL and rewards[0] >= highest - _EQUAL:
             counts["all_right"] += 1
         elif rewards[0] <= lowest + _EQUAL and (highest - lowest > _EQUAL or rewards[0] <= 0):
