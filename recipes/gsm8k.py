@@ -17,7 +17,8 @@ have not been run.
 
 --preset small: SmolLM2-135M never writes R1's tags, so nothing would reward it (0 of 200 greedy answers, 0 of 320 samples). Three
 solved problems before each question, as turns that all questions share, show it how an answer looks (`#### 18`): 0.61 of its
-samples have the form then, 0.016 are right.
+samples have the form then, 0.016 are right. In half an hour on two cores (34 iterations, bf16) all samples came to have it; of
+200 held-out problems 0.030 were right before, 0.055 after 16 iterations, 0.035 after 32: no more than chance.
 """
 
 from ttrl import TrainConfig
