@@ -88,6 +88,6 @@ _DETAILS = (
     ("rollouts.stopped_early", "stopped early", True),
     ("rollouts.repeated", "repeated", True),
     ("rollouts.length_correlation", "reward~length", False),
-    ("sampler_trainer.p999", "|Δ logprob|", False),
+    ("sampler_trainer.p999", "|Δ logprob| p99.9", False),
     ("sampler_trainer.own_weights.p999", "under the sampler's weights", False),
 )
