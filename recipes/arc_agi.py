@@ -9,7 +9,7 @@ settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import REPORT_PRESETS, run_recipe, script_arguments
+from ttrl.cli.recipe_script import REPORT_PRESETS, mistakes_together, run_recipe, script_arguments
 from ttrl.tasks.arc_agi import get_arc_agi_tasks
 
 if __name__ == "__main__":
@@ -33,6 +33,7 @@ if __name__ == "__main__":
     )
     options = {"path": arguments.data, "partial_credit": 0.2, "max_cells": 1200}
     augment = ("rotations", "reflections", "colours")
-    tasks = get_arc_agi_tasks("train", seed=arguments.seed, augment=augment, **options)
-    held_out = get_arc_agi_tasks("validation", **options)
+    with mistakes_together(arguments, config):
+        tasks = get_arc_agi_tasks("train", seed=arguments.seed, augment=augment, **options)
+        held_out = get_arc_agi_tasks("validation", **options)
     print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

@@ -20,7 +20,7 @@ With --model "", a random model of a million parameters is warmed up first, on r
 from statistics import fmean
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start, with_plain_template
+from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments, supervised_start, with_plain_template
 from ttrl.tasks.chess_moves import get_chess_tasks, legal_move_examples
 
 MODEL, ROOKWORLD = "Qwen/Qwen2.5-3B-Instruct", "jrahn/RookWorld-LM-124M"
@@ -39,12 +39,6 @@ if __name__ == "__main__":
     rookworld = arguments.preset == "rookworld"
     model = ROOKWORLD if rookworld and arguments.model == MODEL else arguments.model or arguments.run / "warm_start"
     style, legal_reward = ("P", 0.1) if rookworld else ("plain", 0.05)
-    if not (arguments.check or arguments.tiny):
-        if not arguments.model:
-            examples = legal_move_examples(STEPS * BATCH, arguments.seed, path=arguments.data, style=style)
-            model = supervised_start(model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256)
-        elif rookworld:
-            model = with_plain_template(model, arguments.run / "start")
     config = TrainConfig(
         run=str(arguments.run),
         model=str(model),
@@ -62,8 +56,16 @@ if __name__ == "__main__":
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="best",
     )
-    tasks = get_chess_tasks("train", seed=arguments.seed, path=arguments.data, style=style, legal_reward=legal_reward)
-    held_out = get_chess_tasks("validation", path=arguments.data, style=style, legal_reward=legal_reward)[:200]
+    with mistakes_together(arguments, config):
+        tasks = get_chess_tasks("train", seed=arguments.seed, path=arguments.data, style=style, legal_reward=legal_reward)
+        held_out = get_chess_tasks("validation", path=arguments.data, style=style, legal_reward=legal_reward)[:200]
+    if not (arguments.check or arguments.tiny):
+        if not arguments.model:
+            examples = legal_move_examples(STEPS * BATCH, arguments.seed, path=arguments.data, style=style)
+            model = supervised_start(model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256)
+        elif rookworld:
+            model = with_plain_template(model, arguments.run / "start")
+        config.model = str(model)
     asked = tasks[: arguments.overfit] if arguments.overfit else held_out
     chance = fmean([task.grader.chance() for task in asked] or [0.0])
     print(run_recipe(arguments, config, tasks, held_out, f"best moves found ({chance:.3f} of random legal moves are best)"))

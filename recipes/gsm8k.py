@@ -22,7 +22,7 @@ samples have the form then, 0.016 are right. In half an hour on two cores (34 it
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
 from ttrl.tasks.gsm8k import get_gsm8k_tasks
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -54,6 +54,7 @@ if __name__ == "__main__":
         validation_metric="exact",
     )
     asked = {"style": "plain", "few_shot": 3} if arguments.preset == "small" else {"style": "r1"}
-    tasks = get_gsm8k_tasks("train", seed=arguments.seed, path=arguments.data, format_reward=0.1, **asked)
-    held_out = get_gsm8k_tasks("validation", n=200, path=arguments.data, **asked)
+    with mistakes_together(arguments, config):
+        tasks = get_gsm8k_tasks("train", seed=arguments.seed, path=arguments.data, format_reward=0.1, **asked)
+        held_out = get_gsm8k_tasks("validation", n=200, path=arguments.data, **asked)
     print(run_recipe(arguments, config, tasks, held_out, "problems solved"))

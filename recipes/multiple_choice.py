@@ -8,7 +8,7 @@ with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
 from ttrl.tasks.multiple_choice import get_arc_tasks
 
 if __name__ == "__main__":
@@ -29,6 +29,7 @@ if __name__ == "__main__":
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,
     )
-    tasks = get_arc_tasks("train", seed=arguments.seed, path=arguments.data, style="reasoning")
-    held_out = get_arc_tasks("validation", path=arguments.data, style="reasoning")[:200]
+    with mistakes_together(arguments, config):
+        tasks = get_arc_tasks("train", seed=arguments.seed, path=arguments.data, style="reasoning")
+        held_out = get_arc_tasks("validation", path=arguments.data, style="reasoning")[:200]
     print(run_recipe(arguments, config, tasks, held_out, "questions right"))

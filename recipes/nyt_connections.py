@@ -8,7 +8,7 @@ Reward: the share of groups that are exactly right. The settings are for one GPU
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import REPORT_PRESETS, run_recipe, script_arguments
+from ttrl.cli.recipe_script import REPORT_PRESETS, mistakes_together, run_recipe, script_arguments
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 
 if __name__ == "__main__":
@@ -30,6 +30,7 @@ if __name__ == "__main__":
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
-    tasks = get_nyt_connections_tasks("train", seed=arguments.seed, path=arguments.data, liberal=True)
-    held_out = get_nyt_connections_tasks("validation", path=arguments.data, liberal=True)
+    with mistakes_together(arguments, config):
+        tasks = get_nyt_connections_tasks("train", seed=arguments.seed, path=arguments.data, liberal=True)
+        held_out = get_nyt_connections_tasks("validation", path=arguments.data, liberal=True)
     print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

@@ -20,7 +20,7 @@ command continues.
 
 from ttrl import TrainConfig
 from ttrl.cli.arms import Supervised, arm_options, run_arms
-from ttrl.cli.recipe_script import script_arguments
+from ttrl.cli.recipe_script import mistakes_together, script_arguments
 from ttrl.tasks.gsm8k import get_gsm8k_tasks, gsm8k_examples
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.tiny_model import make_tiny_model
@@ -32,26 +32,12 @@ if __name__ == "__main__":
     if model:
         sizes = {"tasks_per_iteration": 16, "max_tokens": 256, "seq_len": 4096}
         training |= {"lr": 2e-6}
-        tasks = get_gsm8k_tasks("train", seed=seed, path=data)
-        held_out = get_gsm8k_tasks("validation", n=200, path=data)
-        examples = gsm8k_examples(seed=seed, path=data)
-        sft = {"lr": 1e-5, "batch_size": 32, "seq_len": 4096, "rows_per_microbatch": 4}
-        start = Supervised(examples, sft, marks=range(20, 401, 20), metric="format", stop_at=0.95)
-        sets = f"gsm8k={data},mmlu,arc_easy,arc_challenge,humaneval,spelling,letter_counting"
     else:
         model = arguments.run / "random_model"
         if not (arguments.check or (model / "config.json").exists()):
             make_tiny_model(model, seed=seed)
         sizes = {"tasks_per_iteration": 32, "max_tokens": 12, "seq_len": 512}
         training |= {"lr": 3e-4, "rows_per_microbatch": 8, "num_output_chunks": 1}
-        tasks = get_sort_letters_tasks("train", n=4096, seed=seed, length_exponent=2, partial_credit=0)
-        held_out = get_sort_letters_tasks("validation", n=256, partial_credit=0)
-        examples = sort_letters_examples(4096, seed=seed)
-        sft = {"lr": 3e-4, "batch_size": 16, "seq_len": 128, "rows_per_microbatch": 16, "num_output_chunks": 1}
-        warm = {**sft, "lr": 1e-3, "batch_size": 64, "rows_per_microbatch": 64}
-        short = sort_letters_examples(10240, seed=seed, max_length=5)
-        start = Supervised(short, warm, marks=range(120, 401, 40), stop_at=0.2)
-        sets = {f"{n} letters": get_sort_letters_tasks("validation", n=256, max_length=n, partial_credit=0) for n in (6, 10)}
     config = TrainConfig(
         run=str(arguments.run),
         model=str(model),
@@ -65,4 +51,21 @@ if __name__ == "__main__":
         validation_metric="exact",
         **sizes,
     )
+    if arguments.model:
+        with mistakes_together(arguments, config):
+            tasks = get_gsm8k_tasks("train", seed=seed, path=data)
+            held_out = get_gsm8k_tasks("validation", n=200, path=data)
+            examples = gsm8k_examples(seed=seed, path=data)
+        sft = {"lr": 1e-5, "batch_size": 32, "seq_len": 4096, "rows_per_microbatch": 4}
+        start = Supervised(examples, sft, marks=range(20, 401, 20), metric="format", stop_at=0.95)
+        sets = f"gsm8k={data},mmlu,arc_easy,arc_challenge,humaneval,spelling,letter_counting"
+    else:
+        tasks = get_sort_letters_tasks("train", n=4096, seed=seed, length_exponent=2, partial_credit=0)
+        held_out = get_sort_letters_tasks("validation", n=256, partial_credit=0)
+        examples = sort_letters_examples(4096, seed=seed)
+        sft = {"lr": 3e-4, "batch_size": 16, "seq_len": 128, "rows_per_microbatch": 16, "num_output_chunks": 1}
+        warm = {**sft, "lr": 1e-3, "batch_size": 64, "rows_per_microbatch": 64}
+        short = sort_letters_examples(10240, seed=seed, max_length=5)
+        start = Supervised(short, warm, marks=range(120, 401, 40), stop_at=0.2)
+        sets = {f"{n} letters": get_sort_letters_tasks("validation", n=256, max_length=n, partial_credit=0) for n in (6, 10)}
     print(run_arms(arguments, config, tasks, held_out, start=start, sft=Supervised(examples, sft), sets=sets))

@@ -11,7 +11,7 @@ Reward: the share of right answers. Settings for eight GPUs with 80 GB; they hav
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import REPORT_PRESETS, run_recipe, script_arguments
+from ttrl.cli.recipe_script import REPORT_PRESETS, mistakes_together, run_recipe, script_arguments
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 
 if __name__ == "__main__":
@@ -33,6 +33,7 @@ if __name__ == "__main__":
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="accuracy",
     )
-    tasks = get_temporal_clue_tasks("train", None, arguments.seed, path=arguments.data)
-    held_out = get_temporal_clue_tasks("validation", None, path=arguments.data)
+    with mistakes_together(arguments, config):
+        tasks = get_temporal_clue_tasks("train", None, arguments.seed, path=arguments.data)
+        held_out = get_temporal_clue_tasks("validation", None, path=arguments.data)
     print(run_recipe(arguments, config, tasks, held_out, "answers right"))

@@ -148,8 +148,22 @@ def test_a_try_out_trains_and_says_what_came_of_it(
 
 
 def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="nproc_per_node is 0"):
-        run("spelling", monkeypatch, "--check", "--run", str(tmp_path), "--nproc-per-node", "0")
+    with pytest.raises(ConfigError) as caught:
+        run("spelling", monkeypatch, "--check", "--run", str(tmp_path), "--nproc-per-node", "0", "--set", "lr", "--overfit", "0")
+    for text in ("nproc_per_node is 0", "'lr' is not a setting", "--overfit is 0"):
+        assert sum(text in problem for problem in caught.value.problems) == 1, str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*DATA, "rl_vs_sft"])
+def test_absent_data_are_named_with_the_other_mistakes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "chess_moves":
+        pytest.importorskip("chess")
+    wrong = ["--data", "/not/there", "--model", "/nor/this", "--set", "max_token=9", "lr=-1"]
+    with pytest.raises(ConfigError) as caught:
+        run(name, monkeypatch, "--run", str(tmp_path / "run"), *wrong)
+    said = ["/not/there: no such file", "/nor/this does not exist", "did you mean 'max_tokens'?", "lr is -1"]
+    assert [sum(text in problem for problem in caught.value.problems) for text in said] == [1, 1, 1, 1], str(caught.value)
+    assert len(caught.value.problems) == 4 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             ["no slash here does not exist", "max_tokens is 0", "did you mean 'wandb'?"],
         ),
         (
-            {"training": GRPOConfig(lr=-1.0, kl_in="reward"), "iterations": "ten"},
-            ["lr is -1.0", "kl_in is 'reward', which does nothing", "iterations is 'ten'"],
+            {"training": GRPOConfig(lr=-1.0, kl_inn="reward"), "iteratons": 3},
+            ["lr is -1.0", "did you mean 'kl_in'?", "did you mean 'iterations'?"],
         ),
         (
             {"servers": 0, "nnodes": 2, "rdzv_endpoint": "here", "tasks_per_iteration": 64},

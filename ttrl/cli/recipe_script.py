@@ -8,18 +8,19 @@ rewards nothing is trained, so chance is added to them there.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrl.cli.settings import with_settings
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import TtrlError, UserError
+from ttrl.errors import TaskError, TtrlError, UserError
 from ttrl.launch.tune import tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
@@ -152,6 +153,21 @@ def with_plain_template(model: str, folder: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def mistakes_together(arguments: argparse.Namespace, config: TrainConfig) -> Iterator[None]:
+    """Name what is wrong with the data, of which tasks are made here, together with what is wrong with settings and model."""
+    try:
+        yield
+    except TaskError as error:
+        config, problems = with_settings(config, arguments.set)
+        checked(config, (), (), model=_is_to_be_had(arguments), problems=problems, error=error)
+
+
+def _is_to_be_had(arguments: argparse.Namespace) -> bool:
+    """Tell whether the model has to be there already, and is not made by the recipe."""
+    return bool(getattr(arguments, "model", None)) and not getattr(arguments, "tiny", False)
+
+
 def run_recipe(
     arguments: argparse.Namespace, config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task], what: str
 ) -> str:
@@ -162,16 +178,16 @@ def run_recipe(
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(config, tasks, validation_tasks, make=not arguments.check)
     config, problems = with_settings(config, getattr(arguments, "set", ()))
-    if (count := getattr(arguments, "overfit", None)) is not None:
-        if not 1 <= count <= len(tasks):
-            raise UserError(f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to {len(tasks)}")
+    count = getattr(arguments, "overfit", None)
+    if count is not None and not 1 <= count <= len(tasks):
+        problems.append(f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to {len(tasks)}")
+    elif count is not None:
         tasks = validation_tasks = tasks[:count]
         greedy: dict[str, Any] = {"validation_samples": 1, "validation_temperature": 0.0, "stop_at": None}
         whole: dict[str, Any] = {"tasks_per_iteration": count, "dynamic_sampling": None, "max_extra_tasks": None}
         config, what = dataclasses.replace(config, **greedy, **whole), f"{what}, of the {count} tasks that it was trained on"
     if arguments.check or problems:
-        has_model = bool(getattr(arguments, "model", None)) and not getattr(arguments, "tiny", False)
-        checked(config, tasks, validation_tasks, model=has_model, problems=problems)
+        checked(config, tasks, validation_tasks, model=_is_to_be_had(arguments), problems=problems)
         if not tasks or not validation_tasks:
             raise UserError(f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?")
         longest = max(sum(len(str(message["content"])) for message in task.messages) for task in tasks)

@@ -62,16 +62,22 @@ def _promised(file: Path) -> dict[str, Any]:
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     """Return the config with other settings, "KEY=VALUE" of the run or else of the recipe, and what is wrong with the result, one
-    line each. Raises UserError."""
+    line each."""
     changes, unknown = _changes(settings)
     config, found = TrainConfig.examine(_changed(config.to_dict(), changes))
     return config, unknown + found
 
 
 def _changes(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that there are, and a problem for each of the others."""
-    changes, known = dict(_setting(text) for text in settings), _OF_RUN | _OF_RECIPE
-    unknown = []
+    """Return the settings that there are, and a problem for each text that is none."""
+    changes: dict[str, Any] = {}
+    unknown: list[str] = []
+    for text in settings:
+        try:
+            changes.update([_setting(text)])
+        except UserError as error:
+            unknown.append(str(error))
+    known = _OF_RUN | _OF_RECIPE
     for name in sorted(changes.keys() - known):
         near = difflib.get_close_matches(name, known, n=1)
         unknown.append(

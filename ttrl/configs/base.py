@@ -29,14 +29,13 @@ def settings(cls: type[_C]) -> type[_C]:
 
     @functools.wraps(plain)
     def init(self: _C, *args: Any, **given: Any) -> None:
-        own = dataclasses.fields(made)
-        if given.keys() - {field.name for field in own} or any(
-            _has_no_default(field) and field.name not in given for field in own
-        ):
+        own = {field.name: field for field in dataclasses.fields(made)}
+        unknown = {name: value for name, value in given.items() if name not in own}
+        if (unknown and not made._is_part) or any(_has_no_default(own[name]) for name in own.keys() - given.keys()):
             config, found = made.examine(given)
             raise ConfigError(made.__name__, found + config.local_problems() + config.absent())
-        vars(self)["_given"] = tuple(given)
-        plain(self, *args, **given)
+        vars(self).update(_given=tuple(given), _unknown=unknown)
+        plain(self, *args, **{name: value for name, value in given.items() if name in own})
 
     type.__setattr__(made, "__init__", init)
     return explained(made)
@@ -105,6 +104,9 @@ class Config:
     """Base of the config dataclasses. Subclasses list what else can be wrong in `problems`."""
 
     _given: typing.ClassVar[tuple[str, ...]] = ()
+    _unknown: typing.ClassVar[dict[str, Any]] = {}
+    _is_part: typing.ClassVar[bool] = False
+    """Whether its constructor leaves misspelt names to the config that it is a part of, which names all mistakes at once."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values beyond their types, one line each."""
@@ -158,7 +160,7 @@ class Config:
 
     def check(self, where: str) -> Self:
         """Check a config that was made in Python as `parse` would. Raises ConfigError."""
-        return self.parse({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, where)
+        return self.parse({field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | self._unknown, where)
 
     def at_least(self, minimum: float, *names: str) -> list[str]:
         """Return a problem for each value below `minimum`; None passes, here and in the next two."""
@@ -181,14 +183,14 @@ class Config:
         return dataclasses.asdict(self)
 
     def given(self) -> dict[str, Any]:
-        """Return the plain values that the constructor was given, and those that are no defaults; of a copy, which is given all,
-        the latter alone."""
+        """Return the plain values that the constructor was given, misspelt ones too, and those that are no defaults; of a copy,
+        which is given all, the latter alone."""
         own = {field.name: field for field in dataclasses.fields(self)}
         named = self._given if len(self._given) < len(own) else ()
         plain = {
             name: field.default_factory() if callable(field.default_factory) else field.default for name, field in own.items()
         }
-        return {name: value for name, value in self.to_dict().items() if name in named or value != plain[name]}
+        return {name: value for name, value in self.to_dict().items() if name in named or value != plain[name]} | self._unknown
 
 
 HIDDEN = "***"

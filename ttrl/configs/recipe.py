@@ -33,6 +33,8 @@ def _every_layer_matrix() -> list[LoRATarget]:
 class TrainingConfig(Config):
     """The settings that both recipes share."""
 
+    _is_part = True
+
     model: str = required()
     """Folder of the model to start from, in Hugging Face layout."""
     output_dir: str = required()

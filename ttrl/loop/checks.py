@@ -21,10 +21,11 @@ def checked(
     *,
     model: bool = True,
     problems: Sequence[str] = (),
+    error: UserError | None = None,
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
     """Return what a run is given, checked, with `model` also whether its model can be had. Raises ConfigError with all problems,
-    and those that were found before; TaskError or ModelFolderError for one of those alone."""
-    errors: list[UserError] = []
+    and those that were found before (`error`: in making the tasks); TaskError or ModelFolderError for one of those alone."""
+    errors = [] if error is None else [error]
 
     def listed(given: Sequence[Task], name: str) -> list[Task]:
         try:
