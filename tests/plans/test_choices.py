@@ -13,9 +13,11 @@ from ttrl import TrainConfig, plan
 from ttrl.configs import GRPOConfig
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.errors import ConfigError
+from ttrl.loop.train import _chosen
 from ttrl.plans.choices import CHOSEN, IGNORE_VARIABLE, as_begun, choose, refuse, value_of
 from ttrl.plans.machine import gpu_named
 from ttrl.plans.memory import host_needs, server_needs
+from ttrl.system.console import Console
 
 ROOT = Path(__file__).parents[2]
 MODELS = json.loads((ROOT / "tests" / "architectures.json").read_text())
@@ -84,15 +86,26 @@ def test_the_plan_agrees(tmp_path):
 @pytest.mark.parametrize("way", [{}, {"off_policy_steps": 1}, {"training": {"optimizer": "adamw_8bit"}}], ids=str)
 def test_weights_go_through_memory_where_the_machine_has_enough(way):
     """… for what is parked and what is held out; files otherwise, with both figures. Adapters are files."""
-    model, config = MODELS["qwen2.5_7b"], config_of(**way)
+    model, config = MODELS["qwen2.5_7b"], config_of(**way, save_every=5)
     ample, small = (choose(model, config, [80 * GB] * 8, host=host * GB) for host in (2000, 30))
     assert ample.config.weight_sync == "memory" and "never run on a GPU" in ample.reasons["weight_sync"]
     turns = "off_policy_steps" not in way
     assert small.config.weight_sync == ("sleep" if turns else "reload")
     assert re.search(r"without files, .* GiB of the machine's 27\.9 GiB of memory", small.reasons["weight_sync"])
-    assert dataclasses.replace(small.config, weight_sync="memory") == ample.config
+    assert small.config.save_every == 1 and not small.config.problems() and "save_every" not in ample.reasons
+    assert dataclasses.replace(small.config, weight_sync="memory", save_every=5) == ample.config
     adapters = choose(model, config_of(training={"lora_rank": 32}), [80 * GB] * 8, host=2000 * GB)
     assert adapters.config.weight_sync == "sleep" and "an adapter's files are small" in adapters.reasons["weight_sync"]
+
+
+def test_it_is_said_where_save_every_has_to_give_way(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2.5_7b"]))
+    monkeypatch.setattr("ttrl.loop.train.gpus_here", lambda: [80 * GB] * 8)
+    monkeypatch.setattr("ttrl.loop.train.host_here", lambda: 30 * GB)
+    made = _chosen(dataclasses.replace(config_of(save_every=5), model=str(tmp_path)), {}, Console())
+    assert made.resolved(cuda=True).save_every == 1
+    line = r"note: save_every is 1, not 5, as servers read the files of each iteration: without files, .* machine's 27\.9 GiB"
+    assert re.search(line, capsys.readouterr().out)
 
 
 def test_what_the_host_of_gpus_holds():

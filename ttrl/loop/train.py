@@ -150,6 +150,8 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
         return config
     gpu = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} with {gib(choices.memory)}"
     console.line(f"chosen for {gpu} (`ttrl plan` says why): {choices.summary() or 'nothing, all is set'}")
+    if "save_every" in choices.reasons:
+        console.line(f"note: save_every is 1, {choices.reasons['save_every']}")
     if choices.is_tight:
         console.line(f"note: nearly full: the trainer needs about {gib(choices.trainer)}, which is good to about 10%")
     return choices.config

@@ -223,6 +223,9 @@ def _fitted(
         sync, meanwhile = placed.from_files
         room = f"without files, {gib(held)} of the machine's {gib(host)} of memory would be needed"
         values["weight_sync"], reasons["weight_sync"] = sync, f"{meanwhile}; {room}"
+        if config.save_every > 1:
+            why = f"not {config.save_every}, as servers read the files of each iteration: {room}"
+            values["save_every"], reasons["save_every"] = 1, why
         made = _with(open_config, values)
     problem = _problem(made, placed.serving, count, parallel * stages)
     if problem is not None:
