@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ def make_tree(root: Path, files: dict[str, str], dependencies: str = '"torch", "
 def test_our_house_is_in_order() -> None:
     done = subprocess.run([sys.executable, TOOL], capture_output=True, text=True, check=False)
     assert done.returncode == 0, "\n" + done.stdout
+
+
+def test_a_variable_of_the_environment_is_named_in_one_place() -> None:
+    named = [name for path in ROOT.glob("ttrl/**/*.py") for name in re.findall(r'"TTRL_\w+"', path.read_text(encoding="utf-8"))]
+    assert named and sorted(named) == sorted(set(named))
 
 
 @pytest.mark.parametrize(

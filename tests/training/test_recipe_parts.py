@@ -11,6 +11,7 @@ from torch import distributed
 from transformers import Qwen2Config
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.recipe import PROGRESS_VARIABLE
 from ttrl.costs.flops import training_flops
 from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
@@ -23,7 +24,7 @@ from ttrl.training.faults import Finite, Skipped, advice, memory_advice, savings
 from ttrl.training.metrics import Range, effective_sample_size
 from ttrl.training.parallel.distributed import Ranks, ranks
 from ttrl.training.timing import Profiler, Stopwatch, largest_product, matmul_peak, memory_peaks
-from ttrl.training.train_log import PROGRESS_VARIABLE, TrainProgress
+from ttrl.training.train_log import TrainProgress
 
 HERE = Ranks(0, 1, torch.device("cpu"))
 

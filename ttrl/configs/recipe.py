@@ -10,6 +10,10 @@ from ttrl.configs.objective import ObjectiveConfig
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
 
+PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
+"""Environment variable with the file in which a recipe says how far it is."""
+STORE_VARIABLE = "TTRL_STORE_FILE"
+"""The same for the file through which the processes of one machine find each other; without it they do as torchrun says."""
 NF4_BLOCK = 64
 """Numbers that share a scale in a base that is held in 4 bits."""
 _CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from tqdm.auto import tqdm
 
+from ttrl.configs.recipe import PROGRESS_VARIABLE, STORE_VARIABLE
 from ttrl.errors import ConfigError, StorageError, TrainerDiedError, TrainerError
 from ttrl.server.cpu import SHORT_WAITS
 from ttrl.system.files import full_disk, write_text
@@ -19,9 +20,6 @@ from ttrl.system.processes import ChildProcess, log_tail
 
 GRPO_RECIPE = "ttrl/grpo_recipe"
 SFT_RECIPE = "ttrl/sft_recipe"
-_PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
-STORE_VARIABLE = "TTRL_STORE_FILE"
-"""Names the file through which the processes of one machine find each other."""
 _POLL_SECONDS = 0.02
 _ERRORS = (
     *("ConfigError", "DivergedError", "ModelFolderError", "PackError", "RunFolderError", "StorageError", "TokenizationError"),
@@ -153,7 +151,7 @@ class TrainerProcess(ChildProcess):
         # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; rows come in ever new lengths. With 256 a
         # resident trainer of the tiny model holds 690 to 840 MiB over 40 iterations of ever new lengths, and no more at the end.
         defaults = SHORT_WAITS | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
-        environment = defaults | dict(os.environ) | {_PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
+        environment = defaults | dict(os.environ) | {PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
         super().__init__(command, log_path, env=environment)
         self.progress = progress
         self._task_log: tuple[Path, int, int] | None = None

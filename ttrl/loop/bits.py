@@ -17,19 +17,8 @@ from ttrl.system.files import write_json
 
 WEIGHTS_FILE = "weights.json"
 _NO_BITS = (
-    *(
-        "model",
-        "state",
-        "packed",
-        "output_dir",
-        "sampler_model",
-        "sampler_version",
-        "reference_model",
-        "lora_base",
-        "save",
-        "kept",
-    ),
-    *("hand_over", "free_memory", "follow", "profile_steps", "measure_peak", "collective_timeout", "state_format"),
+    *("model", "state", "packed", "output_dir", "sampler_model", "sampler_version", "reference_model", "lora_base", "save"),
+    *("kept", "hand_over", "free_memory", "follow", "profile_steps", "measure_peak", "collective_timeout", "state_format"),
 )
 """Settings of the recipe that say where things are and what is done beside training."""
 

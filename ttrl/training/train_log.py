@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs import GRPOConfig, SFTConfig
+from ttrl.configs.recipe import PROGRESS_VARIABLE
 from ttrl.system.files import append_jsonl
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import Policy
 from ttrl.training.timing import Stopwatch, largest_product, matmul_peak, memory_peaks
-
-PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 
 
 class TrainProgress:

@@ -23,14 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ttrl.configs import TrainingConfig
-from ttrl.configs.recipe import model_settings
+from ttrl.configs.recipe import STORE_VARIABLE, model_settings
 from ttrl.errors import ConfigError, TtrlError
 
 C = TypeVar("C", bound=TrainingConfig)
 
 DATA, TENSOR = "data", "tensor"  # the grid's dimensions
-STORE_VARIABLE = "TTRL_STORE_FILE"
-"""Names the file through which the processes of one machine find each other; without it they do as torchrun says."""
 
 
 @dataclass(frozen=True)
