@@ -17,7 +17,7 @@ from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.loop.plan import plan
 from ttrl.plans import machine as plan_machine
 from ttrl.plans import planner
-from ttrl.plans.lengths import Assumptions, lognormal
+from ttrl.plans.lengths import Assumptions, assumed_lengths, lognormal
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import measured_in_run
 from ttrl.plans.planner import make_plan, read_model_config, write_plan
@@ -76,6 +76,7 @@ def test_a_run_is_planned_as_it_came_out(world):
 
     counted = work_counts(packed, AutoConfig.from_pretrained(world.model), world.config().recipe_config({}))
     assert made.flops.training == pytest.approx(counted["flops"])
+    assert made.flops.sampling == pytest.approx(row["flops"]["prefill"] + row["flops"]["decode"])
     assert work.logical_tokens == counted["logical_tokens"]
 
 
@@ -144,6 +145,24 @@ def test_adapters_train_less(big):
     assert adapters.trained_parameters < whole.trained_parameters / 100 and adapters.parameters == whole.parameters
     assert adapters.flops.training < 0.75 * whole.flops.training
     assert adapters.memory.trainer < whole.memory.trainer and adapters.disk["state"] < whole.disk["state"] / 100
+
+
+def test_what_adapters_cost_a_cpu_besides(big, monkeypatch):
+    """A server there computes a prompt once for all its samples, but not with adapters: then it knows whole blocks of 128 alone.
+    And memory takes the time of the adapters' own products."""
+    whole, adapters = plan(config_of(big)), plan(config_of(big, training={"lora_rank": 8}))
+    prompts = [len(group.prompt) for group in assumed_lengths(config_of(big), Assumptions(), QWEN["vocab_size"]).groups]
+    assert sum(prompts) == whole.work.prompt_tokens and min(prompts) < 257 < max(prompts)
+    ends = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584), (3584, 18944), (3584, 18944), (18944, 3584)]
+    keys = [key for n in prompts for key in range(129 if n < 257 else 257, n + 1)]
+    again = 3 * 28 * sum(2 * sum(a * b for a, b in ends) + 4 * 3584 * key for key in keys)  # by three of four samples
+    assert adapters.flops.sampling - whole.flops.sampling == pytest.approx(again)
+    merged = plan(config_of(big, training={"lora_rank": 8}, adapters="merged"))
+    assert merged.flops.sampling == whole.flops.sampling
+    monkeypatch.setattr("ttrl.plans.planner.this_machine", lambda *given: dataclasses.replace(HERE, bandwidth=float("inf")))
+    in_no_time = plan(config_of(big, training={"lora_rank": 8})).seconds.phases["train"].seconds
+    expected = adapters.work.row_tokens * 4 * 28 * sum(6 * a + 10 * b for a, b in ends) / (0.6 * 20e9)
+    assert adapters.seconds.phases["train"].seconds - in_no_time == pytest.approx(expected)
 
 
 # Memory, disk, seconds, money

@@ -524,6 +524,12 @@ class TrainConfig(Config):
         """Whether the servers are given a run's adapters on top of the base, and nobody needs merged weights: see `adapters`."""
         return not self.recipe_config({}).lora_merge
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether servers compute a prompt once for all its samples, whatever their prefix cache keeps: those on CPUs, without
+        adapters (`ttrl.vllm_worker.shared_prompts`)."""
+        return self.device == "cpu" and not self.gives_adapters
+
     def _can_serve_adapters(self, recipe: GRPOConfig) -> bool:
         return (
             recipe.lora_rank is not None

@@ -185,6 +185,18 @@ def _adapter_flops(decoder: DecoderParameters, config: TrainingConfig) -> dict[s
     return {name: 2 * config.lora_rank * sum(shapes[name]) for name in config.lora_targets if name in shapes}
 
 
+def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig) -> int:
+    """Count the numbers that adapters of low rank read and write for a token of a training step: their products have so few
+    operations that these take the time. Of what a matrix reads and makes, and of their gradients, one by one:
+
+    - forward, B(A x): x is read; B's product is written, scaled (read, written) and added (two read, one written);
+    - backward: the product's gradient is scaled (read, written) and read for A and B each; x is read for A's gradient; x's
+      own is written and added to that of the frozen matrix (two read, one written).
+    """
+    adapted = [ends for name, ends in decoder.matrix_shapes.items() if config.lora_rank and name in config.lora_targets]
+    return decoder.shape.layers * sum(6 * before + 10 * behind for before, behind in adapted)
+
+
 def _layer_with_adapters(decoder: DecoderParameters, config: TrainingConfig, rank: int, reached: bool) -> tuple[int, int, bool]:
     """Count what a layer adds to its forward pass without adapters: operations for each token, attention's products back (of
     two forward), and whether its output has a gradient. `reached`: whether its input has one."""

@@ -264,8 +264,8 @@ class Phases:
         """Return what the servers computed for a phase that has just been sampled; "per_second" on one GPU (on CPUs of the whole
         machine), where it is known, with what they did for other phases meanwhile."""
         config = self.config
-        shared = config.device == "cpu" and not config.gives_adapters
-        prefill, decode = sampling_flops(self._shape, sampled_reads(list(results), carried, shared=shared))
+        reads = sampled_reads(list(results), carried, shared=config.shares_prompts)
+        prefill, decode = sampling_flops(self._shape, reads)
         flops = {"prefill": float(prefill), "decode": float(decode)}
         if results.stats.seconds is None:
             return flops

@@ -11,7 +11,7 @@ import numpy as np
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
-from ttrl.costs.flops import decode_flops, forward_flops, pass_flops, prefill_flops
+from ttrl.costs.flops import decode_flops, forward_flops, pass_flops, prefill_flops, sampling_flops
 from ttrl.costs.parameters import DecoderParameters
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.plans.lengths import IterationLengths, made_up_samples
@@ -140,12 +140,21 @@ def _computed(row_lengths: Sequence[int], rows_per_microbatch: int) -> int:
 
 
 def flops_of(
-    decoder: DecoderParameters, recipe: GRPOConfig, lengths: IterationLengths, packed: PackedTensors, work: Work
+    decoder: DecoderParameters,
+    recipe: GRPOConfig,
+    lengths: IterationLengths,
+    packed: PackedTensors,
+    work: Work,
+    block: int | None,
 ) -> PlannedFlops:
-    """Count the operations of an iteration."""
+    """Count the operations of an iteration. block: tokens of the blocks in which the server's prefix cache keeps a prompt for its
+    other samples; None: it is computed once."""
     shape, prompt_mean = decoder.shape, round(work.prompt_mean)
-    reading = sum(prefill_flops(shape, len(group.prompt)).total for group in lengths.groups)
-    writing = sum(decode_flops(shape, len(group.prompt), n).total for group in lengths.groups for n in group.completions)
+    reads: list[tuple[int, int, int]] = []
+    for group in lengths.groups:
+        prompt = len(group.prompt)
+        known = prompt if block is None else (prompt - 1) // block * block
+        reads += [(prompt, known if k else 0, n) for k, n in enumerate(group.completions)]
     share_sampled = work.completion_tokens / max(1.0, work.samples * work.completion_mean)
     positions = packed.input_pos.numpy()[packed.group_ids.numpy() >= 0] + 1  # keys that each sees, itself included
     pairs = {
@@ -159,7 +168,7 @@ def flops_of(
         decode_flops(shape, prompt_mean, round(work.completion_mean)).total + prefill_flops(shape, prompt_mean).total
     )
     return PlannedFlops(
-        sampling=float(reading + writing) * lengths.scale * share_sampled,
+        sampling=float(sum(sampling_flops(shape, reads))) * lengths.scale * share_sampled,
         training=float(training) * lengths.scale,
         prepass=float(forward) * (own + (recipe.kl_coefficient > 0 or recipe.needs_estimates)) * lengths.scale,
         validation=float(held_out),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
+from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
@@ -108,11 +109,13 @@ def make_plan(
     held_out = len(validation_tasks) or counts.get("validation_tasks", 0)
     packed = pack(config, lengths, decoder.shape.vocabulary)
     work = work_of(config, recipe, lengths, packed, 0 if recipe_only else held_out)
-    flops = flops_of(decoder, recipe, lengths, packed, work)
+    block = int(argument(config, "block_size", 16 if machine.cuda else 128))  # vLLM's defaults
+    flops = flops_of(decoder, recipe, lengths, packed, work, None if config.shares_prompts else block)
     memory = memory_of(model, config, recipe, work, machine, with_server=not recipe_only)
     each = iteration_bytes(model, recipe)
     disk = _disk(config, each, work, here=gpu is None and not recipe_only)
-    rough = rough_seconds(config, recipe, machine, work, flops, memory, sum(each.values()))
+    passed = adapter_numbers(decoder, recipe)
+    rough = rough_seconds(config, recipe, machine, work, flops, memory, sum(each.values()), passed)
     seconds = seconds_of(config, rough, measured)
     notes = [
         *(() if probed is None else probed.warnings),

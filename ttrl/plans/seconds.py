@@ -73,12 +73,16 @@ def rough_seconds(
     flops: PlannedFlops,
     memory: PlannedMemory,
     disk_bytes: float,
+    adapter_numbers: int = 0,
 ) -> dict[str, float]:
-    """Estimate the seconds of each phase. disk_bytes: of an iteration's checkpoint and state."""
+    """Estimate the seconds of each phase. disk_bytes: of an iteration's checkpoint and state. adapter_numbers: of a token, see
+    `ttrl.costs.flops`."""
     speed = machine.matmul * config.processes * _TRAINING_SHARE[machine.cuda]
     again = 4 / 3 if recipe.activation_checkpointing and recipe.checkpoint_every == 1 else 1.0
     saved = disk_bytes / _DISK
     train = (flops.training * again + flops.prepass) / speed + work.optimizer_steps * _SECONDS_OF_UPDATE
+    passed = adapter_numbers * work.row_tokens * again * (2 if recipe.dtype == "bf16" else 4)
+    train += passed / (machine.bandwidth * _BANDWIDTH_SHARE) / (config.processes if machine.cuda else 1)
     through_memory = memory.held_out / _HELD_OUT[machine.cuda]  # of the trainer, and once more of a server
     is_beside = memory.held_out > 0 and not config.cache  # files are written while servers sample
     train += through_memory / (config.processes if machine.cuda else 1) + (0.0 if is_beside else saved)
