@@ -14,7 +14,8 @@ positions with 12 samples each at temperature 0.5; KL over the whole vocabulary,
 0.005; an entropy bonus of 0.005 that falls from step 200 to 500; a legal move earns 0.1. The log's top-p of 0.9 is left out: the
 trainer could not tell how likely the sampled tokens were.
 
-With --model "", a random model of a million parameters is warmed up first, on random legal moves of the training positions.
+With --model "", a random model of a million parameters is warmed up first, on random legal moves of the training positions; with
+--overfit, of those N alone, as it is too small to find legal moves in positions that it has not seen.
 """
 
 from statistics import fmean
@@ -61,7 +62,8 @@ if __name__ == "__main__":
         held_out = get_chess_tasks("validation", path=arguments.data, style=style, legal_reward=legal_reward)[:200]
     if not (arguments.check or arguments.tiny):
         if not arguments.model:
-            examples = legal_move_examples(STEPS * BATCH, arguments.seed, path=arguments.data, style=style)
+            which = {"path": arguments.data, "style": style, "positions": arguments.overfit}
+            examples = legal_move_examples(STEPS * BATCH, arguments.seed, **which)
             model = supervised_start(model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256)
         elif rookworld:
             model = with_plain_template(model, arguments.run / "start")

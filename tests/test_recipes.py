@@ -231,6 +231,9 @@ def test_experiments_of_the_report_by_their_names(
 def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """So does a tiny model's warm start: legal moves of other positions tell it nothing about these."""
+    pytest.importorskip("chess")
+    chess_moves(tmp_path)
     seen = []
 
     def train(config, *, tasks, validation_tasks):
@@ -240,10 +243,13 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
     monkeypatch.setattr("ttrl.cli.recipe_script.tune", lambda *given, **named: None)
     monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
-    run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "5", "--set", "tasks_per_iteration=9")
+    arguments = ["--run", str(tmp_path / "run"), "--data", str(tmp_path), "--model", "", "--overfit", "5"]
+    run("chess_moves", monkeypatch, *arguments, "--set", "tasks_per_iteration=9")
     config, tasks, validation_tasks = seen
     assert len(tasks) == 5 == config.tasks_per_iteration and tasks == validation_tasks
     assert (config.validation_temperature, config.validation_samples, config.stop_at) == (0.0, 1, None)
+    examples = map(json.loads, (tmp_path / "run/warm_start/examples.jsonl").read_text().splitlines())
+    assert {one["messages"][0]["content"] for one in examples} == {task.messages[0]["content"] for task in tasks}
     assert "held-out" not in (out := capsys.readouterr().out) and "of the 5 tasks that it was trained on" in out
     with pytest.raises(UserError, match="--overfit is 0, and there are 4096 tasks"):
         run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")

@@ -243,16 +243,17 @@ def parse_epd(line: str, name: str) -> Position:
     return _position(str(operations.get("id", name)), board.fen(), [move.uci() for move in best], points)
 
 
-def legal_move_examples(n: int, seed: int = 0, *, path: Source, style: Style = "plain") -> list[dict[str, Any]]:
-    """Return `n` examples for supervised training, {"messages": [user, assistant]}: training positions in turn, each answered
-    with a random legal move. They show the format and the rules, and nothing of which move is good."""
-    graders = [task.grader for task in get_chess_tasks("train", None, seed, path=path, style=style)]
-    draw, examples = random.Random(seed), []
-    for grader in itertools.islice(itertools.cycle(graders), n):
-        assert isinstance(grader, ChessGrader)
-        move = draw.choice(sorted(move.uci() for move in chess.Board(grader.fen).legal_moves))
-        examples.append(solved(write_prompt(grader.fen, style), ChessGrader(grader.fen, (move,), style=style).reference()))
-    return examples
+def legal_move_examples(
+    n: int, seed: int = 0, *, path: Source, style: Style = "plain", positions: int | None = None
+) -> list[dict[str, Any]]:
+    """Return `n` examples for supervised training, {"messages": [user, assistant]}: the first `positions` of training (None: all)
+    in turn, each answered with a random legal move. They show the format and the rules, and nothing of which move is good."""
+    graders = [task.grader for task in get_chess_tasks("train", positions, seed, path=path, style=style)[:n]]
+    fens = [grader.fen for grader in graders if isinstance(grader, ChessGrader)]
+    legal = {fen: sorted(move.uci() for move in chess.Board(fen).legal_moves) for fen in fens}
+    draw = random.Random(seed)
+    drawn = [(fen, draw.choice(legal[fen])) for fen in itertools.islice(itertools.cycle(fens), n)]
+    return [solved(write_prompt(fen, style), ChessGrader(fen, (move,), style=style).reference()) for fen, move in drawn]
 
 
 def parse_row(row: Row) -> Position | None:
