@@ -1,5 +1,6 @@
 """The docs: links within them lead somewhere, and the page of settings is what the source says."""
 
+import argparse
 import asyncio
 import dataclasses
 import json
@@ -12,7 +13,8 @@ import yaml
 from support.readme import first_task
 
 from ttrl import TrainConfig, plan
-from ttrl.cli.commands import main
+from ttrl.cli.commands import SUBCOMMANDS, main
+from ttrl.configs import GRPOConfig
 from ttrl.ready_models import READY_MODELS
 from ttrl.tasks.reference import load_tasks
 
@@ -51,6 +53,31 @@ def test_lines_are_as_short_as_those_of_the_code(page: Path) -> None:
 def test_nothing_is_hidden_as_a_tag(page: Path) -> None:
     """Outside of code, a page shows <answer> as nothing at all."""
     assert not re.findall(r"</?[A-Za-z]\w*>?", re.sub(r"`[^`]*`", "", prose(page)))
+
+
+SETTINGS = {field.name for config in (TrainConfig, GRPOConfig) for field in dataclasses.fields(config)}
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    nested = [one for action in parser._actions if isinstance(action.choices, dict) for one in action.choices.values()]
+    return set(parser._option_string_actions).union(*map(options_of, nested))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_are_named_exist(page: Path) -> None:
+    """In code: subcommands of ttrl and their options, scripts, settings given with --set."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line.partition("#")[0] for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) for line in block.split("\n")]
+    wrong = []
+    for line in lines + re.findall(r"`([^`]+)`", prose(page)):
+        wrong += [name for name in re.findall(r"\b(?:recipes|tools)/[a-z_]+\.py", line) if not (ROOT / name).exists()]
+        if (found := re.match(r"(?:\.venv/bin/)?ttrl ([a-z]+)\b(.*)", line, re.DOTALL)) and found[1] not in SUBCOMMANDS:
+            wrong.append(found[0])
+        elif found:
+            SUBCOMMANDS[found[1]][0](parser := argparse.ArgumentParser())
+            wrong += [f"{found[1]} {one}" for one in set(re.findall(r"--[a-z-]+", found[2])) - options_of(parser)]
+        wrong += set(re.findall(r"([a-z_]+)=", line.partition("--set ")[2])) - SETTINGS
+    assert not wrong
 
 
 def test_the_first_task_of_the_readme_tells_right_from_wrong() -> None:
