@@ -5,14 +5,13 @@ held-out tasks are answered by a server that sorts all words that have no a.
 """
 
 import json
-import threading
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from support.chat_server import ChatHandler, threaded
 
 from ttrl import TrainConfig, evaluate, sft_recipe
 from ttrl.cli import arms
@@ -31,39 +30,16 @@ EXAMPLES = sort_letters_examples(64)
 EACH = {"prefill": 1e7, "decode": 3e7, "training": 6e7, "recomputation": 9e7, "validation": 4e6}  # 1e8 count
 
 
-class _Sorter(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self._send({"object": "list", "data": [{"id": "m", "object": "model"}]})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+class _Sorter(ChatHandler):
+    def reply(self, body):
         word = body["messages"][-1]["content"].removeprefix("sort: ")
-        message = {"role": "assistant", "content": word if "a" in word else "".join(sorted(word))}
-        choices = [{"index": 0, "finish_reason": "stop", "message": message}]
-        usage = {"prompt_tokens": 9, "completion_tokens": 9, "total_tokens": 18}
-        self._send({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage})
-
-    def _send(self, body):
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments):
-        """Not to the terminal."""
+        return (word if "a" in word else "".join(sorted(word))), "stop"
 
 
 @pytest.fixture(scope="module")
 def address():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Sorter)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with threaded(_Sorter) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

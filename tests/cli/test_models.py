@@ -3,86 +3,70 @@
 import io
 import json
 import logging
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from typing import Any, ClassVar
 
 import openai
 import pytest
+from support.chat_server import ChatHandler, threaded
 
 from ttrl.cli.commands import Lines, main
 from ttrl.cli.models import client_of
 from ttrl.records import Endpoint
 
 
-class Echo(BaseHTTPRequestHandler):
+class Echo(ChatHandler):
     """Streams how many messages it was sent, and the last one."""
 
-    def do_GET(self):
-        self._answer("application/json", json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}))
+    asked: ClassVar[list[dict[str, Any]]] = []
 
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def reply(self, request):
         messages = request["messages"]
         if messages[-1]["content"] == "too long":
-            return self._answer("application/json", json.dumps({"error": {"message": "no room"}}), 400)
-        self.server.asked.append(request)
+            return "no room", "error"
+        self.asked.append(request)
         parts = [f"{len(messages)} ", messages[-1]["content"].upper(), None]
         chunks = [{"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"} for _ in parts]
         for chunk, part in zip(chunks, parts, strict=True):
             chunk["choices"] = [{"index": 0, "delta": {"content": part}, "finish_reason": None}]
         chunks.append(chunks[0] | {"choices": []})  # usage comes without a choice
-        return self._answer("text/event-stream", "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n")
-
-    def _answer(self, kind, text, status=200):
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+        return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n", "stream"
 
 
 @pytest.fixture
-def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    server.asked = []
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def address():
+    Echo.asked.clear()
+    with threaded(Echo) as address:
+        yield address
 
 
-def chat(server, monkeypatch, text, *more):
+def chat(address, monkeypatch, text, *more):
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    return main(["chat", f"http://127.0.0.1:{server.server_port}/v1", *more])
+    return main(["chat", address, *more])
 
 
-def test_a_conversation(server, monkeypatch, capsys):
-    assert chat(server, monkeypatch, "one\ntwo\n\nthree\n", "--system", "be short", "--max-tokens", "7") == 0
+def test_a_conversation(address, monkeypatch, capsys):
+    assert chat(address, monkeypatch, "one\ntwo\n\nthree\n", "--system", "be short", "--max-tokens", "7") == 0
     assert capsys.readouterr().out == "2 ONE\n4 TWO\n2 THREE\n"  # the empty line began anew
-    second = server.asked[1]["messages"]
+    second = Echo.asked[1]["messages"]
     assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
-    assert second[2]["content"] == "2 ONE" and server.asked[1]["max_tokens"] == 7 and server.asked[1]["temperature"] == 0
+    assert second[2]["content"] == "2 ONE" and Echo.asked[1]["max_tokens"] == 7 and Echo.asked[1]["temperature"] == 0
 
 
-def test_a_server_that_refuses(server, monkeypatch, capsys):
-    assert chat(server, monkeypatch, "too long\n") == 2
+def test_a_server_that_refuses(address, monkeypatch, capsys):
+    assert chat(address, monkeypatch, "too long\n") == 2
     assert "m did not answer: " in (error := capsys.readouterr().err) and "no room" in error
 
 
-def test_a_reply_does_not_act_on_the_terminal(server, monkeypatch, capsys):
+def test_a_reply_does_not_act_on_the_terminal(address, monkeypatch, capsys):
     """Escapes can write files in some terminals, and hide what was said in all."""
-    assert chat(server, monkeypatch, "\x1b]0;title\x07\x1b[2J\u202e\n") == 0
+    assert chat(address, monkeypatch, "\x1b]0;title\x07\x1b[2J\u202e\n") == 0
     assert capsys.readouterr().out == "1 \\x1b]0;TITLE\\x07\\x1b[2J\\u202e\n"
 
 
 @pytest.mark.parametrize("uses_proxy", [False, True])
-def test_a_proxy_is_not_given_the_key_of_our_own_server(server, monkeypatch, uses_proxy):
+def test_a_proxy_is_not_given_the_key_of_our_own_server(address, monkeypatch, uses_proxy):
     """The server stands in for the proxy; nobody listens where the client believes it asks."""
-    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HTTP_PROXY", address.removesuffix("/v1"))
     for name in ("NO_PROXY", "no_proxy", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     endpoint = Endpoint("http://127.0.0.1:9/v1", "secret", {}, uses_proxy=uses_proxy)

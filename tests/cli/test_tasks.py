@@ -1,14 +1,12 @@
 """`ttrl tasks new` and `ttrl tasks try`: the template runs at once; prompts, replies, grades and every mistake are shown."""
 
-import json
 import re
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from support.chat_server import ChatHandler, threaded
 
 from ttrl import cli
 from ttrl.cli.try_tasks import try_tasks, write_template
@@ -149,45 +147,19 @@ def test_graders_of_every_kind_and_their_mistakes(capsys: pytest.CaptureFixture[
     assert "needs a model: --model" in parts[3]
 
 
-class _Server(BaseHTTPRequestHandler):
-    """Names its model, and replies to every question that the answer is 12."""
+class _Server(ChatHandler):
+    models = ("small",)
 
-    def do_GET(self) -> None:
-        self._send(200, {"object": "list", "data": [{"id": "small", "object": "model"}]} if self.path == "/v1/models" else {})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def reply(self, body: dict) -> tuple[str, str]:
         assert body["model"] == "small" and body["max_tokens"] == 9
-        message = {"role": "assistant", "content": "It is 12."}
-        choices = [
-            {"index": i, "finish_reason": "length", "message": message, "logprobs": None} for i in range(body.get("n") or 1)
-        ]
-        usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
-        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "small", "choices": choices, "usage": usage}
-        self._send(200, answer)
-
-    def _send(self, status: int, body: object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: object) -> None:
-        """Not to the terminal."""
+        return "It is 12.", "length"
 
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("OPENAI_API_KEY", "any")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with threaded(_Server) as address:
+        yield address
 
 
 def test_a_server_is_asked(address: str, capsys: pytest.CaptureFixture[str]) -> None:

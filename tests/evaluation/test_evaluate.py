@@ -2,13 +2,12 @@
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support.chat_server import ChatHandler, threaded
 
 from ttrl import Task, cli, compare, evaluate
 from ttrl.errors import ConfigError, ServerError, UserError
@@ -18,53 +17,28 @@ from ttrl.evaluation.families import FAMILIES, TaskSpec
 from ttrl.intervals import difference_over_seeds, wilson
 
 
-class _Counter(BaseHTTPRequestHandler):
+class _Counter(ChatHandler):
     """Counts the letter asked for; the model "careless" is wrong where the word has an a. Words with q make the server fail, and
     those with z its reply is cut off."""
 
+    models = ("careful", "careless")
     bodies: ClassVar[list[dict]] = []
 
-    def do_GET(self) -> None:
-        names = ("careful", "careless") if self.path == "/v1/models" else ()
-        self._send(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def reply(self, body: dict) -> tuple[str, str]:
         self.bodies.append({**body, "key": self.headers["Authorization"]})
         letter, word = re.findall(r"How many (\w) are in (\w+)", body["messages"][-1]["content"])[0]
         if "q" in word:
-            self._send(400, {"error": {"message": "no such word"}})
-            return
+            return "no such word", "error"
         wrong = body["model"] == "careless" and "a" in word
-        message = {"role": "assistant", "content": str(word.count(letter) + wrong)}
-        reason = "length" if "z" in word else "stop"
-        choices = [{"index": i, "finish_reason": reason, "message": message} for i in range(body.get("n") or 1)]
-        usage = {"prompt_tokens": 10, "completion_tokens": 2 * len(choices), "total_tokens": 10 + 2 * len(choices)}
-        self._send(200, {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage})
-
-    def _send(self, status: int, body: object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: object) -> None:
-        """Not to the terminal."""
+        return str(word.count(letter) + wrong), "length" if "z" in word else "stop"
 
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("MY_KEY", "secret-key")
     _Counter.bodies.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Counter)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with threaded(_Counter) as address:
+        yield address
 
 
 def asked(word: str, letter: str = "e") -> Task:

@@ -1,12 +1,15 @@
-"""A small real HTTP server on the loopback that answers as vLLM does, or misbehaves as it is told."""
+"""Small real HTTP servers on the loopback: one answers as vLLM does, or misbehaves as it is told; `threaded` serves callers that
+have no event loop."""
 
 import asyncio
 import contextlib
 import json
 import math
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -135,6 +138,59 @@ async def serving(behaviour: Behaviour) -> AsyncIterator[Server]:
         listener.close()
         for writer in server.open:
             writer.transport.abort()
+
+
+class ChatHandler(BaseHTTPRequestHandler):
+    """Answers with what `reply` says of a request: (text, finish reason), (message, "error"), or (events, "stream")."""
+
+    models: tuple[str, ...] = ("m",)
+
+    def reply(self, body: dict[str, Any]) -> tuple[str, str]:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        names = self.models if self.path.endswith("/v1/models") else ()
+        self.send({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text, reason = self.reply(body)
+        if reason == "error":
+            return self.send({"error": {"message": text}}, status=400)
+        if reason == "stream":
+            return self.send(text, kind="text/event-stream")
+        message = {"role": "assistant", "content": text}
+        choices = [{"index": i, "finish_reason": reason, "message": message} for i in range(body.get("n") or 1)]
+        usage = {"prompt_tokens": 10, "completion_tokens": 2 * len(choices), "total_tokens": 10 + 2 * len(choices)}
+        return self.send({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage})
+
+    def send(self, body: Any, *, status: int = 200, kind: str = "application/json") -> None:
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        """Not to the terminal."""
+
+
+class _Threaded(ThreadingHTTPServer):
+    request_queue_size = 128  # the sixth connection of a moment is dropped by default, and TCP tries again after a second
+
+
+@contextlib.contextmanager
+def threaded(handler: type[ChatHandler]) -> Iterator[str]:
+    """Serve from a thread; yields the address."""
+    with _Threaded(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class Kit:
