@@ -5,6 +5,7 @@ held-out tasks are answered by a server that sorts all words that have no a.
 """
 
 import json
+import shutil
 import types
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from ttrl.training.parallel.distributed import Ranks
 
 TASKS = get_sort_letters_tasks("train", 64, partial_credit=0)
 HELD_OUT = get_sort_letters_tasks("validation", 12, partial_credit=0)
-EXAMPLES = sort_letters_examples(64)
-EACH = {"prefill": 1e7, "decode": 3e7, "training": 6e7, "recomputation": 9e7, "validation": 4e6}  # 1e8 count
+EXAMPLES = sort_letters_examples(16)
+EACH = {"prefill": 2e6, "decode": 6e6, "training": 1.2e7, "recomputation": 9e7, "validation": 4e6}  # 2e7 count
 
 
 class _Sorter(ChatHandler):
@@ -47,10 +48,17 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("arms") / "model", layers=1, width=32, heads=1)
 
 
+@pytest.fixture(scope="module")
+def answers(address, tmp_path_factory):
+    """What every policy says to the held-out tasks, and how much of it is right."""
+    path = tmp_path_factory.mktemp("answers") / "validation.jsonl"
+    return path, evaluate(address, {"x": HELD_OUT}, samples_file=path, pbar=False, max_tokens=9)["x"].accuracy.mean
+
+
 @pytest.fixture
-def world(address, monkeypatch):
+def world(address, answers, monkeypatch):
     """What was trained and asked, in order."""
-    done = []
+    done, (said, exact), threads = [], answers, torch.get_num_threads()
 
     def tune_here(config, path, *, recipe, pbar_desc):
         done.append(("train", Path(config["output_dir"]).parent.parent.name, config.get("steps"), config.get("flops")))
@@ -64,18 +72,17 @@ def world(address, monkeypatch):
     def train(config, *, tasks, validation_tasks):
         folder = RunFolder(config.run)
         done.append(("RL", folder.path.name))
-        folder.path.mkdir(parents=True, exist_ok=True)
+        if (folder.path / "metrics.jsonl").exists():
+            return types.SimpleNamespace(checkpoint=Path(config.model))
+        folder.path.mkdir(parents=True)
         (folder.path / "config.yaml").write_text(yaml.safe_dump(config.resolved(False).to_dict()))
         rows, total = [], 0.0
         for number in range(config.iterations + 1):
-            path = folder.iteration(number).path / "validation.jsonl"
-            settings = {"samples_file": path, "pbar": False, "max_tokens": 9}
-            exact = evaluate(address, {"x": validation_tasks}, **settings)["x"].accuracy.mean
-            facts = {
-                "seconds": 1.0,
-                "stats": {"mean_reward": exact, "metrics": {"exact": exact}, "num_graded": 12, "num_failed": 0},
-            }
-            folder.iteration(number).mark("validate", [path.name], facts | {"sampling": "greedy", "intervals": {}})
+            folder.iteration(number).path.mkdir(parents=True)
+            shutil.copy(said, folder.iteration(number).path)
+            stats = {"mean_reward": exact, "metrics": {"exact": exact}, "num_graded": 12, "num_failed": 0}
+            facts = {"seconds": 1.0, "stats": stats, "sampling": "greedy", "intervals": {}}
+            folder.iteration(number).mark("validate", [said.name], facts)
             parts = EACH if number else {"validation": EACH["validation"]}
             total += sum(parts.values())
             row = {"iteration": number, "validation": {"exact": exact}, "validation_reward": exact, "seconds": {"total": 1.0}}
@@ -85,7 +92,9 @@ def world(address, monkeypatch):
 
     for name, replacement in (("tune", tune_here), ("evaluate", ask_there), ("train", train)):
         monkeypatch.setattr(arms, name, replacement)
-    return done
+    torch.set_num_threads(1)  # two of them wait for each other longer than such a model computes
+    yield done
+    torch.set_num_threads(threads)
 
 
 def settings(model, tmp_path):
@@ -95,18 +104,8 @@ def settings(model, tmp_path):
 
 
 def given(tmp_path, **others):
-    plain = {
-        "seed": 0,
-        "seeds": 2,
-        "points": 2,
-        "sets": None,
-        "sets_n": None,
-        "arm": [],
-        "set": [],
-        "check": False,
-        "plan": False,
-    }
-    return types.SimpleNamespace(run=tmp_path / "run", overfit=None, model="", **{**plain, **others})
+    plain = {"seeds": 2, "points": 2, "sets": None, "sets_n": None, "arm": [], "set": [], "check": False, "plan": False}
+    return types.SimpleNamespace(run=tmp_path / "run", seed=0, overfit=None, model="", **plain | others)
 
 
 def run(arguments, model):
@@ -126,7 +125,7 @@ def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
     steps = [folder.iteration(number).marker("train")["steps"] for number in (1, 2)]
     half = max(step["flops"] for part in steps for step in part) / 2
     first, second = (sum(step["flops"] for step in part) for part in steps)
-    assert abs(first - 1e8) <= half and abs(first + second - 2e8) <= half < 4e6  # after iterations 1 and 2
+    assert abs(first - 2e7) <= half and abs(first + second - 4e7) <= half < 4e6  # after iterations 1 and 2
     assert [step["global_step"] for part in steps for step in part] == list(range(1, len(steps[0]) + len(steps[1]) + 1))
     config = folder.config()
     assert config["training"]["lr"] == 1e-3 and config["training"]["rows_per_microbatch"] == 3 and config["seed"] == 1

@@ -131,7 +131,7 @@ def _run_arms(
     sets: Sets,
 ) -> str:
     run, config = Path(arguments.run), named[RL]
-    asked = HeldOut(held_out, config.validation_metric, _how(config, config.dtype))
+    asked = HeldOut(held_out, config.validation_metric, _how(config))
     model = _start(run / "start", config, start, dataclasses.replace(asked, metric=start.metric))
     sampled = {"n": arguments.sets_n, "max_tokens": config.max_tokens}
     _ask_sets(model, sets, sampled, run / "start" / "sets.json")
@@ -153,14 +153,14 @@ def _run_arms(
     return f"{compared.table()}\n{page}"
 
 
-def _how(config: TrainConfig, dtype: str) -> dict[str, Any]:
+def _how(config: TrainConfig) -> dict[str, Any]:
     """Return how a run asks its held-out tasks, as settings of `evaluate`."""
     return {
         "samples_per_task": config.validation_samples,
         "temperature": config.resolved_validation_temperature,
         "max_tokens": config.max_tokens,
         "params": config.sampling,
-        "dtype": None if dtype == "auto" else dtype,
+        "dtype": None if config.dtype == "auto" else config.dtype,
         "max_model_len": config.context,
         "server_args": {name: value for name, value in config.server.items() if name != "max_model_len"},
     }
