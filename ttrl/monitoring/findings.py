@@ -353,8 +353,9 @@ def dropped_groups(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The task may be too hard for this model: easier tasks, a warm start, more samples per task, a reward for partial "
-    "success, or dynamic_sampling give it something to learn from. If answers look right, look at the grader.",
+    "The task may be too hard for this model: easier tasks (recipes/letter_counting.py takes any --model), a warm start, more "
+    "samples per task, a reward for partial success, or dynamic_sampling give it something to learn from. If answers look right, "
+    "look at the grader.",
     "wrong",
 )
 def too_hard(h: History) -> str | None:
