@@ -56,7 +56,7 @@ def test_metrics_rows_say_what_happened(world):
     before, *rows = world.rows()
     assert "reward" not in before
     assert before["validation_reward"] == 0.25
-    assert before["validation"] == {"right": 0.25}
+    assert before["validation"] == {"right": 0.25, "pass@4": 1.0}
     assert before["validation_samples"] == 8
     for number, row in enumerate(rows, 1):
         assert row["reward"] == row["metrics"]["right"] == number / 4  # sampled by the version before
@@ -210,12 +210,15 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     [(1, None, 0.0, "greedy, 2 tasks"), (4, None, 0.7, "temperature 0.7, 2 tasks × 4"), (1, 1.0, 1.0, "temperature 1, 2 tasks")],
 )
 def test_held_out_samples_are_greedy_unless_there_are_several(world, samples, temperature, drawn_at, said):
-    asked = {"validation_samples": samples, "validation_temperature": temperature}
+    """And there, pass@k of the metric that the run is judged by stands beside the means."""
+    asked, answer = {"validation_samples": samples, "validation_temperature": temperature}, world.answer
+    world.answer = lambda prompt, k, version: "no" if prompt == "held-out 1" else answer(prompt, k, version)
     result = world.train(iterations=1, temperature=0.7, **asked)
     assert world.temperatures == {"task": {0.7}, "held-out": {drawn_at}}
     assert {row["validation_sampling"] for row in world.rows()} == {said}
-    low, high = world.rows()[1]["validation_intervals"]["right"]
-    assert 0 <= low <= world.rows()[1]["validation"]["right"] <= high <= 1
+    held_out, intervals = world.rows()[1]["validation"], world.rows()[1]["validation_intervals"]
+    assert held_out["right"] == (0.25 if samples == 4 else 0.5) and held_out.get("pass@4") == (0.5 if samples == 4 else None)
+    assert all(0 <= intervals[name][0] <= share <= intervals[name][1] <= 1 for name, share in held_out.items())
     assert f"; {said})" in summary(read_run(result.run)) and said in result.report.read_text()
 
 

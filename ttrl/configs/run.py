@@ -99,7 +99,7 @@ class TrainConfig(Config):
     """Validate every validate_every-th policy, besides the first and the last; with many held-out tasks, validation can take as
     long as everything else."""
     validation_samples: int = 1
-    """Completions of each validation task."""
+    """Completions of each validation task; of k > 1, "pass@k" stands beside the metrics: at least one of them is right."""
     validation_temperature: float | None = None
     """None: 0, greedy, so that held-out results do not depend on luck; with several `validation_samples`, `temperature`."""
     validation_metric: str = "reward"

@@ -25,7 +25,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import sampling_flops
 from ttrl.costs.parameters import ModelShape, model_shape
 from ttrl.errors import ServerError, TrainerDiedError
-from ttrl.intervals import estimate_mean
+from ttrl.intervals import Estimate, estimate_mean
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
 from ttrl.loop.bits import WEIGHTS_FILE, check_bits
@@ -255,9 +255,11 @@ class Phases:
         )
         results = self._sampler.sample(self.validation_tasks, asked)
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_rows())
-        facts = {"seconds": clock() - began, **synced, "stats": results.stats.to_json()}
-        facts["flops"] = self._flops(results, began)
-        facts |= {"sampling": _sampled_how(asked, len(results)), "intervals": _intervals(results)}
+        stats, estimates = results.stats.to_json(), _estimates(results, self.config.validation_metric, asked.n)
+        stats["metrics"] |= {name: one.mean for name, one in estimates.items() if "pass@" in name and one.mean is not None}
+        facts = {"seconds": clock() - began, **synced, "stats": stats, "flops": self._flops(results, began)}
+        spans = {name: (one.low, one.high) for name, one in estimates.items() if one.low is not None and one.high is not None}
+        facts |= {"sampling": _sampled_how(asked, len(results)), "intervals": spans}
         iteration.mark("validate", ["validation.jsonl"], facts)
 
     def _flops(self, results: TaskResults, began: float, carried: Sequence[TaskResult] = ()) -> dict[str, float]:
@@ -460,12 +462,16 @@ def _sampled_how(asked: SamplingOrder, tasks: int) -> str:
     return f"{how}, {tasks} task{'s' * (tasks != 1)}" + (f" × {asked.n}" if asked.n > 1 else "")
 
 
-def _intervals(results: TaskResults) -> dict[str, tuple[float, float]]:
-    """Return the 95% interval of the reward and of each metric, where there is one."""
+def _estimates(results: TaskResults, judged_by: str, n: int) -> dict[str, Estimate]:
+    """Estimate the reward, each metric and, of n > 1 samples of a task, "pass@n": that `judged_by` is 1 for at least one of them
+    (tasks of which a sample failed are left out)."""
     scores = [[s.scores | {"reward": s.reward} for s in group.samples if s.reward is not None] for group in results]
     names = {name for group in scores for score in group for name in score}
     found = {name: estimate_mean([[score[name] for score in group if name in score] for group in scores]) for name in names}
-    return {name: (one.low, one.high) for name, one in found.items() if one.low is not None and one.high is not None}
+    if n > 1:
+        whole = [[score[judged_by] for score in group if judged_by in score] for group in scores]
+        found[f"pass@{n}"] = estimate_mean([[float(max(group) >= 1.0 - 1e-9)] for group in whole if len(group) == n])
+    return found
 
 
 def _known_digests(iteration: Path) -> dict[str, str]:
