@@ -594,8 +594,11 @@ def test_keys_of_joined_servers(tmp_path, monkeypatch):
     monkeypatch.delenv("TTRL_SERVER_KEY", raising=False)
     file = tmp_path / "keys"
     config = config_of(joined_key_file=str(file), **JOINED)
-    assert "cannot be read" in config.server_problems()[0]
+    assert "cannot be used" in config.server_problems()[0]
     file.write_text("http://one:1/v1 first\n")
+    file.chmod(0o644)  # as cp and editors leave it
+    assert "others can read it: mode 644" in config.server_problems()[0]
+    file.chmod(0o600)
     assert config.server_problems() == [f"joined_servers: there is no key for http://two:2/v1 in {file}"]
     file.write_text("http://one:1/v1 first\nother\n")
     assert config.joined_keys() == {"http://one:1": "first", "http://two:2/v1": "other"}

@@ -20,7 +20,7 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path):
     assert len(key) > 40 and path.stat().st_mode & 0o777 == 0o600
     assert read_or_make_key(path) == key != read_or_make_key(tmp_path / "other")
     path.chmod(0o640)
-    with pytest.raises(UserError, match=r"can be read by others \(mode 640\); make it yours alone: chmod 600"):
+    with pytest.raises(UserError, match=r"others can read it: mode 640; make it yours alone: chmod 600"):
         read_or_make_key(path)
     path.chmod(0o600)
     for text in ("", "short", "two words of which"):

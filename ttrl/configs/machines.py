@@ -3,10 +3,10 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from ttrl.errors import ConfigError
+from ttrl.system.files import read_private
 
 SERVER_KEY_VARIABLE = "TTRL_SERVER_KEY"
 """Holds the key of joined servers that no file names."""
@@ -34,9 +34,9 @@ def server_keys(urls: Sequence[str], key_file: str | None) -> dict[str, str]:
     if key_file is not None:
         where = key_file
         try:
-            words = [line.split() for line in Path(key_file).read_text(encoding="utf-8").splitlines()]
+            words = [line.split() for line in read_private(key_file).splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("TrainConfig", [f"joined_key_file: {key_file} cannot be read ({error})"]) from None
+            raise ConfigError("TrainConfig", [f"joined_key_file: {key_file} cannot be used ({error})"]) from None
         common = next((line[0] for line in words if len(line) == 1), common)
         keys = {_without_path(line[0]): line[1] for line in words if len(line) == 2}
     found = {url: keys.get(_without_path(url), common) for url in urls}

@@ -16,7 +16,6 @@ import os
 import secrets
 import shlex
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from typing import Any
 from ttrl.errors import ServerDiedError, ServerStartError, TtrlError, UserError
 from ttrl.server.model_folder import check_model_folder, weights_digest
 from ttrl.server.vllm import HOST, VLLMServer
+from ttrl.system.files import read_private
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,10 @@ def read_or_make_key(path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            raise UserError(
-                f"the key file {path} can be read by others (mode {mode:o}); make it yours alone: chmod 600"
-            ) from None
-        words = path.read_text(encoding="utf-8").split()
+        try:
+            words = read_private(path).split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the key file {path} cannot be used ({error})") from None
         if len(words) != 1 or len(words[0]) < 16:
             raise UserError(
                 f"{path} does not hold a key (one word of at least 16 characters); remove it, and a new one is made"

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -278,6 +279,14 @@ def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dic
     if key is None:
         return rows
     return list({row[key]: row for row in rows}.values())
+
+
+def read_private(path: str | os.PathLike[str]) -> str:
+    """Read a text file that holds a key. Raises PermissionError where others than its owner may read or change it."""
+    with open(path, encoding="utf-8") as file:
+        if (mode := stat.S_IMODE(os.fstat(file.fileno()).st_mode)) & 0o077:
+            raise PermissionError(f"others can read it: mode {mode:o}; make it yours alone: chmod 600 {path}")
+        return file.read()
 
 
 def user_cache() -> Path:
