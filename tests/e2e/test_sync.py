@@ -90,8 +90,8 @@ class OnThisMachine(JoinedServer):
 
 
 @pytest.fixture
-def near(server):
-    return OnThisMachine(server.root_url, served_model_name="policy", dtype="float32", api_key=server.api_key)
+def near(server, started):
+    return OnThisMachine(server.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key)
 
 
 def handover_of(said, checkpoint):

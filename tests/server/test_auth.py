@@ -1,6 +1,7 @@
 """The middleware alone, called as an ASGI application."""
 
 import asyncio
+import hmac
 import json
 import os
 
@@ -8,8 +9,10 @@ import pytest
 
 from ttrl.server.auth import RequireKey
 
+PROOFS = [("key", "one"), ("key", "another"), ("proof", "17", "one")]
 
-def ask(path="/collective_rpc", headers=(), kind="http", key="right", monkeypatch=None):
+
+def ask(path="/collective_rpc", headers=(), kind="http", key="right", monkeypatch=None, **more):
     """What reaches the application behind the middleware, and what is sent back."""
     monkeypatch.setenv("VLLM_API_KEY", key)
     reached, sent = [], []
@@ -23,7 +26,7 @@ def ask(path="/collective_rpc", headers=(), kind="http", key="right", monkeypatc
     async def receive():
         return {"type": "http.request"}
 
-    scope = {"type": kind, "path": path, "method": "POST", "headers": [(k.encode(), v.encode()) for k, v in headers]}
+    scope = {"type": kind, "path": path, "method": "POST", "headers": [(k.encode(), v.encode()) for k, v in headers], **more}
     asyncio.run(RequireKey(app)(scope, receive, send))
     return reached, sent
 
@@ -55,6 +58,18 @@ def test_an_address_without_v1_is_told_so(monkeypatch):
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 def test_with_the_key_everything_is_reached(scheme, monkeypatch):
     assert ask(headers=[("authorization", f"{scheme} right")], monkeypatch=monkeypatch) == (["http"], [])
+
+
+def test_its_proof_and_the_key_derived_for_it(monkeypatch):
+    monkeypatch.setenv("TTRL_SERVER_NAME", "one")
+    reached, sent = ask("/ttrl/proof", monkeypatch=monkeypatch, query_string=b"17")
+    right = {words: hmac.new(b"right", "\n".join(words).encode(), "sha256").hexdigest() for words in PROOFS}
+    assert reached == [] and json.loads(sent[1]["body"]) == {"name": "one", "proof": right["proof", "17", "one"]}
+    for words, given in right.items():
+        reached, sent = ask(headers=[("x", "y"), ("authorization", f"Bearer {given}")], monkeypatch=monkeypatch)
+        assert (reached == ["http"]) == (words == ("key", "one")) == (sent == [])
+    scope = {"type": "http", "headers": [(b"authorization", b"Bearer " + right["key", "one"].encode())]}
+    assert RequireKey(None)._has_key(scope) and scope["headers"] == [(b"authorization", b"Bearer right")]  # for vLLM's own check
 
 
 def test_health_and_lifespan_are_open_and_websockets_closed(monkeypatch):

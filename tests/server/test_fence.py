@@ -6,9 +6,9 @@ import json
 from aiohttp import web
 
 from ttrl import Task
+from ttrl.records import Endpoint
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.auth import FENCE_HEADER, RequireKey
-from ttrl.server.connection import JoinedServer
 
 KEY = "k" * 20
 
@@ -70,11 +70,11 @@ def test_no_request_is_answered_by_a_server_with_other_weights(monkeypatch, tmp_
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
-        server = JoinedServer(f"http://127.0.0.1:{port}", served_model_name="m", dtype="float32", api_key=KEY)
+        server = Endpoint(f"http://127.0.0.1:{port}/v1", KEY, {FENCE_HEADER: "new"})
         tasks = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0, id=str(number)) for number in range(4)]
         try:
             return await get_task_results(
-                tasks, server.endpoint("new"), "m", params={"logprobs": False}, token_ids=False, pbar=False, max_retries=1
+                tasks, server, "m", params={"logprobs": False}, token_ids=False, pbar=False, max_retries=1
             )
         finally:
             await runner.cleanup()

@@ -1,15 +1,18 @@
 """A server for runs on other hosts."""
 
+import json
 import os
 import signal
 import socket
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from ttrl import cli
 from ttrl.errors import ServerDiedError, UserError
 from ttrl.server import serve as serve_module
+from ttrl.server.auth import derived
 from ttrl.server.connection import JoinedServer
 from ttrl.server.serve import read_or_make_key, serve, vllm_arguments
 
@@ -116,6 +119,37 @@ def test_one_that_dies_in_the_middle_of_an_answer_is_gone(answer):
         thread = threading.Thread(target=answer_twice)
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server = JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20)
+        server.api_key = "it has proven before that it knows it"
         with pytest.raises(ServerDiedError, match="cannot be reached"):
-            JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20).request("GET", "/v1/models")
+            server.request("GET", "/v1/models")
         thread.join()
+
+
+@pytest.mark.parametrize("redirects", [False, True])
+def test_whoever_has_taken_its_address_is_told_no_key(redirects):
+    """A program that plays its part with a proof of yesterday, or sends us to another server for one."""
+    heads = []
+
+    class Squatter(BaseHTTPRequestHandler):
+        def do_GET(self):
+            heads.append(dict(self.headers))
+            path, _, number = self.path.partition("?")
+            number = number if path == "/another" else "of yesterday"
+            body = json.dumps({"name": "one", "proof": derived("k" * 20, "proof", number, "one")}).encode()
+            self.send_response(307 if redirects and path == "/ttrl/proof" else 200)
+            self.send_header("Location", self.path.replace("/ttrl/proof", "/another"))
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Squatter) as squatter:
+        threading.Thread(target=squatter.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{squatter.server_port}"
+        with pytest.raises(ServerDiedError, match="does not prove that it knows the key"):
+            JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20).request("GET", "/v1/models")
+        squatter.shutdown()
+    assert heads and not any("Authorization" in head for head in heads)

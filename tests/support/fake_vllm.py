@@ -14,6 +14,7 @@ from ttrl.server.vllm import VLLMServer
 # "keys and values" show in generations alone, as in vLLM.
 FAKE = r"""
 import hashlib, http.server, json, os, pathlib, sys, time
+from ttrl.server.auth import derived
 port, model, behaviour = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
 key = os.environ["VLLM_API_KEY"]
 state = {"weight": float((model / "weight").read_text()), "cache": {}, "refusals": 2, "calls": []}
@@ -43,7 +44,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = self.path
         if path == "/health": return self.answer(503 if behaviour == "dead-engine" and state.get("models") else 200, b"")
         if path == "/version": state["models"] = True
-        if self.headers.get("Authorization") != "Bearer " + key and behaviour != "open": return self.answer(401, {"error": "no"})
+        if path.startswith("/ttrl/proof?"):
+            return self.answer(200, {"name": "it", "proof": derived(key, "proof", path[12:], "it")})
+        given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if given not in (key, derived(key, "key", "it")) and behaviour != "open": return self.answer(401, {"error": "no"})
         if path == "/metrics":
             return self.answer(200, b'# HELP\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n')
         if path == "/crash": os._exit(9)

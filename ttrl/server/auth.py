@@ -10,6 +10,9 @@ is restarted. So a server that died during the rollouts and came back with other
 server that is down, until it is synced. If it is closed during an answer, that is not sent, or is cut short: a part of it may
 come from other weights. Requests without the header pass. The state is a file, since vLLM may have several API servers; it is
 removed before each start.
+
+Who joins a server asks for a proof, an HMAC of a number of its own, before it sends it anything, and never sends the key itself
+but one that is derived from it for this server: whoever takes a server's address learns at most that, which opens no other one.
 """
 
 import contextlib
@@ -27,6 +30,9 @@ FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
 FENCE_PATH = "/ttrl/weights"
 """GET returns {"weights": those it is open to, or null}; POST, with the header, opens it to those; DELETE closes it."""
 FENCE_HEADER = "X-TTRL-Weights"
+NAME_VARIABLE = "TTRL_SERVER_NAME"
+PROOF_PATH = "/ttrl/proof"
+"""GET ?NUMBER, without a key: {"name": the server's, "proof": derived(key, "proof", NUMBER, name)}."""
 _WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/completions", "/embeddings", "/responses"})
 _FENCE_HEADER = FENCE_HEADER.lower().encode()
 
@@ -35,8 +41,14 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
+def derived(key: str, *words: str) -> str:
+    """Return what only those who know the key can say of these words; it does not tell the key."""
+    return hmac.new(key.encode(), "\n".join(words).encode(), "sha256").hexdigest()
+
+
 class RequireKey:
-    """Answers 401 to every request without `Authorization: Bearer KEY`; the key comes from the environment variable VLLM_API_KEY.
+    """Answers 401 to every request without `Authorization: Bearer KEY`, where KEY is the environment variable VLLM_API_KEY or
+    derived from it for this server.
 
     Raises RuntimeError if there is no key: a server that was meant to be closed must not start open.
     """
@@ -45,13 +57,16 @@ class RequireKey:
         key = os.environ.get(KEY_VARIABLE)
         if not key:
             raise RuntimeError(f"{KEY_VARIABLE} is not set: this server would be open to every local user")
-        self._app = app
-        self._digest = hashlib.sha256(key.encode()).digest()
+        self._app, self._key, self._name = app, key, os.environ.get(NAME_VARIABLE, "")
+        self._digests = [hashlib.sha256(one.encode()).digest() for one in (key, derived(key, "key", self._name))]
         self._fence = os.environ.get(FENCE_VARIABLE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS:
             return await self._app(scope, receive, send)
+        if scope.get("path") == PROOF_PATH and scope["type"] == "http":
+            number = scope.get("query_string", b"").decode("latin-1")
+            return await _answer(send, 200, {"name": self._name, "proof": derived(self._key, "proof", number, self._name)})
         if not self._has_key(scope):
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
@@ -111,11 +126,16 @@ class RequireKey:
         await _answer(send, 200, {"weights": None if has is None else _text(has)})
 
     def _has_key(self, scope: Scope) -> bool:
-        for name, value in scope["headers"]:
+        for place, (name, value) in enumerate(scope["headers"]):
             if name.lower() == b"authorization":
                 scheme, _, given = value.partition(b" ")
                 # Digests have one length, and comparing them takes the same time whatever was given.
-                return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)
+                found = hashlib.sha256(given).digest()
+                if scheme.lower() != b"bearer" or not any([hmac.compare_digest(found, right) for right in self._digests]):
+                    return False
+                rest = scope["headers"]  # vLLM compares with the key itself
+                scope["headers"] = [*rest[:place], (name, b"Bearer " + self._key.encode()), *rest[place + 1 :]]
+                return True
         return False
 
 

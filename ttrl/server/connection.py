@@ -3,9 +3,11 @@
 `ttrl.server.vllm.VLLMServer` starts one here; `JoinedServer` is one that was started elsewhere (`ttrl serve`, on another host).
 """
 
+import hmac
 import http.client
 import json
 import os
+import secrets
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,13 +15,20 @@ from typing import Any
 
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.records import ADAPTER_FOLDER, Endpoint
-from ttrl.server.auth import FENCE_HEADER, FENCE_PATH
+from ttrl.server.auth import FENCE_HEADER, FENCE_PATH, PROOF_PATH, derived
 from ttrl.server.model_folder import weights_digest
 from ttrl.text import gib
 
 ADAPTER_NAME = "policy-adapter"
 """Name under which an adapter is served next to its base."""
 _MOST_BYTES = 2**28  # of an answer; none of those that are asked for here has a hundredth of that
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it would let another server prove for this one that it knows the key."""
+
+    def redirect_request(self, *_args: Any, **_kwargs: Any) -> None:
+        return None
 
 
 class ServerConnection:
@@ -46,7 +55,7 @@ class ServerConnection:
         self.version: str | None = None
         """The version that `open_to` was last called with."""
         # Not through a proxy: the address is this machine's own, or one in the user's own network.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
 
     @property
     def root_url(self) -> str:
@@ -155,27 +164,51 @@ class ServerConnection:
 class JoinedServer(ServerConnection):
     """A server that was started elsewhere; its key comes from a file or the environment, never from a config.
 
-    root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it.
+    root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it. api_key: what it must prove to know before it is asked anything;
+    it is told one that is derived from it, for this server alone.
     """
 
     def __init__(self, root_url: str, *, served_model_name: str, dtype: str, api_key: str) -> None:
-        super().__init__(served_model_name=served_model_name, dtype=dtype, api_key=api_key)
-        self._root_url = root_url.rstrip("/").removesuffix("/v1")
+        super().__init__(served_model_name=served_model_name, dtype=dtype, api_key="")
+        self._root_url, self._key = root_url.rstrip("/").removesuffix("/v1"), api_key
 
     @property
     def root_url(self) -> str:
         return self._root_url
 
+    def request(
+        self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
+    ) -> Any:
+        """Send a request, as `ServerConnection.request`, once it has proven that it knows the key."""
+        if not self.api_key:
+            self.check()
+        return super().request(method, path, body, timeout, headers)
+
     def check(self) -> None:
-        """Raise ServerDiedError if it does not answer, or its engine is dead; it may be back later."""
+        """Raise ServerDiedError if it does not answer, its engine is dead, or it does not know the key; it may be back later."""
         problem: str | None = None
         try:
             status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
-            if status >= 500:
-                problem = f"its engine is dead (/health answers {status})"
+            problem = f"its engine is dead (/health answers {status})" if status >= 500 else self._prove()
         except TimeoutError:
             problem = "it does not answer within 10 s"
         except OSError as error:
             problem = f"it cannot be reached ({error})"
         if problem is not None:
             raise ServerDiedError(f"the server at {self.base_url}: {problem}; the log is on the host that started it")
+
+    def _prove(self) -> str | None:
+        """Have it prove that it knows the key, for a number that was never used; return what is wrong, or None."""
+        number = secrets.token_hex(16)
+        _, text = self._http("GET", f"{PROOF_PATH}?{number}", None, 10.0, with_key=False)
+        try:
+            answer = json.loads(text)
+            name, proof = str(answer["name"]), str(answer["proof"])
+        except (ValueError, KeyError, TypeError):
+            name = proof = ""
+        if not hmac.compare_digest(proof.encode(), derived(self._key, "proof", number, name).encode()):
+            return (
+                "it does not prove that it knows the key: it has another one, or was not started by this version's `ttrl serve`"
+            )
+        self.api_key = derived(self._key, "key", name)
+        return None

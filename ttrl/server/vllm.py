@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
-from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE
+from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE
 from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder, merge_adapter
@@ -309,6 +309,7 @@ class VLLMServer(ServerConnection):
         fence = self._private / "weights"
         fence.unlink(missing_ok=True)  # it has not been synced yet
         own = {"VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key, FENCE_VARIABLE: str(fence)}
+        own[NAME_VARIABLE] = f"{socket.gethostname()} {self.host}:{self.port}"
         return {**defaults, **given, **own}
 
     def _choose_port(self) -> int:
