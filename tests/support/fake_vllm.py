@@ -24,11 +24,6 @@ if behaviour == "die":
     for i in range(40):
         print("line", i, flush=True)
     sys.exit(3)
-if behaviour == "lose-port":
-    marker = model / "lost"
-    if not marker.exists():
-        marker.write_text(str(port))
-        sys.exit("OSError: [Errno 98] Address already in use")
 if behaviour == "hang":
     time.sleep(600)
 
@@ -117,6 +112,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         logprobs = [-1.0 - weight - old / 10] * count
         self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}], "usage": usage})
 
+http.server.ThreadingHTTPServer.allow_reuse_port = True  # as ttrl.vllm_worker.serve has it
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 

@@ -40,6 +40,20 @@ def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
     assert "batched_count_greater_than" in sampler.Sampler.gather_logprobs.__code__.co_names
 
 
+def test_it_listens_at_the_port_that_is_held_for_it(monkeypatch):
+    from ttrl.vllm_worker.serve import share_port
+
+    monkeypatch.setattr(socket.socket, "bind", socket.socket.bind)
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        with pytest.raises(OSError, match="Address already in use"):
+            socket.create_server(held.getsockname())
+        share_port(held.getsockname()[1])
+        with socket.create_server(held.getsockname()), socket.create_connection(held.getsockname()):
+            pass
+
+
 def test_a_port_does_not_stay_with_a_forked_process():
     from ttrl.vllm_worker.serve import close_listening_sockets
 

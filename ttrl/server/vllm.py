@@ -29,8 +29,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
-
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE
 from ttrl.server.connection import ServerConnection
@@ -50,7 +48,6 @@ _OWN_ARGUMENTS = frozenset(
 _PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "distributed-executor-backend")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """vLLM's names of those that ttrl's other settings have."""
-_PORT_ATTEMPTS = 3
 _STOP_SECONDS = 5.0  # half a second suffices, but vLLM waits without end for clients whose requests still run
 _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
 
@@ -85,6 +82,9 @@ class VLLMServer(ServerConnection):
     api_key: None makes a random one.
     serves_adapters: it keeps `model_folder` as the base and receives adapters (`ttrl.server.weights`).
     """
+
+    _held: socket.socket | None = None
+    """What keeps others from its port."""
 
     def __init__(
         self,
@@ -142,27 +142,17 @@ class VLLMServer(ServerConnection):
             merge_adapter(folder)
         self.policy_folder, self.version, self._stopped = self.model_folder, None, False
         start = time.monotonic()
-        for attempt in range(1, _PORT_ATTEMPTS + 1):
-            self.port = self._choose_port()
-            child = ChildProcess(self._command(), self.log_path, env=self._environment())
-            try:
-                with self._ours:  # stop() in another thread comes before there is a process, or when it can be ended
-                    self._raise_if_stopped()
-                    self._child = child
-                    child.start()
-                self._wait_until_healthy(child, start)
-            except ServerStartError:
-                lost_port = "address already in use" in child.log_tail(200).lower()
-                self._end()
-                if self._stopped or self._port_is_given or not lost_port or attempt == _PORT_ATTEMPTS:
-                    raise
-                logger.warning("port %d was taken while the server started; trying another one", self.port)
-                self.port = None
-            except BaseException:
-                self._end()
-                raise
-            else:
-                break
+        self.port = self._hold_port()
+        child = ChildProcess(self._command(), self.log_path, env=self._environment())
+        try:
+            with self._ours:  # stop() in another thread comes before there is a process, or when it can be ended
+                self._raise_if_stopped()
+                self._child = child
+                child.start()
+            self._wait_until_healthy(child, start)
+        except BaseException:
+            self._end()
+            raise
         self.start_seconds = time.monotonic() - start
         logger.info("vLLM serves %s at %s after %.1f s", self.model_folder, self.base_url, self.start_seconds)
         return self
@@ -181,6 +171,9 @@ class VLLMServer(ServerConnection):
             self.version = None
             if child is not None:
                 child.stop(timeout=_STOP_SECONDS)
+            held, self._held = self._held, None
+            if held is not None:
+                held.close()
             private, self._private = self._private, None
             if private is not None:
                 shutil.rmtree(private, ignore_errors=True)
@@ -191,7 +184,9 @@ class VLLMServer(ServerConnection):
 
     def restart(self, model_folder: str | os.PathLike[str] | None = None) -> None:
         """Stop the server and start it again, with another model folder if one is given. Port and key stay the same."""
+        held, self._held = self._held, None  # nobody takes the port meanwhile
         self.stop()
+        self._held = held
         if model_folder is not None:
             self.model_folder = model_folder
         self.start()
@@ -312,16 +307,27 @@ class VLLMServer(ServerConnection):
         own[NAME_VARIABLE] = f"{socket.gethostname()} {self.host}:{self.port}"
         return {**defaults, **given, **own}
 
-    def _choose_port(self) -> int:
-        """Return the given port, the previous one, or a free one. Raises ServerStartError if the given one is in use."""
-        ports = [self.port or 0] if self._port_is_given or not self.port else [self.port, 0]
-        for port in ports:
+    def _hold_port(self) -> int:
+        """Return the given port, the previous one, or a free one. Raises ServerStartError if the given one is in use.
+
+        It is bound here until `stop()`, which only processes of this user may share (`ttrl.vllm_worker.serve`): nobody else can
+        listen there before vLLM does, or after its death, and be sent the key."""
+        if self._held is not None and self.port is not None:
+            return self.port
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        for port in [self.port or 0] if self._port_is_given or not self.port else [self.port, 0]:
+            held = socket.socket(family)
             try:
-                with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
-                    probe.bind((self.host, port))
-                    return int(probe.getsockname()[1])
+                if port:
+                    with socket.socket(family) as probe:  # which shares with nobody, nor with another server of this user
+                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                        probe.bind((self.host, port))
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                held.bind((self.host, port))
+                self._held = held
+                return int(held.getsockname()[1])
             except OSError as error:
+                held.close()
                 why = error
         way_out = "give another port, or none to get a free one" if self._port_is_given else "is it an address of this machine?"
         raise ServerStartError(f"cannot serve at {self.host}:{self.port or 'any port'}: {why.strerror}; {way_out}") from why
@@ -335,7 +341,7 @@ class VLLMServer(ServerConnection):
                 returncode = child.poll()
             if returncode is not None:
                 raise ServerStartError(f"the vLLM server {_ending(returncode)} while it started; {self._last_lines(child)}")
-            state = self._state(child) or state
+            state = self._state() or state
             if state == "ready":
                 return
             if time.monotonic() > began + timeout:
@@ -345,14 +351,12 @@ class VLLMServer(ServerConnection):
                 )
             time.sleep(0.1)
 
-    def _state(self, child: ChildProcess) -> str | None:
-        """Return what is wrong with its answers, "ready" if nothing is, None while there are none. Whoever else listens at its
-        port, another server or a program that lies in wait, is not told the key."""
+    def _state(self) -> str | None:
+        """Return what is wrong with its answers, "ready" if nothing is, None while there are none. Nobody else can give them, and
+        be told the key: see `_hold_port`."""
         try:
             if self._http("GET", "/health", None, 10.0, with_key=False)[0] != 200:
                 return "/health does not answer 200"
-            if not _listens(child.pid, self.port):
-                return "another server answers at its port"
             if self._http("GET", "/v1/models", None, 10.0)[0] != 200:
                 return "it does not know its key"
             if self._http("GET", "/version", None, 10.0, with_key=False)[0] != 401:
@@ -370,17 +374,6 @@ class VLLMServer(ServerConnection):
         first = f"first error in its log:\n  {cause}\n" if cause is not None and cause not in last else ""
         text = "\n".join("  " + line for line in last) if last else "  (nothing)"
         return f"{first}the last lines of its log {self.log_path}:\n{text}"
-
-
-def _listens(pid: int, port: int | None) -> bool:
-    """Tell whether a process, or one below it, listens at a port of this machine."""
-    with contextlib.suppress(psutil.Error):
-        own = psutil.Process(pid)
-        for process in [own, *own.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in process.net_connections("tcp")):
-                    return True
-    return False
 
 
 def _bracketed(host: str) -> str:

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import runpy
 import socket
+import sys
 from typing import Any
 
 import torch
@@ -27,12 +28,25 @@ _ROWS_AT_ONCE = 2**16  # elements: what fits into a core's cache
 
 def main() -> None:
     """Serve as the command line says."""
+    share_port(int(sys.argv[sys.argv.index("--port") + 1]))
     if current_platform.is_cpu():
         try:
             _start_sooner()
         except ImportError as error:
             logger.warning("another vLLM than this was written for starts its own way, more slowly: %s", error)
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def share_port(port: int) -> None:
+    """Let this process bind a port that the one that started it holds, whatever sockets vLLM makes."""
+    bind = socket.socket.bind
+
+    def bind_shared(self: Any, address: Any) -> None:
+        if address[1:2] == (port,):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bind(self, address)
+
+    socket.socket.bind = bind_shared  # type: ignore[method-assign]
 
 
 def _start_sooner() -> None:
