@@ -2,7 +2,7 @@
 
 On Linux, with namespaces of the program's own (user, mount, network, process, ipc), as no user, without any capability:
 
-- CPU time, wall time, address space of each process, number of processes, sizes of files: limited;
+- CPU time, wall time, memory, number of threads, sizes of files: limited; on x86_64 it has no other processes;
 - no network: there is none in its namespace, not even the machine's own addresses;
 - no files: it sees Python's standard library and the system's libraries, to read, and an empty folder in memory of its own;
 - no processes of others; when the program ends, everything that it has started ends with it.
@@ -21,11 +21,14 @@ import selectors
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ttrl.errors import GraderError, TaskError
+from ttrl.system.memory import memory_bytes
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _START_SECONDS = 30.0
@@ -33,6 +36,8 @@ _START_SECONDS = 30.0
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _LONGEST_ANSWER = 64 * 2**10
 """Bytes of what is read from inside. An answer has 2 kB; a program that finds the pipe could write gigabytes into it."""
+_memory, _given = threading.Condition(), list[int]()
+"""Bytes of each program that runs now, and what guards them."""
 _ENDS = {96: "ended by a signal: a crash", 97: "out of CPU time", 98: "out of time"}
 
 
@@ -45,9 +50,9 @@ class SandboxLimits:
     cpu_seconds: int = 5
     """CPU time of each process, seconds."""
     memory: int = 512 * 2**20
-    """Bytes of address space of each process, Python's own 30 MB included."""
+    """Bytes of address space, Python's own 30 MB included. All that run at once share half of this machine's memory."""
     processes: int = 4
-    """Concurrent processes and threads, the program included."""
+    """Concurrent threads, the program's first included; elsewhere than on x86_64 processes too, with equal parts of `memory`."""
     disk: int = 4 * 2**20
     """Bytes of its folder, which is memory, and of any one file."""
 
@@ -75,6 +80,26 @@ def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOu
     limits = limits or SandboxLimits()
     if not sys.platform.startswith("linux"):
         raise GraderError(f"sandbox: {sys.platform} has no namespaces; programs of a model are run on Linux only")
+    with _share_of_memory(limits.memory):
+        return _run(source, limits)
+
+
+@contextlib.contextmanager
+def _share_of_memory(size: int) -> Iterator[None]:
+    """Wait until the programs that run in this process have no more than half of the machine's memory together."""
+    most = memory_bytes()[0] / 2
+    with _memory:
+        _memory.wait_for(lambda: not _given or sum(_given) + size <= most)
+        _given.append(size)
+    try:
+        yield
+    finally:
+        with _memory:
+            _given.remove(size)
+            _memory.notify_all()
+
+
+def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
     passed = secrets.token_hex(16)
     order = {"source": source, "passed": passed, "folders": _folders(), **dataclasses.asdict(limits)}
     with subprocess.Popen(

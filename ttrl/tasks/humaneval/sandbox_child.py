@@ -24,23 +24,23 @@ _NEW = {
     "ipc": 0x08000000,
     "host name": 0x04000000,
 }
-_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _DETACH = 2
 _PDEATHSIG, _DUMPABLE, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 24, 38
 _NOBODY = 65534
 _LONGEST_REASON = 2000
-# By their numbers on x86_64, what Python and its standard library call: files, memory, time, signals, processes, threads, pipes,
-# waiting. No other exists for a program: neither bpf, userfaultfd, io_uring, keyctl, perf_event_open nor what is not known yet.
+# By their numbers on x86_64, what Python and its standard library call: files, memory, time, signals, threads, pipes, waiting.
+# No other exists for a program: neither bpf, userfaultfd, io_uring, keyctl, perf_event_open nor what is not known yet, nor what
+# takes memory that its limit does not count: fork, vfork, execve, memfd_create.
 _CALLS = [
-    *(*range(41), *range(42, 64), *range(72, 101), 102, *range(104, 125), 127, 128, 130, 131, 132, 137, 138, *range(140, 152)),
-    *(157, 158, 160, 186, *range(200, 205), 213, 217, 218, 221, *range(228, 236), 247, *range(257, 272), 273, 275),
-    *(*range(280, 289), *range(290, 294), 295, 296, 302, 306, 309, 316, 318, 319, 322, 326, 327, 328, 332, 334),
+    *(*range(41), *range(42, 56), *range(60, 64), *range(72, 101), 102, *range(104, 125), 127, 128, 130, 131, 132, 137, 138),
+    *(*range(140, 152), 157, 158, 160, 186, *range(200, 205), 213, 217, 218, 221, *range(228, 236), 247, *range(257, 272)),
+    *(273, 275, *range(280, 289), *range(290, 294), 295, 296, 302, 306, 309, 316, 318, 326, 327, 328, 332, 334),
     *(424, 434, 436, 437, 439, 441),
 ]
-_SOCKET, _FAMILIES = (
-    41,
-    (1, 2, 10),
-)  # the machine's own, and the internet's, which its network does not have: no vsock, no netlink
+_SOCKET, _FAMILIES = 41, (1, 2, 10)  # of the machine itself, and of the internet, which is not there; no vsock, no netlink
+_CLONE, _THREAD = 56, 0x10000  # a thread, and no process
+_HAS_FILTER = os.uname().machine == "x86_64"
 _X86_64, _X32_CALLS = 0xC000003E, 0x40000000
 
 
@@ -113,8 +113,7 @@ def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
             continue
         os.makedirs(place + path, exist_ok=True)
         _mount(f"/proc/self/fd/{opened[path]}", place + path, None, _BIND | _REC)
-        kept = _NOEXEC if os.fstatvfs(opened[path]).f_flag & os.ST_NOEXEC else 0
-        _mount(None, place + path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | kept)
+        _only_read(place + path)
     os.mkdir(place + "/dev")
     for path in devices:
         os.close(os.open(place + path, os.O_CREAT | os.O_WRONLY))
@@ -165,13 +164,16 @@ def _drop_capabilities() -> None:
 
 def _filter_calls() -> None:
     """Have the kernel answer ENOSYS to every system call but _CALLS. On x86_64 alone: numbers differ by machine."""
-    if os.uname().machine != "x86_64":
+    if not _HAS_FILTER:
         return
-    load, equal, at_least, done = 0x20, 0x15, 0x35, 0x06  # of BPF; what the kernel hands it: number, machine, address, arguments
+    # Of BPF, which is handed the number of the call, the machine, an address and the arguments.
+    load, equal, at_least, has, done = 0x20, 0x15, 0x35, 0x45, 0x06
     rules = [(load, 0, 0, 4), (equal, 1, 0, _X86_64), (done, 0, 0, 0x80000000), (load, 0, 0, 0)]
     rules += [(at_least, 0, 1, _X32_CALLS), (done, 0, 0, 0x00050000 | errno.ENOSYS)]
     for call in _CALLS:
         rules += [(equal, 0, 1, call), (done, 0, 0, 0x7FFF0000)]
+    rules += [(equal, 0, 4, _CLONE), (load, 0, 0, 16), (has, 0, 1, _THREAD)]
+    rules += [(done, 0, 0, 0x7FFF0000), (done, 0, 0, 0x00050000 | errno.ENOSYS)]
     rules += [(equal, 0, 1 + 2 * len(_FAMILIES), _SOCKET), (load, 0, 0, 16)]
     for family in _FAMILIES:
         rules += [(equal, 0, 1, family), (done, 0, 0, 0x7FFF0000)]
@@ -188,7 +190,7 @@ def _program(order: dict[str, Any], answer: int) -> NoReturn:
         os.dup2(null, standard)
     limits = {
         resource.RLIMIT_CPU: order["cpu_seconds"],
-        resource.RLIMIT_AS: order["memory"],
+        resource.RLIMIT_AS: order["memory"] // (1 if _HAS_FILTER else order["processes"]),
         resource.RLIMIT_NPROC: order["processes"] + 2,  # and the two above it
         resource.RLIMIT_FSIZE: order["disk"],
         resource.RLIMIT_NOFILE: 32,
@@ -232,6 +234,13 @@ def _prctl(option: int, value: int) -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
     _call("mount", texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3], what=f"mount {source or ''} on {target}")
+
+
+def _only_read(folder: str) -> None:
+    """Make a mount and all that are mounted below it read-only, beside what is forbidden there already (mount_setattr)."""
+    attributes, recursive = struct.pack("=4Q", _RDONLY | _NOSUID | _NODEV, 0, 0, 0), 0x8000
+    arguments = (ctypes.c_long(442), ctypes.c_long(-1), folder.encode(), ctypes.c_long(recursive), attributes, ctypes.c_long(32))
+    _call("syscall", *arguments, what=f"mount_setattr (of Linux 5.12) on {folder}")
 
 
 def _write(path: str, text: str) -> None:
