@@ -143,7 +143,7 @@ class ServerConnection:
         if with_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.root_url}{path}", data=data, headers=headers, method=method)
+        request = urllib.request.Request(f"{self.root_url}{path}", data=data, headers=headers, method=method)  # noqa: S310
         try:
             with self._opener.open(request, timeout=timeout) as answer:
                 data = answer.read(_MOST_BYTES + 1)
