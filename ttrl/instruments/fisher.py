@@ -74,14 +74,9 @@ def token_gradients(
     return torch.stack(rows)
 
 
-def fisher_kernel(gradients: Tensor, others: Tensor | None = None) -> Tensor:
-    """Return K [N, N], or between two sets of tokens."""
-    return gradients @ (gradients if others is None else others).T
-
-
-def predicted_change(kernel: Tensor, advantages: Tensor, eta: float) -> Tensor:
-    """Return δ log π of each token by (1). advantages: of the kernel's columns, with their weights in the loss."""
-    return eta * (kernel @ advantages.double())
+def fisher_kernel(gradients: Tensor) -> Tensor:
+    """Return K [N, N]."""
+    return gradients @ gradients.T
 
 
 @dataclass(frozen=True)
@@ -110,10 +105,3 @@ def entropy_change(kernel: Tensor, logprobs: Tensor, advantages: Tensor, baselin
     terms = -centred[:, None] * kernel * advantages[None, :] / count
     own = float(terms.diagonal().sum())
     return EntropyChange(own, float(terms.sum()) - own)
-
-
-def by_blocks(kernel: Tensor, labels: Tensor) -> Tensor:
-    """Add up a kernel of tokens to one of sequences: labels [N] say which each token belongs to, from 0 on without a gap."""
-    member = torch.zeros(int(labels.max()) + 1, len(labels), dtype=kernel.dtype)
-    member[labels, torch.arange(len(labels))] = 1
-    return member @ kernel @ member.T

@@ -13,7 +13,7 @@ between.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,6 @@ class Update:
         return {name: self.current[name] + self.earlier[name] + self.decay[name] for name in self.current}
 
     def parts(self) -> dict[str, Vector]:
-        """Return the parts by name."""
         return {"current": self.current, "earlier": self.earlier, "decay": self.decay}
 
 
@@ -60,10 +59,9 @@ def adamw_update(
     gradients: Mapping[str, Tensor],
     moments: Mapping[str, Tensor],
     settings: AdamW,
-    decayed: Callable[[Tensor], bool] = lambda parameter: parameter.ndim >= 2,
 ) -> Update:
     """Compute AdamW's vector in float64. moments: "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first.
-    gradients: as the optimizer sees them, after clipping. decayed: which parameters have weight decay (by default matrices)."""
+    gradients: as the optimizer sees them, after clipping. Matrices alone have weight decay."""
     first, second = 1 - settings.beta1**settings.step, 1 - settings.beta2**settings.step
     current, earlier, decay = {}, {}, {}
     for name, gradient in gradients.items():
@@ -73,7 +71,7 @@ def adamw_update(
         current[name] = -(1 - settings.beta1) * g / first / divisor
         earlier[name] = -settings.beta1 * m / first / divisor
         parameter = parameters[name].double()
-        decay[name] = -settings.weight_decay * parameter if decayed(parameter) else torch.zeros_like(parameter)
+        decay[name] = -settings.weight_decay * parameter if parameter.ndim >= 2 else torch.zeros_like(parameter)
     return Update(current, earlier, decay)
 
 

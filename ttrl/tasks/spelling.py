@@ -6,15 +6,16 @@ Words are generated (`ttrl.tasks.words`) or come from a list of one's own; those
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, find_tagged, last_line, latest, reply_text
 from ttrl.tasks.datasets import Source, check_count, check_name, check_share, read_text
-from ttrl.tasks.task import Choice, Task, question, solved
+from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import get_words, in_validation, pick
 
 LONGEST = 64
+_ASKED = "Spell {}, letter by letter, with hyphens between."
 _SEPARATORS = "-–—‐‑,.;:/|_*`\"'“”!+→[](){}"
 
 
@@ -39,12 +40,7 @@ class SpellingGrader:
         return self.partial_credit * right / max(len(letters), len(self.word)) / 2, {"exact": 0.0}
 
     def reference(self) -> str:
-        return spelled(self.word)
-
-
-def spelled(word: str) -> str:
-    """Spell a word: plum → p-l-u-m."""
-    return "-".join(word)
+        return "-".join(self.word)
 
 
 def read_letters(text: str) -> list[str]:
@@ -81,19 +77,7 @@ def get_spelling_tasks(
     check_name("split", split, ("train", "validation"), "spelling")
     check_share("partial_credit", partial_credit)
     words = _pick(split, n, seed, path, min_length, max_length)
-    return [Task(question(_asked(word)), SpellingGrader(word, partial_credit), id=f"spelling/{word}") for word in words]
-
-
-def spelling_examples(
-    n: int, seed: int = 0, *, path: Source | None = None, min_length: int = 3, max_length: int = 12
-) -> list[dict[str, Any]]:
-    """Return `n` spelled training words for a supervised warm start, {"messages": [user, assistant]}; no validation words."""
-    words = _pick("train", n, seed, path, min_length, max_length)
-    return [solved(_asked(word), spelled(word)) for word in words]
-
-
-def _asked(word: str) -> str:
-    return f"Spell {word}, letter by letter, with hyphens between."
+    return [Task(question(_ASKED.format(word)), SpellingGrader(word, partial_credit), id=f"spelling/{word}") for word in words]
 
 
 def _pick(split: str, n: int, seed: int, path: Source | None, min_length: int, max_length: int) -> list[str]:
