@@ -50,12 +50,7 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return len(rewards) >= 2 and max(rewards) - min(rewards) > _EQUAL
 
 
-def group_advantages(
-    rewards: Sequence[float],
-    method: AdvantageKind = "std",
-    std_floor: float = 1e-6,
-    clip: float | None = None,
-) -> list[float]:
+def group_advantages(rewards: Sequence[float], method: AdvantageKind = "std", std_floor: float = 1e-6) -> list[float]:
     """Return the advantages of one group's samples, in order. Raises ConfigError for a method that is unknown or needs more than
     one group ("batch": `batch_advantages`), UserError for a reward that is not finite."""
     if method not in ("std", "mean", "leave_one_out"):
@@ -67,16 +62,16 @@ def group_advantages(
         centred = [value / max(std, std_floor) for value in centred]
     elif method == "leave_one_out" and len(centred) > 1:
         centred = [value * (len(centred) / (len(centred) - 1)) for value in centred]
-    return _cut(centred, clip)
+    return centred
 
 
-def batch_advantages(groups: Sequence[Sequence[float]], std_floor: float = 1e-6, clip: float | None = None) -> list[list[float]]:
+def batch_advantages(groups: Sequence[Sequence[float]], std_floor: float = 1e-6) -> list[list[float]]:
     """Return the advantages of every group: r - group mean, divided by the standard deviation of that over all samples
     (REINFORCE++ with baseline, arXiv 2501.03262). A group without signal takes part in it, with zeros. Raises UserError for a
     reward that is not finite."""
     centred = [_centred(rewards) for rewards in groups]
     scale = max(_std([value for group in centred for value in group]), std_floor)
-    return [_cut([value / scale for value in group], clip) for group in centred]
+    return [[value / scale for value in group] for group in centred]
 
 
 def advantages_of(
