@@ -13,22 +13,14 @@ from ttrl.errors import UserError
 
 HERE = Path(__file__).parent.parent / "report"
 
-RECIPE = f"""
-    import argparse, json, os, pathlib, sys
-    sys.path.insert(0, {str(HERE)!r})
-    from test_comparison import make_run
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run", type=pathlib.Path)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--iterations", type=int, default=2)
-    parser.add_argument("--set", nargs="+", default=[])
-    given = parser.parse_args()
-    with open(pathlib.Path(__file__).with_name("calls"), "a") as calls:
-        calls.write(given.run.name + "\\n")
-    if given.run.name == os.environ.get("FAILS"):
+RECIPE = """
+    import os, pathlib, shutil, sys
+    here, run = pathlib.Path(__file__).parent, pathlib.Path(sys.argv[sys.argv.index("--run") + 1])
+    with open(here / "calls", "a") as calls:
+        calls.write(run.name + "\\n")
+    if run.name == os.environ.get("FAILS"):
         sys.exit(1)
-    settings = {{name: json.loads(value) for name, value in (one.split("=", 1) for one in given.set)}}
-    make_run(given.run, seed=given.seed, iterations=given.iterations, **settings)
+    shutil.copytree(here / "made" / run.name, run)
 """
 
 
@@ -69,6 +61,12 @@ def test_every_arm_with_every_combination_and_seed(sweep, capsys):
 
 def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, capsys, monkeypatch):
     path = sweep(arms=ARMS, seeds=[0, 1], by="flops")
+    monkeypatch.syspath_prepend(HERE)
+    from test_comparison import make_run  # here: a script that imports it takes seconds
+
+    for arm, settings in ARMS.items():
+        for seed in (0, 1):
+            make_run(tmp_path / "made" / f"{arm},seed={seed}", seed=seed, iterations=2, **settings)
     monkeypatch.setenv("FAILS", "wide,seed=1")
     assert cli.main(["sweep", str(path)]) == 2
     said = capsys.readouterr()
@@ -81,12 +79,8 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
     assert "3 TFLOP" in said and "tasks_per_iteration" in said and "wide,seed=0, wide,seed=1" in said
     assert (tmp_path / "runs/shape/compare.html").is_file()
     assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
-    assert json.loads((tmp_path / "runs/shape/sweep.json").read_text()).keys() == {
-        "wide,seed=0",
-        "wide,seed=1",
-        "deep,seed=0",
-        "deep,seed=1",
-    }
+    names = {"wide,seed=0", "wide,seed=1", "deep,seed=0", "deep,seed=1"}
+    assert json.loads((tmp_path / "runs/shape/sweep.json").read_text()).keys() == names
 
 
 def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
