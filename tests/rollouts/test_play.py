@@ -455,13 +455,13 @@ def test_the_models_time_is_not_the_rollouts(kit):
 
     async def watched(chat):
         chats.append(chat)
-        limits.append(chat._asked._clock.when())
+        limits.append(chat._ask.__self__._clock.when())
         await chat("begin")
-        limits.append(chat._asked._clock.when())
+        limits.append(chat._ask.__self__._clock.when())
         return 1.0
 
     def answer(body):
-        limits.append(chats[0]._asked._clock.when())
+        limits.append(chats[0]._ask.__self__._clock.when())
         return "one"
 
     kit.run(talking(answer, kit=kit), [Task(SYSTEM, rollout=watched, id="t")])

@@ -113,7 +113,7 @@ class Play:
 
     async def _played(self) -> Any:
         """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
-        chat = Chat(self, self.ledger.messages, self.sample.task_id, self.sample.sample)
+        chat = Chat(self.ask, self.ledger.messages, self.sample.task_id, self.sample.sample)
         seconds = self.task.limits.seconds
         assert self.task.rollout is not None
         try:
@@ -176,7 +176,7 @@ class Play:
         max_tokens: int | None,
         stop: str | Sequence[str] | None,
     ) -> tuple[Choice, dict[str, Any]]:
-        """Ask the model, as `ttrl.tasks.task.Asked` says."""
+        """Ask the model, as `ttrl.tasks.task.Ask` says."""
         try:
             self._check_limits()
         except RolloutError:

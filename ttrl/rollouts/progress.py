@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from tqdm.std import tqdm
 from tqdm.utils import disp_len, disp_trim
@@ -203,20 +203,6 @@ class Progress:
         self._marks.append((now, self._tokens + self._in_flight))
 
 
-class Screen(Protocol):
-    """Where a line can be shown that is replaced by the next one."""
-
-    def width(self) -> int:
-        """Return the columns of a line."""
-        ...
-
-    def show(self, line: str) -> None: ...
-
-    def finish(self, line: str) -> None:
-        """Show the last line, which stays."""
-        ...
-
-
 class _Terminal:
     """One line of stderr, kept by tqdm."""
 
@@ -259,6 +245,10 @@ class _Notebook:
 
     def finish(self, line: str) -> None:
         self.show(line)
+
+
+Screen: TypeAlias = _Terminal | _Notebook
+"""Where a line can be shown that is replaced by the next one; the last one stays."""
 
 
 def screen() -> Screen | None:

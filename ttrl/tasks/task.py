@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from ttrl.errors import GraderError, RolloutError, TaskError
 from ttrl.records import Sample
@@ -157,18 +157,8 @@ def solved(text: str, answer: str) -> dict[str, Any]:
     return {"messages": [*question(text), {"role": "assistant", "content": answer}]}
 
 
-class Asked(Protocol):
-    """The side of a chat that answers: a `Play`."""
-
-    async def ask(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        max_tokens: int | None,
-        stop: str | Sequence[str] | None,
-    ) -> "tuple[Choice, dict[str, Any]]":
-        """Return the model's choice, and its message as it is sent back."""
-        ...
+Ask: TypeAlias = "Callable[..., Awaitable[tuple[Choice, dict[str, Any]]]]"
+"""(messages, tools, max_tokens, stop) → the model's choice, and its message as it is sent back: `Play.ask`."""
 
 
 class Chat:
@@ -181,8 +171,8 @@ class Chat:
     task_id, sample: which rollout this is; a random generator made of them gives the same game each time.
     """
 
-    def __init__(self, asked: Asked, messages: Sequence[Mapping[str, Any]], task_id: str, sample: int, tools: Any = None) -> None:
-        self._asked = asked
+    def __init__(self, ask: Ask, messages: Sequence[Mapping[str, Any]], task_id: str, sample: int, tools: Any = None) -> None:
+        self._ask = ask
         self._is_asking = False
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         self.tools: list[dict[str, Any]] | None = tools
@@ -213,7 +203,7 @@ class Chat:
         self.tools = self.tools if tools is None else [dict(tool) for tool in tools]
         self._is_asking = True
         try:
-            choice, reply = await self._asked.ask(self.messages, self.tools, max_tokens, stop)
+            choice, reply = await self._ask(self.messages, self.tools, max_tokens, stop)
         finally:
             self._is_asking = False
         self.messages.append(reply)
@@ -221,7 +211,7 @@ class Chat:
 
     def copy(self, messages: Sequence[Mapping[str, Any]] | None = None) -> "Chat":
         """Return another conversation of the same sample, from here or from `messages` (the other player of a game, a helper)."""
-        return Chat(self._asked, self.messages if messages is None else messages, self.task_id, self.sample, self.tools)
+        return Chat(self._ask, self.messages if messages is None else messages, self.task_id, self.sample, self.tools)
 
 
 @dataclass(frozen=True)
