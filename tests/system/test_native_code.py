@@ -130,7 +130,7 @@ def test_what_doctor_says_where_there_is_none(environment, why, trouble, cache, 
 
 
 def test_a_cpu_without_avx512(monkeypatch):
-    monkeypatch.setattr(native_code, "_cpu_flags", lambda: {"avx2", "fma"})
+    monkeypatch.setattr(native_code, "_cpu_line", lambda name: "avx2 fma")
     kernel = native_code._find()
     assert kernel.library is None and "AVX-512" in kernel.why
 

@@ -66,15 +66,12 @@ def _made(make: Maker, seeds: list[str], processes: int) -> Iterator[dict[str, A
     if processes == 1:
         yield from map(make, seeds)
         return
-    # Spawned: a fork of a process with threads (tqdm has one) may hang.
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_leave_ctrl_c_to_the_parent)
+    # Spawned: a fork of a process with threads (tqdm has one) may hang. Ctrl-C is the parent's.
+    ignored = (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignored)
     try:
         yield from pool.map(make, seeds, chunksize=1 + len(seeds) // 1000)  # all of these jobs are in memory at once
     except BrokenProcessPool as error:
         raise UserError(f"a process that makes puzzles was ended from outside ({error}); was there enough memory?") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _leave_ctrl_c_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -71,7 +71,9 @@ class EntropyBatch:
         self._batches = list(step.microbatches(config, here.device))
         drawn = sample_keys([packed.samples[number] for number in times])
         counted = dict(zip(map(tuple, drawn.tolist()), times.values(), strict=True))
-        keys = torch.cat([_owners(batch) for batch in self._batches])
+        # Of the samples that have labels, in the order of `by_sequence`.
+        owned = [(one["sample_keys"], torch.unique(one["sample_ids"].flatten()[one["trained"]])) for one in self._batches]
+        keys = torch.cat([keys[samples] for keys, samples in owned])
         self.times = torch.tensor([counted[tuple(key)] for key in keys.tolist()], device=here.device)
         self._tasks = keys[:, 0]
         with torch.no_grad():
@@ -115,8 +117,3 @@ class EntropyBatch:
             out = functional_call(self._policy, named, (*policy_inputs(batch), options))
             samples = batch["sample_ids"].flatten()[batch["trained"]]
             yield by_sequence(out.logprobs, samples)[0], by_sequence(out.entropy, samples)[0]
-
-
-def _owners(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the keys of the samples that have labels, in the order of `by_sequence`."""
-    return batch["sample_keys"][torch.unique(batch["sample_ids"].flatten()[batch["trained"]])]

@@ -215,7 +215,7 @@ def compare_runs(
         raise UserError("the runs share no held-out task; give them the same validation tasks")
     configs = [_config(point.run) for point in points]
     differing = sorted(
-        {key for one, two in itertools.pairwise(configs) for key in one.keys() | two.keys() if _other(key, one, two)}
+        {key for a, b in itertools.pairwise(configs) for key in (a.keys() | b.keys()) - _OURS if a.get(key) != b.get(key)}
     )
     if arms is not None:  # what was made in different ways has few settings in common
         differing = [key for key in differing if all(key in config for config in configs)]
@@ -310,10 +310,6 @@ def _config(run: RunData) -> dict[str, Any]:
     """Return the settings; what lies in the run's own folder, such as a warm start, is the same for all of them."""
     own = str(run.config.get("run") or run.folder.absolute())
     return {key: value.replace(own, "RUN") if isinstance(value, str) else value for key, value in flat(run.config).items()}
-
-
-def _other(key: str, one: dict[str, Any], two: dict[str, Any]) -> bool:
-    return key not in _OURS and one.get(key) != two.get(key)
 
 
 def _of(point: Point, shared: set[str]) -> list[list[float]]:

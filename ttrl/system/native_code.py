@@ -65,7 +65,7 @@ def _find() -> Kernel:
         return Kernel(None, "TTRL_NATIVE is 0")
     if os.environ.get("ATEN_CPU_CAPABILITY", "avx512").lower() != "avx512":
         return Kernel(None, "ATEN_CPU_CAPABILITY forbids AVX-512")
-    if not {"avx512f", "avx512dq", "fma"} <= _cpu_flags():
+    if not {"avx512f", "avx512dq", "fma"} <= {*_cpu_line("flags").split()}:
         return Kernel(None, "no Linux on a CPU with AVX-512")
     compiler = next((path for name in (os.environ.get("CC", "cc"), *_COMPILERS) if (path := shutil.which(name))), None)
     if compiler is None:
@@ -77,11 +77,6 @@ def _find() -> Kernel:
         return Kernel(None, f"{compiler} failed with exit code {error.returncode}: {last or 'no output'}", "failed")
     except (OSError, subprocess.TimeoutExpired) as error:
         return Kernel(None, f"could not be compiled by {compiler} and loaded: {error}", "failed")
-
-
-def _cpu_flags() -> set[str]:
-    """Return what the system lets programs use of the CPU; empty where there is no such list."""
-    return set(_cpu_line("flags").split())
 
 
 def cpu_name() -> str:
@@ -99,6 +94,7 @@ def best_product(shape: tuple[int, int, int], dtype: str, processor: str, speed:
 
 
 def _cpu_line(name: str) -> str:
+    """Return what the system says of the first CPU; "" where it does not."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -149,7 +149,8 @@ class Store:
         endpoint = options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         client: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, "timeout": self._request_timeout}
         plain = endpoint.startswith("http://") or scheme == "http"
-        if _is_true(options.pop("allow_http", "")) or (kind in ("s3", "http") and plain):
+        asked = options.pop("allow_http", "").strip().lower() in ("1", "true", "yes", "on")
+        if asked or (kind in ("s3", "http") and plain):
             client["allow_http"] = True
         retry: Any = {"max_retries": MAX_RETRIES, "retry_timeout": OPERATION_TIMEOUT}
         retry["backoff"] = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=2), "base": 2}
@@ -284,7 +285,3 @@ def _file_threads() -> ThreadPoolExecutor:
 def _grace_at_exit() -> None:
     """Make a process that used a bucket wait before it ends: obstore's thread hands something to Python last, or aborts."""
     atexit.register(time.sleep, 0.1)
-
-
-def _is_true(text: str) -> bool:
-    return text.strip().lower() in ("1", "true", "yes", "on")

@@ -215,7 +215,8 @@ class Servers:
             server = self._choose(load, affinity)
             if server is not None:
                 return self._lease(server, load, affinity)
-        self._check_patience()
+        if self._nobody_since is not None and self._give_up is None:  # nobody has answered for too long
+            raise self._nobody()
         waiter = _Waiter(asyncio.get_running_loop().create_future(), load, affinity)
         heapq.heappush(self._queue, ((ticket, next(self._arrivals)), waiter))
         self._pump()
@@ -304,11 +305,6 @@ class Servers:
         if any(server.was_heard for server in self.servers):
             return self.max_downtime
         return min(FIRST_PATIENCE, self.max_downtime)
-
-    def _check_patience(self) -> None:
-        """Raise where nobody has answered for too long."""
-        if self._nobody_since is not None and self._give_up is None:
-            raise self._nobody()
 
     def _fail_all(self) -> None:
         self._give_up = None
