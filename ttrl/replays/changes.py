@@ -64,12 +64,10 @@ class Changes:
 
     @property
     def changed_share(self) -> float | None:
-        """Return changed / compared."""
         return self.changed / self.compared if self.compared else None
 
     @property
     def flipped_share(self) -> float | None:
-        """Return pairs_flipped / pairs_ordered."""
         return self.pairs_flipped / self.pairs_ordered if self.pairs_ordered else None
 
 

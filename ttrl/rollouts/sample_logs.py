@@ -54,7 +54,6 @@ class SampleLogs:
         return path
 
     def path_of(self, sample: Sample, number: int | None = None) -> Path:
-        """Return the file of a sample."""
         return self.folder / f"{file_name(sample.task_id)}_{sample.sample if number is None else number:03d}.txt"
 
     @contextlib.contextmanager

@@ -197,10 +197,5 @@ def total_seconds(run: RunData) -> float:
 
 def model_name(run: RunData) -> str:
     """Return what the config calls the model; "" where it does not."""
-    for key in ("model", "model_folder", "base_model"):
-        value = run.config.get(key)
-        if isinstance(value, dict):
-            value = value.get("path") or value.get("name")
-        if isinstance(value, str):
-            return value
-    return ""
+    value = run.config.get("model")
+    return value if isinstance(value, str) else ""
