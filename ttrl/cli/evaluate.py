@@ -72,10 +72,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
     logging.getLogger("ttrl.evaluation.evaluate").setLevel(logging.INFO)
     given = {name: value for name, value in vars(arguments).items() if name in {field.name for field in fields(EvalConfig)}}
-    config = EvalConfig(
-        **given,
-        options=dict(map(_option, arguments.option)),
-    )
+    config = EvalConfig(**given, options=dict(map(_option, arguments.option)))
     result = run_evaluation(config)
     say(result.table() + (f"\nwritten to {arguments.output}" if arguments.output is not None else ""))
     return 0

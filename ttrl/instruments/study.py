@@ -35,17 +35,7 @@ from ttrl.errors import ConfigError, RunFolderError
 from ttrl.instruments.entropy import effective_size
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, token_gradients
-from ttrl.instruments.linear_response import (
-    AdamW,
-    Response,
-    Update,
-    Vector,
-    adamw_update,
-    agreement,
-    inner,
-    linear_regime,
-    moved,
-)
+from ttrl.instruments.linear_response import AdamW, Response, Update, Vector, adamw_update, agreement, inner, linear_regime, moved
 from ttrl.instruments.tokens import covariance_outliers, mismatch
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, updates

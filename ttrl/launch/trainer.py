@@ -20,15 +20,7 @@ from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
 from ttrl.launch.nodes import PROGRESS_FILE, arrived, is_loopback, network_environment, torchrun_arguments, write_meeting
-from ttrl.launch.tune import (
-    TrainerProcess,
-    checkpoint_of,
-    meeting_here,
-    tune,
-    tune_command,
-    visible_devices,
-    write_recipe_config,
-)
+from ttrl.launch.tune import TrainerProcess, checkpoint_of, meeting_here, tune, tune_command, visible_devices, write_recipe_config
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.transfer import Handover
 from ttrl.system.console import Console

@@ -76,11 +76,7 @@ def write_recipe_config(config: Mapping[str, Any], path: str | os.PathLike[str])
 
 
 def tune_command(
-    config_path: str | os.PathLike[str],
-    *,
-    recipe: str = GRPO_RECIPE,
-    nproc_per_node: int = 1,
-    torchrun_args: Sequence[str] = (),
+    config_path: str | os.PathLike[str], *, recipe: str = GRPO_RECIPE, nproc_per_node: int = 1, torchrun_args: Sequence[str] = ()
 ) -> list[str]:
     """Return `tune run …`, with this Python. With several processes, or arguments for it, torchrun starts them."""
     torchrun = [*(["--nproc_per_node", str(nproc_per_node)] if nproc_per_node > 1 else []), *torchrun_args]

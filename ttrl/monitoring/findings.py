@@ -94,10 +94,7 @@ def drift(h: History) -> str | None:
     return None
 
 
-@rule(
-    "stop",
-    "A learning rate of 0, skipped steps, everything frozen, or a checkpoint_dtype too coarse for such small steps.",
-)
+@rule("stop", "A learning rate of 0, skipped steps, everything frozen, or a checkpoint_dtype too coarse for such small steps.")
 def weights_unchanged(h: History) -> str | None:
     numbers = [
         row["iteration"] for row in h.recent if isinstance(row.get("train"), dict) and row["train"].get("unchanged") is True

@@ -92,12 +92,7 @@ def summary_lines(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], 
     return lines + (["; ".join(parts)] if lines and parts else [])
 
 
-_MEANS = {
-    "KL": "train.kl",
-    "its share": "train.kl_share",
-    "gradient norm": "train.grad_norm",
-    "β": "train.kl_coefficient",
-}
+_MEANS = {"KL": "train.kl", "its share": "train.kl_share", "gradient norm": "train.grad_norm", "β": "train.kl_coefficient"}
 
 
 def overfits(tasks: Mapping[str, Any]) -> bool:

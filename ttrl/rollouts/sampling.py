@@ -83,10 +83,7 @@ class Sampling:
         self.requests_log = None if settings.requests_log is None else RequestsLog(settings.requests_log)
         self.sample_logs = None if settings.log_dir is None else SampleLogs(settings.log_dir)
         self.progress = Progress(
-            None if total is None else total * self.n,
-            settings.description,
-            screen() if settings.pbar else None,
-            self.prices,
+            None if total is None else total * self.n, settings.description, screen() if settings.pbar else None, self.prices
         )
 
     def _check_budget(self) -> None:

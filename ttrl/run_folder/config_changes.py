@@ -62,9 +62,7 @@ MAY_CHANGE = {
     "server.max_num_seqs",
 }
 # What another machine brings along by itself. It changes no more than the rounding of sums, so it is said, not refused.
-MAY_CHANGE_WITH_A_NOTE = {
-    "num_threads": "sums are rounded otherwise, so results are no longer the same bit for bit",
-}
+MAY_CHANGE_WITH_A_NOTE = {"num_threads": "sums are rounded otherwise, so results are no longer the same bit for bit"}
 _NESTED = ("training", "server", "sampling")
 _MISSING = "not set"
 

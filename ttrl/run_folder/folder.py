@@ -49,11 +49,7 @@ class IterationFolder:
     """iterations/0007 and its markers."""
 
     def __init__(
-        self,
-        path: Path,
-        number: int,
-        check_lock: Callable[[], None] = lambda: None,
-        marked: Callable[[], None] = lambda: None,
+        self, path: Path, number: int, check_lock: Callable[[], None] = lambda: None, marked: Callable[[], None] = lambda: None
     ) -> None:
         self.path, self.number, self._check_lock, self._marked = path, number, check_lock, marked
 

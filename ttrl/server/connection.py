@@ -130,14 +130,7 @@ class ServerConnection:
         return f"{weights_digest(self.policy_folder)}/{self.dtype}"
 
     def _http(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        timeout: float,
-        *,
-        with_key: bool = True,
-        headers: dict[str, str] | None = None,
+        self, method: str, path: str, body: Any, timeout: float, *, with_key: bool = True, headers: dict[str, str] | None = None
     ) -> tuple[int, str]:
         headers = {"Content-Type": "application/json", **(headers or {})}
         if with_key:

@@ -136,11 +136,7 @@ def sync_weights(
 
 
 def verify_weights(
-    server: ServerConnection,
-    checkpoint_folder: str | os.PathLike[str],
-    *,
-    after: str = "its start",
-    compare: bool = True,
+    server: ServerConnection, checkpoint_folder: str | os.PathLike[str], *, after: str = "its start", compare: bool = True
 ) -> tuple[CanaryReport, WeightComparison]:
     """Verify that a running server has the weights of `checkpoint_folder`: what its workers hold, and the canary. `after` says in
     the error what it was checked after.
@@ -199,13 +195,7 @@ def _problem(
 
 
 def _reload(
-    server: ServerConnection,
-    folder: Path,
-    canary: Canary,
-    *,
-    source: Path | Handover,
-    compare: bool,
-    asleep: bool,
+    server: ServerConnection, folder: Path, canary: Canary, *, source: Path | Handover, compare: bool, asleep: bool
 ) -> tuple[CanaryReport, WeightComparison, str | None]:
     """Load weights in place; returns the canary's report, what was compared, and None or why a restart is needed."""
     report, comparison = CanaryReport(False, math.inf, None), WeightComparison()

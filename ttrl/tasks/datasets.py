@@ -34,13 +34,7 @@ class RowError(ValueError):
     """An error in one row, which becomes a TaskError that names file and row."""
 
 
-def load_rows(
-    source: Source,
-    parse: Callable[[Row], T],
-    *,
-    splits: Sequence[str] = (),
-    config: str | None = None,
-) -> list[T]:
+def load_rows(source: Source, parse: Callable[[Row], T], *, splits: Sequence[str] = (), config: str | None = None) -> list[T]:
     """Load every row, as `parse` makes it of the row's fields.
 
     splits: names that the split has in folders and on the hub, tried in this order; a single file is read whole.

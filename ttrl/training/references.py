@@ -26,11 +26,7 @@ def model_digest(folder: str | Path) -> str:
 
 
 def reference_facts(config: GRPOConfig) -> dict[str, str]:
-    return {
-        MODEL_KEY: config.model,
-        WEIGHTS_KEY: model_digest(config.model),
-        TEMPERATURE_KEY: repr(float(config.temperature)),
-    }
+    return {MODEL_KEY: config.model, WEIGHTS_KEY: model_digest(config.model), TEMPERATURE_KEY: repr(float(config.temperature))}
 
 
 def check_reference(packed: PackedTensors, config: GRPOConfig) -> None:

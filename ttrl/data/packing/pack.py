@@ -126,13 +126,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _check_options(
-    seq_len: int,
-    aggregation: str,
-    constant_length: int | None,
-    too_long: str,
-    share: str,
-    shortest_shared: int,
-    multiple: int,
+    seq_len: int, aggregation: str, constant_length: int | None, too_long: str, share: str, shortest_shared: int, multiple: int
 ) -> None:
     for name, value, kinds in (
         ("aggregation", aggregation, Aggregation),

@@ -292,12 +292,7 @@ def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
         if first.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": first.cached_tokens}
     completion = ChatCompletion.construct(
-        id=first.completion_id,
-        choices=[],
-        created=first.created,
-        model=first.model,
-        object="chat.completion",
-        usage=usage,
+        id=first.completion_id, choices=[], created=first.created, model=first.model, object="chat.completion", usage=usage
     )
     if first.prompt_token_ids is not None:
         completion.prompt_token_ids = list(first.prompt_token_ids)  # type: ignore[attr-defined]  # vLLM's

@@ -73,11 +73,7 @@ def _time(rng: random.Random, scene: Scene, first: int = 0) -> int:
 def _placed(rng: random.Random, scene: Scene) -> Clue:
     subject, t = _subject(rng, scene), _time(rng, scene)
     r = _room_of(rng, scene, subject, t)
-    return Clue(
-        f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}",
-        lambda rules: [[rules.was_at(subject, t, r)]],
-        reach=0,
-    )
+    return Clue(f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}", lambda rules: [[rules.was_at(subject, t, r)]], reach=0)
 
 
 def _for_some(rules: Rules, subject: Subject, says: Callable[[int], Iterable[list[int]]]) -> Iterator[list[int]]:
@@ -242,11 +238,7 @@ def _logical(rng: random.Random, scene: Scene) -> Clue | None:
 def _motive(rng: random.Random, scene: Scene) -> Clue:
     s = int(rng.random() * len(scene.suspects))
     m = scene.motive_of[s]
-    return Clue(
-        f"{scene.suspects[s]} was motivated by {scene.motives[m]}",
-        lambda rules: [[rules.motive[s][m]]],
-        reach=0,
-    )
+    return Clue(f"{scene.suspects[s]} was motivated by {scene.motives[m]}", lambda rules: [[rules.motive[s][m]]], reach=0)
 
 
 def told_facts(scene: Scene) -> dict[str, Clue]:
@@ -259,8 +251,7 @@ def told_facts(scene: Scene) -> dict[str, Clue]:
     }
     if scene.moves:
         facts["time"] = Clue(
-            f"{VICTIM} was murdered at {scene.times[scene.murder_time]}",
-            lambda rules: [[rules.time[scene.murder_time]]],
+            f"{VICTIM} was murdered at {scene.times[scene.murder_time]}", lambda rules: [[rules.time[scene.murder_time]]]
         )
     if scene.motives:
         motive = scene.motive_of[scene.murderer]

@@ -122,12 +122,7 @@ class Objective:
         return choose_by_covariance(*inputs, bounds=bounds, allowed_N=~(low_N | high_N), seed=seed)
 
     def loss(
-        self,
-        logprobs_N: Tensor,
-        sampled_N: Tensor,
-        advantages_N: Tensor,
-        samples_N: Tensor,
-        extras: Mapping[str, Tensor | None],
+        self, logprobs_N: Tensor, sampled_N: Tensor, advantages_N: Tensor, samples_N: Tensor, extras: Mapping[str, Tensor | None]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each token [N], and facts about each [N], without gradient.
 

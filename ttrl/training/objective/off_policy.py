@@ -23,12 +23,7 @@ Correction: TypeAlias = Literal["none", "token", "sequence", "mask"]
 
 
 def importance_weights(
-    kind: Correction,
-    start_logprobs_N: Tensor,
-    sampled_logprobs_N: Tensor,
-    samples_N: Tensor,
-    cap: float,
-    floor: float = 0.0,
+    kind: Correction, start_logprobs_N: Tensor, sampled_logprobs_N: Tensor, samples_N: Tensor, cap: float, floor: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return (weights [N] without gradient, bool [N]: capped or masked). Tokens without a known sampler log-probability (NaN)
     count as sampled by the trainer: weight 1 by themselves, and no part of their sample's product.

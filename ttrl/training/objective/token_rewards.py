@@ -84,11 +84,7 @@ def divergence_penalties(
 
 
 def value_advantages(
-    rows: PackedTensors,
-    values_RT: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    token_rewards_RT: Tensor | None = None,
+    rows: PackedTensors, values_RT: Tensor, gamma: float = 1.0, lam: float = 1.0, token_rewards_RT: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns), both [R, T], by generalised advantage estimation (arXiv 1506.02438); 0 where nothing is
     trained.

@@ -167,9 +167,7 @@ class Policy(nn.Module):
         size, rank = self.vocab_group.size(), self.vocab_group.rank()
         bias = reference.bias_ref_V
         return ReferenceHead(
-            reference.h_ref_ND,
-            reference.weight_ref_VD.chunk(size)[rank],
-            None if bias is None else bias.chunk(size)[rank],
+            reference.h_ref_ND, reference.weight_ref_VD.chunk(size)[rank], None if bias is None else bias.chunk(size)[rank]
         )
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
