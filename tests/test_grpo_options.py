@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import random_samples
+from support.training_steps import training_flops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
-from ttrl.costs.flops import training_flops
 from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.masks import dense_mask
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results

@@ -37,7 +37,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 from transformers import Qwen2Config
 
-from ttrl.costs.flops import training_flops
+from ttrl.costs.flops import forward_flops
 from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
@@ -224,7 +224,9 @@ def bench(name: str, workload: str, ways: list[str], arguments: argparse.Namespa
     policy = make_policy(name, device)
     shared, alone = make_rows(workload, seq_len, MODELS[name][-1])
     positions = shared.input_pos[shared.group_ids >= 0].tolist()
-    flops = training_flops(model_shape(policy.decoder.config.to_dict()), positions, shared.num_trained).total
+    shape = model_shape(policy.decoder.config.to_dict())
+    pairs = {window: sum(min(place + 1, window or place + 1) for place in positions) for window in shape.layers_by_window}
+    flops = (forward_flops(shape, len(positions), pairs, shared.num_trained) * 3).total
     tokens = min(len(positions), 16384)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True)
     dtypes = {way: torch.bfloat16 if way.endswith("bf16") or device == "cuda" else torch.float32 for way in ways}

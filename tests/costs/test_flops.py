@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_models import load_policy_in, random_samples
+from support.training_steps import attention_pairs, training_flops
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import (
     Flops,
-    attention_pairs,
     consecutive_pairs,
     decode_flops,
     forward_flops,
@@ -22,7 +22,6 @@ from ttrl.costs.flops import (
     prefill_flops,
     recomputed_flops,
     sampling_flops,
-    training_flops,
 )
 from ttrl.costs.parameters import decoder_parameters, model_shape
 from ttrl.data.packing.masks import dense_mask, subtree_ends

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import Counter
 
 import torch
 from support.parallel_worker import accumulate, gradients
@@ -9,6 +10,7 @@ from support.tiny_models import random_samples
 from torch import distributed
 
 from ttrl.configs import TrainingConfig
+from ttrl.costs.flops import forward_flops
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.batches import updates
 from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
@@ -106,3 +108,22 @@ def adapter_gradients(folder, packed, here=ALONE, seed=None, **settings):
         torch.manual_seed(seed)
     accumulate(policy, step, config, here)
     return gradients(policy)
+
+
+def attention_pairs(positions, window=None):
+    """Count the pairs of query and key that may see each other, for one head of one layer: `positions` are `input_pos` of all
+    tokens that are not padding."""
+    if window is None:
+        return sum(position + 1 for position in positions)
+    return sum(min(position + 1, window) for position in positions)
+
+
+def training_flops(shape, positions, trained):
+    """Count a forward and a backward pass over packed tokens, all weights trained: `positions` are `input_pos` of all tokens that
+    are not padding, `trained` is the number of labels."""
+    counts = Counter(positions)
+    pairs = {
+        window: sum(times * attention_pairs((position,), window) for position, times in counts.items())
+        for window in shape.layers_by_window
+    }
+    return forward_flops(shape, counts.total(), pairs, trained) * 3

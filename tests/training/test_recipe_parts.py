@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+from support.training_steps import training_flops
 from torch import distributed
 from transformers import Qwen2Config
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.recipe import PROGRESS_VARIABLE
-from ttrl.costs.flops import training_flops
 from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest

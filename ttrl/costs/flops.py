@@ -19,16 +19,9 @@ from ttrl.configs import TrainingConfig
 from ttrl.costs.parameters import DecoderParameters, ModelShape
 
 
-def attention_pairs(positions: Iterable[int], window: int | None = None) -> int:
-    """Count the pairs of query and key that may see each other, for one head of one layer: `positions` are `input_pos` of all
-    tokens that are not padding."""
-    if window is None:
-        return sum(position + 1 for position in positions)
-    return sum(min(position + 1, window) for position in positions)
-
-
 def consecutive_pairs(start: int, stop: int, window: int | None = None) -> int:
-    """Count `attention_pairs` of the positions from `start` up to, not including, `stop`."""
+    """Count the pairs of query and key that may see each other, for one head of one layer: queries at the positions from `start`
+    up to, not including, `stop`."""
     if window is None or stop <= window:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     if start >= window:
@@ -66,17 +59,6 @@ def forward_flops(shape: ModelShape, tokens: int, pairs: Mapping[int | None, int
         attention=4 * shape.heads * shape.head_dim * attention,
         head=2 * shape.width * shape.vocabulary * head_positions,
     )
-
-
-def training_flops(shape: ModelShape, positions: Iterable[int], trained: int) -> Flops:
-    """Count a forward and a backward pass over packed tokens, all weights trained: `positions` are `input_pos` of all tokens that
-    are not padding, `trained` is the number of labels."""
-    counts = Counter(positions)
-    pairs = {
-        window: sum(times * attention_pairs((position,), window) for position, times in counts.items())
-        for window in shape.layers_by_window
-    }
-    return forward_flops(shape, counts.total(), pairs, trained) * 3
 
 
 def sampling_flops(shape: ModelShape, reads: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
