@@ -63,7 +63,7 @@ class EntropyBatch:
     """Drawn answers, on which the entropy is measured under any parameters. `times`: by number in the pack's table."""
 
     def __init__(self, policy: Policy, packed: PackedTensors, times: Mapping[int, int], config: GRPOConfig, here: Ranks) -> None:
-        self._policy, self._device = policy, here.device
+        self._policy = policy
         full = {id(p): name for name, p in policy.named_parameters()}
         self._full_names = {name: full[id(p)] for name, p in policy.parameters_by_name().items()}
         chosen = only(packed, list(times))

@@ -154,32 +154,16 @@ def allocation(run: RunData) -> str:
 def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:
     """Return (heading, cells of the rows whose places are in `shown`) for the main figures that the run recorded."""
     wanted = [
-        ("reward", "reward"),
-        ("held-out reward", "validation_reward"),
-        ("held-out exact", "validation.exact"),
-        ("held-out samples", "validation_samples"),
-        ("groups", "groups.total"),
-        ("groups kept", "groups.kept"),
-        ("samples", "samples"),
-        ("failed", "failed"),
-        ("prompt tokens", "prompt_tokens"),
-        ("completion tokens", "completion_tokens"),
-        ("tokens/s", "tokens_per_second"),
-        ("loss", "train.loss"),
-        ("KL", "train.kl"),
-        ("entropy", "train.entropy"),
-        ("gradient norm", "train.grad_norm"),
-        ("noise scale", "gradient_noise.scale"),
-        ("clipped above", "train.clip_fraction_high"),
-        ("clipped below", "train.clip_fraction_low"),
-        ("learning rate", "train.lr"),
-        ("steps", "train.steps"),
-        ("|Δ logprob| mean", "sampler_trainer.mean"),
-        ("|Δ logprob| p99.9", "sampler_trainer.p999"),
-        ("ESS", "sampler_trainer.ess"),
-        ("canary |Δ|", "sync.canary_max_difference"),
-        ("dead, s", "dead_seconds"),
-    ]
+        ("reward", "reward"), ("held-out reward", "validation_reward"), ("held-out exact", "validation.exact"),
+        ("held-out samples", "validation_samples"), ("groups", "groups.total"), ("groups kept", "groups.kept"),
+        ("samples", "samples"), ("failed", "failed"), ("prompt tokens", "prompt_tokens"),
+        ("completion tokens", "completion_tokens"), ("tokens/s", "tokens_per_second"), ("loss", "train.loss"),
+        ("KL", "train.kl"), ("entropy", "train.entropy"), ("gradient norm", "train.grad_norm"),
+        ("noise scale", "gradient_noise.scale"), ("clipped above", "train.clip_fraction_high"),
+        ("clipped below", "train.clip_fraction_low"), ("learning rate", "train.lr"), ("steps", "train.steps"),
+        ("|Δ logprob| mean", "sampler_trainer.mean"), ("|Δ logprob| p99.9", "sampler_trainer.p999"),
+        ("ESS", "sampler_trainer.ess"), ("canary |Δ|", "sync.canary_max_difference"), ("dead, s", "dead_seconds"),
+    ]  # fmt: skip
     columns = [(name, run.column(path)) for name, path in wanted]
     phases = phase_columns(run)
     columns += [(f"{phase}, s", phases[phase]) for phase in (*PHASES, "other")]

@@ -23,17 +23,9 @@ from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.policy import Policy
 
 _MICROBATCH = (
-    "tokens",
-    "labels",
-    "group_ids",
-    "parent_ids",
-    "input_pos",
-    "sample_ids",
-    "logprobs",
-    "advantages",
-    "weights",
+    "tokens", "labels", "group_ids", "parent_ids", "input_pos", "sample_ids", "logprobs", "advantages", "weights",
     "reference_logprobs",
-)
+)  # fmt: skip
 
 
 @dataclass

@@ -20,14 +20,9 @@ STREAM_INTERVAL = 8
 """Tokens per chunk where streams are only counted: each chunk costs the client."""
 # Words in which servers refuse a request that is too long: those of OpenAI, vLLM and llama.cpp.
 _TOO_LONG = (
-    "context length",
-    "context_length",
-    "context window",
-    "max_model_len",
-    "maximum model length",
-    "maximum input length",
+    "context length", "context_length", "context window", "max_model_len", "maximum model length", "maximum input length",
     "context size",
-)
+)  # fmt: skip
 # What of a request its prompt depends on.
 _OF_THE_PROMPT = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 

@@ -13,54 +13,18 @@ from ttrl.tasks.words import pick, shuffled
 
 VICTIM = "Lord Ashgrove"
 SUSPECTS = (
-    "Miss Violet",
-    "Captain Amber",
-    "Doctor Indigo",
-    "Lady Cerise",
-    "Father Umber",
-    "Madam Olive",
-    "Judge Sable",
-    "Mr. Cobalt",
-    "Mrs. Saffron",
-    "Baron Russet",
-    "Nurse Ivory",
-    "Major Teal",
-)
+    "Miss Violet", "Captain Amber", "Doctor Indigo", "Lady Cerise", "Father Umber", "Madam Olive", "Judge Sable", "Mr. Cobalt",
+    "Mrs. Saffron", "Baron Russet", "Nurse Ivory", "Major Teal",
+)  # fmt: skip
 WEAPONS = ("Dagger", "Pistol", "Fire Iron", "Silk Scarf", "Arsenic", "Bronze Bust", "Hatchet", "Bow", "Razor", "Walking Stick")
 ROOMS = (
-    "Armoury",
-    "Attic",
-    "Boathouse",
-    "Cellar",
-    "Chapel",
-    "Gallery",
-    "Greenhouse",
-    "Laundry",
-    "Map Room",
-    "Music Room",
-    "Nursery",
-    "Orchard",
-    "Pantry",
-    "Parlour",
-    "Salon",
-    "Stables",
-    "Tea Room",
-    "Wine Cellar",
-)
+    "Armoury", "Attic", "Boathouse", "Cellar", "Chapel", "Gallery", "Greenhouse", "Laundry", "Map Room", "Music Room",
+    "Nursery", "Orchard", "Pantry", "Parlour", "Salon", "Stables", "Tea Room", "Wine Cellar",
+)  # fmt: skip
 MOTIVES = (
-    "Envy",
-    "Shame",
-    "Debt",
-    "Love",
-    "Grief",
-    "Vengeance",
-    "Loyalty",
-    "Boredom",
-    "Contempt",
-    "Despair",
-    "Inheritance",
+    "Envy", "Shame", "Debt", "Love", "Grief", "Vengeance", "Loyalty", "Boredom", "Contempt", "Despair", "Inheritance",
     "Rivalry",
-)
+)  # fmt: skip
 DIRECTIONS = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
 SHARED_MOTIVES_AT_MOST = 5
 
