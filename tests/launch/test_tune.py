@@ -14,12 +14,13 @@ from support.pretended_tune import PretendedTune
 from tqdm.auto import tqdm
 
 from ttrl.errors import ConfigError, StorageError, TrainerError
-from ttrl.launch.tune import GRPO_RECIPE, SFT_RECIPE, follow_progress, tune, wait_for_process
+from ttrl.launch.tune import GRPO_RECIPE, SFT_RECIPE, TrainerProcess, follow_progress, tune
 
 
 def run(tmp_path, code, pbar=False):
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    wait_for_process(command, tmp_path / "train.log", progress=tmp_path / "progress", pbar=pbar, pbar_desc="training")
+    with TrainerProcess(command, tmp_path / "train.log", tmp_path / "progress") as process:
+        process.show(process.ended, pbar=pbar, pbar_desc="training")
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_errors_of_earlier_attempts_in_the_same_log_are_not_this_one(tmp_path):
 
 def test_a_command_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="cannot start '/no/such/program'"):
-        wait_for_process(["/no/such/program"], tmp_path / "log", progress=tmp_path / "p", pbar=False, pbar_desc="x")
+        TrainerProcess(["/no/such/program"], tmp_path / "log", tmp_path / "p").start()
 
 
 def test_the_process_is_told_where_to_report_progress(tmp_path):

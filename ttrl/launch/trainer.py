@@ -12,7 +12,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,11 @@ class Trainer:
         trainer.stop()
 
     With `config.trainer` "once", `start` does nothing and each training has a process of its own: the same files, bit for bit.
-    With `config.nnodes` above 1, other machines join it (`ttrl.launch.nodes`). `torchrun_args`: further ones for torchrun.
-    An object belongs to one thread at a time.
+    With `config.nnodes` above 1, other machines join it (`ttrl.launch.nodes`). An object belongs to one thread at a time.
     """
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, console: Console, torchrun_args: Sequence[str] = ()) -> None:
-        self._config, self._folder, self._console, self._torchrun = config, folder, console, list(torchrun_args)
+    def __init__(self, config: TrainConfig, folder: RunFolder, console: Console) -> None:
+        self._config, self._folder, self._console = config, folder, console
         self._log = folder.path / "logs" / "trainer.log"
         self._resident: tuple[TrainerProcess, RequestFolder] | None = None
         self._private: tempfile.TemporaryDirectory[str] | None = None
@@ -71,17 +70,17 @@ class Trainer:
         config = dict(recipe_config) | {"follow": str(path), "packed": ""}
         write_recipe_config(config, path / "start.yaml")
         self._asked, self._made_of = 0, {name: config.get(name) for name in PROCESS_SETTINGS}
-        torchrun, variables = self._torchrun, self._variables()
+        variables = self._variables()
         self._leave_meeting()
         self._private = tempfile.TemporaryDirectory(prefix="ttrl-")
-        meeting, private = meeting_here(Path(self._private.name), self._config.processes_here, torchrun)
         if self._config.nnodes == 1:
-            torchrun, variables = [*meeting, *torchrun], variables | private
+            torchrun, private = meeting_here(Path(self._private.name), self._config.processes_here)
+            variables |= private
         else:
             endpoint = self._config.endpoint()
             assert endpoint is not None  # checked with the config
             nnodes, timeout = self._config.nnodes, self._config.join_timeout
-            torchrun = [*torchrun_arguments(nnodes, endpoint, path.name, leads=True, join_timeout=timeout), *torchrun]
+            torchrun = torchrun_arguments(nnodes, endpoint, path.name, leads=True, join_timeout=timeout)
             variables |= network_environment(endpoint)
             write_meeting(path, self._config, self._config.processes_here)
             self._console.line(
@@ -121,7 +120,6 @@ class Trainer:
                 recipe_config,
                 config_path,
                 nproc_per_node=self._config.processes_here,
-                torchrun_args=self._torchrun,
                 variables=self._variables(),
                 pbar=pbar,
                 pbar_desc=pbar_desc,

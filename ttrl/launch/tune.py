@@ -58,8 +58,8 @@ def tune(
         torchrun += torchrun_args
         command = tune_command(config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun)
         private |= variables or {}
-        progress = Path(temporary, "progress")
-        wait_for_process(command, log, progress=progress, variables=private, pbar=pbar, pbar_desc=pbar_desc)
+        with TrainerProcess(command, log, Path(temporary, "progress"), private) as process:
+            process.show(process.ended, pbar=pbar, pbar_desc=pbar_desc)
     return checkpoint_of(output, log_path)
 
 
@@ -106,20 +106,6 @@ def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) 
     if not (checkpoint / "config.json").is_file():
         raise TrainerError(f"the recipe ended without an error but left no checkpoint in {checkpoint}; see {log_path or output}")
     return checkpoint
-
-
-def wait_for_process(
-    command: Sequence[str],
-    log_path: Path,
-    *,
-    progress: Path,
-    variables: Mapping[str, str] | None = None,
-    pbar: bool,
-    pbar_desc: str,
-) -> None:
-    """Run a trainer's command to its end, with a bar that follows the microbatches. Raises TrainerError or StorageError."""
-    with TrainerProcess(command, log_path, progress, variables) as process:
-        process.show(process.ended, pbar=pbar, pbar_desc=pbar_desc)
 
 
 def visible_devices() -> list[str]:

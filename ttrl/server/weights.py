@@ -138,10 +138,10 @@ def sync_weights(
 def verify_weights(
     server: ServerConnection, checkpoint_folder: str | os.PathLike[str], *, after: str = "its start", compare: bool = True
 ) -> tuple[CanaryReport, WeightComparison]:
-    """Verify that a running server has the weights of `checkpoint_folder`: what its workers hold, and the canary. `after` says in
-    the error what it was checked after.
+    """Verify that a running server has the weights of `checkpoint_folder`: what its workers hold (not without `compare`),
+    and the canary. `after` says in the error what it was checked after.
 
-    Raises WeightSyncError if they differ; ModelFolderError for an unreadable canary.
+    Raises WeightSyncError, with both numbers and the position, if they differ; ModelFolderError for an unreadable canary.
     """
     folder = Path(checkpoint_folder).absolute()
     canary = Canary.load(folder)
@@ -151,27 +151,13 @@ def verify_weights(
             f"after {after}, the server does not hold the weights in {checkpoint_folder}: {comparison.problem}; a file that "
             "changed since the trainer wrote it must be made again (remove the iteration's marker), or copied again"
         )
-    return verify_canary(server, folder, after=after, comparison=comparison), comparison
-
-
-def verify_canary(
-    server: ServerConnection,
-    checkpoint_folder: str | os.PathLike[str],
-    *,
-    after: str = "its start",
-    comparison: WeightComparison = WeightComparison(),
-) -> CanaryReport:
-    """Verify a running server by the canary of `checkpoint_folder`, and by what is known of its weights.
-
-    Raises WeightSyncError, with both numbers and the position, if they differ; ModelFolderError for an unreadable canary.
-    """
-    report = check_canary(server, Canary.load(checkpoint_folder))
+    report = check_canary(server, canary)
     if problem := _problem(server, report, comparison, just_started=True):
         raise WeightSyncError(
             f"after {after}, the server does not compute with the weights in {checkpoint_folder}: {problem}; "
             "dtype, config.json and weights of trainer and server must agree"
         )
-    return report
+    return report, comparison
 
 
 def _problem(
