@@ -88,17 +88,8 @@ class RunComparison:
 
     def rows(self) -> list[list[str]]:
         """Return the table, its heading first."""
-        sure = f"{self.confidence * 100:g}%"
-        heads = [
-            "arm",
-            "seeds",
-            "iteration",
-            f"held-out {self.metric}",
-            f"{sure} interval",
-            "difference",
-            f"{sure} interval",
-            "p",
-        ]
+        span = f"{self.confidence * 100:g}% interval"
+        heads = ["arm", "seeds", "iteration", f"held-out {self.metric}", span, "difference", span, "p"]
         table = [[*heads, "training reward", "FLOP", "tokens", "time"]]
         for arm in self.arms:
             row = [arm.name, str(len(arm.points)), " ".join(str(point.iteration) for point in arm.points)]

@@ -46,11 +46,9 @@ def _in(scene: Scene, r: int) -> str:
     return f"in the {scene.rooms[r]}"
 
 
-def _subject(rng: random.Random, scene: Scene, *, weapons: bool = True, people: bool = True) -> Subject:
+def _subject(rng: random.Random, scene: Scene, *, weapons: bool = True) -> Subject:
     """Draw a random subject; roles now and then."""
-    first = 0 if people else len(scene.suspects) + 1
-    last = scene.movers if weapons else len(scene.suspects) + 1
-    mover = first + int(rng.random() * (last - first))
+    mover = int(rng.random() * (scene.movers if weapons else len(scene.suspects) + 1))
     role = rng.random()
     if mover < len(scene.suspects):
         if role < 0.08:
