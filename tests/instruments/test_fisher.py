@@ -53,11 +53,11 @@ def test_a_projection_keeps_the_kernel(tokens):
     exact = fisher_kernel(token_gradients(chosen, parameters))
     norms = exact.diagonal().sqrt()
     found = [
-        fisher_kernel(token_gradients(chosen, parameters, projection=Projection(parameters, 256, seed))) for seed in range(20)
+        fisher_kernel(token_gradients(chosen, parameters, projection=Projection(parameters, 256, seed))) for seed in range(8)
     ]
     scaled = torch.stack([(one - exact) / norms[:, None] / norms[None] for one in found])
     assert scaled.abs().mean() < 2 / 256**0.5
-    assert scaled.mean(dim=0).abs().max() < 5 / (256 * 20) ** 0.5  # no bias
+    assert scaled.mean(dim=0).abs().max() < 5 / (256 * 8) ** 0.5  # no bias
 
 
 def test_sequences_are_sums_of_their_tokens(tokens):

@@ -112,34 +112,7 @@ async def get_task_results(
     samples (see `TaskResults.raise_if_all_failed`). On cancellation, such as Ctrl-C, all requests are ended first, and
     the CancelledError carries what was finished as `results` (a TaskResults).
     """
-    settings = SamplingSettings(
-        client=client,
-        model=model,
-        n=n,
-        params=params,
-        token_ids=token_ids,
-        cache=cache,
-        weights_digest=weights_digest,
-        weights_version=weights_version,
-        concurrency=concurrency,
-        samples_per_request=samples_per_request,
-        max_retries=max_retries,
-        max_downtime=max_downtime,
-        stall_timeout=stall_timeout,
-        on_chunk=on_chunk,
-        isolated=isolated,
-        grader_timeout=grader_timeout,
-        grader_memory=grader_memory,
-        transform=transform,
-        on_task_done=on_task_done,
-        token_budget=token_budget,
-        unfinished=unfinished,
-        prices=prices,
-        pbar=pbar,
-        pbar_desc=pbar_desc,
-        log_dir=log_dir,
-        requests_log=requests_log,
-    )
+    settings = SamplingSettings(**{name: value for name, value in locals().items() if name != "tasks"})  # the arguments
     checked = checked_tasks(tasks)
     sampling = Sampling(settings, len(checked))
     for task in checked:
