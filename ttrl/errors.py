@@ -26,7 +26,7 @@ TtrlError
 """
 
 import traceback
-from typing import Literal
+from typing import Any, Literal
 
 from ttrl.text import harmless
 
@@ -165,3 +165,12 @@ def describe(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]
     return line if len(line) <= 400 else line[:399] + "…"
+
+
+def complaints(check: Any, where: str = "") -> list[str]:
+    """Return what a check has to say, after `where`, where it raises a UserError; [] where it does not."""
+    try:
+        check()
+    except UserError as error:
+        return [f"{where}{error}"]
+    return []

@@ -22,7 +22,7 @@ from typing import Any
 
 from ttrl.configs.reference import explained
 from ttrl.configs.vllm_arguments import argument_problems
-from ttrl.errors import ConfigError, ModelFolderError, UserError
+from ttrl.errors import ConfigError, ModelFolderError, UserError, complaints
 from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.evaluation.results import EvalResult, SetResult, read_result
 from ttrl.ready_models import READY_MODELS, ready_model
@@ -130,12 +130,12 @@ class EvalConfig:
         if not _is_within(self.confidence, 0.5, 0.9999):
             found.append(f"confidence is {self.confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
         if self.prices is not None:
-            found += _said(lambda: Prices.of(self.prices))
-        found += _said(lambda: request_kwargs(self.sampling_params()))
+            found += complaints(lambda: Prices.of(self.prices))
+        found += complaints(lambda: request_kwargs(self.sampling_params()))
         refused = [*own_argument_problems(self.server_args), *argument_problems(self.server_args)]
         found += [f"server_args: {problem}" for problem in refused]
         if self.cache is not None:
-            found += _said(self._check_cache)
+            found += complaints(self._check_cache)
         if isinstance(self.model, str) and is_address(self.model):
             found += filter(None, [address_problem(self.model)])
             given = {"dtype": self.dtype, "max_model_len": self.max_model_len, "server_args": self.server_args or None}
@@ -304,7 +304,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
         if one.name in [other.name for other in sets[:place]]:
             problems.append(f"{one.name} is asked for twice")
         if config.system_prompt is not None:
-            problems += _said(lambda one=one: _with_system(one.tasks, config.system_prompt or ""))
+            problems += complaints(lambda one=one: _with_system(one.tasks, config.system_prompt or ""))
     if problems:
         raise ConfigError("evaluation", problems)
     if config.system_prompt is not None:
@@ -392,7 +392,7 @@ def _file_problems(config: EvalConfig) -> list[str]:
             found.append(f"{name} is {path}, a folder; give the name of a file")
         elif not os.access(path.parent, os.W_OK | os.X_OK):
             found.append(f"{name} is {path}; there is no permission to write into {path.parent}")
-        elif name == "output" and path.exists() and path.stat().st_size and _said(lambda path=path: read_result(path)):
+        elif name == "output" and path.exists() and path.stat().st_size and complaints(lambda path=path: read_result(path)):
             found.append(f"output is {path}, which is not the result of an evaluation; give another name, or remove it")
     if config.output is not None and config.samples_file is not None and Path(config.output) == Path(config.samples_file):
         found.append(f"output and samples_file are both {config.output}; give two names")
@@ -401,12 +401,3 @@ def _file_problems(config: EvalConfig) -> list[str]:
 
 def _is_within(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-def _said(check: Any) -> list[str]:
-    """Return what a check has to say: [] where it raises nothing."""
-    try:
-        check()
-    except UserError as error:
-        return [str(error)]
-    return []

@@ -1,10 +1,10 @@
 """Everything that can be known to be wrong with a run, found at once, before torch is loaded or a server started."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, describe
+from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, complaints, describe
 from ttrl.ready_models import READY_MODELS
 from ttrl.server.model_folder import check_model_folder
 from ttrl.server.vllm import own_argument_problems
@@ -43,11 +43,11 @@ def checked(
     if config.sampling:
         from ttrl.rollouts.client.chat_completions import request_kwargs  # loads openai
 
-        problems += _said(lambda: request_kwargs(config.sampling), "sampling: ")
+        problems += complaints(lambda: request_kwargs(config.sampling), "sampling: ")
     if config.early_stop and config.early_stop.keys() <= {"alpha", "threshold"}:
         from ttrl.rollouts.early_stop import InferenceEarlyStop
 
-        problems += _said(lambda: InferenceEarlyStop(**(config.early_stop or {})), "early_stop: ")
+        problems += complaints(lambda: InferenceEarlyStop(**(config.early_stop or {})), "early_stop: ")
     tasks, validation_tasks = listed(tasks, "tasks"), listed(validation_tasks, "validation_tasks")
     if not errors:
         problems += _task_problems(config, tasks, validation_tasks, said)
@@ -102,11 +102,3 @@ def _check_hub(model: str) -> None:
                 f"model {model!r} is neither a folder here nor in the hub's cache, and the hub does not have it for us: "
                 f"{describe(error)}; give a model folder, or a name that `ttrl models` lists"
             ) from error
-
-
-def _said(check: Callable[[], object], where: str) -> list[str]:
-    try:
-        check()
-    except UserError as error:
-        return [f"{where}{error}"]
-    return []
