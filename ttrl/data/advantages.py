@@ -124,9 +124,9 @@ def _with_signal(results: Sequence[TaskResult], shaped: Sequence[Sequence[float]
     """Return the places of the groups whose shaped rewards differ, and how many others there are for which reason.
 
     "all_right" and "all_wrong" are groups whose samples all are what their grader calls "exact", or all are not. Where it has no
-    such metric, those whose samples all have the highest or the lowest reward of the batch; where all groups have the same one, it
-    is wrong unless it is positive. "other_equal" is the rest of the groups with one reward, "too_few" those with fewer than two
-    graded samples. The reason is told by the graders' rewards.
+    such metric, they are those whose samples all have the highest or the lowest reward of the batch; where all groups have the
+    same one, it is wrong unless it is positive. "other_equal" is the rest of the groups with one reward, "too_few" those with
+    fewer than two graded samples. The reason is told by the graders' rewards.
     """
     everything = [reward for result in results for reward in result.rewards]
     highest, lowest = (max(everything), min(everything)) if everything else (0.0, 0.0)
