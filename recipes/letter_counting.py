@@ -14,7 +14,9 @@ learning rate) from 0.71 to 0.85 and back to 0.78. With these settings, seeds 3,
 0.78, 0.77 and 0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five), and of 256 held-out words that
 played no part in choosing the settings, 0.844, 0.859 and 0.863 were right before and 0.879, 0.918 and 0.898 after.
 
-With --model, that chat model is asked instead, and may think aloud for 64 tokens.
+With --model, that chat model is asked instead, and may think aloud for 64 tokens; a number that is near is worth a little. In 38
+minutes on two cores (40 iterations, bf16) SmolLM2-135M learned to give a number, and to count hardly: of its samples 0.03 were
+right in the beginning and 0.27 in the end, of 64 greedy held-out answers 0.156 and 0.281 (0.186 to 0.401). Chance is 0.25.
 """
 
 from ttrl import TrainConfig
