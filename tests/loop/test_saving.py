@@ -279,6 +279,26 @@ def test_a_trainer_that_dies_is_brought_to_where_it_was(world, beside):
     assert_finished(world, 6, 6 * 2 + 7 * 2)
 
 
+def test_a_trainer_that_starts_again_leaves_what_validation_is_writing(world, beside, monkeypatch):
+    left = [".partial-1-checkpoint/model.safetensors", ".partial-1-validation.jsonl", "done/.partial-1-validate.json"]
+    there, train = [], beside.train
+
+    def dying_once(self, number, recipe_config):
+        folder = world.run / f"iterations/{number:04d}"
+        if number == 2:
+            if not there:
+                for name in left:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / name).touch()
+                beside.dies[2] = TrainerDiedError(DEAD)
+            there.append([name for name in left if (folder / name).exists()])
+        return train(self, number, recipe_config)
+
+    monkeypatch.setattr(beside, "train", dying_once)
+    world.train(weight_sync="memory", iterations=2)
+    assert there == [left, left[1:]]
+
+
 def test_a_server_that_cannot_take_it_is_given_files(world, beside):
     world.server_reads_files_only = True
     world.train(weight_sync="memory", save_every=3)

@@ -90,6 +90,16 @@ def test_remove_leftovers_takes_folders_too_and_nothing_else(tmp_path: Path) -> 
     assert names(tmp_path / "iterations") == ["0001"]
 
 
+def test_leftovers_of_a_name_are_not_what_others_write_beside_it(tmp_path: Path) -> None:
+    ours, old, theirs = (files.TEMPORARY_PREFIX + rest for rest in ("x-checkpoint", "y-old-checkpoint", "x-validation.jsonl"))
+    for place in (ours, old, "done"):
+        (tmp_path / place).mkdir()
+    for place in (theirs, f"done/{theirs}"):
+        (tmp_path / place).touch()
+    assert {path.name for path in files.remove_leftovers(tmp_path, "checkpoint")} == {ours, old}
+    assert names(tmp_path) == sorted([theirs, "done"]) and names(tmp_path / "done") == [theirs]
+
+
 @pytest.mark.parametrize(("code", "word"), [(errno.ENOSPC, "make room"), (errno.EACCES, "Permission denied")])
 def test_what_the_system_refuses_becomes_a_storage_error_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, word: str

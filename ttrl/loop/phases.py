@@ -404,8 +404,9 @@ class Phases:
         folder = Path(recipe_config["output_dir"])
         if recipe_config["packed"]:
             (folder / "train.jsonl").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # half a checkpoint is as large as a whole one, and of no use
-            remove_leftovers(folder)
+        for name in _POLICY:  # half a checkpoint is as large as a whole one, and of no use
+            with contextlib.suppress(OSError):
+                remove_leftovers(folder, name)
         self.trainer.train(number, recipe_config)
         if recipe_config["packed"] and (handover := self.trainer.handover(number)) is not None:
             check_bits(self.folder.iteration(number), handover.digests, recipe_config, self.config.processes)

@@ -165,7 +165,7 @@ def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iter
             yield temporary
             fsync_tree(temporary)
             if path.exists():
-                old = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix="-old", dir=path.parent))
+                old = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix=f"-old-{path.name}", dir=path.parent))
                 os.replace(path, old)  # an empty folder may be replaced by a rename
                 os.replace(temporary, path)
                 shutil.rmtree(old)
@@ -176,9 +176,13 @@ def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iter
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what killed processes left half written: `folder` itself, or what is below it; return what it removed."""
-    leftovers = [folder] if folder.name.startswith(TEMPORARY_PREFIX) else list(folder.rglob(TEMPORARY_PREFIX + "*"))
+def remove_leftovers(folder: Path, name: str = "") -> list[Path]:
+    """Remove what killed processes left half written: `folder` itself, or what is below it; return what it removed. name: only
+    of the file or folder of that name right in `folder`, where others may be writing beside it."""
+    if folder.name.startswith(TEMPORARY_PREFIX):
+        leftovers = [folder]
+    else:
+        leftovers = list(folder.glob(f"{TEMPORARY_PREFIX}*-{name}") if name else folder.rglob(TEMPORARY_PREFIX + "*"))
     for path in leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return leftovers
