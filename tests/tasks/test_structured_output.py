@@ -26,9 +26,9 @@ def reply(text):
         ("\n  " + json.dumps(RECORD, indent=2) + "\n", 1.0, 1.0),
         ('{"city": "Paris", "name": "Ada", "age": 36}', 1.0, 1.0),
         (f"<think>{{}}</think>{RIGHT}", 1.0, 1.0),
-        (f"```json\n{RIGHT}\n```", 0.0, 1.0),
-        (f"Here you are: {RIGHT} Anything else?", 0.0, 1.0),
-        ('{"name": "ada", "age": "36", "city": " Paris "}', 0.1, 1.0),
+        (f"```json\n{RIGHT}\n```", 0.45, 1.0),
+        (f"Here you are: {RIGHT} Anything else?", 0.45, 1.0),
+        ('{"name": "ada", "age": "36", "city": " Paris "}', 0.55, 1.0),
         ('{"name": "Ada", "age": 36}', 0.1 + 0.45 * 2 / 3, 0.1 + 0.45 * 2 / 3),
         ('{"name": "Ada", "age": 36, "city": "Paris", "job": null}', 0.1 + 0.45 * 3 / 4, 0.1 + 0.45 * 3 / 4),
         ('{"name": "Ada", "age": 36, "city": null}', 0.1 + 0.45 * 2 / 3, 0.1 + 0.45 * 2 / 3),
@@ -37,11 +37,12 @@ def reply(text):
         ("{}", 0.1, 0.1),
         ('{"name": "Ada", "name": "Ada", "age": 36, "city": "Paris"}', 0.0, 0.0),
         ('{"name": "Ada", "age": NaN, "city": "Paris"}', 0.0, 0.0),
-        (f"[{RIGHT}]", 0.0, 1.0),
+        (f"[{RIGHT}]", 0.45, 1.0),
         (RIGHT + RIGHT, 0.0, 0.0),
         (RIGHT[:-1], 0.0, 0.0),
         (f"<think>{RIGHT}", 0.0, 0.0),
-        (RIGHT + " " * LONGEST + ".", 0.0, 1.0),
+        (RIGHT + " " * LONGEST + ".", 0.45, 1.0),
+        ('Of course: {"name": "Ada", "age": 36}', 0.45 * 2 / 3, 0.1 + 0.45 * 2 / 3),
         (RIGHT[:-1] + " " * LONGEST + "}", 0.0, 0.0),
         ("[" * 1900, 0.0, 0.0),
         ('{"a":' * 390 + "1" + "}" * 390, 0.0, 0.0),
@@ -56,7 +57,7 @@ def test_rewards(text, strict, lenient):
         reward, metrics = StructuredOutputGrader(RECORD, **options)(reply(text))
         assert reward == pytest.approx(expected)
         also = {} if options else {"lenient": float(lenient == 1)}
-        assert metrics == {"exact": float(expected == 1), "valid": float(expected > 0)} | also
+        assert metrics == {"exact": float(expected == 1), "valid": float(expected not in (0, 0.45, 0.45 * 2 / 3))} | also
 
 
 def test_true_is_not_one():

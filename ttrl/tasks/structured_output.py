@@ -79,9 +79,11 @@ _PROMPT = "{text}\n\nWrite this as JSON with the keys {keys}."
 
 @dataclass(frozen=True)
 class StructuredOutputGrader:
-    """1.0 if the reply, after any thinking, is one JSON object with exactly these keys and values; for another object,
-    `valid_reward` and half of the rest in proportion to the keys that are right, of all keys that it has or should have (with the
-    whole, a policy is content with two of three keys for a while); else 0.
+    """1.0 if the reply, after any thinking, is one JSON object with exactly these keys and values; else `valid_reward` for an
+    object, and half of the rest in proportion to the keys that are right, of all keys that it has or should have.
+
+    That half reads leniently: what the object says is worth something wherever it stands. Where only bare objects were paid, two
+    keys out of a bare one were worth more than all three out of a code block, and a policy stayed content with two.
 
     lenient: the object may stand between other words or in a code block, numbers may be texts, and case does not count.
     """
@@ -94,13 +96,13 @@ class StructuredOutputGrader:
         """Return (reward, {"exact": 0 or 1, "valid": 1 if there is an object}), and where it is not `lenient`, what it would call
         right if it were."""
         text = after_thinking(reply_text(choice))
-        share = self._share(text, self.lenient)
+        share, said = self._share(text, self.lenient), self._share(text, True)
         metrics = {"exact": float(share == 1), "valid": float(share is not None)}
         if not self.lenient:
-            metrics["lenient"] = float(self._share(text, True) == 1)
-        if share is None or share == 1:
-            return share or 0.0, metrics
-        return self.valid_reward + (1 - self.valid_reward) / 2 * share, metrics
+            metrics["lenient"] = float(said == 1)
+        if share == 1:
+            return 1.0, metrics
+        return metrics["valid"] * self.valid_reward + (1 - self.valid_reward) / 2 * (said or 0.0), metrics
 
     def _share(self, text: str, lenient: bool) -> float | None:
         """Return the share of keys that are right; None without an object."""
