@@ -9,7 +9,7 @@ S3_SERVER := $(VENV)/s3/bin/moto_server
 .PHONY: help install quickstart quickstart-tiny test test-quick bench lint types clean
 
 help:
-	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (8 to 12 minutes on 2 cores)"
+	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (6 to 12 minutes on 2 cores)"
 	@echo "make quickstart-tiny  the same with a model of a million parameters, from nothing (about 5 minutes)"
 	@echo "make test         every test that this machine can run"
 	@echo "make test-quick   the tests without servers and trainers"

@@ -103,6 +103,13 @@ def test_assumed_lengths(big):
     assert whole.completions_from == "assumed" and half.work.signal_share == 0.5
 
 
+def test_memory_is_planned_for_completions_as_long_as_they_may_be(big):
+    short, long = (plan(config_of(big, tasks_per_iteration=64), assumptions=Assumptions(100, n)) for n in (2, 1024))
+    assert short.work.rows < long.work.rows
+    assert short.memory.trainer_parts == pytest.approx(long.memory.trainer_parts, rel=0.01)
+    assert short.memory.sequences >= long.memory.sequences
+
+
 def test_large_iterations_are_planned_from_a_part(big, monkeypatch):
     few = plan(config_of(big, tasks_per_iteration=64))
     monkeypatch.setattr("ttrl.plans.lengths._MOST_TOKENS", 50_000)

@@ -104,6 +104,16 @@ def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
         ) from error
 
 
+def at_their_longest(config: TrainConfig, lengths: IterationLengths) -> IterationLengths:
+    """Return the same groups, all trained on, with completions of `max_tokens` where a row has room for them: what memory is
+    planned for, as models that answer in 16 tokens do not always."""
+    groups = []
+    for group in lengths.groups:
+        longest = min(config.max_tokens, config.seq_len - len(group.prompt))
+        groups.append(replace(group, completions=[max(length, longest) for length in group.completions]))
+    return replace(lengths, groups=groups, signal_share=1.0)
+
+
 def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> IterationLengths | None:
     """Return what the newest of a run's iteration folders sampled; None where none has rollouts. In samples of several turns,
     what stands between the turns counts as completion."""

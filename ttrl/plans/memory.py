@@ -64,19 +64,26 @@ class PlannedMemory:
 
 
 def memory_of(
-    model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig, work: Work, machine: Machine, with_server: bool = True
+    model: Mapping[str, Any],
+    config: TrainConfig,
+    recipe: GRPOConfig,
+    work: Work,
+    most: Work,
+    machine: Machine,
+    with_server: bool = True,
 ) -> PlannedMemory:
-    """Plan the memory of trainer and server. model: values of config.json. On CUDA both are assumed to share each GPU."""
+    """Plan the memory of trainer and server. model: values of config.json. most: an iteration whose completions are all as long
+    as they may be; the trainer has to have room for that. On CUDA both are assumed to share each GPU."""
     ranks = max(1, config.processes // recipe.tensor_parallel)
     workload = Workload(
-        row_length=max(1, work.row_length),
-        trained_share=work.trained_tokens / work.computed_tokens if work.computed_tokens else 1.0,
-        rows=-(-work.rows // ranks) or 1,
-        microbatches=-(-work.microbatches // max(1, work.optimizer_steps)),
-        longest_sample=work.longest_sample,
+        row_length=max(1, most.row_length),
+        trained_share=most.trained_tokens / most.computed_tokens if most.computed_tokens else 1.0,
+        rows=-(-most.rows // ranks) or 1,
+        microbatches=-(-most.microbatches // max(1, most.optimizer_steps)),
+        longest_sample=most.longest_sample,
     )
     # A microbatch holds no more rows than an optimizer step has for this process.
-    rows_of_step = -(-work.rows // max(1, work.optimizer_steps) // ranks) or 1
+    rows_of_step = -(-most.rows // max(1, most.optimizer_steps) // ranks) or 1
     recipe = dataclasses.replace(recipe, rows_per_microbatch=max(1, min(recipe.rows_per_microbatch, rows_of_step)))
     device: Device = "cuda" if machine.cuda else "cpu"
     estimate = training_memory(model, recipe, workload, device=device, ranks=ranks)

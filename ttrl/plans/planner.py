@@ -22,7 +22,7 @@ from ttrl.errors import ModelFolderError, UserError
 from ttrl.plans.choices import Choices, choose, value_of
 from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
-from ttrl.plans.lengths import Assumptions, IterationLengths, assumed_lengths, run_lengths, task_lengths
+from ttrl.plans.lengths import Assumptions, IterationLengths, assumed_lengths, at_their_longest, run_lengths, task_lengths
 from ttrl.plans.machine import Machine, gpu_named, gpus_here, host_here, this_machine
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
 from ttrl.plans.memory import argument, memory_of
@@ -111,7 +111,9 @@ def make_plan(
     work = work_of(config, recipe, lengths, packed, 0 if recipe_only else held_out)
     block = int(argument(config, "block_size", 16 if machine.cuda else 128))  # vLLM's defaults
     flops = flops_of(decoder, recipe, lengths, packed, work, None if config.shares_prompts else block)
-    memory = memory_of(model, config, recipe, work, machine, with_server=not recipe_only)
+    longest = at_their_longest(config, lengths)
+    most = work_of(config, recipe, longest, pack(config, longest, decoder.shape.vocabulary), 0)
+    memory = memory_of(model, config, recipe, work, most, machine, with_server=not recipe_only)
     each = iteration_bytes(model, recipe)
     disk = _disk(config, each, work, here=gpu is None and not recipe_only)
     passed = adapter_numbers(decoder, recipe)
