@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -36,6 +37,25 @@ def test_a_line_says_what_was_asked_and_what_it_cost(tmp_path: Path) -> None:
         "error": None,
     }
     assert (second["hit"], second["samples"], second["error"]) == (True, [7], "TimeoutError: too slow")
+
+
+def test_a_log_that_is_opened_while_another_one_writes_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take half a line for one that a killed process has left, and cut it off."""
+    first, second, write = RequestsLog(tmp_path / "log"), RequestsLog(tmp_path / "log"), os.write
+    first.append(**LINE)
+    other = threading.Thread(target=lambda: second.append(**LINE))
+
+    def in_two_parts(descriptor: int, line: bytes) -> int:
+        half = write(descriptor, line[:50])
+        other.start()
+        other.join(0.1)
+        return half + write(descriptor, line[50:])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", in_two_parts)
+        first.append(**LINE)
+    other.join()
+    assert len(read_jsonl(first.path)) == 3
 
 
 def test_threads_and_processes_write_whole_lines(tmp_path: Path) -> None:

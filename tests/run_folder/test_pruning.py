@@ -9,7 +9,7 @@ from ttrl import TrainConfig
 from ttrl.configs.run import ConfigError
 from ttrl.errors import StorageError
 from ttrl.plans.disk import DiskNeeds, disk_needs, judge_disk
-from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.folder import IterationFolder, RunFolder
 from ttrl.run_folder.pruning import best_policies, kept_of, most_kept, prune
 from ttrl.tiny_model import make_tiny_model
 
@@ -67,6 +67,21 @@ def test_policies_that_were_not_written(tmp_path):
     folder.iteration(8).mark("save", [], {})  # written after all
     assert folder.written_until(8) == [8, 6, 3, 0] and best_policies(folder, rewards, every_third) == [8]
     assert most_kept(every_third, 9) == (3, 3) and most_kept(config(tmp_path), 9) == (5, 4)
+
+
+def test_a_policy_that_is_written_while_another_thread_prunes(tmp_path, monkeypatch):
+    """That thread has just seen that it is not."""
+    folder, look = RunFolder(tmp_path), IterationFolder.marker
+    folder.iteration(1).mark("train", [], {"trained": True, "saved": False})
+
+    def look_too_early(self, phase):
+        seen = look(self, phase)
+        if phase == "save" and seen is None:
+            folder.iteration(1).mark("save", [], {})
+        return seen
+
+    monkeypatch.setattr(IterationFolder, "marker", look_too_early)
+    assert folder.written_until(1) == [0] and folder.written_until(1) == [1, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ttrl.errors import StorageError
 from ttrl.system import files
+from ttrl.system.processes import RECORD_SUFFIX, reap_leftovers
 
 
 def names(folder: Path) -> list[str]:
@@ -98,6 +100,25 @@ def test_leftovers_of_a_name_are_not_what_others_write_beside_it(tmp_path: Path)
         (tmp_path / place).touch()
     assert {path.name for path in files.remove_leftovers(tmp_path, "checkpoint")} == {ours, old}
     assert names(tmp_path) == sorted([theirs, "done"]) and names(tmp_path / "done") == [theirs]
+
+
+def test_who_looks_through_a_folder_passes_over_what_vanishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others rename and remove what is theirs: a killed run's last processes, the pruning of checkpoints."""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "kept" / (files.TEMPORARY_PREFIX + "x")).mkdir(parents=True)
+    (tmp_path / "kept" / ("a.log" + RECORD_SUFFIX)).write_text("{}")
+    scan = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [path.name for path in files.remove_leftovers(tmp_path)] == [files.TEMPORARY_PREFIX + "x"]
+    assert reap_leftovers(tmp_path) == []
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment ago
+    assert files.read_jsonl(tmp_path / "train.jsonl") == []
 
 
 @pytest.mark.parametrize(("code", "word"), [(errno.ENOSPC, "make room"), (errno.EACCES, "Permission denied")])

@@ -24,9 +24,10 @@ class RequestsLog:
     A line that cannot be written costs that line: it is reported once, and nothing is raised into a rollout.
     """
 
+    _lock = threading.Lock()  # one for all: validation and rollouts write to one file, through logs of their own
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._lock = threading.Lock()
         self._whole = False  # whether the file is known to end with a newline
         self._reported = False
 

@@ -121,7 +121,7 @@ class RunFolder:
         self.path = Path(path).absolute()
         self._lock = RunLock(self.path, beat_seconds)
         self._written: dict[int, bool] = {}
-        """Whether a finished iteration made a policy, and wrote it: a marker that is there stays as it is."""
+        """Whether a finished iteration made a policy, and wrote it, where that stays so: threads ask while another one marks."""
         self.held: set[int] = set()
         """Iterations whose policy a trainer of this process holds, though its files are still being written."""
         self.on_mark: Callable[[], None] = lambda: None
@@ -129,11 +129,7 @@ class RunFolder:
 
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
-        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, lambda: self._marked(number))
-
-    def _marked(self, number: int) -> None:
-        self._written.pop(number, None)
-        self.on_mark()
+        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, lambda: self.on_mark())
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
         """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming the owner where another
@@ -242,8 +238,10 @@ class RunFolder:
         """Return the iterations up to `newest` that made a policy and wrote it, newest first, and 0."""
         for number in range(1, newest + 1):
             if number not in self._written and (marker := self.iteration(number).marker("train")) is not None:
+                trained = bool(marker.get("trained"))
                 written = marker.get("saved", True) or self.iteration(number).marker("save") is not None
-                self._written[number] = bool(marker.get("trained")) and written
+                if written or not trained:  # otherwise it may still be written
+                    self._written[number] = trained
         return [number for number in range(newest, -1, -1) if number == 0 or self._written.get(number)]
 
     def written_version(self, number: int) -> int:

@@ -181,8 +181,11 @@ def remove_leftovers(folder: Path, name: str = "") -> list[Path]:
     of the file or folder of that name right in `folder`, where others may be writing beside it."""
     if folder.name.startswith(TEMPORARY_PREFIX):
         leftovers = [folder]
-    else:
-        leftovers = list(folder.glob(f"{TEMPORARY_PREFIX}*-{name}") if name else folder.rglob(TEMPORARY_PREFIX + "*"))
+    elif name:
+        leftovers = list(folder.glob(f"{TEMPORARY_PREFIX}*-{name}"))
+    else:  # os.walk passes over a folder that is gone by the time it comes to it, which Path.rglob does not
+        below = [Path(place, one) for place, folders, files in os.walk(folder) for one in [*folders, *files]]
+        leftovers = [path for path in below if path.name.startswith(TEMPORARY_PREFIX)]
     for path in leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return leftovers
@@ -266,10 +269,10 @@ def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dic
 
     A line that is damaged anywhere else raises ValueError with its number: that is not a torn append.
     """
-    path = Path(path)
-    if not path.exists():
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):  # also one that another thread has just removed
         return []
-    lines = path.read_bytes().split(b"\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

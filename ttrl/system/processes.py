@@ -210,7 +210,8 @@ def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
     """End the processes that killed runs left behind whose logs lie anywhere below `folder`, recognised by pid and start time, or
     by the random mark in their environment; return their pids. Children of a ttrl process that is alive are left alone."""
     ended = []
-    for record_path in sorted(Path(folder).rglob("*" + RECORD_SUFFIX)):
+    below = [Path(place, name) for place, _, names in os.walk(folder) for name in names]  # what is left may still rename folders
+    for record_path in sorted(path for path in below if path.name.endswith(RECORD_SUFFIX)):
         ended += _reap(record_path)
     return ended
 
