@@ -5,7 +5,6 @@ import json
 import shutil
 import signal
 import threading
-import time
 
 import pytest
 
@@ -47,7 +46,7 @@ def test_run_async_ends_its_coroutine_when_a_notebook_is_interrupted():
     async def sampling():
         threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         try:
-            await asyncio.sleep(10)
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -56,14 +55,14 @@ def test_run_async_ends_its_coroutine_when_a_notebook_is_interrupted():
         run_async(sampling())
 
     # Not asyncio.run, which hears Ctrl-C itself: a notebook's loop runs a cell with Python's own handler.
-    loop, began, before = asyncio.new_event_loop(), time.monotonic(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    loop, before = asyncio.new_event_loop(), signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             loop.run_until_complete(cell())
     finally:
         signal.signal(signal.SIGINT, before)
         loop.close()
-    assert cancelled.is_set() and time.monotonic() - began < 5
+    assert cancelled.is_set()
 
 
 def make(world, **changes):

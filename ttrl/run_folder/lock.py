@@ -198,8 +198,8 @@ class Claim(ABC):
         logger.warning("%s is taken over from %s", self._what, in_words(owner))
 
     def _pulse_moves(self) -> bool:
-        seen, deadline = self.pulse(), time.monotonic() + _WATCHED_BEATS * self._beat_seconds
-        while time.monotonic() < deadline:
+        seen = self.pulse()
+        for _ in range(round(8 * _WATCHED_BEATS)):  # looks, not seconds: where all stood still for a while, the owner did, too
             time.sleep(self._beat_seconds / 8)
             if (now := self.pulse()) != seen:
                 return now is not None  # None: it has just ended
