@@ -22,7 +22,7 @@ from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import is_adapter
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 
 SETTINGS = {"lora_rank": 4, "lr": 1e-2, "max_grad_norm": 0.05, "weight_decay": 0.1}
 KINDS = {"lora": {}, "dora": {"lora_kind": "dora", "activation_checkpointing": True, "lora_targets": ["q_proj", "w2", "output"]}}
@@ -36,7 +36,7 @@ STARTS = {  # adapters that were trained a little, so that both of their matrice
 TP = {"tensor_parallel": 2}
 IN_BACKWARD = {**TP, "max_grad_norm": None, "optimizer_in_backward": True, "rows_per_microbatch": 100}
 WORLDS = {"tp": (2, TP), "both": (4, TP), "in-backward": (2, IN_BACKWARD), "fsdp": (2, {})}
-SHARED = [(start, world) for start in KINDS for world in ("tp", "both", "in-backward")] + [("biases", "tp"), ("biases", "both")]
+SHARED = [(start, world) for start in KINDS for world in ("tp", "in-backward")] + [("dora", "both"), ("biases", "tp")]
 SHARED += [(start, world) for start in ("nf4", "nf4-dora") for world in ("tp", "fsdp")]
 
 
@@ -71,7 +71,7 @@ def results(tmp_path_factory):
         add(f"{kind}/alone-unclipped", 1, f"{kind}/checkpoint", settings | unclipped, steps=2)
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=880)
     errors = [error.read_text()[-3000:] for job in jobs if (error := Path(job["output_dir"], "error.txt")).exists()]
     assert done.returncode == 0 and not errors, "\n".join([done.stderr[-3000:], *errors])
     return {job["name"]: torch.load(Path(job["output_dir"], "result.pt")) | {"folder": Path(job["output_dir"])} for job in jobs}

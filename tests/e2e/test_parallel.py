@@ -19,14 +19,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 SETTINGS = {"lr": 1e-3, "lr_schedule": "linear", "total_steps": 10, "max_grad_norm": 0.05, "weight_decay": 0.1}
 TP = {"tensor_parallel": 2}
 WORLDS = {"fsdp": (2, {}), "tp": (2, TP), "both": (4, TP)}
 FAMILIES = ("qwen2-tied", "qwen3")
-OTHERS = ("gemma2-untied", "phi", "llama-biased")  # soft caps and norms after blocks; norms, linears and a head with biases
+# Soft caps and norms after blocks; norms, linears and a head with biases.
+OTHERS = {"gemma2-untied": "tp", "phi": "both", "llama-biased": "tp"}
 RESUMED = (("fsdp", "one"), ("both", "one"), ("both", "fsdp"), ("tp", "fsdp"), ("one1", "both"))
 UNCLIPPED = {"max_grad_norm": None, "rows_per_microbatch": 100}
 
@@ -55,9 +56,9 @@ def jobs(root: Path) -> list[dict]:
     in_backward = {**UNCLIPPED, **TP, "optimizer_in_backward": True}
     add("qwen3/tp", qwen3, 2, in_backward, steps=2)
     add("qwen3/both", qwen3, 4, {**in_backward, "activation_checkpointing": True}, steps=2, parks=True)
-    for family in OTHERS:
+    for family, world in OTHERS.items():
         add(f"{family}/one", family, 1, {})
-        add(f"{family}/both", family, 4, TP)
+        add(f"{family}/{world}", family, *WORLDS[world])
     for name, settings in (("fsdp", {}), ("tp", TP)):
         add(f"large/{name}", "large", 2, settings, steps=0)
     return found
@@ -81,7 +82,7 @@ def results(tmp_path_factory):
     todo = jobs(root)
     (root / "jobs.json").write_text(json.dumps(todo))
     command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stderr
     failures = {job["name"]: error.read_text() for job in todo if (error := Path(job["output_dir"], "error.txt")).exists()}
     assert not failures, "\n".join(f"{name}: {text[-3000:]}" for name, text in failures.items())
@@ -95,7 +96,7 @@ def distance(one, other):
     return math.sqrt(square / sum(float(value.double().square().sum()) for value in other.values()))
 
 
-CASES = [(family, world) for family in FAMILIES for world in WORLDS] + [(family, "both") for family in OTHERS]
+CASES = [(family, world) for family in FAMILIES for world in WORLDS] + [*OTHERS.items()]
 
 
 @pytest.mark.parametrize(("family", "world"), CASES)

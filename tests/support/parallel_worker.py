@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +38,9 @@ from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import Policy
 from ttrl.training.resident import Trained, park, unpark
 from ttrl.training.stepper import Stepper
+
+AT_ONCE = 2
+"""Jobs: processes that work together spend more than half of their time waiting for each other."""
 
 
 def logprobs_of(policy: Policy, batch: dict[str, Tensor]) -> Tensor:
@@ -144,19 +148,35 @@ def child(job: dict, rank: int, meeting: str) -> None:
     os._exit(0)
 
 
+def needs(job: dict, other: dict) -> bool:
+    """Whether a job starts from what another one makes."""
+    return any((job.get(name) or "").startswith(other["output_dir"] + "/") for name in ("model", "state"))
+
+
 def main() -> None:
     context = multiprocessing.get_context("fork")
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        began = time.monotonic()
-        Path(job["output_dir"]).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            meeting = str(Path(folder, "meeting"))
+    waiting: list[dict] = json.loads(Path(sys.argv[1]).read_text())
+    running: list[tuple[dict, list[Any], tempfile.TemporaryDirectory, float]] = []
+    while waiting or running:
+        begun = [job for job, *_ in running]
+        ready = [job for n, job in enumerate(waiting) if not any(needs(job, one) for one in begun + waiting[:n])]
+        for job in ready[: AT_ONCE - len(running)]:
+            waiting.remove(job)
+            Path(job["output_dir"]).mkdir(parents=True, exist_ok=True)
+            folder = tempfile.TemporaryDirectory()
+            meeting = str(Path(folder.name, "meeting"))
             children = [context.Process(target=child, args=(job, rank, meeting)) for rank in range(job["processes"])]
+            running.append((job, children, folder, time.monotonic()))
             for one in children:
                 one.start()
-            for one in children:
-                one.join()
-        sys.stdout.write(f"{time.monotonic() - began:6.1f} s  {job['name']}\n")
+        connection.wait([one.sentinel for _, children, *_ in running for one in children])
+        for entry in list(running):
+            job, children, folder, began = entry
+            children[:] = [one for one in children if one.is_alive()]
+            if not children:
+                running.remove(entry)
+                folder.cleanup()
+                sys.stdout.write(f"{time.monotonic() - began:6.1f} s  {job['name']}\n")
 
 
 if __name__ == "__main__":
