@@ -5,7 +5,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -84,25 +83,25 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = s3_server_command()
     if command is None:
         pytest.skip('no S3 server: pip install "moto[s3,server]", here or in an environment of its own on PATH')
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with (tmp_path_factory.mktemp("moto") / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
-    try:
-        for _ in range(600):
-            assert process.poll() is None, f"the S3 server ended at once; see {log.name}"
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
-                break
-            except urllib.error.HTTPError:
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
+    from support.network_hosts import held_port
+
+    with held_port() as port:
+        with (tmp_path_factory.mktemp("moto") / "log").open("wb") as log:
+            process = subprocess.Popen([*command, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
+        try:
+            for _ in range(600):
+                assert process.poll() is None, f"the S3 server ended at once; see {log.name}"
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
+                    break
+                except urllib.error.HTTPError:
+                    break
+                except OSError:
+                    time.sleep(0.05)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from support.network_hosts import held_port
 from support.pretended_tune import PretendedTune
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousTimeoutError
@@ -85,14 +86,14 @@ class Touch:
         return open, (str(self.path), "w")
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+@pytest.fixture
+def port():
+    with held_port() as port:
+        yield port
 
 
-def test_what_a_stranger_writes_into_the_store_is_not_run(tmp_path):
+def test_what_a_stranger_writes_into_the_store_is_not_run(tmp_path, port):
     """The leading machine waits for the others; somebody comes who is none of them."""
-    port = free_port()
     options = torchrun_arguments(2, f"127.0.0.1:{port}", "a1b2", leads=True, join_timeout=60)
     log = tmp_path / "log"
     with open(log, "w") as file:
@@ -127,8 +128,8 @@ def meeting(port, leads, nodes=3, timeout=30):
     return Meeting(RendezvousParameters("ttrl", f"127.0.0.1:{port}", "a1b2", nodes, nodes, "127.0.0.1", **more))
 
 
-def test_each_machine_has_a_number_of_its_own():
-    port, ranks, addresses = free_port(), [], set()
+def test_each_machine_has_a_number_of_its_own(port):
+    ranks, addresses = [], set()
 
     def join(leads):
         found = meetings[leads].next_rendezvous()
@@ -151,12 +152,12 @@ def test_each_machine_has_a_number_of_its_own():
         meeting(port, False).next_rendezvous()
 
 
-def test_a_machine_that_does_not_come_is_named_as_torchrun_does():
+def test_a_machine_that_does_not_come_is_named_as_torchrun_does(port):
     """`ttrl.launch.trainer` looks for the error's name."""
     with pytest.raises(RendezvousTimeoutError, match="1 of 2 machines were there in time"):
-        meeting(free_port(), True, nodes=2, timeout=1).next_rendezvous()
+        meeting(port, True, nodes=2, timeout=1).next_rendezvous()
     with pytest.raises(RendezvousTimeoutError, match=re.escape("127.0.0.1:")):
-        meeting(free_port(), False, nodes=2, timeout=1).next_rendezvous()
+        meeting(port, False, nodes=2, timeout=1).next_rendezvous()
 
 
 def test_the_private_folder_is_ours_alone(tmp_path, monkeypatch):

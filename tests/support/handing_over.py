@@ -4,9 +4,9 @@ Of every model folder that it reads a line with, it loads what belongs to this r
 prints what servers are told. `HandingOver` starts all ranks and asks them.
 """
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +23,11 @@ class HandingOver:
     """A trainer of several processes over gloo; a context manager."""
 
     def __init__(self, model: Path, processes: int, tensor_parallel: int = 1) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
+        from support.network_hosts import held_port
+
+        self._port = contextlib.ExitStack()
+        port = self._port.enter_context(held_port())
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
         command = [sys.executable, __file__, str(model), str(tensor_parallel)]
         self.ranks = [
             subprocess.Popen(
@@ -51,6 +53,7 @@ class HandingOver:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._port.close()
         for process in self.ranks:
             assert process.stdin is not None
             process.stdin.close()

@@ -1,7 +1,12 @@
-"""Several hosts on one machine: network namespaces (ip-netns(8)) that see each other over a bridge, and share the file system."""
+"""Several hosts on one machine: network namespaces (ip-netns(8)) that see each other over a bridge, and share the file system.
 
+And a port that is kept for a process that is still to be started."""
+
+import contextlib
 import secrets
+import socket
 import subprocess
+from collections.abc import Iterator
 from types import TracebackType
 
 
@@ -77,3 +82,13 @@ def possible() -> bool:
             return True
     except OSError:  # no ip(8), no right to, no kernel support
         return False
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that no other process is given until the end of the block; who asks for it by number may listen there,
+    if it sets SO_REUSEADDR, as servers do."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -9,7 +9,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -61,6 +60,7 @@ def child(arguments: list[str], environment: dict[str, str]) -> None:
 
 def main() -> None:
     import torchtune._cli.tune  # noqa: F401
+    from network_hosts import held_port  # beside this file
 
     import ttrl.grpo_recipe
     import ttrl.sft_recipe  # noqa: F401
@@ -69,30 +69,28 @@ def main() -> None:
         del sys.modules[name]  # each is run as __main__, with all that it imports there
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
-        arguments, log, processes = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        torchrun = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        children = []
-        for rank in range(processes):
-            if (pid := os.fork()) == 0:
-                with open(log, "ab") as file:
-                    os.dup2(file.fileno(), 1)
-                    os.dup2(file.fileno(), 2)
-                child(arguments, torchrun | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
-            children.append(pid)
-        first_failure = 0
-        while children:
-            pid, status = os.wait()
-            children.remove(pid)
-            if (code := os.waitstatus_to_exitcode(status)) and not first_failure:
-                first_failure = code
-                for other in children:  # they would wait for it
-                    os.kill(other, signal.SIGKILL)
-        sys.stdout.write(f"{first_failure}\n")
-        sys.stdout.flush()
+    with held_port() as port:
+        for line in sys.stdin:
+            arguments, log, processes = json.loads(line)
+            torchrun = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            children = []
+            for rank in range(processes):
+                if (pid := os.fork()) == 0:
+                    with open(log, "ab") as file:
+                        os.dup2(file.fileno(), 1)
+                        os.dup2(file.fileno(), 2)
+                    child(arguments, torchrun | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+                children.append(pid)
+            first_failure = 0
+            while children:
+                pid, status = os.wait()
+                children.remove(pid)
+                if (code := os.waitstatus_to_exitcode(status)) and not first_failure:
+                    first_failure = code
+                    for other in children:  # they would wait for it
+                        os.kill(other, signal.SIGKILL)
+            sys.stdout.write(f"{first_failure}\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """What the recipe sees of its own gradients, against the gradients themselves."""
 
 import os
-import socket
 
 import pytest
 import torch
+from support.network_hosts import held_port
 from support.tiny_models import random_samples
 from support.training_steps import ALONE
 from torch import multiprocessing
@@ -134,10 +134,8 @@ def one_rank(rank, port, folder, output):
 def test_two_processes_see_what_one_does(model_folder, tmp_path):
     """The rows of either are pieces, and padding rows have no share."""
     alone, _, _ = seen_by(config_of(model_folder()))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(one_rank, (port, str(model_folder()), str(tmp_path)), nprocs=2)
+    with held_port() as port:
+        multiprocessing.spawn(one_rank, (port, str(model_folder()), str(tmp_path)), nprocs=2)
     both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for name in ("squares", "whole", "shares", "counts", "within", "between", "mean", "split"):
         assert both[0][name] == both[1][name], name
