@@ -51,7 +51,7 @@ SCRIPT = textwrap.dedent(
     print("finished", result.metrics[-1]["iteration"])
     """
 )
-# In every process of a run: while hold-state is there, no trainer gets further than its checkpoint in iteration 3.
+# In every process of a run: while hold-state is there, no trainer gets further than its checkpoint in iteration 2.
 SITE = textwrap.dedent(
     """
     import os, sys, time
@@ -59,7 +59,7 @@ SITE = textwrap.dedent(
     hold = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hold-state")
 
     def before_state(event, arguments):
-        if event == "os.rename" and os.fspath(arguments[1]).endswith("iterations/0003/state"):
+        if event == "os.rename" and os.fspath(arguments[1]).endswith("iterations/0002/state"):
             while os.path.exists(hold):
                 time.sleep(0.05)
 
@@ -187,10 +187,10 @@ def test_a_finished_run_does_nothing_again(finished):
     assert (finished / "logs" / "server.log").read_bytes() == log  # no server was started
 
 
-def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
-    """kill -9 three times in one run, each time of all processes; the same command continues in that iteration each time."""
-    run, log, last = tmp_path / "run", tmp_path / "output.log", 3
-    one, two, torn = (run / f"iterations/000{n}" for n in (1, 2, 3))
+def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
+    """kill -9 of all processes, twice in one run; the same command continues in that iteration each time."""
+    run, log, last = tmp_path / "run", tmp_path / "output.log", 2
+    one, torn = (run / f"iterations/000{n}" for n in (1, 2))
     partial = one / "rollouts.partial.jsonl"
 
     (tmp_path / "hold-grades").touch()
@@ -202,24 +202,19 @@ def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
     assert 1 <= len(kept) < 8
     (tmp_path / "hold-grades").unlink()
 
-    process = start(tmp_path, last)
-    wait_for((two / "train.log").exists, process, log)  # the trainer of iteration 2 has just been started
-    kill_all(process)
-    assert not (two / "done/train.json").exists() and (two / "done/pack.json").exists()
-    done = {path: path.stat().st_mtime_ns for path in run.rglob("done/*.json")}
-    for row in kept:  # what had been sampled before the first kill was kept
-        texts = [s["text"] for s in read_jsonl(one / "rollouts.jsonl") if s["task_id"] == row["samples"][0]["task_id"]]
-        assert texts == [s["text"] for s in row["samples"]]
-
     (tmp_path / "hold-state").touch()
     process = start(tmp_path, last)
     wait_for((torn / "checkpoint").exists, process, log)
     kill_all(process)
     assert not (torn / "state").exists() and not (torn / "done/train.json").exists()
     (tmp_path / "hold-state").unlink()
-    assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())  # nothing finished was done again
+    done = {path: path.stat().st_mtime_ns for path in run.rglob("done/*.json")}
+    for row in kept:  # what had been sampled before the first kill was kept
+        texts = [s["text"] for s in read_jsonl(one / "rollouts.jsonl") if s["task_id"] == row["samples"][0]["task_id"]]
+        assert texts == [s["text"] for s in row["samples"]]
 
     assert f"finished {last}" in finish(tmp_path, last)
+    assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())  # nothing finished was done again
     assert (torn / "state/optimizer.safetensors").exists() and (torn / "done/train.json").exists()
     assert [row["iteration"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(last + 1))
     assert not processes_of(run), "something of a killed run is left"
@@ -229,8 +224,8 @@ def test_killed_in_sampling_training_and_between_checkpoint_and_state(tmp_path):
 def test_weights_out_of_memory_and_killed_while_they_are_written(tmp_path):
     """The server samples from a policy whose files are not there yet. After kill -9 that is trained again, to the same bits, and
     what was sampled from it stays."""
-    run, log, last = tmp_path / "run", tmp_path / "output.log", 4
-    torn, after = run / "iterations/0003", run / "iterations/0004"
+    run, log, last = tmp_path / "run", tmp_path / "output.log", 3
+    torn, after = run / "iterations/0002", run / "iterations/0003"
     (tmp_path / "hold-state").touch()
     process = start(tmp_path, last, "memory")
     wait_for((after / "done/rollouts.json").exists, process, log)
