@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not network_hosts.possible(), reason="needs root, ip(8) and network namespaces"),
 ]
-ITERATIONS = 5
+ITERATIONS = 4
 SCRIPT = textwrap.dedent(
     """
     import sys
