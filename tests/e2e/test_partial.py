@@ -111,7 +111,7 @@ def test_stop_strings(server, include, budget):
     """Strings from the middle of what the model says, of several characters: most cuts go through them."""
     rng = random.Random(3)
     reasons = set()
-    for number, task in enumerate(tasks(8)):
+    for number, task in enumerate(tasks(5)):
         (plain,) = sample(server, [task], GREEDY).samples
         at = rng.randrange(2, max(3, len(plain.text) - 4))
         stops = [plain.text[at : at + rng.randrange(2, 6)], "never said", plain.text[at + 1 : at + 4]]
