@@ -87,12 +87,13 @@ class FakeServer:
         version = self.version
         if self.world.server_is_dead or prompt in self.world.refused:
             return http.Response(400, json={"error": {"message": "as told"}})
+        # Of samples that are asked for one by one, the second is number 1. Counted before the request is noted: training's
+        # and validation's threads note theirs in one list, and what stands last in it may be the other's.
+        before = self.world.requests.count((version, prompt)) if body.get("stream") else 0
         self.world.requests.append((version, prompt))
         self.world.temperatures.setdefault(prompt.split()[0], set()).add(body["temperature"])
         prompt_ids = self.world.tokenizer.encode(f"<|user|>{prompt}<|end|><|assistant|>")
         choices = []
-        # Of samples that are asked for one by one, the second is number 1.
-        before = self.world.requests[:-1].count((version, prompt)) if body.get("stream") else 0
         for k in range(before, before + body["n"]):
             text = self.world.answer(prompt, k, version)
             ids = [*self.world.tokenizer.encode(text), self.world.tokenizer.eos_token_id]
