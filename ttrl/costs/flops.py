@@ -167,16 +167,22 @@ def _adapter_flops(decoder: DecoderParameters, config: TrainingConfig) -> dict[s
     return {name: 2 * config.lora_rank * sum(shapes[name]) for name in config.lora_targets if name in shapes}
 
 
-def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig) -> int:
+def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig, *, cuda: bool) -> int:
     """Count the numbers that adapters of low rank read and write for a token of a training step: their products have so few
     operations that these take the time. Of what a matrix reads and makes, and of their gradients, one by one:
 
     - forward, B(A x): x is read; B's product is written, scaled (read, written) and added (two read, one written);
     - backward: the product's gradient is scaled (read, written) and read for A and B each; x is read for A's gradient; x's
       own is written and added to that of the frozen matrix (two read, one written).
+
+    On CPUs in fp32 products add to what is there (`ttrl.training.kernels.cpu_products`), but for DoRA and dropout, and nothing is
+    scaled: forward, x is read, and what the frozen matrix makes is read and written; backward, the product's gradient is read for
+    A and B each, x for A's gradient, and x's own is read and written.
     """
+    added = not cuda and config.dtype == "fp32" and config.lora_kind == "lora" and not config.lora_dropout
+    of_input, of_output = (4, 4) if added else (6, 10)
     adapted = [ends for name, ends in decoder.matrix_shapes.items() if config.lora_rank and name in config.lora_targets]
-    return decoder.shape.layers * sum(6 * before + 10 * behind for before, behind in adapted)
+    return decoder.shape.layers * sum(of_input * before + of_output * behind for before, behind in adapted)
 
 
 def _layer_with_adapters(decoder: DecoderParameters, config: TrainingConfig, rank: int, reached: bool) -> tuple[int, int, bool]:

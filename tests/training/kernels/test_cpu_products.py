@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from support.training_steps import adapter_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ttrl.training.kernels import cpu_ops, cpu_products
-from ttrl.training.policy.lora import AdaptedLinear
+from ttrl.training.policy.lora import AdaptedLinear, without_adapters
 
 pytestmark = pytest.mark.skipif(not cpu_products.fast(torch.zeros(1)), reason="PyTorch without oneDNN, or no x86 CPU")
 
@@ -16,6 +17,14 @@ pytestmark = pytest.mark.skipif(not cpu_products.fast(torch.zeros(1)), reason="P
 def layers(*widths, bias=True):
     torch.manual_seed(0)
     return [nn.Linear(12, width, bias=bias) for width in widths]
+
+
+def adapted(width, **settings):
+    layer = AdaptedLinear(nn.Linear(12, width), adapter_config(**settings))
+    layer.requires_grad_(False)
+    for part in (layer.lora_a, layer.lora_b):
+        nn.init.normal_(part).requires_grad_(True)
+    return layer
 
 
 def gradients(outputs, tensors):
@@ -33,6 +42,32 @@ def test_equal_to_linear_layers(rows, bias):
     own, plain = cpu_products.project(x, *ours), [layer(x) for layer in ours]
     torch.testing.assert_close(own, tuple(plain))
     torch.testing.assert_close(gradients(own, tensors), gradients(plain, tensors))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("rows", [(2, 7), (5,), (0,)])
+def test_adapters_in_one_operation_equal_their_formula(rows, frozen):
+    """Two adapted layers around a plain one, the first with its heads' halves as pairs, in float64 with merged matrices."""
+    ours = [adapted(8), layers(4)[0].requires_grad_(False), adapted(6, lora_rank=1)]
+    for layer in ours[::2]:
+        layer.weight.requires_grad_(not frozen)
+        layer.bias.requires_grad_(not frozen)
+    x = torch.randn(*rows, 12, requires_grad=True)
+    tensors = [x, *(p for layer in ours for p in layer.parameters() if p.requires_grad)]
+    assert cpu_products.serve(x, *ours)
+    own = cpu_products.project(x, *ours, pairs=(4,))
+    wide = x.double()
+    matrices = [layer.weight.double() for layer in ours]
+    for number in (0, 2):
+        layer = ours[number]
+        matrices[number] = matrices[number] + layer.scaling * layer.lora_b.double() @ layer.lora_a.double()
+    expected = [wide @ matrix.T + layer.bias.double() for matrix, layer in zip(matrices, ours, strict=True)]
+    expected[0] = expected[0][..., [0, 2, 1, 3, 4, 6, 5, 7]]
+    for one, other in zip(own, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(own, tensors), gradients(expected, tensors), rtol=1e-4, atol=1e-5)
+    with without_adapters(ours[0]):
+        torch.testing.assert_close(cpu_products.project(x, ours[0])[0], nn.functional.linear(x, ours[0].weight, ours[0].bias))
 
 
 def test_an_output_that_nothing_uses_and_frozen_weights():
@@ -55,6 +90,9 @@ def test_the_input_of_frozen_weights_is_not_kept():
         kept.clear()
         cpu_products.project(x, layer.requires_grad_(False))
         assert kept == [layer.weight.shape]
+        kept.clear()
+        cpu_products.project(x, with_adapter := adapted(8))
+        assert sorted(kept) == sorted([x.shape, with_adapter.weight.shape, (4, 12), (8, 4), (3, 4)])
 
 
 def test_pairs_are_the_halves_of_each_head_in_another_order():
@@ -105,18 +143,19 @@ def test_checkpointing_computes_the_same():
     )
 
 
-class _Adapted(AdaptedLinear):
-    def __init__(self):
-        nn.Linear.__init__(self, 12, 8)
-
-
 def test_what_is_left_to_pytorch():
     (layer,) = layers(8)
     x = torch.randn(3, 12)
     assert cpu_products.serve(x, layer)
     assert not cpu_products.serve(x.double(), layer)
     assert not cpu_products.serve(x, layer.double())
-    assert not cpu_products.serve(x, _Adapted())
+    assert cpu_products.serve(x, adapted(8))
+    for other in (adapted(8, lora_kind="dora"), with_dropout := adapted(8, lora_dropout=0.1)):
+        assert not cpu_products.serve(x, other)
+        with without_adapters(other):
+            assert cpu_products.serve(x, other)
+    with torch.no_grad():
+        assert cpu_products.serve(x, with_dropout)
     layer = layer.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert not cpu_products.serve(x, layer)

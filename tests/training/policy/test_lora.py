@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ttrl.configs import GRPOConfig
 from ttrl.errors import ConfigError
 from ttrl.training.batches import updates
+from ttrl.training.models.blocks import project
 from ttrl.training.parallel import sharding
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import gathered_precision
@@ -39,10 +40,11 @@ from ttrl.training.policy.lora import (
 )
 
 
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_layers_follow_the_formula(kind, bias):
-    """W + (α/r)·B A, and DoRA's rows m·V/‖V‖ with ‖V‖ constant, written out; outputs and all gradients."""
+def test_layers_follow_the_formula(kind, bias, dtype, atol):
+    """W + (α/r)·B A, and DoRA's rows m·V/‖V‖ with ‖V‖ constant, written out in float64; outputs and all gradients."""
     torch.manual_seed(0)
     layer = AdaptedLinear(nn.Linear(7, 5, bias=bias), adapter_config(lora_kind=kind)).double()
     for parameter in layer.parameters():
@@ -57,14 +59,16 @@ def test_layers_follow_the_formula(kind, bias):
     wanted = [x, layer.lora_a, layer.lora_b, *([layer.magnitude] if kind == "dora" else []), *([layer.bias] if bias else [])]
     expected_gradients = torch.autograd.grad((expected * upstream).sum(), wanted)
 
-    out = layer(x)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    for one, other in zip(torch.autograd.grad((out * upstream).sum(), wanted), expected_gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    torch.testing.assert_close(layer.merged(layer.weight), changed, rtol=0, atol=1e-12)
+    layer.to(dtype)
+    for out in (layer(x.to(dtype)), project(x.to(dtype), layer)[0]):
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+        for one, other in zip(torch.autograd.grad((out * upstream).sum(), wanted), expected_gradients, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
+    torch.testing.assert_close(layer.merged(layer.weight).double(), changed, rtol=0, atol=atol)
     with without_adapters(layer):
-        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias), rtol=0, atol=0)
-    torch.testing.assert_close(layer(x), out, rtol=0, atol=0)
+        base = nn.functional.linear(x, layer.weight.double(), None if layer.bias is None else layer.bias.double())
+        torch.testing.assert_close(layer(x.to(dtype)).double(), base, rtol=0, atol=atol)
+    torch.testing.assert_close(layer(x.to(dtype)).double(), expected, rtol=0, atol=atol)
 
 
 def test_rows_of_zeros_have_no_direction():

@@ -5,12 +5,12 @@ the shapes of a decoder: on a Zen 4 core by 7 to 12% forward and by 15 to 20% fo
 takes half of the width, 2.2 times. Of the weight's gradient MKL computes 1.4 times as much a second on an Intel Xeon, and oneDNN
 2.2 times as much on a Zen 5: `weight_gradients_by_onednn`. oneDNN's operation is the one that TorchInductor calls; it has no
 derivative, so that is written out here. Several projections of one input are one operation, in which the gradients of the input
-add up inside of the products.
+add up inside of the products, and so do a layer's own product and its adapter's.
 
 Sums are in another order than MKL's. The choice depends on machine, dtype and modules, and on one measurement that is kept for
 good, so that a run that is repeated computes the same.
 
-Shapes: N tokens, D width in, O width out, H heads, E dimension of a head.
+Shapes: N tokens, D width in, O width out, H heads, E dimension of a head, r rank.
 """
 
 import functools
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from ttrl.system.files import keep_figure
 from ttrl.system.native_code import cpu_name
@@ -32,6 +33,18 @@ PRODUCT = torch.ops.mkldnn._linear_pointwise if hasattr(torch.ops.mkldnn, "_line
 _COLUMNS = 8192  # of a head's logits at a time: 4 MB for 128 positions
 
 
+class SumOfProducts(nn.Linear):
+    """A linear layer that may add the product of two narrow matrices: W x + b + B A x."""
+
+    def is_sum(self) -> bool:
+        """Tell whether that is all it computes at present."""
+        return True
+
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return A [r, D] and B [O, r]; None where nothing is added."""
+        return None, None
+
+
 def plain_on_cpu(*tensors: Tensor) -> bool:
     """Tell whether operations for plain CPU tensors can take these: not under torch.compile, nor sharded or quantised ones."""
     # The exact types: subclasses are sharded or quantised tensors and the like.
@@ -40,10 +53,13 @@ def plain_on_cpu(*tensors: Tensor) -> bool:
 
 
 def serve(x: Tensor, *layers: nn.Module) -> bool:
-    """Tell whether `project` can take these layers: plain ones with whole parameters and without hooks, in fp32 on a CPU."""
-    if not all(type(layer) is nn.Linear and not _hooked(layer) and _has_no_gaps(layer.weight) for layer in layers):
-        return False
-    return fast(x, *(p for layer in layers for p in layer.parameters(recurse=False)))
+    """Tell whether `project` can take these layers: plain ones, or sums, with whole parameters and without hooks, in fp32 on a
+    CPU."""
+    for layer in layers:
+        known = type(layer) is nn.Linear or (isinstance(layer, SumOfProducts) and layer.is_sum())
+        if not known or _hooked(layer) or not fast(x, *layer.parameters(recurse=False)) or not _has_no_gaps(layer.weight):
+            return False
+    return True
 
 
 def fast(*tensors: Tensor) -> bool:
@@ -66,10 +82,22 @@ def _hooked(layer: nn.Module) -> bool:
 def project(x: Tensor, *layers: nn.Module, pairs: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
     """Project x [..., D] to one [..., O] for each layer. `pairs`: for the first layers, the dimension E of a head if the halves
     of their heads are to come out as pairs (see `as_pairs`), else 0."""
-    flat = [p for layer in layers for p in (layer.weight, layer.bias)]
+    flat = [
+        p
+        for layer in layers
+        for p in (layer.weight, layer.bias, *(layer.factors() if isinstance(layer, SumOfProducts) else (None, None)))
+    ]
     heads = pairs + (0,) * (len(layers) - len(pairs))
     apply: Callable[..., tuple[Tensor, ...]] = _Projections.apply
     return apply(x, heads, *flat)
+
+
+def product_of(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x·Wᵀ + b, [..., O], through oneDNN where it may compute that."""
+    if fast(x, weight_OD, *(() if bias_O is None else (bias_O,))) and _has_no_gaps(weight_OD):
+        apply: Callable[..., tuple[Tensor, ...]] = _Projections.apply
+        return apply(x, (0,), weight_OD, bias_O, None, None)[0]
+    return F.linear(x, weight_OD, bias_O)
 
 
 def product(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -134,18 +162,33 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
+def _sum(x_ND: Tensor, weight_OD: Tensor, before_NO: Tensor | None) -> Tensor:
+    """Return what was there before, if anything, and x·Wᵀ."""
+    if before_NO is None:
+        return product(x_ND, weight_OD)
+    assert PRODUCT is not None and _has_no_gaps(weight_OD)
+    out: Tensor = PRODUCT.binary(x_ND, before_NO, weight_OD, None, "add")
+    return out
+
+
 class _Projections(torch.autograd.Function):
+    """Map x to W x + b + B A x for each W, b, A, B of `flat`, of which all but W may be None."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: tuple[int, ...], *flat: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = flat[::2], flat[1::2]
         rows = _rows(x)
-        out = []
-        for weight, bias, head_dim in zip(weights, biases, heads, strict=True):
+        out, kept = [], list[Tensor | None]()
+        for weight, bias, a, b, head_dim in zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], heads, strict=True):
             assert weight is not None
-            used, added = _ordered(weight, head_dim), None if bias is None else _ordered(bias, head_dim)
-            out.append(product(rows, used, added).view(*x.shape[:-1], len(used)))
-        trained = any(ctx.needs_input_grad[2::2])  # with adapters, weights may be frozen: their input need not be kept
-        ctx.save_for_backward(x if trained else None, *weights)
+            y = product(rows, _ordered(weight, head_dim), None if bias is None else _ordered(bias, head_dim))
+            low = None if a is None else product(rows, a)
+            if low is not None and b is not None:
+                y = _sum(low, _ordered(b, head_dim), y)
+            out.append(y.view(*x.shape[:-1], y.shape[-1]))
+            kept += [weight, a, b, low]
+        needed = ctx.needs_input_grad
+        trained = any(needed[2::4]) or any(needed[4::4])  # with frozen weights and no adapters, the input need not be kept
+        ctx.save_for_backward(x if trained else None, *kept)
         ctx.shape, ctx.heads = x.shape, heads
         ctx.set_materialize_grads(False)
         return tuple(out)
@@ -153,20 +196,27 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return ∂x = Σ ∂y·W, ∂W = ∂yᵀ·x, ∂b = Σ_rows ∂y."""
-        assert PRODUCT is not None
-        x, *weights = ctx.saved_tensors
-        rows, needed = None if x is None else _rows(x), ctx.needs_input_grad
+        """Return ∂x = Σ ∂y·W + (∂y·B)·A, ∂W = ∂yᵀ·x, ∂b = Σ_rows ∂y, ∂A = (∂y·B)ᵀ·x, ∂B = ∂yᵀ·(A x)."""
+        x, *kept = ctx.saved_tensors
+        rows, needed = x if x is None else _rows(x), ctx.needs_input_grad
         grad_x, found = None, list[Tensor | None]()
-        for number, (grad, weight, head_dim) in enumerate(zip(grads, weights, ctx.heads, strict=True)):
+        for number, (grad, head_dim) in enumerate(zip(grads, ctx.heads, strict=True)):
+            weight, a, b, low = kept[4 * number : 4 * number + 4]
             if grad is None:
-                found += [None, None]
+                found += [None] * 4
                 continue
             grad = _rows(grad)
+            of_low = None if b is None else product(grad, _ordered(b, head_dim).T)
             if needed[0]:
-                used = _ordered(weight, head_dim).T
-                grad_x = product(grad, used) if grad_x is None else PRODUCT.binary(grad, grad_x, used, None, "add")
-            of_weight = _weight_gradient(grad, rows) if needed[2 + 2 * number] and rows is not None else None
-            of_bias = grad.sum(0) if needed[3 + 2 * number] else None
-            found += [g if g is None or not head_dim else as_halves(g, head_dim) for g in (of_weight, of_bias)]
+                grad_x = _sum(grad, _ordered(weight, head_dim).T, grad_x)
+                grad_x = grad_x if of_low is None else grad_x.addmm_(of_low, a)
+            wanted = needed[2 + 4 * number : 6 + 4 * number]
+            of_weight = _weight_gradient(grad, rows) if wanted[0] else None
+            of_bias = grad.sum(0) if wanted[1] else None
+            of_a = _weight_gradient(of_low, rows) if wanted[2] and of_low is not None else None
+            of_b = _weight_gradient(low, grad).T if wanted[3] else None  # r rows as outputs: a third of the time of r columns
+            of_weight, of_bias, of_b = (
+                g if g is None or not head_dim else as_halves(g, head_dim) for g in (of_weight, of_bias, of_b)
+            )
+            found += [of_weight, of_bias, of_a, of_b]
         return None if grad_x is None else grad_x.view(ctx.shape), None, *found

@@ -23,13 +23,14 @@ from torchao.dtypes.nf4tensor import NF4Tensor, SubclassTensorArgs, linear_nf4, 
 from ttrl.configs import TrainingConfig
 from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.errors import ConfigError
+from ttrl.training.kernels.cpu_products import SumOfProducts, product_of
 from ttrl.training.parallel.sharding import Share, local_part, place_of_part, with_partial_gradient
 
 ADAPTER_PARTS = ("lora_a", "lora_b", "magnitude")
 _SCALE_BLOCK = 256  # scales of blocks that share a scale of their own
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(SumOfProducts):
     """A frozen linear layer with ADAPTER_PARTS: lora_a [r, D], lora_b [O, r], and for DoRA magnitude [O]."""
 
     def __init__(self, frozen: nn.Linear, config: TrainingConfig) -> None:
@@ -59,13 +60,13 @@ class AdaptedLinear(nn.Linear):
             out: Tensor = linear_nf4(x, weight)
             out = out if added is None else (out + added).to(out.dtype)
         else:
-            out = F.linear(x, weight, added)
+            out = product_of(x, weight, added)
         if self.enabled:
-            # Passes without a gradient measure what the model computes. Processes that share the layer draw alike, for an input
-            # that all have; so where they have parts of it, these drop the same places.
-            x = F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
+            # Processes that share the layer draw alike, for an input that all have; so where they have parts of it, these drop
+            # the same places.
+            x = F.dropout(x, self.dropout) if self._drops() else x
             lora_a, lora_b = self._adapter()
-            out = out + self.scaling * F.linear(F.linear(x, lora_a), lora_b)
+            out = out + self.scaling * product_of(product_of(x, lora_a), lora_b)
         if share is not None:
             out = share.summed(out)
         dtype = out.dtype
@@ -76,6 +77,17 @@ class AdaptedLinear(nn.Linear):
             out = out + bias
         out = out.to(dtype)
         return out if share is None else share.left(out, self.out_features)
+
+    def is_sum(self) -> bool:
+        adds = self.magnitude is None and not self._drops()
+        return self.share is None and (adds or not self.enabled)
+
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        return (self.lora_a, self.scaling * self.lora_b) if self.enabled else (None, None)
+
+    def _drops(self) -> bool:
+        """Tell whether this is a pass with dropout: those without a gradient measure what the model computes."""
+        return self.dropout > 0 and torch.is_grad_enabled()
 
     def _adapter(self) -> tuple[Tensor, Tensor]:
         """Return this process's parts of A and B. The one that all have whole gets a part of its gradient on each."""
