@@ -118,7 +118,11 @@ SICK = {
     "one_answer": [("rollouts.commonest", 0.7), ("rollouts.commonest_tasks", 0.8)],
     "stuck": [("rollouts.stuck_groups", 0.4)],
     "length_rewarded": [("rollouts.length_correlation", 0.6), ("rollouts.mean_length", lambda n: 5.0 + n)],
-    "entropy_fell": [("train.entropy", lambda n: 0.8 if n < 10 else 0.01), ("groups.all_right", 5)],
+    "entropy_fell": [  # a rise that ended where the entropy did
+        ("train.entropy", lambda n: 0.8 if n < 10 else 0.01),
+        ("groups.all_right", 5),
+        ("validation.exact", lambda n: 0.5 + 0.02 * min(n, 10)),
+    ],
     "entropy_rose": [("train.entropy", lambda n: 0.3 if n < 10 else 2.0)],
     "clipped": [("train.clip_fraction_high", 0.4)],
     "no_gradient": [("train.grad_norm", 0.0)],
@@ -201,6 +205,20 @@ def test_without_a_config_or_held_out_tasks_the_training_reward_is_judged():
 def test_entropy_that_falls_because_tasks_are_solved_is_no_finding():
     rows = put(healthy(), "train.entropy", lambda n: 0.8 if n < 10 else 0.01)
     assert keys(put(rows, "groups.all_right", 22)) == []
+
+
+@pytest.mark.parametrize("curve", [[0.30, 0.80, 0.86, 0.85, 0.89, 0.87, 0.88, 0.906], [0.95, *[0.91] * 7]])
+def test_entropy_that_falls_while_the_held_out_metric_rises_or_is_at_the_top_is_no_finding(curve):
+    """Most groups have a wrong sample left among theirs."""
+    rows = put(healthy(7), "groups.all_right", 5)
+    put(rows, "train.entropy", lambda n: 0.8 if n < 3 else 0.01)
+    for row, value in zip(rows, curve, strict=True):
+        row["validation"]["exact"] = value
+    assert keys(rows) == []
+    for row in rows:
+        del row["validation"], row["validation_reward"]
+    assert keys(rows) == []  # by the training reward
+    assert keys(put(rows, "reward", lambda n: 0.5 + 0.1 * (n % 2))) == ["entropy_fell"]
 
 
 def test_equal_answers_of_solved_groups_are_no_finding():

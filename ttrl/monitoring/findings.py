@@ -10,6 +10,8 @@ nearly always wrong, not where it might be: a list that cries wolf is not read. 
 they say the same at the terminal, in the report, and later from a run folder alone.
 """
 
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,19 +123,34 @@ def no_gradient(h: History) -> str | None:
 # What comes of it
 
 
+def _training_rewards(h: History) -> list[tuple[int, float]]:
+    return [(row["iteration"], known) for row in h.iterations if (known := number(row, "reward")) is not None]
+
+
+def _at_the_top(values: Sequence[float]) -> bool:
+    return all(0 <= y <= 1 for y in values) and statistics.fmean(values[-RECENT:]) >= 0.9
+
+
+def _succeeds(h: History) -> bool:
+    """Tell whether there is little left to gain, or what the run is judged by rose beyond chance in the last ten validations:
+    by ranks (Mann-Kendall), since a rise that slows down is no straight line."""
+    points = h.held_out()[1]
+    values = [y for _, y in (points if len(points) >= 4 else _training_rewards(h))[-2 * RECENT :]]
+    n, rises = len(values), sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
+    return bool(values) and (_at_the_top(values) or rises > 2 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18))
+
+
 def _judged_trend(h: History) -> tuple[Trend, str] | None:
     """Return a line through what the run is judged by, and how to say it; None if it is short, or there is little left to
     gain."""
     name, points = h.held_out()
     label = f"The held-out {name}"
     if len(points) < 8:
-        label = "The training reward"
-        points = [(row["iteration"], known) for row in h.iterations if (known := number(row, "reward")) is not None]
+        label, points = "The training reward", _training_rewards(h)
     line = trend(points)
     if line is None or line.count < 8:  # with fewer, only a steep rise shows through the noise
         return None
-    values = [y for _, y in points]
-    if all(0 <= y <= 1 for y in values) and statistics.fmean(values[-RECENT:]) >= 0.9:
+    if _at_the_top([y for _, y in points]):
         return None
     said = f"({line.slope:+.2g} ± {1.96 * line.error:.1g} per iteration, over {line.count})"
     return line, f"{label} {'falls' if line.t < -3 else 'does not rise beyond its noise'} {said}."
@@ -170,7 +187,7 @@ def reward_flat(h: History) -> str | None:
 )
 def overfits(h: History) -> str | None:
     name, points = h.held_out()
-    training = trend([(row["iteration"], known) for row in h.iterations if (known := number(row, "reward")) is not None])
+    training = trend(_training_rewards(h))
     held_out = trend(points)
     if training is None or held_out is None or held_out.count < 8 or training.t < 3 or held_out.t > -3:
         return None
@@ -196,8 +213,9 @@ def off_policy(h: History) -> str | None:
 def entropy_fell(h: History) -> str | None:
     now, start = h.now("train.entropy"), h.at_start("train.entropy")
     right = h.share("groups.all_right", "groups.total") or 0.0
-    # A policy that has solved its tasks is sure of them, and rightly: only uncertainty that was lost before counts.
-    if now is None or start is None or right > 0.5 or now > max(0.2 * start, 0.0) or start < 0.02:
+    # A policy that has solved its tasks is sure of them, and rightly, and one that still learns is on its way there: only
+    # uncertainty that was lost before counts.
+    if now is None or start is None or right > 0.5 or now > max(0.2 * start, 0.0) or start < 0.02 or _succeeds(h):
         return None
     return f"Entropy fell from {compact(start)} to {compact(now)} nats per token while most groups are not solved."
 
