@@ -1,6 +1,7 @@
 """Runs that were interrupted, finished or damaged, and started again: on fake parts (see conftest.py)."""
 
 import json
+import signal
 
 import pytest
 
@@ -12,6 +13,7 @@ from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
 from ttrl.loop.task_stream import TaskStream
 from ttrl.run_folder.folder import RunFolder
+from ttrl.system.console import Console
 from ttrl.system.files import read_jsonl
 
 
@@ -134,15 +136,21 @@ def test_interrupted_while_preparing(world):
     assert [row["iteration"] for row in world.rows()] == [0, 1]
 
 
-def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, monkeypatch):
-    """Twice, after two and after one more of five tasks; and speeds are not made up."""
+def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, monkeypatch, capsys):
+    """Twice, after two of five tasks by Ctrl-C and after one more by SIGTERM; and speeds are not made up."""
     run = {"tasks": world.tasks(5), "validation": [], "tasks_per_iteration": 5, "iterations": 1}
-    for kept in (2, 1):
-        with monkeypatch.context() as patch:
-            world.interrupt_after(patch, kept)
-            with pytest.raises(KeyboardInterrupt):
-                world.train(**run)
-        assert world.events[-1] == "stop"
+    with monkeypatch.context() as patch:
+        world.interrupt_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            world.train(**run)
+    assert world.events.pop() == "stop"
+    with monkeypatch.context() as patch:
+        world.interrupt_after(patch, 1, signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended, Console().interruptible("this way on"):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # which would end pytest
+            world.train(**run)
+    assert world.events[-1] == "stop" and ended.value.code == 143
+    assert capsys.readouterr().err.count("interrupted; this way on\n") == 1
     partial = world.run / "iterations/0001/rollouts.partial.jsonl"
     kept = {row["position"]: row["samples"] for row in read_jsonl(partial)}
     assert 3 <= len(kept) < 5

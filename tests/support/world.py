@@ -229,8 +229,8 @@ class World:
         original = sampling.get_task_results
         monkeypatch.setattr(sampling, "get_task_results", lambda *args, **kwargs: original(*args, **kwargs, concurrency=1))
 
-    def interrupt_after(self, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-        """Ctrl-C at the moment when this many groups of rollouts have been kept; the server answers for no others."""
+    def interrupt_after(self, monkeypatch: pytest.MonkeyPatch, kept: int, number: int = signal.SIGINT) -> None:
+        """That signal when this many groups of rollouts have been kept; the server answers for no others."""
         append, left, asked = finished_groups.append_jsonl, [kept], len(self.requests)
 
         def append_and_interrupt(path: Path, *rows: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class World:
                 append(path, row)
                 left[0] -= 1
                 if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGINT)
+                    os.kill(os.getpid(), number)
 
         def hold(prompt: str) -> bool:
             answered = sum(not one.startswith("held-out") for _, one in self.requests[asked:])

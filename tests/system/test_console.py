@@ -1,10 +1,13 @@
 """What is said is there when it is said, piped or not."""
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from ttrl.system.console import Console
 
 WAITS = "; import os, select, sys; select.select([sys.stdin], [], [], 30); os._exit(0)"  # without the flush of a normal end
 
@@ -28,3 +31,21 @@ def test_a_line_goes_through_a_pipe_when_it_is_written(code, first):
         assert process.stdout.readline().startswith(first)
         assert process.poll() is None
         process.stdin.close()
+
+
+@pytest.mark.parametrize("interrupt", [signal.SIG_IGN, signal.default_int_handler])
+def test_sigterm_ends_the_block_also_in_the_background_once(interrupt, monkeypatch, capsys):
+    """A shell that starts a script in the background has it ignore SIGINT."""
+    before, ended = signal.signal(signal.SIGINT, interrupt), []
+    try:
+        with pytest.raises(SystemExit) as caught, Console().interruptible("this way on"):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # which would end pytest
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                signal.raise_signal(signal.SIGTERM)  # while things are ended
+                ended.append(True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert caught.value.code == 143 and ended and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert capsys.readouterr().err == "\ninterrupted; this way on\n"

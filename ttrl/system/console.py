@@ -2,11 +2,12 @@
 
 import contextlib
 import io
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from tqdm.auto import tqdm
 
@@ -63,14 +64,21 @@ class Console:
 
     @contextlib.contextmanager
     def interruptible(self, way_on: str) -> Iterator[None]:
-        """Let a Ctrl-C say the way on, and in a script nothing else."""
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            if not self.quiet:
-                error.args = (f"interrupted; {way_on}",)
-                errors_in_lines(KeyboardInterrupt)
-            raise
+        """Let a Ctrl-C say the way on, and in a script nothing else. SIGTERM ends the block as a Ctrl-C does, and then raises
+        SystemExit(143)."""
+        with _sigterm_interrupts() as terminated:
+            try:
+                yield
+            except KeyboardInterrupt as error:
+                said = f"interrupted; {way_on}"
+                if terminated:
+                    if not self.quiet:
+                        sys.stderr.write(f"\n{said}\n")
+                    raise SystemExit(128 + signal.SIGTERM) from error
+                if not self.quiet:
+                    error.args = (said,)
+                    errors_in_lines(KeyboardInterrupt)
+                raise
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -92,6 +100,28 @@ class Console:
             finally:
                 over.set()
                 thread.join()
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[list[int]]:
+    """Do inside the block what SIGINT does when SIGTERM comes; yield a list that is not empty from then on. Elsewhere than in the
+    main thread, and where the program has a handler of its own, SIGTERM stays as it is."""
+    terminated: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not terminated:  # asked again, what is being ended goes on ending
+            terminated.append(number)
+            usual = signal.getsignal(signal.SIGINT)  # asyncio's, while it runs; none, in what a shell began in the background
+            (usual if callable(usual) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield terminated
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def clock() -> float:
