@@ -1,6 +1,6 @@
 """The memory model of `ttrl.costs.memory` on CUDA against fake tensors: no GPU and no numbers, but every allocation of a step.
 
-    python tools/check_cuda_memory.py [--positions N] [--layers N] [--kind KIND] [NAME ...]
+    python tools/check_cuda_memory.py [--gpus N ...] [--positions N] [--layers N] [--kind KIND] [NAME ...]
 
 A policy of a published shape is built of fake tensors (`torch._subclasses.FakeTensorMode`) and takes the gradient of two
 microbatches by the recipe's own modules, checkpointing, autograd and head; storages are counted while they live. PyTorch without
@@ -11,11 +11,14 @@ every position is trained; chunks are given.
     GB          the highest sum of live storages of a GPU in forward and backward pass, and the estimate of that
     ratio       estimated / counted
 
-One GPU; the allocator's gaps and the context are in neither. Exit status 1 where a ratio is off by more than a tenth.
+With several GPUs FSDP works as in the recipe, in the first of so many processes, over collectives that do nothing (PyTorch's
+fake process group). The allocator's gaps and the context are in neither figure. Exit status 1 where a ratio is off by more than
+a tenth.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import weakref
@@ -25,8 +28,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools import fake_collectives  # noqa: F401  # what they return
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torchao.dtypes.nf4tensor import NF4Tensor, SubclassTensorArgs
@@ -39,8 +47,10 @@ from ttrl.training.kernels import head_blocks, logprobs
 from ttrl.training.kernels.head_blocks import HeadWeights
 from ttrl.training.models import blocks
 from ttrl.training.models.decoder import build_decoder
+from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
+from ttrl.training.parallel.sharding import shard
 from ttrl.training.policy.activations import checkpoint_layers
-from ttrl.training.policy.lora import adapted, apply_lora
+from ttrl.training.policy.lora import adapted, apply_lora, frozen_part
 from ttrl.training.policy.policy import HeadOptions, Policy
 
 ARCHITECTURES = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text())
@@ -60,27 +70,40 @@ class Storages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._live: set[int] = set()
+        self._sizes: dict[int, int] = {}
 
     def count(self, *values: Any) -> None:
         for tensor in tree_iter(values):
-            if not isinstance(tensor, Tensor):
-                continue
-            if isinstance(tensor, NF4Tensor):
-                self.count(tensor.quantized_data, tensor.quantized_scalers, tensor.quantization_factor)
-                continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._live:
-                self._live.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+            for storage in get_untyped_storages(tensor) if isinstance(tensor, Tensor) else ():
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = 0
+                    weakref.finalize(storage, self._forget, storage._cdata)
+                self._measure(storage)
+
+    def _measure(self, storage: torch.UntypedStorage) -> None:
+        self.now += storage.nbytes() - self._sizes[storage._cdata]
+        self._sizes[storage._cdata] = storage.nbytes()
         self.peak = max(self.peak, self.now)
 
-    def _forget(self, address: int, size: int) -> None:
-        self._live.discard(address)
-        self.now -= size
+    def _forget(self, address: int) -> None:
+        self.now -= self._sizes.pop(address)
+
+    @contextlib.contextmanager
+    def resized(self) -> Iterator[None]:
+        """See what FSDP does to storages: no operation tells of it."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._measure(storage)
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes again with the parts
         result = func(*args, **(kwargs or {}))
         self.count(result)
         return result
@@ -125,70 +148,83 @@ def without_numbers() -> Iterator[None]:
         yield
 
 
-def in_four_bits(weight: Tensor) -> Tensor:
+@contextlib.contextmanager
+def first_of(count: int) -> Iterator[Ranks]:
+    """Yield the first of so many processes, of which there are no others: collectives return at once."""
+    if count == 1:
+        yield Ranks(0, 1, torch.device("cpu"))
+        return
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        mesh = init_device_mesh("cpu", (count, 1), mesh_dim_names=(DATA, TENSOR))
+        yield Ranks(0, count, torch.device("cuda"), mesh)  # a device that says in which dtype parameters are gathered
+    finally:
+        distributed.destroy_process_group()
+
+
+def in_four_bits(weight: Tensor) -> nn.Parameter:
     """Return what `AdaptedLinear.quantise` holds of a weight: its search for the numbers has none to look at."""
-    blocks = weight.numel() // NF4_BLOCK
+    part = frozen_part(weight)
+    blocks = part.numel() // NF4_BLOCK
     group = next(n for n in range(256, 0, -1) if blocks % n == 0)
-    about = SubclassTensorArgs(weight.shape, weight.stride(), 0, torch.float32, torch.device("cpu"), False)
+    about = SubclassTensorArgs(part.shape, part.stride(), 0, torch.float32, torch.device("cpu"), False)
     scales, factors = torch.empty(blocks, dtype=torch.int8), torch.empty(blocks // group)
-    data = torch.empty(weight.numel() // 2, dtype=torch.uint8)
-    return NF4Tensor(about, NF4_BLOCK, blocks, group, scales, factors, torch.empty(()), data, torch.empty(16))
+    data = torch.empty(part.numel() // 2, dtype=torch.uint8)
+    own: Tensor = NF4Tensor(about, NF4_BLOCK, blocks, group, scales, factors, torch.empty(()), data, torch.empty(16))
+    if isinstance(weight, DTensor):
+        own = DTensor(own, weight._spec, requires_grad=False)  # type: ignore[call-arg]
+    return nn.Parameter(own, requires_grad=False)
 
 
-def counted(model: dict[str, Any], config: GRPOConfig, positions: int) -> int:
+def counted(model: dict[str, Any], config: GRPOConfig, positions: int, gpus: int = 1) -> int:
     """Return the highest bytes of live storages while a step's gradient is made, parameters and gradients among them."""
-    with without_numbers(), FakeTensorMode(), Storages() as storages:
-        with torch.device("meta"):
-            decoder = build_decoder(AutoConfig.for_model(**model))
-            if config.lora_rank is not None:
-                apply_lora(decoder, config)
+    with without_numbers(), first_of(gpus) as here, FakeTensorMode():
+        decoder = build_decoder(AutoConfig.for_model(**model))
+        if config.lora_rank is not None:
+            apply_lora(decoder, config)
         policy = AllTrained(decoder, num_output_chunks=config.num_output_chunks, compute_dtype=torch.bfloat16)
+        shard(policy, config, here, lambda: config.activation_checkpointing and checkpoint_layers(decoder.layers, config))
         for layer in adapted(policy).values() if config.lora_base_dtype == "nf4" else ():
-            layer.weight = torch.nn.Parameter(in_four_bits(layer.weight), requires_grad=False)
-        for module in policy.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    made = torch.empty_like(parameter, device="cpu")
-                    module._parameters[name] = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        decoder.materialise_buffers("cpu")
-        if config.activation_checkpointing:
-            checkpoint_layers(decoder.layers, config)
-        storages.peak = storages.now
+            layer.weight = in_four_bits(layer.weight)
         tokens = torch.zeros(1, positions, dtype=torch.int64)
-        for _ in range(2):
-            policy(tokens, tokens).loss.backward()
+        with Storages() as storages, storages.resized():
+            storages.count(list(policy.parameters()), list(policy.buffers()), tokens)
+            for _ in range(2):
+                policy(tokens, tokens).loss.backward()
         return storages.peak
 
 
-def estimated(model: dict[str, Any], config: GRPOConfig, positions: int) -> float:
+def estimated(model: dict[str, Any], config: GRPOConfig, positions: int, gpus: int = 1) -> float:
     """Return the estimate of the same."""
-    estimate = training_memory(model, config, Workload(positions, continued=False), device="cuda")
+    estimate = training_memory(model, config, Workload(positions, continued=False), device="cuda", ranks=gpus)
     parts = estimate.moments["gradient"]
     return sum(size for name, size in parts.items() if name not in ("context", "allocator's gaps"))
+
+
+def config_of(kind: str, chunks: int) -> GRPOConfig:
+    given = {"dtype": "bf16", "rows_per_microbatch": 1, "activation_checkpointing": True, "num_output_chunks": chunks}
+    return GRPOConfig(model="m", packed="p", output_dir="o", **given | KINDS[kind])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models, of " + ", ".join(MODELS) + "; all unless given")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--layers", type=int, help="build so many of the model's layers: four bits take minutes")
     parser.add_argument("--kind", choices=KINDS, help="all unless given")
     arguments = parser.parse_args()
     worst = 0.0
-    print(f"{'model':6} {'':26} {'counted':>9} {'estimate':>9} {'ratio':>6}   (GB)")
-    for name in arguments.names or MODELS:
+    print(f"{'model':6} {'':26} {'GPUs':>4} {'counted':>9} {'estimate':>9} {'ratio':>6}   (GB)")
+    kinds = [kind for kind in KINDS if arguments.kind in (None, kind)]
+    for name, kind, gpus in itertools.product(arguments.names or MODELS, kinds, arguments.gpus):
         model = dict(ARCHITECTURES[MODELS[name]])
         if arguments.layers is not None:
             model |= {"num_hidden_layers": arguments.layers, "layer_types": None}
-        for kind, settings in KINDS.items():
-            if arguments.kind not in (None, kind):
-                continue
-            given = {"dtype": "bf16", "rows_per_microbatch": 1, "activation_checkpointing": True, **settings}
-            given["num_output_chunks"] = -(-arguments.positions // 1024)
-            config = GRPOConfig(model="m", packed="p", output_dir="o", **given)
-            found, said = counted(model, config, arguments.positions), estimated(model, config, arguments.positions)
-            worst = max(worst, abs(said / found - 1))
-            print(f"{name:6} {kind:26} {found / 1e9:9.2f} {said / 1e9:9.2f} {said / found:6.2f}", flush=True)
+        config = config_of(kind, -(-arguments.positions // 1024))
+        found, said = (measure(model, config, arguments.positions, gpus) for measure in (counted, estimated))
+        worst = max(worst, abs(said / found - 1))
+        print(f"{name:6} {kind:26} {gpus:4} {found / 1e9:9.2f} {said / 1e9:9.2f} {said / found:6.2f}", flush=True)
     return int(worst > 0.1)
 
 

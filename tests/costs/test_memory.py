@@ -329,14 +329,14 @@ def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
     assert kept(window, device="cuda") == kept(plain, device="cuda")
 
 
-@pytest.mark.parametrize("kind", check_cuda_memory.KINDS)
-def test_on_cuda_fake_tensors_take_what_is_estimated(kind):
+@pytest.mark.parametrize(
+    ("kind", "gpus"), [*((kind, 1) for kind in check_cuda_memory.KINDS), ("full", 8), ("LoRA, base in bf16", 2), ("QLoRA", 2)]
+)
+def test_on_cuda_fake_tensors_take_what_is_estimated(kind, gpus):
     """Two layers of a 7B model; tools/check_cuda_memory.py counts whole ones."""
-    model = QWEN | {"num_hidden_layers": 2, "layer_types": None}
-    given = {"dtype": "bf16", "rows_per_microbatch": 1, "activation_checkpointing": True, "num_output_chunks": 2}
-    config = recipe(**given | check_cuda_memory.KINDS[kind])
-    counted = check_cuda_memory.counted(model, config, 2048)
-    assert check_cuda_memory.estimated(model, config, 2048) == pytest.approx(counted, rel=0.1)
+    model, config = QWEN | {"num_hidden_layers": 2, "layer_types": None}, check_cuda_memory.config_of(kind, 2)
+    counted = check_cuda_memory.counted(model, config, 2048, gpus)
+    assert check_cuda_memory.estimated(model, config, 2048, gpus) == pytest.approx(counted, rel=0.1)
 
 
 # Disk and server

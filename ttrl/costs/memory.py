@@ -168,6 +168,7 @@ class _Training:
         in_loss = grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_in == "loss"
         self.tells_parts = in_loss and (self.full_divergence or (grpo is not None and grpo.entropy_coefficient > 0))
         """Whether the head tells the parts of the gradient apart, from copies of its logits."""
+        self.ranks = ranks
         self.sharded = ranks > 1 or settings.cpu_offload
         self.gathers = ranks * settings.tensor_parallel > 1
         """Files hold whole tensors, of which this process has parts; it is the one that writes."""
@@ -261,7 +262,8 @@ class _Training:
     # The gradient
 
     def _gradient(self) -> list[Parts]:
-        """Return what is held at the head, where the backward pass begins, at its first layer, and where it ends."""
+        """Return what is held at the head, where the backward pass begins, at its first layer, where it ends, and before all of
+        these, where FSDP gathers."""
         settings, workload = self.settings, self.workload
         in_backward = settings.optimizer_in_backward
         accumulated = workload.microbatches > 1 and not in_backward
@@ -281,7 +283,8 @@ class _Training:
         at_head = base | {name: size for name, size in copies.items() if name != "matrices out of 4 bits"}
         at_head |= {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
         copies |= self._working_copies(layers - recomputed + int(recomputed > 0))  # the last layer's are made again
-        head = self.head_gradient + (4 if dora else 2) * self.merged_head
+        head = self.head_matrix * self.gathered_size if beginning else self.head_gradient
+        head += (4 if dora else 2) * self.merged_head
         begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
         layer = layer_bytes(self.decoder, self.how)
         moments = "optimizer state" in base or in_backward
@@ -297,8 +300,10 @@ class _Training:
         # Dense gradients of the embeddings come last; where the head is tied, its own has waited for them until now.
         again = int(accumulated or self.decoder.tied or in_backward) + int(accumulated and self.decoder.tied)
         stream = 2 * self.tokens * self.decoder.shape.width * _FP32
-        ends = most | {"activations": stream, "head": again * self.head_gradient, whole: end}
-        return [at_head, begins, first, ends]
+        ends = most | {"activations": stream, "head": again * self.head_gradient}
+        if end:  # the parameters are scattered again by then
+            ends = base | self._held(gradients=not in_backward, moments=moments) | {whole: end}
+        return [at_head, begins, first, ends, base | self._gathering()]
 
     def _activations(self) -> tuple[float, float]:
         """Return what all layers keep, and the most that their backward passes add to it: layers that are recomputed need room
@@ -348,7 +353,8 @@ class _Training:
             each += self.how.bytes + (3 * _FP32 if self.cuda else 0)
         elif self.cuda and self.how.bf16:  # Triton's kernels: logits in fp32, their gradient in bf16
             each = _FP32 + _BF16 * gradient
-        each += self.how.bytes * self.tells_parts
+        if self.tells_parts:
+            each += _FP32 if self.cuda and not self.full_divergence else self.how.bytes
         return logits / self.settings.tensor_parallel * each
 
     def _reference_parts(self) -> Parts:
@@ -381,6 +387,14 @@ class _Training:
             parts["bf16 copies"] = layers * (each - in_four_bits) * _BF16
         return parts
 
+    def _gathering(self) -> Parts:
+        """Return what FSDP holds while it gathers the first layer: what is outside of layers is there twice, as it came from the
+        others and as it is computed with; a layer as it comes."""
+        if not self.sharded:
+            return {}
+        numbers = 2 * self.decoder.outside_layers + self.decoder.layer
+        return {"gathered parameters": numbers / self.settings.tensor_parallel * self.gathered_size}
+
     def _whole_gradients(self) -> tuple[float, float, float]:
         """Return the gradients of gathered parameters before they are scattered: where the backward pass begins (the head's is in
         "head"), at the first layer, while the head's still waits for the embeddings', and where it ends."""
@@ -389,7 +403,9 @@ class _Training:
         size = self.gathered_size
         layer = self.decoder.layer / self.settings.tensor_parallel * size
         waiting = 0.0 if self.decoder.tied else self.head_matrix * size  # where it is tied, it is in "head"
-        return layer, layer + waiting, self.decoder.outside_layers / self.settings.tensor_parallel * size
+        # At the end the sum over processes is made in fp32, of all gradients, and becomes each one's part while one matrix waits.
+        most = max(size, size / 2 + _FP32 / self.ranks)
+        return layer, layer + waiting, self.decoder.outside_layers / self.settings.tensor_parallel * (_FP32 + most)
 
     def _finished(self, parts: Parts) -> Parts:
         """Add what is held besides the recipe's own tensors, and leave out empty parts."""
