@@ -98,6 +98,15 @@ def test_weights_go_through_memory_where_the_machine_has_enough(way):
     assert adapters.config.weight_sync == "sleep" and "an adapter's files are small" in adapters.reasons["weight_sync"]
 
 
+def test_a_trainer_that_works_in_a_host_too_small_for_it_is_refused():
+    model, config = MODELS["qwen2.5_7b"], config_of(training={"cpu_offload": True})
+    ample, small = (choose(model, config, [80 * GB], host=host * GB) for host in (300, 60))
+    assert ample.problem is None
+    assert re.search(r"cpu_offload needs .* GiB of the machine's own memory, which has 55\.9 GiB", small.problem)
+    parked = choose(model, config_of(training={"lora_rank": 32}), [80 * GB], host=30 * GB)
+    assert parked.problem is None  # read from files instead
+
+
 def test_it_is_said_where_save_every_has_to_give_way(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2.5_7b"]))
     monkeypatch.setattr("ttrl.loop.train.gpus_here", lambda: [80 * GB] * 8)

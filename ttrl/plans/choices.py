@@ -36,6 +36,7 @@ _LEFT_BEHIND = 2e9  # by one that gave its memory to the other: a CUDA context, 
 _SERVER_REST = 2e9  # of a server besides weights, cache and the widest activations: context, CUDA graphs, logits; assumed
 _SAMPLES = 4  # of the length of a row that a server's cache has room for at least
 _MOST_POSITIONS = 32_768  # of a microbatch: more is hardly faster
+_IN_HOST = ("cpu_offload", "optimizer_on_cpu")
 _ADVISED_RANK = 32
 _MOST_ADVICE = 4
 
@@ -116,7 +117,7 @@ def choose(
     assert best is not None
     if best.problem is None or not advise:
         return best
-    ways = _ways_out(model, config, gpus)
+    ways = _ways_out(model, config, gpus, host)
     return dataclasses.replace(best, problem=best.problem + ("; what would fit: " + "; or ".join(ways) if ways else ""))
 
 
@@ -218,8 +219,11 @@ def _fitted(
         why = "what the trainer leaves" if together else "nobody else needs it meanwhile"
         add("server.gpu_memory_utilization", round(served / memory, 2), f"{gib(served)} of {gib(memory)}: {why}")
     made = _with(open_config, values)
-    held = 0.0 if host is None else sum(host_needs(model, made, _recipe(made)).values())
-    if host is not None and held > host and values.get("weight_sync") == "memory":
+
+    def held_in_host() -> float:
+        return sum(host_needs(model, made, _recipe(made)).values())
+
+    if host is not None and (held := held_in_host()) > host and values.get("weight_sync") == "memory":
         sync, meanwhile = placed.from_files
         room = f"without files, {gib(held)} of the machine's {gib(host)} of memory would be needed"
         values["weight_sync"], reasons["weight_sync"] = sync, f"{meanwhile}; {room}"
@@ -236,6 +240,9 @@ def _fitted(
     elif servers and needed > served:
         what = f"{gib(needed)} of each GPU for weights and cache (tensor_parallel_size {parallel})"
         problem = f"does not fit: a server needs {what}, and can have {gib(served)} of {gib(memory)}"
+    elif host is not None and (there := [x for x in _IN_HOST if made.recipe_settings.get(x)]) and (held := held_in_host()) > host:
+        # The trainer works there; what only waits there can be read from files instead.
+        problem = f"does not fit: {there[0]} needs {gib(held)} of the machine's own memory, which has {gib(host)}"
     return Choices(made, reasons, peak, needed if servers else 0.0, memory, problem)
 
 
@@ -299,7 +306,7 @@ def _training(model: Mapping[str, Any], config: TrainConfig, room: float) -> tup
     return best
 
 
-def _ways_out(model: Mapping[str, Any], config: TrainConfig, gpus: Sequence[float]) -> list[str]:
+def _ways_out(model: Mapping[str, Any], config: TrainConfig, gpus: Sequence[float], host: float | None) -> list[str]:
     """Return changes of a config that does not fit with which it would, the nearest first."""
     lora = {"training.lora_rank": _ADVISED_RANK}
     backward = {"training.optimizer_in_backward": True, "training.max_grad_norm": None}
@@ -322,13 +329,14 @@ def _ways_out(model: Mapping[str, Any], config: TrainConfig, gpus: Sequence[floa
     for dtype in ("bf16", "nf4"):
         ways[f"training.lora_rank: {_ADVISED_RANK} and lora_base_dtype: {dtype}"] = lora | {"training.lora_base_dtype": dtype}
     changed += [(text, _with(config, values)) for text, values in ways.items()]
+    changed = [(text, other) for text, other in changed if not other.problems()]
     found = []
     for text, other in changed:
-        if not other.problems() and choose(model, other, gpus, advise=False).problem is None:
+        if choose(model, other, gpus, host=host, advise=False).problem is None:
             found.append(text)
     for text, other in [("", config), *(entry for entry in changed if "lora_rank" in entry[0] and entry[0] not in found)]:
         for count in (2, 4, 8, 16):
-            if len(gpus) < count and choose(model, other, [min(gpus)] * count, advise=False).problem is None:
+            if len(gpus) < count and choose(model, other, [min(gpus)] * count, host=host, advise=False).problem is None:
                 found.append(f"{count} such GPUs" + (f" with {text}" if text else ""))
                 break
     return found[:_MOST_ADVICE]

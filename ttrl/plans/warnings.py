@@ -62,8 +62,8 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
     if memory.host_available is not None and sum(memory.host.values()) > memory.host_available:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
         found.append(
-            f"the machine's own memory is too small: {gib(sum(memory.host.values()))} of {gib(memory.host_available)} are needed "
-            f"({parts}), and what finds no room is read from files in each iteration; adapters (lora_rank) and optimizer: "
+            f"does not fit into the machine's own memory: {gib(sum(memory.host.values()))} of {gib(memory.host_available)} are "
+            f"needed ({parts}), and what finds no room is read from files in each iteration; adapters (lora_rank) and optimizer: "
             "adamw_8bit need less, placement: split parks nothing"
         )
     if memory.server_parts and memory.server_parts.get("weights", 0.0) > memory.available:
