@@ -128,6 +128,7 @@ def test_what_the_host_of_gpus_holds():
     assert needs(cpu_offload=True)[0][there] == pytest.approx(16 * total, rel=0.01)
     lora, config = needs(lora_rank=8)
     assert "held out to servers" not in lora and lora[there] == pytest.approx(4 * total, rel=0.05)
+    assert lora["base of adapters, while servers sleep"] == 2 * total * config.servers_here
     split = host_needs(MODELS["qwen2.5_7b"], dataclasses.replace(config, placement="split"), config.recipe_config({}))
     assert there not in split and split["programs"] == lora["programs"] > 0
 

@@ -220,6 +220,11 @@ def test_adapters_beside_the_base(fake_server, checkpoints):
             assert (report.mode, report.comparison.compared) == (said, 0) and report.canary_max_difference < 1e-9
             assert server.model_name == "policy-adapter" and server.model_folder == base
         assert server.weights_digest() == f"{weights_digest(tuned)}/float32" and server.policy_folder == tuned
+        before = len(server.request("GET", "/calls"))
+        weights.sleep(server)  # a base that were gone would not come again
+        assert sync_weights(server, tuned, asleep=True).mode == "adapter"
+        calls = server.request("GET", "/calls")[before:]
+        assert calls == ["/sleep?level=1", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
 
 
 def test_a_server_of_somebody_else_is_not_restarted(fake_server, checkpoints):

@@ -14,6 +14,8 @@ from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
 from ttrl.server.cpu import cpu_batch, cpu_cache_bytes
 
+PARKED, SLEEPING = "trainer's weights and moments", "base of adapters, while servers sleep"
+"""Parts of `host_needs`."""
 _GIB = 2**30
 _HEAP_GAPS = 0.2  # of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured
 _SERVER_IMPORTS = 1.35e9  # resident memory of vLLM's processes without model and cache, on CPU
@@ -124,22 +126,34 @@ def host_needs(model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig
     weights, moments = held["parameters"], held.get("optimizer state", 0.0)
     if recipe.cpu_offload:
         there = weights + moments + held.get("gradients", 0.0)
-    elif config.trainer == "resident" and config.resolved_trainer_memory("cuda") == "free":
+    elif parks(config, recipe, cuda=True):
         there = weights + moments
     else:
         swaps = recipe.needs_reference and recipe.lora_rank is None
         there = moments * recipe.optimizer_on_cpu + weights * swaps
     serving = config.servers_here * int(argument(config, "tensor_parallel_size", 1))
     parts = {
-        "trainer's weights and moments": there * config.processes_here,
+        PARKED: there * config.processes_here,
         "held out to servers": _held_out(model, config, True),
     }
+    if config.server_sleeps and config.gives_adapters:  # each server's own: see `ttrl.server.weights.sleep`
+        parts[SLEEPING] = _weights(model, config, True) * config.servers_here
     parts["programs"] = _GPU_PROGRAM * (config.processes_here + serving)
     return {name: size for name, size in parts.items() if size}
 
 
+def parks(config: TrainConfig, recipe: GRPOConfig, *, cuda: bool) -> bool:
+    """Return whether the trainer leaves its GPUs while servers sample."""
+    stays_up = cuda and config.trainer == "resident" and not recipe.cpu_offload
+    return stays_up and config.resolved_trainer_memory("cuda") == "free"
+
+
 def _held_out(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float:
-    return server_memory(model, 0, dtype=_dtype(config, cuda))["weights"] if config.hands_over else 0.0
+    return _weights(model, config, cuda) if config.hands_over else 0.0
+
+
+def _weights(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float:
+    return server_memory(model, 0, dtype=_dtype(config, cuda))["weights"]
 
 
 def _dtype(config: TrainConfig, cuda: bool) -> str:
