@@ -239,6 +239,18 @@ def test_time_and_money(big):
     assert made.price == pytest.approx(seconds.run / 3600 * 3.0) and plan(config_of(big)).price is None
 
 
+def test_what_goes_between_gpus_and_their_host_takes_time(big):
+    adapters = config_of(big, device="cuda", weight_sync="sleep", training={"lora_rank": 8})
+    parks, stays = (plan(dataclasses.replace(adapters, trainer_memory=where), gpu="H100") for where in ("free", "keep"))
+    moved = 2 * parks.memory.host["trainer's weights and moments"] / 1e10
+    assert moved > 5 and parks.seconds.phases["train"].seconds - stays.seconds.phases["train"].seconds == pytest.approx(moved)
+    assert parks.seconds.phases["sync"].seconds > 2 * 2 * QWEN["parameters"] / 1e10  # the base waits there as well
+    assert parks.seconds.start["trainer"].seconds > 2 * QWEN["parameters"] / 1e9  # it is read from files
+    said = " ".join(str(parks).split())
+    assert "Assumed: 35% of the speed of matrix products in training, 35% of it in sampling, 60% of 3.35 TB/s of memory" in said
+    assert "files at 1 GB/s, weights into servers at 4 GB/s, parking at 10 GB/s for each GPU." in said
+
+
 def seconds_row(number, **seconds):
     return {"iteration": number, "seconds": {**seconds, "total": sum(seconds.values()) + 0.5}}
 

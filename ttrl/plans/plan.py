@@ -11,7 +11,7 @@ from ttrl.plans.counts import PlannedFlops, Work
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import PLAN_FILE
 from ttrl.plans.memory import PlannedMemory
-from ttrl.plans.seconds import PlannedSeconds
+from ttrl.plans.seconds import PlannedSeconds, assumed
 from ttrl.system.files import write_json
 from ttrl.text import counted, duration, gib, si_spaced
 
@@ -123,8 +123,10 @@ def plan_text(plan: Plan) -> str:
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
     if plan.is_rough:
-        share = "; the share of a GPU's speed that is reached is assumed" if plan.machine.cuda else "; --probe measures"
-        lines += textwrap.wrap(f"Rough figures may be wrong by a factor of 3{share}.", _WIDTH)
+        probe = "" if plan.machine.cuda else "; --probe measures"
+        lines += textwrap.wrap(
+            f"Rough figures may be wrong by a factor of 3{probe}. Assumed: {assumed(plan.machine, plan.with_server)}.", _WIDTH
+        )
     if plan.warnings:
         lines.append("\nWorth knowing")
         for warning in plan.warnings:
@@ -201,7 +203,12 @@ def _time(plan: Plan) -> list[str]:
             what = f"{name} start"
             lines.append(f"  {what:{_LABEL}}{_clock(part.seconds, 1)}   once ({_SOURCES[part.source]})")
         for name, phase in seconds.phases.items():
-            lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {_SOURCES[phase.source]}")
+            if name == "validate" and not plan.work.validation_samples:
+                continue
+            waits = (
+                "; files that are still being written" if name == "other" and phase.seconds > 1 and plan.memory.held_out else ""
+            )
+            lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {_SOURCES[phase.source]}{waits}")
         together = sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001
         how = "   some of them at the same time" if together else ""
         return [*lines, f"  {'an iteration':{_LABEL}}{_clock(seconds.iteration)}{how}"]

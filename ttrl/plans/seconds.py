@@ -13,7 +13,8 @@ from ttrl.configs.run import TrainConfig
 from ttrl.plans.counts import PlannedFlops, Work
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import Seconds
-from ttrl.plans.memory import PlannedMemory
+from ttrl.plans.memory import PARKED, SLEEPING, PlannedMemory, argument, parks
+from ttrl.text import si_spaced
 
 # On CPU: measured with models of 1 and 30 million parameters on two cores. On CUDA: assumed, from others' published figures.
 _TRAINING_SHARE = {False: 0.4, True: 0.35}
@@ -27,7 +28,9 @@ _HELD_OUT = {False: 1e9, True: 4e9}  # bytes/s of a process that copies and hash
 # Bytes/s of weights that a server loads, compares and proves with the canary. CPU: 4 to 6 s at 0.5 GB, from memory while files
 # are written beside it, and from files. CUDA: assumed.
 _SYNCED = {False: 1.2e8, True: 4e9}
-_START = {"server": 25.0, "trainer": 1.0}  # a trainer that stays up starts together with the server
+_PARKED = 1e10  # bytes/s between a GPU and its host's memory; assumed, with all GPUs at the same time
+# Without the weights. On CPU a trainer that stays up starts together with the server; on CUDA, assumed, with compiled graphs.
+_START = {False: {"server": 25.0, "trainer": 1.0}, True: {"server": 60.0, "trainer": 15.0}}
 _TRAINER_START = 7.0  # of one that does not, in each iteration
 _PACK_OF_SAMPLE = 1e-4
 _FIXED = {"sync": 0.1, "pack": 0.02, "other": 0.1}
@@ -47,14 +50,24 @@ class PlannedSeconds:
     """Start, the validation of the starting model, and all iterations."""
 
 
+def assumed(machine: Machine, with_server: bool) -> str:
+    """Return the speeds that rough figures take for granted."""
+    speeds = [f"{_TRAINING_SHARE[machine.cuda]:.0%} of the speed of matrix products in training"]
+    speeds += [f"{_SAMPLING_SHARE[machine.cuda]:.0%} of it in sampling"] * with_server
+    speeds += [f"{_BANDWIDTH_SHARE:.0%} of {si_spaced(machine.bandwidth)}B/s of memory", f"files at {si_spaced(_DISK)}B/s"]
+    if with_server:
+        speeds += [f"weights into servers at {si_spaced(_SYNCED[machine.cuda])}B/s"]
+        speeds += [f"parking at {si_spaced(_PARKED)}B/s for each GPU"] * machine.cuda
+    return ", ".join(speeds)
+
+
 def seconds_of(config: TrainConfig, rough: Mapping[str, float], measured: Mapping[str, Seconds]) -> PlannedSeconds:
     """Plan the seconds of a run. rough: of `rough_seconds`. measured: by phase, and "server start", "trainer start"."""
-    phases = {name: measured.get(name, Seconds(value, "rough")) for name, value in rough.items()}
+    found = {name: measured.get(name, Seconds(value, "rough")) for name, value in rough.items()}
+    phases = {name: part for name, part in found.items() if not name.endswith(" start")}
     others = {name: value for name, value in measured.items() if not name.endswith(" start") and name != "iteration"}
     phases |= {name: value for name, value in others.items() if name not in phases}
-    start = {name: measured.get(f"{name} start", Seconds(value, "rough")) for name, value in _START.items()}
-    if config.trainer == "once":
-        start.pop("trainer")
+    start = {name: found[f"{name} start"] for name in ("server", "trainer") if name == "server" or config.trainer != "once"}
     iteration = sum(phase.seconds for phase in phases.values())
     if "iteration" in measured:
         iteration = measured["iteration"].seconds
@@ -75,8 +88,8 @@ def rough_seconds(
     disk_bytes: float,
     adapter_numbers: int = 0,
 ) -> dict[str, float]:
-    """Estimate the seconds of each phase. disk_bytes: of an iteration's checkpoint and state. adapter_numbers: of a token, see
-    `ttrl.costs.flops`."""
+    """Estimate the seconds of each phase, and of "server start" and "trainer start". disk_bytes: of an iteration's checkpoint and
+    state. adapter_numbers: of a token, see `ttrl.costs.flops`."""
     speed = machine.matmul * config.processes * _TRAINING_SHARE[machine.cuda]
     again = 4 / 3 if recipe.activation_checkpointing and recipe.checkpoint_every == 1 else 1.0
     saved = disk_bytes / _DISK
@@ -87,17 +100,26 @@ def rough_seconds(
     is_beside = memory.held_out > 0 and not config.cache  # files are written while servers sample
     train += through_memory / (config.processes if machine.cuda else 1) + (0.0 if is_beside else saved)
     train += _TRAINER_START if config.trainer == "once" else 0.0
+    if parks(config, recipe, cuda=machine.cuda):
+        train += 2 * memory.host.get(PARKED, 0.0) / config.processes_here / _PARKED  # there and back
     # Several on one CPU divide its cores; on GPUs, each has its own.
     servers = max(1, (config.servers_here if machine.cuda else min(1, config.servers_here)) + len(config.joined_servers))
     sample = _sampling(machine, memory, flops.sampling, work.completion_tokens, work.samples, work, servers)
     validate = _sampling(machine, memory, flops.validation, work.validation_tokens, work.validation_samples, work, servers)
     sync = _FIXED["sync"] + (memory.held_out or disk_bytes / 3) / _SYNCED[machine.cuda]  # a checkpoint has a third of all bytes
+    on_gpu = memory.server_parts.get("weights", 0.0)
+    weights = on_gpu * int(argument(config, "tensor_parallel_size", 1)) if machine.cuda else 0.0
+    sync += 2 * on_gpu / _PARKED if memory.host.get(SLEEPING) else 0.0
+    # They are read from files once; what starts after that finds them in the machine's memory.
+    start = {name: seconds + weights / _DISK for name, seconds in _START[machine.cuda].items()}
+    start["server"] -= weights / _DISK - weights / _SYNCED[True] if config.trainer != "once" else 0.0
     if config.weight_sync == "restart":
-        sync += _START["server"]
+        sync += _START[machine.cuda]["server"] + weights / _SYNCED[True]
     pack = _FIXED["pack"] + work.samples * _PACK_OF_SAMPLE
     other = _FIXED["other"] + (max(0.0, saved - sample - validate) / config.save_every if is_beside else 0.0)
     validate /= config.validate_every
-    return {"sample": sample, "pack": pack, "train": train, "sync": sync, "validate": validate, "other": other}
+    phases = {"sample": sample, "pack": pack, "train": train, "sync": sync, "validate": validate, "other": other}
+    return phases | {f"{name} start": seconds for name, seconds in start.items()}
 
 
 def _sampling(
