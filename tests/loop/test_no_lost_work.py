@@ -90,7 +90,7 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
     """At each rename the file's bytes were fsynced after their last change; at each marker, so were the folders of all names
     of its iteration that were made before it."""
     synced, unsynced = {}, {}
-    originals = {name: getattr(os, name) for name in ("replace", "mkdir", "fsync")}
+    originals = {name: getattr(os, name) for name in ("replace", "link", "mkdir", "fsync")}
     problems, markers = [], []
 
     def fsync(descriptor):
@@ -103,7 +103,7 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
         if "/iterations" in str(path) and ".partial-" not in str(path):
             unsynced.setdefault(os.stat(os.path.dirname(path)).st_ino, []).append(str(path))
 
-    def replace(source, target):
+    def naming(name, source, target):
         inside = "/iterations" in str(target)
         if inside and ".partial-" not in str(target):
             for path in [source, *(os.path.join(f, name) for f, _, names in os.walk(source) for name in names)]:
@@ -115,15 +115,21 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
             own = str(target).partition("/done/")[0]  # another thread may be making the next iteration's folder at this moment
             late = [name for names in unsynced.values() for name in names if name.startswith(own)]
             problems.extend(f"{name} before {target}" for name in late)
-        originals["replace"](source, target)
+        originals[name](source, target)
         named(target)
+
+    def replace(source, target):
+        naming("replace", source, target)
+
+    def link(source, target):
+        naming("link", source, target)
 
     def mkdir(path, *arguments, **options):
         originals["mkdir"](path, *arguments, **options)
         if not options.get("dir_fd"):
             named(path)
 
-    for name, function in (("fsync", fsync), ("replace", replace), ("mkdir", mkdir)):
+    for name, function in (("fsync", fsync), ("replace", replace), ("link", link), ("mkdir", mkdir)):
         monkeypatch.setattr(os, name, function)
     world.train(**RUN)
     assert len(markers) == 2 + 2 * 4

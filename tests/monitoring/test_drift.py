@@ -195,6 +195,7 @@ def test_an_older_policy_is_judged_by_what_its_own_weights_compute(run):
 
     def trained(own):
         drift = GOOD | BAD | {"by_version": {"1": GOOD | BAD}, "worst": [], "own_weights": own | {"version": 1, "rows": 4}}
+        run.folder.iteration(3).unmark("train")
         run.folder.iteration(3).mark("train", [], {"trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]})
 
     trained(GOOD)

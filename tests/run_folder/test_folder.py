@@ -1,7 +1,12 @@
 """The run folder: markers, the config, which checkpoint is the policy, and what pruning leaves."""
 
+import builtins
+import errno
+import io
 import json
+import os
 from itertools import product
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +15,7 @@ from ttrl.errors import RunFolderError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system import files
 from ttrl.system.files import digest
+from ttrl.system.request_folder import RequestFolder
 
 
 def trained(folder, number, yes=True):
@@ -38,7 +44,12 @@ def test_a_marker_says_what_was_said_and_what_was_written(tmp_path):
     expected = {name: digest(one.path / name) for name in ("checkpoint/a", "checkpoint/deep/b", "train.jsonl")}
     assert content["files"] == expected
     assert content["phase"] == "train"
-    one.mark("train", ["checkpoint"], {}, {"checkpoint/a": "known from its writing", "elsewhere": "not written by this phase"})
+    known = {"checkpoint/a": "known from its writing", "elsewhere": "not written by this phase"}
+    with pytest.raises(RunFolderError, match=r"train\.json is there already: another process .*same command again"):
+        one.mark("train", ["checkpoint"], {}, known)
+    assert one.files("train") == expected
+    one.unmark("train")
+    one.mark("train", ["checkpoint"], {}, known)
     assert one.files("train") == {"checkpoint/a": "known from its writing", "checkpoint/deep/b": expected["checkpoint/deep/b"]}
 
 
@@ -65,6 +76,63 @@ def test_a_damaged_marker(tmp_path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(RunFolderError, match=r"pack\.json is damaged .*; remove it to run the phase again"):
         one.marker("pack")
+
+
+def test_a_network_disk_that_is_stale_for_a_moment(tmp_path, monkeypatch):
+    """It says ESTALE or EIO once and again, and attributes show what is no longer there."""
+    folder = RunFolder(tmp_path)
+    one, requests = folder.iteration(1), RequestFolder(tmp_path)
+    (tmp_path / "iterations/0001").mkdir(parents=True)
+    files.append_jsonl(tmp_path / "metrics.jsonl", {"iteration": 0})
+    requests.put(requests.request(1), "{}")
+    fails = []
+    for module, name in ((io, "open"), (os, "stat"), (os, "link"), (builtins, "open")):
+        original = getattr(module, name)
+
+        def failing(*arguments, original=original, **options):
+            if str(tmp_path) in str(arguments[0]) and fails:
+                number = fails.pop()
+                raise OSError(number, os.strerror(number))
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, failing)
+    monkeypatch.setattr(files, "_PAUSES", (0.0,) * 4)
+
+    def stale(work):
+        fails.extend([errno.ESTALE, errno.EIO, errno.ESTALE])
+        result = work()
+        assert not fails
+        return result
+
+    stale(lambda: one.mark("pack", [], {"rows": 3}))
+    assert stale(lambda: one.marker("pack")) == {"rows": 3}
+    assert stale(folder.metrics) == [{"iteration": 0}]
+    assert stale(lambda: digest(tmp_path / "metrics.jsonl")) == digest(tmp_path / "metrics.jsonl")
+    assert stale(lambda: requests.next_request(1)) == requests.request(1)
+    fails.extend([errno.ESTALE] * 9)  # for good
+    with pytest.raises(OSError, match="Stale"):
+        one.marker("pack")
+    fails.clear()
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert one.marker("train") is None and RunFolder(tmp_path / "no").metrics() == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV])
+def test_disks_without_links_and_folders_on_another_disk(tmp_path, monkeypatch, number):
+    link = os.link
+
+    def refusing(source, target):
+        if number == errno.EPERM or Path(source).parent != Path(target).parent:
+            raise OSError(number, os.strerror(number))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", refusing)
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        folder.iteration(1).mark("pack", [], {"rows": 3})
+        with pytest.raises(RunFolderError, match="is there already"):
+            folder.iteration(1).mark("pack", [], {})
+    assert folder.iteration(1).marker("pack") == {"rows": 3}
 
 
 # The config

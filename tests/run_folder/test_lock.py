@@ -94,7 +94,13 @@ def test_a_file_where_the_folder_should_be(tmp_path):
             pass
 
 
-def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(tmp_path):
+@pytest.fixture
+def shared(monkeypatch):
+    """The disk is one that other machines have, too."""
+    monkeypatch.setattr(lock, "_only_here", lambda folder: False)
+
+
+def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(tmp_path, shared):
     folder = quick(tmp_path / "run")
     left_by(folder, **ELSEWHERE)
     with pytest.raises(RunFolderError, match=r"pid 1 on another-host.*no sign of life.*TTRL_TAKE_OVER=1"), folder.locked():
@@ -128,10 +134,29 @@ def test_a_living_owner_on_another_machine_is_never_taken_over(tmp_path):
 
 
 def test_an_owner_from_before_this_machine_was_started_again_is_gone(tmp_path):
+    """On a disk of its own: the name of a machine is also that of the pod that takes its place, while it may live on."""
     folder = quick(tmp_path / "run")
     left_by(folder, boot="an-earlier-boot", pid=os.getpid())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunFolderError, match="no sign of life"):
+        patch.setattr(lock, "_only_here", lambda folder: False)
+        with folder.locked():
+            pass
     with folder.locked():
         pass
+
+
+def test_which_disks_are_of_this_machine_alone(tmp_path, monkeypatch):
+    mounts = f"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:45 / {tmp_path}/a\\040b rw - nfs4 server:/x rw
+31 30 0:46 / {tmp_path}/a\\040b/c rw - tmpfs none rw
+32 22 0:47 / {tmp_path}/d rw - fuse.sshfs x rw
+""".replace("\\\\", "\\")
+    monkeypatch.setattr(lock, "_MOUNTS", tmp_path / "mountinfo")
+    assert not lock._only_here(tmp_path)  # there is no such list
+    (tmp_path / "mountinfo").write_text(mounts)
+    (tmp_path / "link").symlink_to(tmp_path / "a b")
+    here = {name: lock._only_here(tmp_path / name) for name in ("", "a b", "a b/run", "a b/c/run", "a", "d/run", "link/run")}
+    assert [name for name, yes in here.items() if yes] == ["", "a b/c/run", "a"]
 
 
 def test_without_locks_of_the_file_system_the_owner_file_decides(tmp_path, monkeypatch):
@@ -166,7 +191,7 @@ def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, monkeypa
     with folder.locked():
         folder.iteration(1).mark("pack", [], {})
         (folder.path / "owner.json").unlink()
-        folder.iteration(1).mark("pack", [], {})  # a name that is gone alone says nothing
+        folder.iteration(2).mark("pack", [], {})  # a name that is gone alone says nothing
         with other.locked():
             other.iteration(1).mark("train", [], {"trained": True})
         with pytest.raises(RunFolderError, match=r"taken over by another process \(which has ended since\).*same command again"):
@@ -203,6 +228,6 @@ def test_a_damaged_owner_file_names_nobody(tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", refused)  # `lock` still names the one before, who is gone
+    monkeypatch.setattr(os, "pwrite", refused)  # `lock` names no run folder
     with folder.locked():
         folder.iteration(1).mark("pack", [], {})

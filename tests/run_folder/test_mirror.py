@@ -1,6 +1,8 @@
 """A run folder's copy in an object store: what is uploaded in which order, what another machine takes, what is refused."""
 
+import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -11,7 +13,7 @@ import pytest
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.lock import describe_process
+from ttrl.run_folder.lock import LOCK_FILES, describe_process
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
 from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.run_folder.pruning import prune
@@ -28,6 +30,10 @@ class QuickStore(MirrorStore):
     def write(self, key, content):
         self.before.get("write", lambda *_: None)(key, content)
         super().write(key, content)
+
+    def swap(self, key, content, tag):
+        self.before.get("write", lambda *_: None)(key, content)
+        return super().swap(key, content, tag)
 
     def fetch(self, key, size, target):
         self.before.get("fetch", lambda *_: None)(key, size, target)
@@ -107,19 +113,18 @@ class Machine:
                 self.iteration(number)
 
     def files(self):
-        return {str(path.relative_to(self.folder.path)) for path in self.folder.path.rglob("*") if path.is_file()}
-
-
-NOT_MIRRORED = {"lock", "owner.json"}
+        """All but the lock's."""
+        found = (path.relative_to(self.folder.path) for path in self.folder.path.rglob("*") if path.is_file())
+        return {str(path) for path in found if path.parts[0] not in LOCK_FILES}
 
 
 def test_the_mirror_is_the_run_folder(tmp_path, any_address):
     here = Machine(tmp_path / "here", any_address)
     here.run(0, 6)
     store = MirrorStore(any_address)
-    assert store.keys().keys() - {"owner.json"} == here.files() - NOT_MIRRORED  # pruned there too
+    assert store.keys().keys() - {"owner.json"} == here.files()  # pruned there too
     assert json.loads(store.read("owner.json"))["released"]  # nobody owns it any more
-    for name in here.files() - NOT_MIRRORED:
+    for name in here.files():
         assert store.read(name) == (here.folder.path / name).read_bytes()
     kept = {int(key.split("/")[1]) for key in list(store.keys()) if "/checkpoint/" in key}
     assert kept == {2, 4, 5, 6}  # the best one and the newest three
@@ -165,7 +170,7 @@ def test_a_fresh_machine_takes_what_it_needs_and_goes_on(tmp_path, any_address):
         first.phase(7, "rollouts", "rollouts.jsonl")
         first.phase(7, "pack", "packed.safetensors")
     with second as mirror:
-        taken = second.files() - NOT_MIRRORED
+        taken = second.files()
         assert second.folder.metrics() == first.folder.metrics()
         assert second.folder.policy_version(7) == 6
         assert {name for name in taken if "/checkpoint/weights" in name} == {
@@ -306,6 +311,81 @@ def test_one_machine_at_a_time(tmp_path, any_address):
         assert second.folder.policy_version(1) == 0
 
 
+def test_two_that_start_at_once(tmp_path, any_address, before):
+    """One of them has it, whoever looked first; an earlier owner's record changes nothing about that."""
+    for earlier in (False, True):
+        first, second = (Machine(tmp_path / f"{name} {earlier}", any_address) for name in ("first", "second"))
+        with contextlib.ExitStack() as stack:
+
+            def write(key, content, second=second, stack=stack):
+                before.clear()
+                stack.enter_context(second)
+
+            before["write"] = write  # between the first one's look and its writing
+            with pytest.raises(RunFolderError, match="in use by another process"), first:
+                pass
+            second.iteration(2 * earlier)
+            assert second.folder.lock.epoch == 1 + earlier
+    with Machine(tmp_path / "third", any_address) as mirror:  # each owner's number is above those before, wherever it runs
+        assert mirror.claim.epoch == 3
+        markers = sorted((tmp_path / "third").rglob("done/*.json"), key=lambda path: json.loads(path.read_text())["finished"])
+        assert [json.loads(path.read_text())["epoch"] for path in markers] == [1, 1, 2, 2, 2, 2]
+
+
+def test_answers_that_are_lost(tmp_path, any_address, monkeypatch):
+    """The store did what it was asked to, but nobody heard."""
+    swap, lost = QuickStore.swap, []
+
+    def losing(store, key, content, tag):
+        result = swap(store, key, content, tag)
+        if lost.count(key) < 2:
+            lost.append(key)
+            raise OSError("connection reset")
+        return result
+
+    monkeypatch.setattr(QuickStore, "swap", losing)
+    monkeypatch.setattr(QuickStore, "longest_pause", 0.01)
+    here = Machine(tmp_path / "here", any_address)
+    here.run(0, 1)
+    assert lost.count("iterations/0001/done/train.json") == 2 and lost.count("owner.json") == 2
+    store = MirrorStore(any_address)
+    assert store.keys().keys() - {"owner.json"} == here.files()
+    assert json.loads(store.read("owner.json"))["released"]
+
+
+def test_what_an_earlier_owner_left_late_gives_way(tmp_path, address, before):
+    """What was under way to the store when another took over arrives there; never in place of a later owner's."""
+    store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
+    with machine as mirror:
+        machine.folder.lock.lift(4)
+        machine.iteration(0)
+        key, late = "iterations/0001/done/rollouts.json", b'{"epoch": 3, "facts": {}, "files": {}}'
+        store.write(key, late)
+        machine.phase(1, "rollouts", "rollouts.jsonl")
+    assert mirror.status() is None
+    assert store.read(key) == (machine.folder.path / key).read_bytes()
+    for other in (late.replace(b"3", b"4"), late.replace(b"3", b"5")):
+        store.write(key, other)
+        mirror._remote.discard(key)
+        mirror.claim.read()
+        mirror.claim.sign()
+        assert not mirror._try_pass() and store.read(key) == other
+        assert re.search(r"has another iterations/0001/done/rollouts.json \(of epoch [45], and here of 4\)", mirror.status())
+
+
+def test_a_machine_of_the_same_name_is_another(tmp_path, address, monkeypatch):
+    """A pod that is started again, while the one before may live on, cut off; but who holds the run folder of before knows."""
+    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    first.run(0, 0)
+    store = MirrorStore(address)
+    left = json.loads(store.read("owner.json")) | {"boot": "an earlier one", "token": "of another process"}
+    store.write("owner.json", json.dumps({name: left[name] for name in left if name != "released"}).encode())
+    with pytest.raises(RunFolderError, match="no sign of life"), second:
+        pass
+    with first:
+        pass
+
+
 ELSEWHERE = {"host": "another", "boot": "another", "pid_namespace": "", "pid": 1, "token": "t"}
 
 
@@ -360,6 +440,7 @@ def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, addres
     first.run(0, 0)
     store = QuickStore(address)
     slept = Mirror(store, first.folder, first.config)
+    slept.claim.read()
     slept.claim.sign()
     store.write("owner.json", json.dumps(describe_process() | ELSEWHERE | {"released": True}).encode())
     with second:
@@ -390,7 +471,7 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, before, caplo
         assert "phases are not there yet (503 Slow Down)" in mirror.status()
         failing[0] = False
     assert mirror.status() is None
-    assert MirrorStore(address).keys().keys() - {"owner.json"} == machine.files() - NOT_MIRRORED
+    assert MirrorStore(address).keys().keys() - {"owner.json"} == machine.files()
     assert "the mirror is behind: 503 Slow Down" in caplog.text and "up to date again" in caplog.text
 
 

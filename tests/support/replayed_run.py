@@ -43,6 +43,7 @@ class Run:
     def write(self, number, samples):
         iteration = self.folder.iteration(number)
         write_jsonl(iteration.path / "rollouts.jsonl", [sample.to_json() for sample in samples])
+        iteration.unmark("rollouts")
         iteration.mark("rollouts", ["rollouts.jsonl"], {"seconds": 0.0, "stats": {}})
 
     def change(self, number, place, **changes):

@@ -110,6 +110,7 @@ def _write(folder: RunFolder, number: int, results: TaskResults, facts: dict[str
     if before and before["rollouts.jsonl"] != digest(iteration.path / "rollouts.jsonl"):
         _forget_training(folder)
     stats = results.stats.to_json()
+    iteration.unmark("rollouts")
     iteration.mark("rollouts", ["rollouts.jsonl"], {"sync_seconds": 0.0, "sync": None, "stats": stats} | facts)
 
 

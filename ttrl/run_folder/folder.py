@@ -21,7 +21,9 @@ from ttrl.run_folder.config_changes import changes, check_changes, remember_chan
 from ttrl.run_folder.lock import HEARTBEAT_SECONDS, RunLock
 from ttrl.system.files import (
     TEMPORARY_PREFIX,
+    again,
     digest,
+    json_text,
     read_jsonl,
     remove_folder,
     remove_leftovers,
@@ -48,10 +50,8 @@ def check_run_folder(path: Path) -> None:
 class IterationFolder:
     """iterations/0007 and its markers."""
 
-    def __init__(
-        self, path: Path, number: int, check_lock: Callable[[], None] = lambda: None, marked: Callable[[], None] = lambda: None
-    ) -> None:
-        self.path, self.number, self._check_lock, self._marked = path, number, check_lock, marked
+    def __init__(self, path: Path, number: int, lock: RunLock | None = None, marked: Callable[[], None] = lambda: None) -> None:
+        self.path, self.number, self._lock, self._marked = path, number, lock or RunLock(path.parent.parent), marked
 
     def marker(self, phase: str) -> dict[str, Any] | None:
         """Return what a finished phase left behind; None where it is not done. Raises RunFolderError for a damaged marker."""
@@ -84,12 +84,12 @@ class IterationFolder:
 
     def _marker(self, phase: str) -> dict[str, Any] | None:
         path = self._path(phase)
-        if not path.exists():
-            return None
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content: dict[str, Any] = json.loads(again(lambda: path.read_text(encoding="utf-8")))
             if not isinstance(content["facts"], dict) or not isinstance(content["files"], dict):
                 raise ValueError("facts and files must be objects")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
                 f"{path} is damaged ({type(error).__name__}: {error}); remove it to run the phase again"
@@ -99,19 +99,25 @@ class IterationFolder:
     def mark(
         self, phase: str, files: Sequence[str], facts: dict[str, Any], known: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Say durably that a phase is done. `files` are names of files and folders of this iteration that it wrote; `known` are
-        digests, by name, that were computed while files were written, so that these are not read again. Raises RunFolderError
-        where another process has taken the run over, StorageError."""
+        """Say durably that a phase is done, once: a marker is never replaced. `files` are names of files and folders of this
+        iteration that it wrote; `known` are digests, by name, that were computed while files were written, so that these are not
+        read again. Raises RunFolderError where another process has taken the run over, or there is a marker; StorageError."""
         known = known or {}
         tops = [self.path / name for name in files]
         paths = [path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]) if path.is_file()]
         names = [str(path.relative_to(self.path)) for path in paths]
         with ThreadPoolExecutor(4) as threads:  # a sharded state, an adapter: nothing else runs meanwhile
             digests = dict(zip(names, threads.map(lambda name: known.get(name) or digest(self.path / name), names), strict=True))
-        self._check_lock()
-        write_json(self._path(phase), {"phase": phase, "finished": time.time(), "facts": facts, "files": digests})
+        owner = {"epoch": epoch} if (epoch := self._lock.epoch) else {}
+        content = {"phase": phase, "finished": time.time(), **owner, "facts": facts, "files": digests}
+        self._lock.create(self._path(phase), json_text(content))
         self._marked()
         return facts
+
+    def unmark(self, phase: str) -> None:
+        """Take a marker away, so that its phase can be done again. Raises RunFolderError as `mark`."""
+        self._lock.check()
+        self._path(phase).unlink(missing_ok=True)
 
 
 class RunFolder:
@@ -119,7 +125,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS) -> None:
         self.path = Path(path).absolute()
-        self._lock = RunLock(self.path, beat_seconds)
+        self.lock = RunLock(self.path, beat_seconds)
         self._written: dict[int, bool] = {}
         """Whether a finished iteration made a policy, and wrote it, where that stays so: threads ask while another one marks."""
         self.held: set[int] = set()
@@ -129,12 +135,12 @@ class RunFolder:
 
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
-        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self._lock.check, lambda: self.on_mark())
+        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self.lock, lambda: self.on_mark())
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
         """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming the owner where another
         process works on it. take_over: also from a silent owner on another machine."""
-        return self._lock.held(take_over=take_over)
+        return self.lock.held(take_over=take_over)
 
     def config(self) -> dict[str, Any]:
         """Return config.yaml as plain values; nothing where there is none. Raises RunFolderError for a damaged one."""

@@ -1,15 +1,18 @@
 """One process per run folder: a lock with an owner, on this machine and on a shared file system.
 
 Two things say that a folder is taken. `lock` is locked with flock: the kernel frees it when its process dies, however it dies, so
-on one machine nothing more is needed. It holds the token of the process that took it last, and stays, so that one that slept
-through another's whole work learns of it. `owner.json` names the process (host, pid, user, since when, command), and its time of
+on one machine nothing more is needed. `owner.json` names the process (host, pid, user, since when, command), and its time of
 change moves every few seconds as long as the process lives: the heartbeat, for file systems whose flock does not reach other
 machines, or that have none. A run's mirror has an owner.json of the same kind (`Claim`; `ttrl.run_folder.mirror`).
 
-Guaranteed: on one machine, at most one process. Between machines: the same where flock reaches them (NFS since Linux 2.6.12 and
-NFSv4, CephFS, Lustre mounted with flock); elsewhere a living owner is seen by its heartbeat, and two that start in the same
-second notice each other at their first heartbeat, before either has finished a phase. What a machine that was cut off from the
-file system had begun can never be marked as finished once another has taken over (`RunLock.check`).
+Two that start in the same moment, and an owner that was taken for dead and goes on, are kept apart by owners/EPOCH, a folder that
+each owner makes (which only one can) with a number above all before it. In it an owner writes what is to be seen under a name
+that others use too, markers above all, and then links or renames it. Whoever takes over removes the folders of those before
+first, and with them whatever they had not given its name: a marker of theirs was there before the new owner began, or never will
+be. That takes no clock and no second look, and holds wherever mkdir, rmdir and link are the file server's doing.
+
+Nothing goes by the name of a machine, which a pod that is started again has in common with the one that may live on. Only on a
+disk of this machine is an owner from before its last start known to be gone.
 """
 
 import contextlib
@@ -19,32 +22,38 @@ import getpass
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from ttrl.configs.base import without_secrets
-from ttrl.errors import RunFolderError
-from ttrl.system.files import write_json
+from ttrl.errors import RunFolderError, StorageError
+from ttrl.system.files import again, create_text, json_text, make_folders, write_text
 from ttrl.system.object_store import redact
 from ttrl.system.process_guard import boot_id, process_id
 
 logger = logging.getLogger(__name__)
 
 OWNER_FILE = "owner.json"
-LOCK_FILES = frozenset({"lock", OWNER_FILE})
+_OWNERS = "owners"
+LOCK_FILES = frozenset({"lock", OWNER_FILE, _OWNERS})
 """What a folder holds that was locked, and nothing else."""
 HEARTBEAT_SECONDS = 5.0
 TAKE_OVER_VARIABLE = "TTRL_TAKE_OVER"
 _WATCHED_BEATS = 3.2
 """How long another machine's owner is watched for a heartbeat before it is taken for silent, in beats."""
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+_ONE_MACHINE = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay"}
+"""File systems that no other machine writes to at the same time."""
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 def _pid_namespace() -> str:
@@ -52,6 +61,18 @@ def _pid_namespace() -> str:
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
+
+
+def _only_here(folder: Path) -> bool:
+    """Tell whether a folder is on a file system of this machine alone; False where that is unknown."""
+    real, kinds = os.path.realpath(folder), {}
+    with contextlib.suppress(OSError), open(_MOUNTS, encoding="utf-8") as file:
+        for line in file:
+            mount, _, kind = line.partition(" - ")
+            place = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), mount.split(" ")[4])
+            if os.path.commonpath([place, real]) == place:
+                kinds[place] = kind.split(" ")[0]  # a later one covers an earlier one of the same place
+    return bool(kinds) and kinds[max(kinds, key=len)] in _ONE_MACHINE
 
 
 def describe_process() -> dict[str, Any]:
@@ -106,6 +127,10 @@ def in_words(owner: dict[str, Any]) -> str:
     return "pid {pid} on {host}, user {user}, since {started}: {command}".format(**known) if owner else "which has ended since"
 
 
+def _same_boot(owner: dict[str, Any]) -> bool:
+    return bool(owner.get("boot")) and owner["boot"] == boot_id()
+
+
 class Claim(ABC):
     """This process's name in an owner.json, and the heartbeat that shows others that it lives.
 
@@ -115,6 +140,8 @@ class Claim(ABC):
     def __init__(self, what: object, beat_seconds: float) -> None:
         self._what, self._beat_seconds = what, beat_seconds
         self.owner = describe_process()
+        self.epoch = 0
+        """Which owner this is, once it has signed: a number above that of every owner before."""
         self.lost_to: dict[str, Any] | None = None
         """Who has taken over; {} where that process has ended since."""
 
@@ -124,7 +151,7 @@ class Claim(ABC):
 
     @abstractmethod
     def sign(self) -> None:
-        """Make this process the owner."""
+        """Make this process the owner. Raises RunFolderError where another was quicker."""
 
     @abstractmethod
     def beat(self, number: int) -> None:
@@ -143,14 +170,17 @@ class Claim(ABC):
         """Say that this process is no longer the owner."""
 
     @contextlib.contextmanager
-    def held(self, *, locks: bool, take_over: bool) -> Iterator[None]:
+    def held(
+        self, *, take_over: bool, is_dead: Callable[[dict[str, Any]], bool] = lambda _: False, trusted: str = ""
+    ) -> Iterator[None]:
         """Sign, beat until the block ends, and leave. Raises RunFolderError where another process is alive, or may be.
 
-        locks: whether we hold a lock of the kernel that a living owner on this machine would hold.
         take_over: also from an owner on another machine that gives no sign of life; it may only be cut off.
+        is_dead: tells of owners that a lock of the kernel would name as alive if they were. trusted: the run folder whose
+        owners are taken over from without `take_over`: this process holds it, so they are dead.
         """
-        if (owner := self.read()) is not None:
-            self._judge(owner, locks=locks, take_over=take_over)
+        if (owner := self.read()) is not None and not is_dead(owner):
+            self._judge(owner, take_over=take_over or (trusted != "" and owner.get("folder") == trusted))
         self.sign()
         ended = threading.Event()
         beating = threading.Thread(target=self._beat_until, args=(ended,), name="run owner", daemon=True)
@@ -176,20 +206,15 @@ class Claim(ABC):
         who = "an unknown owner" if owner is None else in_words(owner)
         return RunFolderError(f"{self._what} is in use by another process ({who}); wait for it, or stop it")
 
-    def _judge(self, owner: dict[str, Any], *, locks: bool, take_over: bool) -> None:
+    def _judge(self, owner: dict[str, Any], *, take_over: bool) -> None:
         """Raise RunFolderError where `owner` is alive, or where nobody can tell."""
-        same_boot = bool(owner.get("boot")) and owner["boot"] == boot_id()
-        if same_boot and locks:
-            return
-        if same_boot and owner.get("pid_namespace") == _pid_namespace():
+        if _same_boot(owner) and owner.get("pid_namespace") == _pid_namespace():
             if process_id(owner.get("pid", 0)) == (owner.get("pid"), owner.get("process_start")):
                 raise self.in_use_by(owner)
             return
         logger.warning("%s has an owner on another machine; watching for a sign of life", self._what)
         if self._pulse_moves():
             raise self.in_use_by(owner)
-        if owner.get("host") == socket.gethostname() and not same_boot:
-            return  # this machine was started again since
         if not take_over:
             raise RunFolderError(
                 f"{self._what} belongs to a process on another machine ({in_words(owner)}), which gives no sign of life; if it "
@@ -216,25 +241,62 @@ class Claim(ABC):
 
 
 class _FolderClaim(Claim):
-    """A claim in a run folder: owner.json, and the token in the file `lock`."""
+    """A claim in a run folder: owner.json, and the folder owners/EPOCH."""
 
-    def __init__(self, folder: Path, lock: IO[str], beat_seconds: float) -> None:
+    def __init__(self, folder: Path, beat_seconds: float) -> None:
         super().__init__(folder, beat_seconds)
-        self._path, self._lock = folder / OWNER_FILE, lock
-        self._signed = False
-        """Whether our token is in `lock`."""
+        self._path, self._owners = folder / OWNER_FILE, folder / _OWNERS
+        self._renaming = threading.Lock()
+        self._before = self._epochs()  # of whoever comes after that, nobody has said that it is dead
+
+    @property
+    def place(self) -> Path:
+        """Where this owner writes what then gets a name that others use too."""
+        return self._owners / str(self.epoch)
 
     def read(self) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
-            return parse_owner(self._path.read_text(encoding="utf-8"))
+            return parse_owner(again(lambda: self._path.read_text(encoding="utf-8")))
         return None
 
     def sign(self) -> None:
-        write_json(self._path, self.owner)
-        with contextlib.suppress(OSError):  # it comes on top of owner.json; tokens are equally long
-            os.pwrite(self._lock.fileno(), self.owner["token"].encode(), 0)
-            self._signed = True
-            os.fsync(self._lock.fileno())  # so that NFS shows it to others
+        make_folders(self._owners)
+        self.epoch = max(self._before, default=0) + 1
+        try:
+            again(self.place.mkdir)
+            for epoch in self._before:
+                _remove(self._owners / str(epoch))
+            if max(self._epochs(), default=0) != self.epoch:  # above all, one that has just taken another number (`lift`)
+                raise FileNotFoundError
+            self._show()
+        except (FileExistsError, FileNotFoundError):
+            raise self.in_use_by(self.read()) from None
+        except OSError:
+            if self._has_place():
+                raise
+            raise self.in_use_by(self.read()) from None
+
+    def _show(self) -> None:
+        """Put our name into owner.json, unless somebody has taken over: then the folder that it comes from is gone."""
+        write_text(self.place / OWNER_FILE, json_text(self.owner), durable=False)
+        os.replace(self.place / OWNER_FILE, self._path)
+
+    def _epochs(self) -> list[int]:
+        try:
+            return [int(name) for name in again(lambda: os.listdir(self._owners)) if name.isdecimal()]
+        except FileNotFoundError:
+            return []
+
+    def lift(self, epoch: int) -> None:
+        """Go on as a later owner, where the run's mirror knows of more of them. Raises RunFolderError where we are none."""
+        with self._renaming:
+            try:
+                os.rename(self.place, self._owners / str(max(epoch, self.epoch)))
+            except OSError:
+                if self._has_place():
+                    raise
+                raise self.in_use_by(self.read()) from None
+            self.epoch = max(epoch, self.epoch)
 
     def beat(self, number: int) -> None:
         os.utime(self._path)
@@ -248,15 +310,42 @@ class _FolderClaim(Claim):
             return None
 
     def other(self) -> dict[str, Any] | None:
-        ours, owner, last = self.owner["token"], self.read(), ""
-        with contextlib.suppress(OSError, ValueError):
-            last = self._path.with_name("lock").read_text(encoding="utf-8")
-        if (owner is None or owner.get("token") == ours) and (last in ("", ours) or not self._signed):
-            return None
-        return owner or {}
+        owner = self.read()
+        with self._renaming:
+            if not self._has_place():
+                return owner or {}
+        return None if owner is None or owner.get("token") == self.owner["token"] else owner  # of an older ttrl
+
+    def _has_place(self) -> bool:
+        try:
+            again(lambda: os.stat(self.place))
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return False
+        return True
 
     def leave(self) -> None:
-        self._path.unlink(missing_ok=True)
+        os.replace(self._path, self.place / OWNER_FILE)  # not removed: it could be another's by now
+
+
+def _remove(place: Path) -> None:
+    """Remove the folder of an earlier owner, which may be writing in it. Only what the file server says counts, not a look."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            for name in again(lambda: os.listdir(place)):
+                os.unlink(place / name)
+        try:
+            os.rmdir(place)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.ESTALE, errno.EIO):
+                raise
+            time.sleep(0.02)
+        else:
+            return
+    raise RunFolderError(f"{place} of an earlier owner cannot be removed: something goes on writing there; stop it")
 
 
 class RunLock:
@@ -265,6 +354,8 @@ class RunLock:
     def __init__(self, folder: Path, beat_seconds: float = HEARTBEAT_SECONDS) -> None:
         self._folder, self._beat_seconds = folder, beat_seconds
         self._claim: _FolderClaim | None = None
+        self.token = ""
+        """A random name of this run folder, while it is held."""
 
     @contextlib.contextmanager
     def held(self, *, take_over: bool = False) -> Iterator[None]:
@@ -275,13 +366,40 @@ class RunLock:
         except OSError as error:
             raise RunFolderError(f"{self._folder} cannot be a run folder: {error.strerror}; choose another one") from error
         with file:
-            claim = _FolderClaim(self._folder, file, self._beat_seconds)
-            with claim.held(locks=self._flock(file, claim), take_over=take_over):
-                self._claim = claim
+            claim = _FolderClaim(self._folder, self._beat_seconds)
+            locks = self._flock(file, claim)
+            alone = locks and _only_here(self._folder)  # but for clients of an NFS server that runs here: those beat
+            with claim.held(take_over=take_over or alone, is_dead=lambda owner: locks and _same_boot(owner)):
+                self._claim, self.token = claim, _token_in(file)
                 try:
                     yield
                 finally:
                     self._claim = None
+
+    @property
+    def epoch(self) -> int:
+        """Which owner of the run this process is; 0 where it has not locked the folder."""
+        return 0 if self._claim is None else self._claim.epoch
+
+    def lift(self, epoch: int) -> None:
+        """Be at least this owner, by number. Raises RunFolderError where another process has taken the folder over."""
+        if self._claim is not None:
+            self._claim.lift(epoch)
+
+    def create(self, path: Path, text: str) -> None:
+        """Make a marker. Raises RunFolderError where another process has taken over, or has made it; StorageError."""
+        claim = self._claim
+        self.check()
+        try:
+            made = again(lambda: create_text(path, text, None if claim is None else claim.place))
+        except StorageError:
+            self.check()  # gone with the place from which it gets its name
+            raise
+        if not made:
+            raise RunFolderError(
+                f"{path} is there already: another process has finished this phase meanwhile, or it was done twice; this one "
+                "stops here. Start the same command again to go on from there, or remove that file first to run the phase again"
+            )
 
     def check(self) -> None:
         """Raise RunFolderError where another process has taken the folder over. Harmless where it was never locked."""
@@ -303,3 +421,13 @@ class RunLock:
             logger.warning("%s: the file system has no locks; the heartbeat in owner.json has to do", self._folder)
             return False
         return True
+
+
+def _token_in(file: IO[str]) -> str:
+    """Return the token in `lock`, written there by the first that holds it."""
+    with contextlib.suppress(OSError, ValueError):
+        if not (token := file.read(64)):
+            token = secrets.token_hex(8)
+            os.pwrite(file.fileno(), token.encode(), 0)
+        return token
+    return ""

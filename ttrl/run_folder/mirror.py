@@ -24,7 +24,7 @@ from typing import Any
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.lock import LOCK_FILES, OWNER_FILE, Claim, in_words, parse_owner
+from ttrl.run_folder.lock import LOCK_FILES, OWNER_FILE, Claim, RunLock, in_words, parse_owner
 from ttrl.run_folder.mirror_resume import fetch_folder, take_from
 from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.run_folder.pruning import kept_of
@@ -44,30 +44,59 @@ LOG_BYTES = 2**20
 
 
 class _MirrorClaim(Claim):
-    """A claim in the store. Its heartbeat is a number in owner.json, which stays there for a machine that slept meanwhile."""
+    """A claim in the store. Its heartbeat is a number in owner.json, which stays there for a machine that slept meanwhile. It is
+    written only over what was last read or written here, so that of two that take over at once one finds the other."""
 
-    def __init__(self, store: MirrorStore) -> None:
+    def __init__(self, store: MirrorStore, lock: RunLock) -> None:
         super().__init__(store.shown, store.beat_seconds)
-        self._store = store
+        self._store, self._lock = store, lock
+        self._tag: str | None = None
+        """Of the record that was looked at, or is ours."""
+        self._epoch_there = 0
 
     def read(self) -> dict[str, Any] | None:
-        owner = parse_owner(self._store.patiently(lambda: self._store.read(OWNER_FILE)))
+        data, self._tag = self._store.patiently(lambda: self._store.read_tagged(OWNER_FILE))
+        owner = parse_owner(data)
+        self._epoch_there = epoch_of(data)
         return None if owner is None or owner.get("released") else owner
 
     pulse = read
 
     def sign(self) -> None:
-        self._store.patiently(lambda: self.beat(0))
+        self.epoch = max(self._epoch_there + 1, self._lock.epoch)
+        self.owner |= {"epoch": self.epoch, "folder": self._lock.token}
+        if not self._store.patiently(lambda: self._put({"beat": 0})):
+            raise self.in_use_by(self.read())
+        self._lock.lift(self.epoch)
 
-    def beat(self, number: int, **more: Any) -> None:
-        self._store.write(OWNER_FILE, json.dumps(self.owner | {"beat": number} | more).encode())
+    def beat(self, number: int) -> None:
+        self._put({"beat": number})
+
+    def _put(self, more: dict[str, Any]) -> bool:
+        """Write our record over the one that we know; return whether it is there. Raises OSError."""
+        content = json.dumps(self.owner | more).encode()
+        if (tag := self._store.swap(OWNER_FILE, content, self._tag)) is None:
+            data, there = self._store.read_tagged(OWNER_FILE)
+            if data is not None and (parse_owner(data) or {}).get("token") != self.owner["token"]:
+                return False
+            # Removed by hand; or ours: the answer to an earlier try was lost.
+            if (tag := there if data == content else self._store.swap(OWNER_FILE, content, there)) is None:
+                return False
+        self._tag = tag
+        return True
 
     def other(self) -> dict[str, Any] | None:
         owner = parse_owner(self._store.read(OWNER_FILE))
         return None if owner is None or owner.get("token") == self.owner["token"] else owner
 
     def leave(self) -> None:
-        self.beat(0, released=True)
+        self._put({"beat": 0, "released": True})
+
+
+def epoch_of(data: bytes | str | None) -> int:
+    """Return the epoch that a marker or an owner's record names; 0 where it names none, as those of an older ttrl."""
+    epoch = (parse_owner(data) or {}).get("epoch")
+    return epoch if type(epoch) is int else 0
 
 
 class Mirror:
@@ -75,7 +104,7 @@ class Mirror:
 
     def __init__(self, store: MirrorStore, folder: RunFolder, config: TrainConfig) -> None:
         self.store, self._folder, self._config = store, folder, config
-        self.claim = _MirrorClaim(store)
+        self.claim = _MirrorClaim(store, folder.lock)
         self._remote: set[str] = set()
         """Keys that are known to be there."""
         self._uploaded: dict[str, Any] = {}
@@ -182,6 +211,8 @@ class Mirror:
         pending = self._pending()
         self._behind = {key for key, _ in pending}
         for key, marker in pending:
+            if not self.claim.is_ours():
+                return
             self._upload_phase(marker)
             self._behind.discard(key)
         for path, data in others.items():
@@ -212,7 +243,24 @@ class Mirror:
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 self._upload(self._key(path), path, (status.st_size, status.st_mtime_ns))
-        self._upload(self._key(marker), marker, "marker")
+        self._create(self._key(marker), marker.read_bytes())
+
+    def _create(self, key: str, content: bytes) -> None:
+        """Upload a marker, where there is none, or one that an earlier owner, which went on after it was taken over, left since
+        then. Raises RunFolderError for any other."""
+        if not self.claim.is_ours():
+            return
+        if self.store.swap(key, content, None) is None:
+            there, tag = self.store.read_tagged(key)
+            if there != content:
+                if there is not None and epoch_of(there) >= epoch_of(content):
+                    epochs = f"of epoch {epoch_of(there)}, and here of {epoch_of(content)}"
+                    raise RunFolderError(
+                        f"{self.store.shown} has another {key} ({epochs}): the run had two owners; remove the one not to be kept"
+                    )
+                if self.store.swap(key, content, tag) is None:
+                    raise OSError(f"{self.store.shown}: {key} changes while it is written")
+        self._remote.add(key)
 
     def _upload_logs(self) -> None:
         """Upload the ends of the logs below this machine's name: all that is left of one that vanishes."""
@@ -297,7 +345,7 @@ def mirrored(
     mirror = Mirror(store_class(config.mirror), folder, config)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(mirror.claim.held(locks=False, take_over=take_over))
+            stack.enter_context(mirror.claim.held(take_over=take_over, trusted=folder.lock.token))
             if redo is not None:
                 throw_away(folder, config, redo, mirror.store)
             take_from(mirror.store, folder)

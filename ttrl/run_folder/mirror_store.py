@@ -4,17 +4,19 @@ Addresses, credentials (only from the environment) and what is hidden in message
 """
 
 import contextlib
+import fcntl
 import logging
+import os
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import obstore
 from obstore import exceptions
-from obstore.store import ObjectStore
+from obstore.store import LocalStore, ObjectStore
 
 from ttrl.errors import StorageError
 from ttrl.system.files import atomic_file
@@ -46,20 +48,68 @@ class MirrorStore:
 
     def read(self, key: str) -> bytes | None:
         """Return an object's content; None where there is no such object."""
+        return self.read_tagged(key)[0]
 
-        def get(store: ObjectStore) -> bytes | None:
+    def read_tagged(self, key: str) -> tuple[bytes | None, str | None]:
+        """Return an object's content and its tag, which every writing of it changes; None twice where there is no such object."""
+
+        def get(store: ObjectStore) -> tuple[bytes, str] | None:
             try:
-                return bytes(obstore.get(store, key).bytes())
+                found = obstore.get(store, key)
+                return bytes(found.bytes()), found.meta["e_tag"] or ""
             except FileNotFoundError:
                 return None
 
-        return self._doing(f"read {key}", get)
+        return self._doing(f"read {key}", get) or (None, None)
 
     def write(self, key: str, content: bytes | Path) -> None:
         """Replace what is there, in one step. Raises FileNotFoundError where `content` is a file that is gone."""
         if isinstance(content, Path):
             content = content.resolve(strict=True)  # links are stored as what they point to
         self._doing(f"write {key}", lambda store: obstore.put(store, key, content, chunk_size=self.part_bytes), make=True)
+
+    def swap(self, key: str, content: bytes, tag: str | None) -> str | None:
+        """Write an object if it is still the one with this tag (None: if there is none); return its new tag, None where it was
+        another. Also None where the store did it and its first answer was lost: read it to tell. A store that knows no tags or
+        conditions overwrites."""
+
+        def put(store: ObjectStore) -> str | None:
+            with contextlib.ExitStack() as stack:
+                mode: Any = "overwrite" if tag == "" else "create" if tag is None else {"e_tag": tag}
+                if isinstance(store, LocalStore) and tag is not None:  # it knows creating alone
+                    if not stack.enter_context(self._locked(key)) or obstore.head(store, key)["e_tag"] != tag:
+                        return None
+                    mode = "overwrite"
+                try:
+                    done = obstore.put(store, key, content, mode=mode, use_multipart=False)
+                except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+                    return None
+                except (exceptions.BaseError, OSError, NotImplementedError) as error:
+                    if not self._store.refuses_conditions(error):
+                        raise
+                    done = obstore.put(store, key, content, use_multipart=False)
+                return done["e_tag"] or ""
+
+        return self._doing(f"write {key}", put, make=True)
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[bool]:
+        """Keep others that swap from doing so, as far as flock reaches; yield whether the object is there."""
+        assert self._store.folder is not None
+        path = self._store.folder / key
+        while True:
+            with contextlib.ExitStack() as stack:
+                try:
+                    file = stack.enter_context(open(path, "rb"))
+                except FileNotFoundError:
+                    yield False
+                    return
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.stat(path), os.fstat(file.fileno())):  # else it was replaced while we waited
+                        yield True
+                        return
 
     def fetch(self, key: str, size: int, target: Path) -> None:
         """Write an object to a file, atomically."""

@@ -15,10 +15,11 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
@@ -27,6 +28,23 @@ from ttrl.text import si_spaced
 
 _FULL_BYTES = 2**16  # less than that is a full disk: some pages may be left that no file can have
 TEMPORARY_PREFIX = ".partial-"  # what a killed process may leave behind; never read, removed on resume
+_STALE = (errno.ESTALE, errno.EIO)
+_PAUSES = (0.05, 0.1, 0.2, 0.4)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+T = TypeVar("T")
+
+
+def again(work: Callable[[], T]) -> T:
+    """Return what `work` returns, tried four times more where the system says ESTALE or EIO: on a network file system, which
+    loses sight of a file that another machine has just replaced, the next look finds it. Raises what the last try raised."""
+    for pause in _PAUSES:
+        try:
+            return work()
+        except (OSError, SafetensorError) as error:
+            if (refused := _as_os_error(error)) is None or refused.errno not in _STALE:
+                raise
+        time.sleep(pause)
+    return work()
 
 
 def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
@@ -209,8 +227,54 @@ def remove_folder(folder: str | os.PathLike[str]) -> None:
 def write_text(path: str | os.PathLike[str], text: str, *, durable: bool = True) -> None:
     """Write a text file atomically. durable: see `atomic_file`."""
     data = text.encode()
-    with atomic_file(path, len(data), durable=durable) as temporary:
-        temporary.write_bytes(data)
+
+    def write() -> None:
+        with atomic_file(path, len(data), durable=durable) as temporary:
+            temporary.write_bytes(data)
+
+    again(write)
+
+
+def create_text(path: Path, text: str, place: Path | None = None) -> bool:
+    """Write a text file durably unless there is one; return whether it is there now with this text. Raises StorageError.
+
+    place: the folder in which it is written before it is given its name. Whoever removes that folder first has the file never
+    appear, however late this process goes on: a link needs what it leads to. A file system without links has a check instead.
+    """
+    data = text.encode()
+    try:
+        with _writing(path, len(data)):
+            descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=place or path.parent)
+            try:
+                with open(descriptor, "wb") as file:
+                    file.write(data)
+                    os.fchmod(descriptor, 0o644)
+                    file.flush()
+                    os.fsync(descriptor)
+                _name(name, path)
+            except FileExistsError:
+                if path.read_bytes() != data:
+                    return False
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+            fsync_folder(path.parent)
+    except StorageError as error:
+        if error.errno != errno.EXDEV or place is None:
+            raise
+        return create_text(path, text)  # iterations/ is a link to another disk
+    return True
+
+
+def _name(temporary: str, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        os.rename(temporary, path)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -270,7 +334,7 @@ def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dic
     A line that is damaged anywhere else raises ValueError with its number: that is not a torn append.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = again(Path(path).read_bytes).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):  # also one that another thread has just removed
         return []
     rows: list[dict[str, Any]] = []
@@ -342,8 +406,12 @@ def _is_model(folder: Path) -> bool:
 
 def digest(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def read() -> str:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return again(read)
 
 
 def keep_figure(file: str, name: str, figure: Callable[[float | None], float]) -> float:

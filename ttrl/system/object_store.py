@@ -231,7 +231,7 @@ class Store:
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
                 return False
             except (exceptions.BaseError, OSError, NotImplementedError) as error:
-                if not self._refuses_conditions(error):
+                if not self.refuses_conditions(error):
                     raise
                 await self._put(store, key, data, "overwrite")
             return True
@@ -245,7 +245,8 @@ class Store:
         else:
             await obstore.put_async(store, key, data, mode=mode, use_multipart=False)
 
-    def _refuses_conditions(self, error: BaseException) -> bool:
+    def refuses_conditions(self, error: BaseException) -> bool:
+        """Tell whether an error means that the store knows no conditional writes."""
         if self.folder is not None:
             return not isinstance(error, PermissionError)
         text = str(error)

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ttrl.system.files import again
+
 LOOK_SECONDS = 0.02
 
 
@@ -53,8 +55,8 @@ class RequestFolder:
 
     def next_request(self, number: int) -> Path | None:
         """Wait for request `number`; return None when there will be none: the conversation has ended, or its folder is gone."""
-        while not (wanted := self.request(number)).exists():
-            if self.stop.exists() or not self.path.is_dir():
+        while not again((wanted := self.request(number)).exists):
+            if again(self.stop.exists) or not again(self.path.is_dir):
                 return None
             time.sleep(LOOK_SECONDS)
         return wanted

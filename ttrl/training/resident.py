@@ -34,6 +34,7 @@ from torch import Tensor, distributed
 from ttrl.configs import GRPOConfig
 from ttrl.errors import RunFolderError, StorageError, TtrlError
 from ttrl.records import ADAPTER_FOLDER
+from ttrl.system.files import again
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.optimizer.value_training import ValueTraining
@@ -284,7 +285,7 @@ def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOCon
         if request is None:
             return
         began = time.perf_counter()
-        config = parse_config(GRPOConfig, OmegaConf.load(request))
+        config = parse_config(GRPOConfig, again(functools.partial(OmegaConf.load, request)))
         with _output_to(Path(config.output_dir, "train.log")):
             check_here(config, here)
             train(config, here, residence)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ttrl.data.packing.packed_format import TENSOR_DTYPES, PackedSample
 from ttrl.errors import PackError
-from ttrl.system.files import atomic_file, digest
+from ttrl.system.files import again, atomic_file, digest
 
 TOKENIZER_KEY = "tokenizer"
 """Key in PackedTensors.metadata."""
@@ -56,7 +56,7 @@ def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[P
     if not path.is_file():
         raise PackError(f"{path}: there is no such file; the packed tensors of an iteration are written by its pack phase")
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with again(lambda: safetensors.safe_open(path, framework="pt")) as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (safetensors.SafetensorError, OSError) as error:
@@ -80,7 +80,7 @@ def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[P
 def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
     """Read one tensor of a safetensors file, mapped into memory. Raises PackError where file or tensor are not there."""
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with again(lambda: safetensors.safe_open(path, framework="pt")) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
     except (safetensors.SafetensorError, OSError) as error:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ttrl.errors import ModelFolderError
+from ttrl.system.files import again
 from ttrl.training.models.architecture import Architecture, architecture, read_config
 from ttrl.training.models.families import COMPOSITES, FAMILIES, Composite, ModelFamily
 
@@ -116,7 +117,7 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
     folder = Path(folder)
     for file in files_of(folder):
         try:
-            with safe_open(folder / file, framework="pt") as tensors:
+            with again(lambda path=folder / file: safe_open(path, framework="pt")) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # not a dict
                     yield file, name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
