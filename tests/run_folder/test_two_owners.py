@@ -29,7 +29,7 @@ from ttrl.run_folder.mirror import Mirror, mirrored
 from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.system import files
 
-SCHEDULES = int(os.environ.get("TTRL_TESTS_SCHEDULES", "20"))
+SCHEDULES = int(os.environ.get("TTRL_TESTS_SCHEDULES", "12"))
 PHASES = [(0, "prepare"), (1, "rollouts"), (1, "pack"), (1, "validate")]
 NEVER = 1e6
 """Seconds between heartbeats: the worst case, none is ever seen."""

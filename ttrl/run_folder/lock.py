@@ -65,7 +65,8 @@ def _pid_namespace() -> str:
 
 def _only_here(folder: Path) -> bool:
     """Tell whether a folder is on a file system of this machine alone; False where that is unknown."""
-    real, kinds = os.path.realpath(folder), {}
+    real = os.path.realpath(folder)
+    kinds: dict[str, str] = {}
     with contextlib.suppress(OSError), open(_MOUNTS, encoding="utf-8") as file:
         for line in file:
             mount, _, kind = line.partition(" - ")

@@ -96,7 +96,7 @@ class _MirrorClaim(Claim):
 def epoch_of(data: bytes | str | None) -> int:
     """Return the epoch that a marker or an owner's record names; 0 where it names none, as those of an older ttrl."""
     epoch = (parse_owner(data) or {}).get("epoch")
-    return epoch if type(epoch) is int else 0
+    return epoch if isinstance(epoch, int) else 0
 
 
 class Mirror:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +118,7 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
     folder = Path(folder)
     for file in files_of(folder):
         try:
-            with again(lambda path=folder / file: safe_open(path, framework="pt")) as tensors:
+            with again(partial(safe_open, folder / file, framework="pt")) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # not a dict
                     yield file, name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
