@@ -56,8 +56,9 @@ def serve(x: Tensor, *layers: nn.Module) -> bool:
     """Tell whether `project` can take these layers: plain ones, or sums, with whole parameters and without hooks, in fp32 on a
     CPU."""
     for layer in layers:
-        known = type(layer) is nn.Linear or (isinstance(layer, SumOfProducts) and layer.is_sum())
-        if not known or _hooked(layer) or not fast(x, *layer.parameters(recurse=False)) or not _has_no_gaps(layer.weight):
+        if not (type(layer) is nn.Linear or (isinstance(layer, SumOfProducts) and layer.is_sum())) or _hooked(layer):
+            return False
+        if not fast(x, *layer.parameters(recurse=False)) or not _has_no_gaps(layer.weight):
             return False
     return True
 
@@ -198,7 +199,8 @@ class _Projections(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return ∂x = Σ ∂y·W + (∂y·B)·A, ∂W = ∂yᵀ·x, ∂b = Σ_rows ∂y, ∂A = (∂y·B)ᵀ·x, ∂B = ∂yᵀ·(A x)."""
         x, *kept = ctx.saved_tensors
-        rows, needed = x if x is None else _rows(x), ctx.needs_input_grad
+        rows: Any = None if x is None else _rows(x)
+        needed = ctx.needs_input_grad
         grad_x, found = None, list[Tensor | None]()
         for number, (grad, head_dim) in enumerate(zip(grads, ctx.heads, strict=True)):
             weight, a, b, low = kept[4 * number : 4 * number + 4]
