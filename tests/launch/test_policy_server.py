@@ -262,10 +262,28 @@ def test_one_that_died_is_started_anew_once(make, syncs, policy, caplog):
     assert facts["mode"] == "restart" and facts["fell_back"] == "http://server-0/v1 is gone"
     assert "a server is gone and is started anew" in caplog.text
     syncs.fail[made.base_url] = ServerDiedError("gone again")
-    server._members[0].may_restart = True
     made.dead = True
     with pytest.raises(WeightSyncError, match="died again"):
         server.serve(C)
+
+
+def test_a_look_that_began_under_the_last_policy_does_not_spend_the_next_ones_restart(make, syncs):
+    server = make()
+    server.serve(A)
+    [made], [member] = FakeVLLM.made, server._members
+    with member.lock:  # the thread that looks after it can't
+        made.dead = True
+        member.look_after(A, member.version, A)
+        made.dead = True
+        began = A, member.version, A  # what a look reads before `serve` begins
+        asked_for = threading.Thread(target=lambda: served.append(server.serve(B)))
+        served = []
+        asked_for.start()
+        wait_until(lambda: server._serving is None and server._version != began[1])
+        member.look_after(*began)
+        assert member.proven is None and made.events.count("start A") == 2
+    asked_for.join()
+    assert served[0]["mode"] == "restart" and made.events.count("start B") == 1
 
 
 def test_one_that_dies_in_the_middle_of_the_rollouts_comes_back_with_its_weights(make, syncs):

@@ -118,8 +118,6 @@ class PolicyServer:
         if checkpoint != self._folder or self._version is None:
             self._version = secrets.token_hex(16)
             self._folder = None
-            for member in self._members:
-                member.may_restart = True
         if any(member.ours is not None for member in self._members):
             with self._console.waiting("starting the vLLM server"):
                 for member in self._members:  # all of them start at the same time

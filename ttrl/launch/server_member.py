@@ -57,8 +57,8 @@ class ServerMember:
         """Why it is not proven."""
         self.is_fenced = isinstance(server, VLLMServer)
         """Whether it is known to refuse requests for other weights than it has; what somebody else started may be any server."""
-        self.may_restart = True
-        """It is started anew once, after it died; allowed again by the next policy."""
+        self._started_anew_for: str | None = None
+        """The version of requests for which it was started anew after it died: once is enough."""
         self._fresh = self._asleep = self._start_failed = False
         self._starting: threading.Thread | None = None
 
@@ -141,7 +141,7 @@ class ServerMember:
             if self.proven == checkpoint and not self._asleep and self._is_open_to(version):
                 return None
             self.proven = None
-            facts = self._bring(checkpoint, base, handover) | {"seconds": time.monotonic() - began}
+            facts = self._bring(checkpoint, version, base, handover) | {"seconds": time.monotonic() - began}
             self.server.open_to(version)
         except ServerError as error:
             self.problem, self._fresh = error, False
@@ -159,7 +159,7 @@ class ServerMember:
             logger.warning("%s", error)  # `_bring` starts it anew
             return False
 
-    def _bring(self, checkpoint: Path, base: Path, handover: Handover | None) -> dict[str, Any]:
+    def _bring(self, checkpoint: Path, version: str, base: Path, handover: Handover | None) -> dict[str, Any]:
         server, has_files = self.server, handover is None or handover.is_written
         if handover is not None and (self.ours is None or (has_files and (not self.is_up or self._fresh or self.ours.has_ended))):
             handover.wait_for_files(checkpoint)
@@ -188,8 +188,9 @@ class ServerMember:
                 how["handover"] = handover
             return _facts(self._tools.sync(server, checkpoint, **how))
         except ServerDiedError as error:
-            if self.ours is None or not self.may_restart:
+            if self.ours is None or self._started_anew_for == version:
                 raise
+            self._started_anew_for = version
             if handover is not None and has_files:
                 handover.wait_for_files(checkpoint)
             return self._start_anew(checkpoint, error, None if has_files else (base, handover))
@@ -211,7 +212,6 @@ class ServerMember:
 
     def _start_anew(self, checkpoint: Path, died: ServerDiedError, source: tuple[Path, Handover | None] | None) -> dict[str, Any]:
         """Start it anew with the checkpoint; with `source`, with another one, and bring it what is held out then."""
-        self.may_restart = False
         logger.warning("a server is gone and is started anew: %s", died)
         reason = str(died).splitlines()[0]
         try:
@@ -259,12 +259,12 @@ class ServerMember:
             if self.proven is not None and not server.has_ended:
                 return
             self._lose(f"its process ended; its log is {server.log_path}")
-            if not self.may_restart:
+            if self._started_anew_for == version:
                 return
         try:
             self.bring(checkpoint, version, base, handover)
         except ServerError as error:
-            self.may_restart = False
+            self._started_anew_for = version
             (logger.debug if server is None else logger.warning)("%s is still out: %s", self.server.base_url, error)
         else:
             logger.warning("%s is back, with the weights in %s", self.server.base_url, checkpoint)
