@@ -123,7 +123,7 @@ def make_plan(
         *(() if probed is None else probed.warnings),
         *(() if choices.problem is None else [choices.problem]),
         *([f"the run's measured seconds do not count for this plan, which differs in {', '.join(others[:6])}"] if others else ()),
-        *warnings_of(model, config, recipe, work, memory, machine, disk, len(tasks) or counts.get("tasks")),
+        *warnings_of(model, config, recipe, work, memory, machine, disk, seconds, len(tasks) or counts.get("tasks")),
     ]
     return Plan(
         model=config.model,

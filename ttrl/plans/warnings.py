@@ -9,6 +9,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
 from ttrl.plans.memory import PlannedMemory
+from ttrl.plans.seconds import PlannedSeconds
 from ttrl.text import gib
 
 _BADLY_FILLED = 0.7
@@ -23,10 +24,12 @@ def warnings_of(
     memory: PlannedMemory,
     machine: Machine,
     disk: Mapping[str, float],
+    seconds: PlannedSeconds,
     tasks: int | None,
 ) -> list[str]:
     """Say what is wrong with a plan, a line each."""
     found = [*_cache(config, work, memory), *_memory(memory, config, machine), *_lengths(model, config, work), *_disk(disk)]
+    found += _files(config, memory, disk, seconds)
     if tasks is not None and tasks < config.tasks_per_iteration:
         found.append(
             f"too few tasks: an iteration takes {config.tasks_per_iteration}, and there are {tasks}; lower tasks_per_iteration"
@@ -116,6 +119,18 @@ def _disk(disk: Mapping[str, float]) -> list[str]:
     return [
         f"the disk is too small: the run needs up to {gib(disk['most'])}, and {gib(disk['free'])} are free; "
         "checkpoint_dtype: bf16 halves checkpoints, adapters (lora_rank) make states small"
+    ]
+
+
+def _files(config: TrainConfig, memory: PlannedMemory, disk: Mapping[str, float], seconds: PlannedSeconds) -> list[str]:
+    waiting = seconds.phases["other"]
+    if not memory.held_out or waiting.source != "rough" or waiting.seconds < 0.1 * seconds.iteration:
+        return []
+    fewer = 5 * config.save_every
+    return [
+        f"files hold up every iteration: {gib(disk['checkpoint'] + disk['state'])} are written beside the next one's sampling, "
+        f"which waits for them for {waiting.seconds:.0f} s; save_every: {fewer} leaves {waiting.seconds / 5:.0f} s, and a run "
+        f"that is killed trains up to {fewer - 1} iterations again, without sampling again"
     ]
 
 
