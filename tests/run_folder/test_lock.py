@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from ttrl.errors import RunFolderError
+from ttrl.errors import RunFolderError, StorageError
 from ttrl.run_folder import lock
 from ttrl.run_folder.folder import RunFolder
 
@@ -153,7 +153,8 @@ def test_which_disks_are_of_this_machine_alone(tmp_path, monkeypatch):
 """.replace("\\\\", "\\")
     monkeypatch.setattr(lock, "_MOUNTS", tmp_path / "mountinfo")
     assert not lock._only_here(tmp_path)  # there is no such list
-    (tmp_path / "mountinfo").write_text(mounts)
+    stick = b"33 22 8:17 / /media/Gr\xf6\xdfe rw - vfat /dev/sdb1 rw\n"  # named on another system, whose letters were not UTF-8
+    (tmp_path / "mountinfo").write_bytes(mounts.encode() + stick)
     (tmp_path / "link").symlink_to(tmp_path / "a b")
     here = {name: lock._only_here(tmp_path / name) for name in ("", "a b", "a b/run", "a b/c/run", "a", "d/run", "link/run")}
     assert [name for name, yes in here.items() if yes] == ["", "a b/c/run", "a"]
@@ -217,6 +218,39 @@ def test_a_command_shows_no_secrets(monkeypatch):
     shown = '--set server.api_key=*** max_tokens=7 loggers=[{"name": "wandb", "api_key": "***"}] lr=1'
     shown += " cache=s3://b/x?secret_access_key=***&region=r https://***@host/v1 az://c@account/x"
     assert lock.describe_process()["command"] == f"run.py {shown}"
+
+
+@pytest.mark.parametrize("name", ["owners", "1"])
+def test_a_disk_that_takes_nothing_is_no_other_owner(tmp_path, monkeypatch, name):
+    """Full, read-only, or somebody else's."""
+    mkdir = os.mkdir
+
+    def full(path, *arguments, **options):
+        if os.path.basename(path) == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", full)
+    with pytest.raises(StorageError, match=r"could not write .*run/owners.*No space left on device; make room"):
+        RunFolder(tmp_path / "run").locked().__enter__()
+
+
+def test_a_file_that_the_last_owner_left_open_on_nfs(tmp_path, monkeypatch):
+    """There, what is removed while somebody has it open stays under another name, and is busy, until that one has gone."""
+    folder, unlink, busy = RunFolder(tmp_path / "run"), os.unlink, [3]
+    left = folder.path / "owners" / "1" / ".nfs0001"
+    left.parent.mkdir(parents=True)
+    left.touch()
+
+    def until_closed(path, *arguments, **options):
+        if os.path.basename(path) == left.name and busy[0]:
+            busy[0] -= 1
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", until_closed)
+    with folder.locked():
+        assert folder.lock.epoch == 2 and not left.parent.exists() and busy == [0]
 
 
 def test_a_damaged_owner_file_names_nobody(tmp_path, monkeypatch):

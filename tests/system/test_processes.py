@@ -253,6 +253,13 @@ def test_reap_leftovers_ends_what_outlived_parent_guard_and_child(tmp_path, own_
     assert reap_leftovers(tmp_path.parent) == [] and not list(tmp_path.glob("*" + RECORD_SUFFIX))
 
 
+def test_a_boot_without_a_name_of_its_own_goes_by_its_time(tmp_path):
+    """As in gVisor. Without either, an owner that was killed here could not be told from one on another machine."""
+    assert process_guard.boot_id(tmp_path) == ""
+    (tmp_path / "stat").write_text("cpu  1 2 3\nctxt 5\nbtime 1700000000\nprocesses 7\n")
+    assert process_guard.boot_id(tmp_path) == "btime 1700000000"
+
+
 @linux_only
 def test_reap_leftovers_leaves_living_runs_and_reused_pids_alone(tmp_path, own_children):
     bystander = subprocess.Popen(python("import time; time.sleep(600)"))

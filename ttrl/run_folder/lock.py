@@ -51,7 +51,8 @@ _WATCHED_BEATS = 3.2
 """How long another machine's owner is watched for a heartbeat before it is taken for silent, in beats."""
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-_ONE_MACHINE = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay"}
+_ONE_MACHINE = {"ext2", "ext3", "ext4", "xfs", "jfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay"}
+_ONE_MACHINE |= {"fuse.fuse-overlayfs", "vfat", "exfat", "ntfs3", "fuseblk"}
 """File systems that no other machine writes to at the same time."""
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -67,7 +68,7 @@ def _only_here(folder: Path) -> bool:
     """Tell whether a folder is on a file system of this machine alone; False where that is unknown."""
     real = os.path.realpath(folder)
     kinds: dict[str, str] = {}
-    with contextlib.suppress(OSError), open(_MOUNTS, encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             mount, _, kind = line.partition(" - ")
             place = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), mount.split(" ")[4])
@@ -261,9 +262,9 @@ class _FolderClaim(Claim):
         return None
 
     def sign(self) -> None:
-        make_folders(self._owners)
         self.epoch = max(self._before, default=0) + 1
         try:
+            make_folders(self._owners)
             again(self.place.mkdir)
             for epoch in self._before:
                 _remove(self._owners / str(epoch))
@@ -272,10 +273,13 @@ class _FolderClaim(Claim):
             self._show()
         except (FileExistsError, FileNotFoundError):
             raise self.in_use_by(self.read()) from None
-        except OSError:
-            if self._has_place():
+        except OSError as error:
+            if error.errno in _GONE and not self._has_place():
+                raise self.in_use_by(self.read()) from None
+            if isinstance(error, StorageError):
                 raise
-            raise self.in_use_by(self.read()) from None
+            way_out = "make room, or look at the permissions, and start the same command again"
+            raise StorageError(error.errno or 0, f"could not write {self.place}: {error.strerror}; {way_out}") from error
 
     def _show(self) -> None:
         """Put our name into owner.json, unless somebody has taken over: then the folder that it comes from is gone."""
@@ -333,10 +337,10 @@ class _FolderClaim(Claim):
 def _remove(place: Path) -> None:
     """Remove the folder of an earlier owner, which may be writing in it. Only what the file server says counts, not a look."""
     for _ in range(100):
-        with contextlib.suppress(FileNotFoundError):
-            for name in again(lambda: os.listdir(place)):
-                os.unlink(place / name)
         try:
+            with contextlib.suppress(FileNotFoundError):
+                for name in again(lambda: os.listdir(place)):
+                    os.unlink(place / name)  # EBUSY: NFS keeps one that is open under another name
             os.rmdir(place)
         except FileNotFoundError:
             return

@@ -26,7 +26,7 @@ from ttrl.errors import ConfigError, RunFolderError, StorageError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import LOCK_FILES, OWNER_FILE, Claim, RunLock, in_words, parse_owner
 from ttrl.run_folder.mirror_resume import fetch_folder, take_from
-from ttrl.run_folder.mirror_store import MirrorStore
+from ttrl.run_folder.mirror_store import MirrorStore, Tag
 from ttrl.run_folder.pruning import kept_of
 from ttrl.run_folder.redo import throw_away
 from ttrl.system.object_store import redact
@@ -50,7 +50,7 @@ class _MirrorClaim(Claim):
     def __init__(self, store: MirrorStore, lock: RunLock) -> None:
         super().__init__(store.shown, store.beat_seconds)
         self._store, self._lock = store, lock
-        self._tag: str | None = None
+        self._tag: Tag | None = None
         """Of the record that was looked at, or is ours."""
         self._epoch_there = 0
 

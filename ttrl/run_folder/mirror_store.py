@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import obstore
 from obstore import exceptions
@@ -26,6 +26,13 @@ logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT = timedelta(minutes=3)
 T = TypeVar("T")
+
+
+class Tag(NamedTuple):
+    """What every writing of an object changes; Google's store goes by the version, the others by the e_tag."""
+
+    e_tag: str | None
+    version: str | None
 
 
 class MirrorStore:
@@ -50,13 +57,13 @@ class MirrorStore:
         """Return an object's content; None where there is no such object."""
         return self.read_tagged(key)[0]
 
-    def read_tagged(self, key: str) -> tuple[bytes | None, str | None]:
-        """Return an object's content and its tag, which every writing of it changes; None twice where there is no such object."""
+    def read_tagged(self, key: str) -> tuple[bytes | None, Tag | None]:
+        """Return an object's content and its tag; None twice where there is no such object."""
 
-        def get(store: ObjectStore) -> tuple[bytes, str] | None:
+        def get(store: ObjectStore) -> tuple[bytes, Tag] | None:
             try:
                 found = obstore.get(store, key)
-                return bytes(found.bytes()), found.meta["e_tag"] or ""
+                return bytes(found.bytes()), Tag(found.meta["e_tag"], found.meta["version"])
             except FileNotFoundError:
                 return None
 
@@ -68,16 +75,17 @@ class MirrorStore:
             content = content.resolve(strict=True)  # links are stored as what they point to
         self._doing(f"write {key}", lambda store: obstore.put(store, key, content, chunk_size=self.part_bytes), make=True)
 
-    def swap(self, key: str, content: bytes, tag: str | None) -> str | None:
+    def swap(self, key: str, content: bytes, tag: Tag | None) -> Tag | None:
         """Write an object if it is still the one with this tag (None: if there is none); return its new tag, None where it was
         another. Also None where the store did it and its first answer was lost: read it to tell. A store that knows no tags or
         conditions overwrites."""
 
-        def put(store: ObjectStore) -> str | None:
+        def put(store: ObjectStore) -> Tag | None:
             with contextlib.ExitStack() as stack:
-                mode: Any = "overwrite" if tag == "" else "create" if tag is None else {"e_tag": tag}
+                known = {} if tag is None else {name: value for name, value in tag._asdict().items() if value}
+                mode: Any = "create" if tag is None else known or "overwrite"
                 if isinstance(store, LocalStore) and tag is not None:  # it knows creating alone
-                    if not stack.enter_context(self._locked(key)) or obstore.head(store, key)["e_tag"] != tag:
+                    if not stack.enter_context(self._locked(key)) or obstore.head(store, key)["e_tag"] != tag.e_tag:
                         return None
                     mode = "overwrite"
                 try:
@@ -88,7 +96,7 @@ class MirrorStore:
                     if not self._store.refuses_conditions(error):
                         raise
                     done = obstore.put(store, key, content, use_multipart=False)
-                return done["e_tag"] or ""
+                return Tag(done["e_tag"], done["version"])
 
         return self._doing(f"write {key}", put, make=True)
 

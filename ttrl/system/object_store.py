@@ -26,6 +26,7 @@ from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 
 from ttrl.errors import UserError
+from ttrl.text import harmless
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ _CREDENTIALS = {
     "gs": "GOOGLE_SERVICE_ACCOUNT (the path of a key file)",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
+_NO_CONDITIONS = ("501 Not Implemented", "<Code>NotImplemented<", "Version required for conditional update")
+"""The last one of Google's store, for an object that was read: obstore tells the version, which it wants, to writers alone."""
 T = TypeVar("T")
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -66,7 +69,7 @@ def redact(text: str) -> str:
 def reason(error: BaseException) -> str:
     """Return the first line of what obstore says, with nothing secret in it and of bounded length."""
     lines = str(error).strip().splitlines()
-    return redact(lines[0])[:400] if lines else type(error).__name__
+    return harmless(redact(lines[0])[:400]) if lines else type(error).__name__
 
 
 class Unavailable(Exception):  # noqa: N818 - it never leaves the cache
@@ -249,8 +252,8 @@ class Store:
         """Tell whether an error means that the store knows no conditional writes."""
         if self.folder is not None:
             return not isinstance(error, PermissionError)
-        text = str(error)
-        return isinstance(error, exceptions.NotSupportedError | NotImplementedError) or "501" in text or "NotImplemented" in text
+        unsupported = isinstance(error, exceptions.NotSupportedError | NotImplementedError)
+        return unsupported or any(words in str(error) for words in _NO_CONDITIONS)
 
     async def overwrite(self, key: str, data: bytes) -> None:
         """Write an object, whatever is there. Raises Unavailable."""
