@@ -82,6 +82,7 @@ def test_a_setting_is_explained_at_the_command_line(capsys):
     assert "max_tokens: int = 1024\n    The longest completion, in tokens." in capsys.readouterr().out
     assert main(["config", "training.lr"]) == 0 and "lr: float = 1e-05" in capsys.readouterr().out
     assert main(["config", "max_token"]) == 2 and "did you mean max_tokens" in capsys.readouterr().err
+    assert main(["config", "learning_rate"]) == 2 and "did you mean lr?" in capsys.readouterr().err
 
 
 def test_a_recipes_settings_may_be_an_object():

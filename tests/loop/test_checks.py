@@ -32,6 +32,10 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             ["vLLM wants a whole number", "vLLM wants true or false", "vLLM wants a number at most 1"],
         ),
         (
+            {"early_stop": {"alpha": 2, "threshold": 1, "treshold": -3}},
+            ["early_stop: alpha is 2", "early_stop: threshold is 1", "unknown key 'treshold'"],
+        ),
+        (
             {"server": {"port": 8000}, "sampling": {"top_q": 1}, "stop_at": 0.9},
             ["server: extra_args: port is set by ttrl", "did you mean 'top_p'?", "stop_at needs validation tasks"],
         ),
@@ -60,7 +64,7 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             ["did you mean 'iterations'?", "model folder /not/there does not exist", "max_tokens is 0"],
         ),
     ],
-    ids=range(1, 12),
+    ids=range(1, 13),
 )
 def test_three_mistakes_are_named_at_once(wrong, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -74,6 +78,15 @@ def test_a_misspelt_setting_is_not_missing_too():
     with pytest.raises(ConfigError) as caught:
         TrainConfig(run="r", model="tiny", iteratons=3)
     assert caught.value.problems == ["unknown key 'iteratons'; did you mean 'iterations'?"]
+
+
+def test_a_config_is_made_by_names():
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig("runs/x", model="tiny", iterations=0)
+    assert caught.value.problems[0] == "'runs/x' stands alone; settings are given by name, such as run=…"
+    assert "iterations is 0" in caught.value.problems[2] and len(caught.value.problems) == 3
+    with pytest.raises(ConfigError, match=r"it is of type dict; make it with ttrl.TrainConfig"):
+        train(RIGHT, TASKS)
 
 
 def test_one_task_is_a_task():

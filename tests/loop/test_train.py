@@ -105,7 +105,6 @@ def test_requests_are_logged_where_the_run_says_so(world):
     ("early_stop", "problem"),
     [
         ({"alpha": 2.0}, "early_stop: alpha is 2.0"),
-        ({"threshold": 1.0}, "early_stop: threshold is 1.0"),
         ({"beta": 1.0}, "early_stop: unknown key 'beta'"),
         ({}, "early_stop is given with tokens_per_iteration"),
     ],

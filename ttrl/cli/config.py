@@ -20,6 +20,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def run_config(arguments: argparse.Namespace) -> int:
     """Print the meaning of a setting, in every class that has it."""
     from ttrl.configs import GRPOConfig, SFTConfig
+    from ttrl.configs.recipe import OTHER_NAMES
     from ttrl.configs.reference import as_markdown, settings_of
     from ttrl.configs.run import TrainConfig
     from ttrl.evaluation.evaluate import EvalConfig
@@ -36,7 +37,8 @@ def run_config(arguments: argparse.Namespace) -> int:
     name = arguments.name.removeprefix("training.").replace("-", "_")
     found = [(title, one.text()) for title, cls in classes for one in settings_of(cls) if one.name == name]
     if not found:
-        near = difflib.get_close_matches(name, sorted({one.name for _, cls in classes for one in settings_of(cls)}), n=3)
+        known = sorted({one.name for _, cls in classes for one in settings_of(cls)})
+        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, known, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `ttrl config` lists all"
         raise UserError(f"there is no setting {arguments.name!r}{hint}")
     for text in dict.fromkeys(text for _, text in found):

@@ -1,6 +1,5 @@
 """What `ttrl plan` is given: a run folder, a run's config.yaml, or a recipe's config with the model that it is for."""
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
@@ -10,13 +9,13 @@ from typing import Any
 import yaml
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.recipe import OTHER_NAMES
 from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.errors import ConfigError, UserError
 
-_OF_RUN = {field.name for field in dataclasses.fields(TrainConfig)}
+_OF_RUN, _OF_RECIPE = TrainConfig.names(), GRPOConfig.names()
 _OF_THE_MACHINE = ("device", "dtype", "num_threads", "trainer_memory")
 """Settings that config.yaml of a run holds as the machine decided them."""
-_OF_RECIPE = {field.name for field in dataclasses.fields(GRPOConfig)}
 
 
 def read_config(path: Path, settings: Sequence[str] = (), *, elsewhere: bool = False) -> tuple[TrainConfig, Path | None, bool]:
@@ -79,10 +78,9 @@ def _changes(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             unknown.append(str(error))
     known = _OF_RUN | _OF_RECIPE
     for name in sorted(changes.keys() - known):
-        near = difflib.get_close_matches(name, known, n=1)
-        unknown.append(
-            f"{name!r} is a setting neither of a run nor of the recipe" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        near = OTHER_NAMES.get(name) or TrainConfig.elsewhere(name) or next(iter(difflib.get_close_matches(name, known, n=1)), "")
+        hint = f"; write {near}" if "=" in near else f"; did you mean {near!r}?" if near else "; `ttrl config` lists all"
+        unknown.append(f"{name!r} is a setting neither of a run nor of the recipe{hint}")
     return {name: value for name, value in changes.items() if name in known}, unknown
 
 

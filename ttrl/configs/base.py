@@ -28,14 +28,15 @@ def settings(cls: type[_C]) -> type[_C]:
     plain: Callable[..., None] = made.__init__
 
     @functools.wraps(plain)
-    def init(self: _C, *args: Any, **given: Any) -> None:
+    def init(self: _C, *unnamed: Any, **given: Any) -> None:
         own = {field.name: field for field in dataclasses.fields(made)}
         unknown = {name: value for name, value in given.items() if name not in own}
-        if (unknown and not made._is_part) or any(_has_no_default(own[name]) for name in own.keys() - given.keys()):
+        alone = [f"{value!r} stands alone; settings are given by name, such as {next(iter(own))}=…" for value in unnamed]
+        if alone or (unknown and not made._is_part) or any(_has_no_default(own[name]) for name in own.keys() - given.keys()):
             config, found = made.examine(given)
-            raise ConfigError(made.__name__, found + config.local_problems() + config.absent())
+            raise ConfigError(made.__name__, alone + found + config.local_problems() + config.absent())
         vars(self).update(_given=tuple(given), _unknown=unknown)
-        plain(self, *args, **{name: value for name, value in given.items() if name in own})
+        plain(self, **{name: value for name, value in given.items() if name in own})
 
     type.__setattr__(made, "__init__", init)
     return explained(made)
@@ -122,6 +123,16 @@ class Config:
         return []
 
     @classmethod
+    def names(cls) -> set[str]:
+        """Return the names of the settings."""
+        return {field.name for field in dataclasses.fields(cls)}
+
+    @classmethod
+    def elsewhere(cls, name: str) -> str | None:
+        """Return what to write for a setting of something else, or of another library; None where that is not known."""
+        return None
+
+    @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> Self:
         """Make a config from plain values. Raises ConfigError with every problem: unknown and missing keys, types, ranges."""
         config, found = cls.examine(values)
@@ -138,10 +149,11 @@ class Config:
         meant = set()
         for key in values:
             if key not in fields:
-                near = difflib.get_close_matches(str(key), fields, n=1)
-                meant.update(near)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(fields)}"
-                found.append(f"unknown key {key!r}{hint}")
+                near = cls.elsewhere(str(key)) or next(iter(difflib.get_close_matches(str(key), fields, n=1)), None)
+                meant.add(near)
+                listed = f"known keys: {', '.join(fields)}" if len(fields) <= 20 else "`ttrl config` lists all that there are"
+                hint = listed if near is None else f"did you mean {near!r}?" if near in fields else f"write {near}"
+                found.append(f"unknown key {key!r}; {hint}")
         converted: dict[str, Any] = {}
         for name, field in fields.items():
             required = _has_no_default(field) or bool(field.metadata.get("required"))

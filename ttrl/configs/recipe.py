@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
 
+import yaml
+
 from ttrl.configs.base import Config, required, settings
 from ttrl.configs.objective import ObjectiveConfig
 
@@ -16,6 +18,13 @@ STORE_VARIABLE = "TTRL_STORE_FILE"
 """The same for the file through which the processes of one machine find each other; without it they do as torchrun says."""
 NF4_BLOCK = 64
 """Numbers that share a scale in a base that is held in 4 bits."""
+OTHER_NAMES = {
+    **dict.fromkeys(("epochs", "num_train_epochs", "max_steps", "steps"), "iterations"),
+    **dict.fromkeys(("max_completion_length", "max_new_tokens"), "max_tokens"),
+    **{"learning_rate": "lr", "beta": "kl_coefficient", "num_generations": "samples_per_task", "group_size": "samples_per_task"},
+    **{"batch_size": "tasks_per_iteration", "output_dir": "run"},
+}
+"""What settings of other libraries are called here."""
 _CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
 _OLDER_NAMES = {
     **{"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size"},
@@ -27,6 +36,18 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json says of the text part, under the names of today: GPT-2 has older ones."""
     text = config.get("text_config") or config
     return {**text, **{name: text[older] for older, name in _OLDER_NAMES.items() if older in text}}
+
+
+def read_settings(path: str) -> dict[str, Any] | str:
+    """Return the settings in a YAML file, or why there are none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except OSError as error:
+        return f"a file that cannot be read: {error.strerror}"
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return f"which is not YAML: {' '.join(str(error).split())[:200]}"
+    return found if isinstance(found, dict) else "a file without settings in it"
 
 
 def _every_layer_matrix() -> list[LoRATarget]:
@@ -166,6 +187,12 @@ class TrainingConfig(Config):
     train.jsonl then says what share of that a step reached."""
     profile_steps: int = 0
     """Write a trace of the first optimizer steps, as many as this, to output_dir/profile/."""
+
+    @classmethod
+    def elsewhere(cls, name: str) -> str | None:
+        """Return what another library's setting is called here."""
+        other = OTHER_NAMES.get(name)
+        return other if other in cls.names() else None
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""

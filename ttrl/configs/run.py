@@ -11,8 +11,8 @@ from ttrl.configs.base import Config, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.machines import endpoint_problem, server_address_problems, server_keys, slurm_endpoint
-from ttrl.configs.recipe import GRPOConfig, TrainingConfig
-from ttrl.configs.vllm_arguments import LORA_RANKS, argument_problems, lora_rank_there, takes_adapters
+from ttrl.configs.recipe import OTHER_NAMES, GRPOConfig, TrainingConfig, read_settings
+from ttrl.configs.vllm_arguments import LORA_RANKS, argument_problems, is_argument, lora_rank_there, takes_adapters
 from ttrl.errors import ConfigError
 
 OFF_POLICY_CORRECTION = "token"
@@ -238,7 +238,7 @@ class TrainConfig(Config):
     {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.training, str) and isinstance(found := _read_settings(self.training), dict):
+        if isinstance(self.training, str) and isinstance(found := read_settings(self.training), dict):
             for name in ("device", "dtype", "num_threads"):  # of the whole run
                 value = found.pop(name, None)
                 if value is not None and getattr(self, name) in ("auto", None):
@@ -251,6 +251,16 @@ class TrainConfig(Config):
     def recipe_settings(self) -> dict[str, Any]:
         """Return `training` as a dictionary, which it is once a config is made, unless its file cannot be read."""
         return self.training if isinstance(self.training, dict) else {}
+
+    @classmethod
+    def elsewhere(cls, name: str) -> str | None:
+        """Return what to write for a setting of the recipe or of vLLM, or for another library's."""
+        name = OTHER_NAMES.get(name, name)
+        if name in cls.names():
+            return name
+        if name in GRPOConfig.names() and name not in SET_BY_THE_LOOP:
+            return f"training={{{name!r}: …}}"
+        return f"server={{{name!r}: …}}" if is_argument(name) else None
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
@@ -313,9 +323,9 @@ class TrainConfig(Config):
         return []
 
     def _training_problems(self) -> list[str]:
-        found = [f"training: {name!r} is set by the loop" for name in self.recipe_settings if name in SET_BY_THE_LOOP]
+        found = [f"training: {name!r} is {whose}" for name in self.recipe_settings if (whose := _not_of_training(name))]
         if isinstance(self.training, str):
-            found.append(f"training is {self.training!r}, {_read_settings(self.training)}")
+            found.append(f"training is {self.training!r}, {read_settings(self.training)}")
         if (self.aggregation == "constant") != (self.constant_length is not None):
             found.append(f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; they go together")
         try:
@@ -546,7 +556,7 @@ class TrainConfig(Config):
         """Return the recipe's config: `training`, and `values`, which the loop sets for an iteration. Raises ConfigError."""
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
         correction = {"off_policy": OFF_POLICY_CORRECTION} if self.off_policy_steps else {}
-        given = {key: value for key, value in self.recipe_settings.items() if key not in SET_BY_THE_LOOP}
+        given = {key: value for key, value in self.recipe_settings.items() if not _not_of_training(key)}
         recipe = GRPOConfig.parse({**placeholders, **correction, **given, "seed": self.seed, **values}, "training")
         recipe.lora_merge = not self._can_serve_adapters(recipe)
         return recipe
@@ -579,13 +589,8 @@ class TrainConfig(Config):
         )
 
 
-def _read_settings(path: str) -> dict[str, Any] | str:
-    """Return the settings in a YAML file, or why there are none."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = yaml.safe_load(file)
-    except OSError as error:
-        return f"a file that cannot be read: {error.strerror}"
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return f"which is not YAML: {' '.join(str(error).split())[:200]}"
-    return found if isinstance(found, dict) else "a file without settings in it"
+def _not_of_training(name: str) -> str:
+    """Return whose setting it is that `training` cannot hold; "" for the recipe's, and for what is none."""
+    if name in SET_BY_THE_LOOP:
+        return "set by the loop"
+    return "a setting of the run, not of its recipe" if name in TrainConfig.names() - GRPOConfig.names() else ""

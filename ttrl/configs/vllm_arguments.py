@@ -44,9 +44,7 @@ def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> lis
 
     root: vLLM's folder; None: that of the one installed.
     """
-    if root is None:
-        spec = importlib.util.find_spec("vllm")
-        root = Path(spec.origin).parent if spec is not None and spec.origin else None
+    root = root or _installed()
     known = _fields(root) if given and root is not None else {}
     if not known or root is None:
         return []
@@ -62,6 +60,17 @@ def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> lis
             near = difflib.get_close_matches(plain, known, n=1)
             found.append(f"vLLM has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     return found
+
+
+def is_argument(name: str) -> bool:
+    """Return whether the vLLM that is installed has an argument of exactly this name."""
+    root = _installed()
+    return root is not None and name in _fields(root)
+
+
+def _installed() -> Path | None:
+    spec = importlib.util.find_spec("vllm")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 @dataclass(frozen=True)

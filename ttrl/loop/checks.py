@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong with a run, found at once, before torch is loaded or a server started."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ def checked(
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
     """Return what a run is given, checked, with `model` also whether its model can be had. Raises ConfigError with all problems,
     and those that were found before (`error`: in making the tasks); TaskError or ModelFolderError for one of those alone."""
+    if not isinstance(config, TrainConfig):
+        raise ConfigError("config", [f"it is of type {type(config).__name__}; make it with ttrl.TrainConfig(run=…, model=…)"])
     errors = [] if error is None else [error]
 
     def listed(given: Sequence[Task], name: str) -> list[Task]:
@@ -44,10 +47,11 @@ def checked(
         from ttrl.rollouts.client.chat_completions import request_kwargs  # loads openai
 
         problems += complaints(lambda: request_kwargs(config.sampling), "sampling: ")
-    if config.early_stop and config.early_stop.keys() <= {"alpha", "threshold"}:
+    if config.early_stop:
         from ttrl.rollouts.early_stop import InferenceEarlyStop
 
-        problems += complaints(lambda: InferenceEarlyStop(**(config.early_stop or {})), "early_stop: ")
+        for name in sorted(config.early_stop.keys() & {"alpha", "threshold"}):
+            problems += complaints(functools.partial(InferenceEarlyStop, **{name: config.early_stop[name]}), "early_stop: ")
     tasks, validation_tasks = listed(tasks, "tasks"), listed(validation_tasks, "validation_tasks")
     if not errors:
         problems += _task_problems(config, tasks, validation_tasks, said)
