@@ -31,8 +31,9 @@ def config_of(seed: int, early_stop: dict[str, float] | None, arguments: argpars
         max_tokens=arguments.max_tokens,
         seq_len=max(1024, 2 * arguments.max_tokens),
         seed=seed,
-        training={"lr": 2e-5, "updates_per_iteration": 2},
+        training={"lr": 2e-5, "updates_per_iteration": 2, "drift_rows": "first_update"},
         early_stop=early_stop,
+        validate_every=arguments.iterations,  # at start and end alone: beside sampling, it would be measured with it
         validation_metric="exact",
     )
 
