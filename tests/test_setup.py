@@ -201,12 +201,14 @@ def test_an_environment_in_which_uv_was_killed_is_made_anew(
     assert [False, known and killed] == MADE
 
 
-def test_too_little_room_is_said_before_anything_is_done(
+def test_too_little_room_or_a_wrong_extra_is_said_before_anything_is_done(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(install, "GIGABYTES", {"cpu": 10**9, "gpu": 10**9})
     assert install.main([str(tmp_path / "venv"), "--extras", "cpu,dev"]) == 1
     assert re.search(r"GB are free .* about 1000000000 GB are needed", capsys.readouterr().err)
+    assert install.main([str(tmp_path / "venv"), "--extras", "cpu,dve"]) == 1
+    assert "no extra named dve" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -379,6 +379,7 @@ def install(folder: Path, extras: list[str]) -> None:
         kind = "gpu" if has_cuda() else "cpu"
         extras = [kind if extra == "auto" else extra for extra in extras]
     kind = "gpu" if "gpu" in extras else "cpu"
+    own_requirements(extras)  # a wrong one is said now, and not after a download of a GB
     wanted = {"digest": fingerprint(extras), "extras": extras}
     if stamp.exists() and stamp.read_text(encoding="utf-8") == json.dumps(wanted):
         return
