@@ -11,7 +11,7 @@ from support.tiny_models import random_samples
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.errors import DivergedError, ModelFolderError, RunFolderError
+from ttrl.errors import ConfigError, DivergedError, ModelFolderError, RunFolderError
 from ttrl.system.files import read_jsonl
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.weights import to_hugging_face_names
@@ -20,6 +20,16 @@ from ttrl.training.parallel.distributed import Ranks
 pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = Ranks(0, 1, torch.device("cpu"))
 BETA1 = 0.9
+
+
+def test_a_config_that_is_not_there_is_a_line_and_an_absent_model_stands_with_the_rest(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["grpo_recipe", "--config", str(tmp_path / "none.yaml")])
+    assert grpo_recipe.main() == 2
+    assert capsys.readouterr().err.startswith(f"error: --config is '{tmp_path}/none.yaml', a file that cannot be read: No such")
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.parse({"model": "/not/there", "lr": -1}, "recipe config")
+    said = ["output_dir is missing", "packed is missing", "lr is -1.0", "model folder /not/there does not exist"]
+    assert [problem.split(";")[0] for problem in caught.value.problems] == said
 
 
 @pytest.fixture

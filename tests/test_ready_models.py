@@ -1,6 +1,7 @@
 """Models that need no hub: fetched once, verified, found by their names; what cannot be had says why, and what else there is."""
 
 import hashlib
+import re
 import zipfile
 
 import numpy as np
@@ -60,8 +61,15 @@ def test_the_list_names_licences_and_sizes(capsys):
     assert main(["models"]) == 0
     text = capsys.readouterr().out
     assert all(part in text for name, model in READY_MODELS.items() for part in (name, model.licence, model.size))
-    assert main(["models", "get", "smollm"]) == 2
-    assert "no model named 'smollm'; there are smollm2-135m, tiny" in capsys.readouterr().err
+    assert main(["models", "get", "llama"]) == 2
+    assert "no model named 'llama'; there are smollm2-135m, tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["models get SmolLM2-135M", "serve smollm2-135", "eval smollm2_135m --tasks countdown"])
+def test_a_near_miss_is_named_and_a_hub_name_is_none(command, cache, capsys):
+    assert main(command.split()) == 2 and not cache.exists()
+    assert re.search(r"there is no model '\S+'; did you mean 'smollm2-135m'\?", capsys.readouterr().err)
+    assert ready_model("HuggingFaceTB/SmolLM2-135M") is None
 
 
 def test_without_the_registry_the_tiny_one_is_named(registry, cache):

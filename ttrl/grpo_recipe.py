@@ -17,7 +17,6 @@ Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run
 import logging
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from ttrl.training.drift import compare_tokens
 from ttrl.training.faults import memory_advice
 from ttrl.training.gradient_noise import GradientPieces
 from ttrl.training.objective.objective import objective_from
-from ttrl.training.parallel.distributed import Ranks, run_recipe
+from ttrl.training.parallel.distributed import Ranks, recipe_main, run_recipe
 from ttrl.training.prepass import Prepass
 from ttrl.training.references import check_reference
 from ttrl.training.resident import Residence, Trained, follow_requests, load_trained
@@ -142,7 +141,7 @@ def run(raw: DictConfig) -> int:
     return run_recipe(GRPOConfig, train, raw) if raw.get("follow") is None else follow_requests(train, raw)
 
 
-main: Callable[[], int] = parse(run)
+main = recipe_main(parse(run))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,6 +5,7 @@ there once is taken from the cache, offline too: `ttrl/models` in XDG_CACHE_HOME
 """
 
 import contextlib
+import difflib
 import importlib.util
 import io
 import logging
@@ -40,12 +41,22 @@ class ReadyModel:
     """Writes it to a folder that does not exist yet, atomically. Raises ModelFolderError."""
 
 
+def is_ready(name: str) -> bool:
+    """Tell whether a model is one of READY_MODELS, and no folder of that name. Raises ModelFolderError for a near miss."""
+    if "/" in name or Path(name).exists():
+        return False
+    near = difflib.get_close_matches(name.lower(), READY_MODELS, n=1)
+    if near and name not in READY_MODELS:
+        raise ModelFolderError(f"there is no model {name!r}; did you mean {near[0]!r}?")
+    return bool(near)
+
+
 def ready_model(name: str) -> Path | None:
     """Return the folder of a model in READY_MODELS, which is made on the first call; None for any other name, and where there is
-    a folder of that name. Raises ModelFolderError where it cannot be had."""
-    known = READY_MODELS.get(name)
-    if known is None or Path(name).exists():
+    a folder of that name. Raises ModelFolderError where it cannot be had, and for a near miss."""
+    if not is_ready(name):
         return None
+    known = READY_MODELS[name]
     try:
         folder = user_cache() / "models" / name
         folder.parent.mkdir(exist_ok=True)

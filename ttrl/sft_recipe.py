@@ -17,7 +17,7 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from ttrl.training.counts import token_counts, work_counts
 from ttrl.training.faults import Finite, memory_advice
 from ttrl.training.metrics import Sums
 from ttrl.training.models.architecture import read_config
-from ttrl.training.parallel.distributed import Ranks, derived_generator, run_recipe
+from ttrl.training.parallel.distributed import Ranks, derived_generator, recipe_main, run_recipe
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.step import TOKENS
@@ -198,7 +198,7 @@ def run(raw: DictConfig) -> int:
     return run_recipe(SFTConfig, train, raw)
 
 
-main: Callable[[], int] = parse(run)
+main = recipe_main(parse(run))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -199,9 +199,9 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys: pytest.CaptureF
 
 
 def test_a_known_error_is_one_line_and_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
+    assert cli.main(["cache", "stats", str(tmp_path / "nothing")]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("ttrl: error: ") and "does not exist" in captured.err
+    assert captured.err.startswith("ttrl: error: ") and "there is no folder" in captured.err
     assert "Traceback" not in captured.err and len(captured.err.splitlines()) == 1
     assert captured.out == ""
 

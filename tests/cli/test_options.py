@@ -66,6 +66,8 @@ def test_former_spellings_go_on_to_work():
 def test_a_near_miss_in_python_is_named():
     with pytest.raises(ConfigError, match="no setting 'sample_per_task'; did you mean 'samples_per_task'"):
         evaluate_in_python("m", "letter_counting", sample_per_task=4)
+    with pytest.raises(ConfigError, match="no setting 'samples'; did you mean 'samples_per_task'"):  # as the command had it
+        evaluate_in_python("m", "letter_counting", samples=4)
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, GRPOConfig, SFTConfig, EvalConfig])

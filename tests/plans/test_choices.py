@@ -79,7 +79,9 @@ def test_the_plan_agrees(tmp_path):
     assert host["trainer's weights and moments"] == pytest.approx(12 * made.parameters, rel=0.01)
     assert host["held out to servers"] == 2 * made.parameters and "held out to servers" in str(made)
     small = plan(config, gpu="RTX4090")
-    assert any(line.startswith("does not fit: the trainer needs") and "what would fit" in line for line in small.warnings)
+    [refusal] = [line for line in small.warnings if line.startswith("does not fit")]
+    assert refusal.startswith("does not fit: the trainer needs") and "what would fit" in refusal
+    assert "on which it does not fit even so" in str(small) and "even so" not in str(made)
     assert not plan(dataclasses.replace(config, device="cpu")).chosen
 
 

@@ -26,11 +26,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     print(f"ttrl plan: reading {arguments.config}", file=sys.stderr, flush=True)
     from ttrl.cli.settings import read_config
-    from ttrl.loop.plan import plan
+
+    config, run, recipe_only = read_config(arguments.config, arguments.set, elsewhere=arguments.gpu is not None)
+    from ttrl.loop.plan import plan  # loads PyTorch, for which no mistake in a config waits
     from ttrl.plans.lengths import Assumptions
     from ttrl.tasks.reference import load_tasks
 
-    config, run, recipe_only = read_config(arguments.config, arguments.set, elsewhere=arguments.gpu is not None)
     tasks: list[Any] = []
     if arguments.tasks is not None:
         tasks = load_tasks(arguments.tasks, config.tasks_per_iteration * config.iterations)

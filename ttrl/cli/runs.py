@@ -19,6 +19,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write report.html again, and say on standard error what it says."""
+    print(f"ttrl report: reading {arguments.run}", file=sys.stderr, flush=True)
     from ttrl.report.page import write_report
     from ttrl.report.words import report_text
 
@@ -99,6 +100,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
 
 
 def run_study(arguments: argparse.Namespace) -> int:
+    print(f"ttrl study: loading PyTorch, then {arguments.checkpoint}", file=sys.stderr, flush=True)
     from ttrl.instruments.study import FACTORS, study
     from ttrl.instruments.study_report import study_text, write_study
 

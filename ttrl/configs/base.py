@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -97,6 +98,12 @@ def _converted(value: Any, kind: Any) -> Any:
     raise TypeError
 
 
+def absent_folder(model: str) -> list[str]:
+    """Return a model that can only be a folder, and is none, in a line."""
+    is_folder = model.startswith((".", "/", "~")) or model.count("/") > 1
+    return [f"model folder {model} does not exist"] if is_folder and not os.path.exists(model) else []
+
+
 _STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}  # for wrong required values, so that the others are checked
 
 
@@ -137,7 +144,7 @@ class Config:
         """Make a config from plain values. Raises ConfigError with every problem: unknown and missing keys, types, ranges."""
         config, found = cls.examine(values)
         if found:
-            raise ConfigError(where, found)
+            raise ConfigError(where, found + config.absent())
         return config
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ttrl.configs.base import Config, required, settings
+from ttrl.configs.base import Config, absent_folder, required, settings
 from ttrl.configs.objective import ObjectiveConfig
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
@@ -193,6 +193,10 @@ class TrainingConfig(Config):
         """Return what another library's setting is called here."""
         other = OTHER_NAMES.get(name)
         return other if other in cls.names() else None
+
+    def absent(self) -> list[str]:
+        """Return the model where it can only be a folder and is none, in a line."""
+        return absent_folder(self.model)
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""

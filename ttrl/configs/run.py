@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ttrl.configs.base import Config, settings
+from ttrl.configs.base import Config, absent_folder, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.machines import endpoint_problem, server_address_problems, server_keys, slurm_endpoint
@@ -383,8 +383,7 @@ class TrainConfig(Config):
 
     def absent(self) -> list[str]:
         """Return the model where it can only be a folder and is none, in a line."""
-        is_folder = self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
-        return [f"model folder {self.model} does not exist"] if is_folder and not os.path.exists(self.model) else []
+        return absent_folder(self.model)
 
     def node_problems(self, environment: Mapping[str, str] = os.environ) -> list[str]:
         """Return what is wrong with training on several machines, one line each."""

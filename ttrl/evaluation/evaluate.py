@@ -25,7 +25,7 @@ from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError, ModelFolderError, UserError, complaints
 from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.evaluation.results import EvalResult, SetResult, read_result
-from ttrl.ready_models import READY_MODELS, ready_model
+from ttrl.ready_models import is_ready, ready_model
 from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.rollouts.client.transport import is_local
@@ -182,6 +182,8 @@ _NOT_TOLD = frozenset(
     {"model", "output", "samples_file", "pbar", "server_log", "confidence", "key_variable", "temperature", "top_p", "max_tokens"}
     | {"chat_template_kwargs"}
 )
+_FORMER = {"samples": "samples_per_task", "system": "system_prompt", "api_key_env": "key_variable"}
+"""Names that options of the command had, and still take."""
 
 
 def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]", **settings: Any) -> EvalResult:
@@ -197,7 +199,7 @@ def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Tas
 
 
 def _unknown(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+    near = [_FORMER[name]] if name in _FORMER else difflib.get_close_matches(name, known, n=1)
     return f"no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}")
 
 
@@ -279,9 +281,10 @@ class NamedTasks:
 def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     """Check everything and return the tasks. Raises ConfigError with all problems: settings, families, data, model folder."""
     problems = config.problems()
-    if isinstance(config.model, str) and config.model not in ("", *READY_MODELS) and not is_address(config.model):
+    if isinstance(config.model, str) and config.model and not is_address(config.model):
         try:
-            check_model_folder(config.model)
+            if not is_ready(config.model):
+                check_model_folder(config.model)
         except ModelFolderError as error:
             hint = f"; the address of a server begins with http://: http://{config.model}"
             problems.append(f"{error}{hint if _HOST_AND_PORT.match(config.model) else ''}")

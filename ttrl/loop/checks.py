@@ -6,7 +6,7 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, complaints, describe
-from ttrl.ready_models import READY_MODELS
+from ttrl.ready_models import is_ready
 from ttrl.server.model_folder import check_model_folder
 from ttrl.server.vllm import own_argument_problems
 from ttrl.tasks.task import Task, task_list
@@ -88,7 +88,7 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
 def check_model(model: str) -> None:
     """Check that a model can be had: a folder that is complete, a name in READY_MODELS, or one on the hub. Raises
     ModelFolderError."""
-    if model not in READY_MODELS and check_model_folder(model) is None:
+    if not is_ready(model) and check_model_folder(model) is None:
         _check_hub(model)
 
 

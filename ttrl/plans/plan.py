@@ -109,7 +109,7 @@ def plan_text(plan: Plan) -> str:
     speed = f"matrix products at {si_spaced(plan.machine.matmul)}FLOP/s ({plan.machine.source})"
     lines += _row("machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{gpus}{processes}, {speed}")
     if plan.chosen:
-        lines.append("\nChosen for these GPUs")
+        lines.append("\nChosen for these GPUs" + (", on which it does not fit even so" if plan.does_not_fit else ""))
         for name, text in plan.chosen.items():
             lines += textwrap.wrap(f"{name}: {text}", _WIDTH, initial_indent="  ", subsequent_indent=" " * (2 + _LABEL))
     lines.append("\nOne iteration")

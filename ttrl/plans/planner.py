@@ -119,11 +119,14 @@ def make_plan(
     passed = adapter_numbers(decoder, recipe, cuda=machine.cuda)
     rough = rough_seconds(config, recipe, machine, work, flops, memory, sum(each.values()), passed)
     seconds = seconds_of(config, rough, measured)
+    warned = warnings_of(model, config, recipe, work, memory, machine, disk, seconds, len(tasks) or counts.get("tasks"))
+    if (choices.problem or "").startswith("does not fit: the trainer needs"):  # and says with what it would
+        warned = [warning for warning in warned if not warning.startswith("does not fit: the trainer (")]
     notes = [
         *(() if probed is None else probed.warnings),
         *(() if choices.problem is None else [choices.problem]),
         *([f"the run's measured seconds do not count for this plan, which differs in {', '.join(others[:6])}"] if others else ()),
-        *warnings_of(model, config, recipe, work, memory, machine, disk, seconds, len(tasks) or counts.get("tasks")),
+        *warned,
     ]
     return Plan(
         model=config.model,

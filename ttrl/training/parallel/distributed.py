@@ -6,9 +6,11 @@ the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (n
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ttrl.configs import TrainingConfig
-from ttrl.configs.recipe import STORE_VARIABLE, model_settings
+from ttrl.configs.recipe import STORE_VARIABLE, model_settings, read_settings
 from ttrl.errors import ConfigError, TtrlError
 
 C = TypeVar("C", bound=TrainingConfig)
@@ -124,6 +126,19 @@ def run_on_ranks(make_config: Callable[[], C], work: Callable[[C, "Ranks"], None
 
 def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: Any) -> int:
     return run_on_ranks(lambda: parse_config(config_class, raw), train, logging.getLogger(train.__module__))
+
+
+def recipe_main(parsed: Callable[[], int]) -> Callable[[], int]:
+    """Return a recipe's `main`: torchtune's, after a look at the file of --config, which torchtune refuses with a traceback."""
+
+    def main() -> int:
+        for option, path in itertools.pairwise(sys.argv):
+            if option == "--config" and isinstance(why := read_settings(path), str):
+                sys.stderr.write(f"error: --config is {path!r}, {why}\n")
+                return 2
+        return parsed()
+
+    return main
 
 
 def model_shape(folder: str) -> dict[str, Any]:
