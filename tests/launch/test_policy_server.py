@@ -254,7 +254,7 @@ def test_after_a_failed_sync_no_server_is_believed(make, syncs, error):
 
 @pytest.mark.parametrize("policy", [A, B])
 def test_one_that_died_is_started_anew_once(make, syncs, policy, caplog):
-    server = make()
+    server = make(look_seconds=3600.0)
     server.serve(A)
     [made] = FakeVLLM.made
     made.dead = True
@@ -402,7 +402,7 @@ def test_weights_in_memory_are_for_servers_on_this_machine(make, syncs, tmp_path
 
 def test_weights_that_nobody_writes(make, syncs):
     """Servers are started with another checkpoint, also anew, and take them out of memory; whoever cannot is left out."""
-    server, handover = make(weight_sync="memory"), Handover("not asked for", [], {})
+    server, handover = make(look_seconds=3600.0, weight_sync="memory"), Handover("not asked for", [], {})
     server.serve(B, handover, A)
     (vllm,) = FakeVLLM.made
     assert syncs.events == [("sync by reload from memory", "B")] and vllm.events[0] == "start A"
@@ -482,7 +482,7 @@ def test_one_that_was_started_anew_by_its_host_is_synced_before_it_is_used(make,
     server = make(**JOINED)
     server.serve(A)
     _, one, _ = [client for client, _ in asked(server)]
-    version, one.version, one.policy_folder = one.version, None, C
+    version, one.policy_folder, one.version = one.version, C, None  # in this order: it is being looked at
     wait_until(lambda: one.version is not None)
     assert (one.version, one.policy_folder) == (version, A)
 
