@@ -15,15 +15,17 @@ With --save-every, the recorded rollouts' server takes the weights out of the tr
 every n-th checkpoint is written: 1 kills runs whose files are written beside the sampling, 5 also those that have to train again.
 
 Every run that was killed is compared with the undisturbed one: weights, states and rollouts bit for bit; metrics and training log
-except for times. It must also be consistent in itself: nothing that a finished phase wrote was touched again; no completion was
-requested after the phase that it belongs to was finished; each optimizer step is in the log once. Exit status 1 if anything
-differs.
+except for times. What differs is told by name, and everything is kept for inspection. A process that goes on with an iteration's
+sampling checks a sample of its own token by token, so `logprob_tokens` may stand at several. A run must also be consistent in
+itself: nothing that a finished phase wrote was touched again; no completion was requested after the phase that it belongs to was
+finished; each optimizer step is in the log once. Exit status 1 if anything differs.
 """
 
 import argparse
 import hashlib
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +47,8 @@ WAYS = ("power", "main", "child")
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
 LONGEST_LIFE = 1800.0  # seconds; a run that hangs is a failure
 TIMES = ("finished", "time", "tokens_per_second", "flops_per_second", "utilisation", "matmul_peak", "peak_share", "host", "sync")
+NOT_COMPARED = (*TIMES, "server", "logprob_tokens")
+"""`server` of a metrics row holds nothing but speeds, and is absent where an earlier process sampled a part."""
 
 
 @dataclass
@@ -248,7 +252,18 @@ def without_times(value: Any) -> Any:
 
 
 def is_time(key: str) -> bool:
-    return key in TIMES or "second" in key or "memory" in key
+    return key in NOT_COMPARED or "second" in key or "memory" in key
+
+
+def first_difference(expected: Any, found: Any, where: str = "") -> str | None:
+    """Return where two values differ first, and how; None where they are equal."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        pairs = [(f"{where}.{key}", expected.get(key, "absent"), found.get(key, "absent")) for key in expected | found]
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        pairs = [(f"{where}[{n}]", *pair) for n, pair in enumerate(zip(expected, found, strict=True))]
+    else:
+        return None if expected == found else f"{where or 'all of it'}: {expected!r:.100} became {found!r:.100}"
+    return next((said for name, *pair in pairs if (said := first_difference(*pair, name))), None)
 
 
 def differences(expected: Path, run: Path) -> Iterator[str]:
@@ -265,13 +280,13 @@ def differences(expected: Path, run: Path) -> Iterator[str]:
         for name, key in (("rollouts", None), ("validation", None), ("train", "global_step")):
             path = Path("iterations") / f"{number:04d}" / f"{name}.jsonl"
             rows = [without_times(read_jsonl(root / path, key=key)) for root in (expected, run)]
-            if rows[0] != rows[1]:
-                yield f"{path} has other lines"
+            if said := first_difference(*rows):
+                yield f"{path} has other lines: {said}"
             if name == "train" and len(rows[1]) != len(read_jsonl(run / path)):
                 yield f"{path} holds a step twice"
     rows = [without_times(read_jsonl(root / "metrics.jsonl", key="iteration")) for root in (expected, run)]
-    if rows[0] != rows[1]:
-        yield "metrics.jsonl differs in more than times"
+    if said := first_difference(*rows):
+        yield f"metrics.jsonl differs in more than times: {said}"
     if left := sorted(str(path.relative_to(run)) for path in run.rglob(".partial-*")):
         yield f"left behind: {', '.join(left)}"
 
@@ -341,13 +356,14 @@ def main() -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if arguments.keep is not None:
-        arguments.keep.mkdir(parents=True, exist_ok=True)
-        outcome = crash_test(arguments.keep.absolute(), **options, say=say)
-    else:
-        with tempfile.TemporaryDirectory(prefix="ttrl-crash-test-") as folder:
-            outcome = crash_test(Path(folder), **options, say=say)
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="ttrl-crash-test-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    outcome = crash_test(folder.absolute(), **options, say=say)
     print(outcome.table())
+    if outcome.problems:
+        print(f"everything is kept in {folder}")
+    elif arguments.keep is None:
+        shutil.rmtree(folder)
     return 1 if outcome.problems else 0
 
 

@@ -5,10 +5,11 @@
 Recorded rollouts take the server's place: a completion is identified by the digest of the weights that sampled it, its prompt and
 its number. With --record, the completions are sampled with transformers and recorded; without it, one that is not in the
 recording is refused, so a run whose weights differ in a single bit ends at its next request. Each request that is answered is
-appended to the requests file, with the time.
+appended to the requests file, with the time. Answers take a while, each its own, so that a run may also die between two groups.
 """
 
 import argparse
+import asyncio
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ from ttrl.errors import ServerError
 from ttrl.loop import train as loop
 
 TASKS_PER_ITERATION, SAMPLES, MAX_TOKENS, VALIDATION = 3, 4, 6, 3
+LONGEST_ANSWER = 0.6  # seconds
 Choice = tuple[list[int], list[float]]
 """Token ids and their log-probabilities."""
 
@@ -128,7 +130,7 @@ class RecordedServer:
         transport = http.MockTransport(self._answer)
         return [openai.AsyncOpenAI(base_url="http://recorded/v1", api_key="k", http_client=http.AsyncClient(transport=transport))]
 
-    def _answer(self, request: Any) -> Any:
+    async def _answer(self, request: Any) -> Any:
         if request.method == "GET":  # /metrics
             return http.Response(404)
         body = json.loads(request.content)
@@ -143,6 +145,7 @@ class RecordedServer:
                 return http.Response(400, json={"error": {"message": error}})
             choices = self._sample(prompt, count, body["max_tokens"], body["temperature"], int(key[:15], 16))
             self.recording.add(key, choices)
+        await asyncio.sleep(LONGEST_ANSWER * int(key[-4:], 16) / 0xFFFF)
         self._note(messages[-1]["content"])
         answers = [self._choice(index, *choice) for index, choice in enumerate(choices)]
         tokens = sum(len(ids) for ids, _ in choices)

@@ -4,10 +4,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import crash_test
+import crash_test_run
 import pytest
+
+from ttrl.system.files import read_jsonl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -27,6 +31,34 @@ def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
     assert outcome.problems == [], outcome.table()
     written = [n for n in range(1, 4) if (tmp_path / f"undisturbed/iterations/{n:04d}/checkpoint").is_dir()]
     assert len(outcome.kills) == 2 and written == [2, 3]
+
+
+def test_killed_between_two_groups(tmp_path: Path) -> None:
+    """The group that was finished is kept as it was; only the others are asked for again, and one of them is checked as well."""
+    harness = crash_test.Harness(tmp_path, 2, 3, {})
+    harness.undisturbed(twice=False)
+    run = tmp_path / "killed-001"
+    kept = run / "iterations" / "0001" / "rollouts.partial.jsonl"
+    process = harness.start(run)
+    while not kept.exists() and process.poll() is None:
+        time.sleep(0.005)
+    crash_test.kill(process, "power", harness.chance)
+    groups = [row["samples"][0]["messages"][0]["content"] for row in read_jsonl(kept)]
+    assert 0 < len(groups) < crash_test_run.TASKS_PER_ITERATION
+    harness.killed_run(1, 0)
+    assert harness.outcome.problems == []
+    asked = [row["prompt"] for row in read_jsonl(crash_test.requests_of(run))]
+    assert [asked.count(prompt) for prompt in groups] == [1] * len(groups)
+    checked = ["logprob_tokens" in row for row in read_jsonl(run / "iterations" / "0001" / "rollouts.jsonl")]
+    assert 1 <= sum(checked) <= 2
+
+
+def test_says_what_differs() -> None:
+    expected = {"a": [{"b": 1, "seconds": 2.0}], "server": {}}
+    same = crash_test.without_times({"a": [{"b": 1, "seconds": 3.0}]})
+    assert crash_test.first_difference(crash_test.without_times(expected), same) is None
+    assert crash_test.first_difference(expected, {"a": [{"b": 2}]}) == ".a[0].b: 1 became 2"
+    assert crash_test.first_difference([1], [1, 2]) == "all of it: [1] became [1, 2]"
 
 
 # Run in a mount namespace of its own. The disk is filled once the first iteration is validated, and emptied afterwards.
