@@ -35,6 +35,7 @@ def config_of(seed: int, early_stop: dict[str, float] | None, arguments: argpars
         early_stop=early_stop,
         validate_every=arguments.iterations,  # at start and end alone: beside sampling, it would be measured with it
         validation_metric="exact",
+        save_every=arguments.iterations,  # 2 GB each
     )
 
 
