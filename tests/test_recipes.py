@@ -105,10 +105,11 @@ def test_it_fits_the_machine_that_it_names(name: str, tmp_path: Path, monkeypatc
             pytest.importorskip("chess")
         DATA[name](tmp_path)
         arguments += ["--data", str(tmp_path)]
-    seen: list[TrainConfig] = []
-    monkeypatch.setattr("ttrl.cli.recipe_script.run_recipe", lambda arguments, config, *others: seen.append(config))
+    seen: list[tuple[TrainConfig, list[Task]]] = []
+    monkeypatch.setattr("ttrl.cli.recipe_script.run_recipe", lambda arguments, config, tasks, *_: seen.append((config, tasks)))
     run(name, monkeypatch, *arguments)
-    (config,) = seen
+    ((config, tasks),) = seen
+    assert name in DATA or len(tasks) >= config.tasks_per_iteration  # --check refuses fewer
     model = config.model.removeprefix("Qwen/").removesuffix("-Instruct").lower().replace("-", "_")
     made = choose(MODELS[model], config, [1e9 * int(said[2])] * numbers[said[1]])
     assert made.problem is None and not made.is_tight, made
