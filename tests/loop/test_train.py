@@ -243,6 +243,8 @@ def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
     assert [bool(re.search(r"  about [\d.]+ s left$", line)) for line in lines] == [True, True, False]
     rows = [{"iteration": number, "seconds": {"total": float(number)}} for number in range(9)]
     assert seconds_left(rows, world.config(iterations=10)) == 2 * (4 + 5 + 6 + 7 + 8) / 5
+    beside = [{"iteration": 1, "seconds": {"sample": 60.0, "total": 0.01}}]  # sampled beside a long validation, nothing trained
+    assert seconds_left(beside, world.config(iterations=3)) == 2 * 60.0
     assert seconds_left(rows, world.config(iterations=8)) is None and seconds_left(rows[:1], world.config()) is None
 
 

@@ -96,3 +96,16 @@ def test_what_the_rollouts_say_stands_by_itself(tmp_path):
     iteration.mark("pack", [], {"seconds": 1.0, **facts})
     row = metrics_row(iteration)
     assert row["rollouts"] == {"truncated": 0.5} and row["pack"] == {"advantages": {"clipped": 0}, "rows": 3}
+
+
+@pytest.mark.parametrize("finished, speed", [(9.0, 5.0), (10.5, 7.0), (20.0, 5.0)])
+def test_the_servers_speed_counts_what_they_held_out_meanwhile(tmp_path, monkeypatch, finished, speed):
+    """Of two phases at the same time the one that ended last has seen both; another one says nothing of this time."""
+    before, iteration = (IterationFolder(tmp_path / f"{number:04d}", number) for number in (0, 1))
+    for folder, phase, ended, per_second in ((before, "validate", finished, 7.0), (iteration, "rollouts", 10.0, 5.0)):
+        monkeypatch.setattr("ttrl.run_folder.folder.time.time", lambda ended=ended: ended)
+        stats = {name: None for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")}
+        stats |= {"mean_reward": 1.0, "metrics": {}, "num_samples": 1, "num_failed": 0, "finish_reasons": {}}
+        flops = {"prefill": 1.0, "decode": 2.0, "per_second": per_second}
+        folder.mark(phase, [], {"seconds": 4.0, "flops": flops, "stats": stats})
+    assert metrics_row(iteration)["server"]["flops_per_second"] == speed

@@ -28,7 +28,8 @@ def seconds_left(rows: Sequence[dict[str, Any]], config: TrainConfig) -> float |
     """Estimate how long the iterations after the last of `rows` will take, by the mean of the last five; None where nothing is
     left or known."""
     left = config.iterations - rows[-1]["iteration"]
-    known = [row["seconds"]["total"] for row in rows if row["iteration"]][-5:]
+    # What was sampled beside the validation before, and trained nothing, has taken no time of its own: the next one will.
+    known = [max(row["seconds"].values()) for row in rows if row["iteration"]][-5:]
     return left * sum(known) / len(known) if left > 0 and known else None
 
 
@@ -59,7 +60,7 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
         parts.append(f"{row['completion_tokens']} tokens{speed}")
     total = row["seconds"]["total"]
     phases = [f"{phase} {value:.1f}" for phase, value in row["seconds"].items() if phase != "total" and value >= 0.05]
-    if total and "dead_seconds" in row:
+    if total >= 0.05 and "dead_seconds" in row:
         phases.append(f"dead {percent(row['dead_seconds'] / total)}")
     parts.append(f"{total:.1f} s ({', '.join(phases)})")  # phases that overlap take longer together than the whole iteration
     name = f"iteration {row['iteration']:3d}" if row["iteration"] else "before       "

@@ -58,6 +58,11 @@ class IterationFolder:
         content = self._marker(phase)
         return None if content is None else content["facts"]
 
+    def finished(self, phase: str) -> float | None:
+        """Return when a phase was done, as `time.time`; None where it is not. Raises RunFolderError for a damaged marker."""
+        content = self._marker(phase)
+        return None if content is None else float(content["finished"])
+
     def verify(self, phase: str) -> None:
         """Raise RunFolderError where a file of a finished phase is gone, or not what that phase wrote."""
         for name, expected in self.files(phase).items():

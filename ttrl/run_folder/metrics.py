@@ -53,11 +53,26 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
         row |= {f"validation_{name}": done["validate"][name] for name in ("sampling", "intervals") if name in done["validate"]}
     if parts := _flops(done):
         row["flops"] = parts | {"total": sum(parts.values())}
-    if (speed := done.get("rollouts", {}).get("flops", {}).get("per_second")) is not None:
+    if (speed := _server_speed(iteration, done)) is not None:
         peak = row.get("train", {}).get("matmul_peak")
         row["server"] = {"flops_per_second": speed} | ({"peak_share": speed / peak} if peak else {})
     syncs = [marker["sync"] for marker in done.values() if marker.get("sync")]
     return row | ({"sync": syncs[-1]} if syncs else {})
+
+
+def _server_speed(iteration: IterationFolder, done: dict[str, dict[str, Any]]) -> float | None:
+    """Return the servers' FLOPs per second while they sampled; None where it is not known.
+
+    Beside an iteration's samples they may have written the held-out ones of the policy before: the phase that ended last has
+    counted both.
+    """
+    marker, ended = done.get("rollouts"), iteration.finished("rollouts")
+    before = IterationFolder(iteration.path.parent / f"{iteration.number - 1:04d}", iteration.number - 1)
+    held_out, last = before.marker("validate"), before.finished("validate")
+    if held_out and ended and last and last - held_out["seconds"] < ended < last:
+        marker = held_out
+    speed: float | None = (marker or {}).get("flops", {}).get("per_second")
+    return speed
 
 
 def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
