@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 S3_SERVER := $(VENV)/s3/bin/moto_server
 
-.PHONY: help install quickstart quickstart-tiny test test-quick bench lint types clean
+.PHONY: help install quickstart quickstart-tiny test test-quick bench lint types audit clean
 
 help:
 	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (6 to 12 minutes on 2 cores)"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench        the benchmarks in tools/"
 	@echo "make lint         ruff, and the rules of who may import whom"
 	@echo "make types        mypy, strict, over ttrl/"
+	@echo "make audit        known faults of the tested versions (asks pypi.org), and what bandit finds in the code"
 	@echo "make install      only .venv; then: $(VENV)/bin/ttrl doctor"
 	@echo "make clean        remove .venv and caches; run folders stay"
 
@@ -53,6 +54,14 @@ lint: install
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) tools/check_imports.py
+
+audit: $(VENV)/audit/bin/pip-audit
+	$(VENV)/audit/bin/bandit --quiet --configfile pyproject.toml --recursive ttrl recipes tools
+	$(VENV)/audit/bin/pip-audit --disable-pip --no-deps --requirement ttrl/tested_versions.txt
+
+$(VENV)/audit/bin/pip-audit:
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --quiet --disable-pip-version-check bandit==1.9.4 pip-audit==2.10.1
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

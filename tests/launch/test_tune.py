@@ -133,10 +133,12 @@ def test_a_command_that_does_not_exist(tmp_path):
         TrainerProcess(["/no/such/program"], tmp_path / "log", tmp_path / "p").start()
 
 
-def test_the_process_is_told_where_to_report_progress(tmp_path):
-    code = "import os\nopen(os.environ['TTRL_PROGRESS_FILE'], 'w').write('3 10')\nassert os.environ['PATH']"
-    run(tmp_path, code)
-    assert (tmp_path / "progress").read_text() == "3 10"
+def test_the_process_is_told_where_to_report_progress_and_to_keep_compiled_code(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = "import os\nopen(os.environ['TTRL_PROGRESS_FILE'], 'w').write(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    run(tmp_path, code + "\nassert os.environ['PATH']")
+    assert (tmp_path / "progress").read_text() == str(tmp_path / "ttrl" / "inductor")
 
 
 def test_the_bar_follows_the_progress_file(tmp_path, capsys):

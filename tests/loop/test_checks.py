@@ -10,6 +10,7 @@ import pytest
 from ttrl import GRPOConfig, Task, TrainConfig, train
 from ttrl.errors import ConfigError, ModelFolderError
 from ttrl.loop import checks
+from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem
 
 RIGHT = {"run": "runs/not_made", "model": "tiny", "iterations": 1, "tasks_per_iteration": 2}
 TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) for number in range(2)]
@@ -87,6 +88,23 @@ def test_a_config_is_made_by_names():
     assert "iterations is 0" in caught.value.problems[2] and len(caught.value.problems) == 3
     with pytest.raises(ConfigError, match=r"it is of type dict; make it with ttrl.TrainConfig"):
         train(RIGHT, TASKS)
+
+
+def test_tests_that_a_program_can_read_are_no_training_reward():
+    """A program of HumanEval runs beside its tests, and passes them by looking into their frames: a model would learn that."""
+    cheat = "import sys\ndef add(a, b):\n    code = sys._getframe(1).f_code\n    return next(c for c in code.co_consts if c == 3)"
+    test = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    with pytest.raises(AssertionError):
+        exec(f"def add(a, b):\n    return 4\n\n{test}\ncheck(add)", {})
+    exec(f"{cheat}\n\n{test}\ncheck(add)", {})
+    problem = HumanEvalProblem("x/1", "def add(a, b):\n", "add", test, "    return a + b\n")
+    for_evaluation = [Task([{"role": "user", "content": "Add."}], HumanEvalGrader(problem), id="x/1")]
+    config = TrainConfig(**RIGHT)
+    with pytest.raises(
+        ConfigError, match=r"1 of 3 tasks \(such as 'x/1'\) are for evaluation alone.*give them as validation_tasks"
+    ):
+        checks.checked(config, [*TASKS, *for_evaluation], [], model=False)
+    assert len(checks.checked(config, TASKS, for_evaluation, model=False)[2]) == 1
 
 
 def test_one_task_is_a_task():

@@ -202,6 +202,17 @@ def test_the_command(checkpoints, tmp_path):
         VLLMServer("m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"})
 
 
+def test_a_server_s_processes_meet_and_compile_where_nobody_else_can_reach(monkeypatch, tmp_path):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    environment = VLLMServer("m", served_model_name="m", log_path="x")._environment()
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "ttrl" / "inductor")
+    several = VLLMServer("m", served_model_name="m", log_path="x", extra_args={"nnodes": 2})
+    assert "GLOO_SOCKET_IFNAME" not in several._environment()
+
+
 def test_threads_wait_for_a_moment_before_they_sleep(monkeypatch):
     monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda: True)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

@@ -249,3 +249,14 @@ def test_a_line_that_lost_only_its_newline_stays(tmp_path):
     assert files.read_jsonl(path) == [{"step": 1}, {"step": 2}]
     files.append_jsonl(path, {"step": 3})
     assert files.read_jsonl(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_compiled_code_is_not_loaded_from_where_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own place is /tmp/torchinductor_USER, which anybody can have made first."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files.compile_cache(tmp_path / "private") == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "ttrl" / "inductor")}
+    (tmp_path / "ttrl").chmod(0o777)
+    assert files.compile_cache(tmp_path / "private") == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "private" / "inductor")}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/own/choice")
+    assert files.compile_cache(tmp_path) == {}

@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 from ttrl.configs.recipe import PROGRESS_VARIABLE, STORE_VARIABLE
 from ttrl.errors import ConfigError, StorageError, TrainerDiedError, TrainerError
 from ttrl.server.cpu import SHORT_WAITS
-from ttrl.system.files import full_disk, write_text
-from ttrl.system.processes import ChildProcess, log_tail
+from ttrl.system.files import compile_cache, full_disk, write_text
+from ttrl.system.processes import LOOPBACK, ChildProcess, log_tail
 
 GRPO_RECIPE = "ttrl/grpo_recipe"
 SFT_RECIPE = "ttrl/sft_recipe"
@@ -96,8 +96,7 @@ def meeting_here(folder: Path, processes: int, torchrun_args: Sequence[str] = ()
     arguments += ["--rdzv-id", folder.name, "--local-addr", "127.0.0.1"]
     # The agent opens no store for the processes, which have one in a file; gloo and NCCL connect them over the loopback alone.
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", STORE_VARIABLE: str(folder / "processes")}
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return arguments, variables | {name: "lo" for name in names if name not in os.environ}
+    return arguments, variables | {name: value for name, value in LOOPBACK.items() if name not in os.environ}
 
 
 def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) -> Path:
@@ -132,7 +131,7 @@ class TrainerProcess(ChildProcess):
     ) -> None:
         # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; rows come in ever new lengths. With 256 a
         # resident trainer of the tiny model holds 690 to 840 MiB over 40 iterations of ever new lengths, and no more at the end.
-        defaults = SHORT_WAITS | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+        defaults = SHORT_WAITS | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"} | compile_cache(progress.parent)
         environment = defaults | dict(os.environ) | {PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
         super().__init__(command, log_path, env=environment)
         self.progress = progress

@@ -74,6 +74,11 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
     elif len(tasks) < config.tasks_per_iteration and "tasks_per_iteration is" not in said:
         there = f"there {'is' if len(tasks) == 1 else 'are'} only {counted(len(tasks), 'task')}"
         found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
+    if untrainable := [task for task in tasks if getattr(task.grader, "only_evaluates", "")]:
+        found.append(
+            f"{len(untrainable)} of {len(tasks)} tasks (such as {untrainable[0].id!r}) are for evaluation alone: "
+            f"{getattr(untrainable[0].grader, 'only_evaluates', '')}; give them as validation_tasks, or to `ttrl eval`"
+        )
     if config.tokens_per_iteration is not None and (several := [task.id for task in tasks if task.rollout]):
         found.append(
             f"tokens_per_iteration is {config.tokens_per_iteration}, but {len(several)} of {len(tasks)} tasks have a rollout "

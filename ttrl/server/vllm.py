@@ -35,7 +35,8 @@ from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder, merge_adapter
 from ttrl.server.transfer import BACKEND
-from ttrl.system.processes import ChildProcess
+from ttrl.system.files import compile_cache
+from ttrl.system.processes import LOOPBACK, ChildProcess
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ WORKER_EXTENSION = "ttrl.vllm_worker.WeightSync"
 _OWN_ARGUMENTS = frozenset(
     {"model", "model-tag", "host", "port", "uds", "api-key", "served-model-name", "dtype", "max-model-len", "seed"}
 )
+_OTHER_MACHINES = ("nnodes", "data-parallel-address", "data-parallel-hybrid-lb", "distributed-executor-backend")
 _PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "distributed-executor-backend")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """vLLM's names of those that ttrl's other settings have."""
@@ -297,8 +299,11 @@ class VLLMServer(ServerConnection):
                 defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | thread_variables()
         if self.serves_adapters:
             defaults["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if not any(self.extra_args.get(name) for name in _OTHER_MACHINES):
+            defaults |= LOOPBACK
         if self._private is None:
             self._private = Path(tempfile.mkdtemp(prefix="ttrl-server-"))
+        defaults |= compile_cache(self._private)
         if len(os.fsencode(self._private)) < 60:  # sockets' names have at most 107 bytes
             defaults["VLLM_RPC_BASE_PATH"] = str(self._private)  # it leaves them behind
         fence = self._private / "weights"

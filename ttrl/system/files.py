@@ -374,6 +374,19 @@ def user_cache() -> Path:
     return folder
 
 
+def compile_cache(otherwise: Path) -> dict[str, str]:
+    """Return the variable with which PyTorch keeps what it compiles in the user's cache, or in `otherwise`; none where it is set.
+
+    By itself it takes /tmp/torchinductor_USER: whoever has made that folder first can put code there, which is loaded.
+    """
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    if variable in os.environ:
+        return {}
+    with contextlib.suppress(OSError):
+        otherwise = user_cache()
+    return {variable: str(otherwise / "inductor")}
+
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 
 

@@ -12,6 +12,7 @@ import re
 import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ from ttrl.system.process_guard import MARK_VARIABLE, ProcessId
 logger = logging.getLogger(__name__)
 
 RECORD_SUFFIX = ".pids.json"  # next to the log: what `reap_leftovers` looks for
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if (1, "lo") in socket.if_nameindex() else {}
+"""Has processes of one machine listen for each other there alone, not at the address of the machine's name."""
 _LONGEST_LINE = 400  # characters of one log line in an error message; vLLM dumps its whole config into single lines
 
 

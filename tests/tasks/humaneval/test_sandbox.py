@@ -96,6 +96,7 @@ ATTEMPTS = [
     ("os.fork() or os._exit(0)", "OSError 38"),  # twice its memory
     ("os.memfd_create('m')", "OSError 38"),
     ("os.execv('/lib64/ld-linux-x86-64.so.2', ['ld'])", "OSError 38"),
+    ("socket.socketpair(30, socket.SOCK_STREAM)", "OSError 38"),  # TIPC, whose module the kernel would load
     ("socket.socket(40)", "OSError 38"),  # vsock, by which a virtual machine talks to its host
     ("os.setuid(65534)", "OSError 22"),
     ("import numpy", "ModuleNotFoundError"),

@@ -235,7 +235,7 @@ class _Worker:
         """Unpickle a grader, which imports its modules; their memory does not count. Return what went wrong."""
         before = _address_space()
         try:
-            self.graders[key] = pickle.loads(pickled)  # noqa: S301 - from ttrl, our parent, alone
+            self.graders[key] = pickle.loads(pickled)  # noqa: S301 # nosec B301 - from ttrl, our parent, alone
         except BaseException as error:  # noqa: BLE001 - imports run any code
             return (
                 f"the grader could not be loaded in its process: {describe(error)}; with isolated=True the modules that it "

@@ -6,7 +6,7 @@ Programs that a model wrote run in `ttrl.tasks.humaneval.sandbox` and nowhere el
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
@@ -44,6 +44,9 @@ class HumanEvalGrader:
     problem: HumanEvalProblem
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     run: Callable[[str, SandboxLimits], SandboxOutcome] = field(default=run_sandboxed, repr=False)
+    only_evaluates: ClassVar[str] = (
+        "its programs can read what their tests expect, so a model that is trained on this score learns that instead"
+    )
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"ran": 1 unless time, memory or a crash ended it})."""
