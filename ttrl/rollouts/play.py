@@ -113,7 +113,8 @@ class Play:
 
     async def _played(self) -> Any:
         """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
-        chat = Chat(self.ask, self.ledger.messages, self.sample.task_id, self.sample.sample)
+        sample, params = self.sample, self.s.request.parameters
+        chat = Chat(self.ask, self.ledger.messages, sample.task_id, sample.sample, params=params)
         seconds = self.task.limits.seconds
         assert self.task.rollout is not None
         try:
@@ -208,10 +209,13 @@ class Play:
         read_choice(read, answer, self.place, token_ids=self.s.settings.token_ids, logprobs=request.wants_logprobs, strings=first)
         if not cached and digest is not None:
             await self.ledger.keep(read, answer, digest, self.s.cache_body(sent, request))
-        reply = _Reply(sent, own["tools"], answer, read, _clean(_sent_back(openai_choice(answer))))
+        choice = openai_choice(answer)
+        reply = _Reply(sent, own["tools"], answer, read, _clean(_sent_back(choice)))
         self._check_over()
         self._replies[number] = reply
-        return openai_choice(answer), copy.deepcopy(reply.message)  # a copy, as messages are the rollout's to change
+        known = answer.prompt_tokens or len(answer.prompt_token_ids or ())
+        choice.usage = {"prompt_tokens": known, "completion_tokens": tokens, "total_tokens": known + tokens}  # type: ignore[attr-defined]
+        return choice, copy.deepcopy(reply.message)  # a copy, as messages are the rollout's to change
 
     def _check_over(self) -> None:
         if self._is_over:

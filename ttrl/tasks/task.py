@@ -169,14 +169,23 @@ class Chat:
     tools: descriptions of functions that the model may call, as in the OpenAI API (the server must know how to read calls, such
         as vLLM with --enable-auto-tool-choice --tool-call-parser); once given, they stay.
     task_id, sample: which rollout this is; a random generator made of them gives the same game each time.
+    params: what is sampled with.
     """
 
-    def __init__(self, ask: Ask, messages: Sequence[Mapping[str, Any]], task_id: str, sample: int, tools: Any = None) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        messages: Sequence[Mapping[str, Any]],
+        task_id: str,
+        sample: int,
+        tools: Any = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         self._ask = ask
         self._is_asking = False
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         self.tools: list[dict[str, Any]] | None = tools
-        self.task_id, self.sample = task_id, sample
+        self.task_id, self.sample, self.params = task_id, sample, params or {}
 
     async def __call__(
         self,
@@ -188,7 +197,7 @@ class Chat:
     ) -> "Choice":
         """Append `new` to `messages` (a string is a user's message), ask the model, append its reply, and return the choice.
 
-        The choice is as graders get it: `.message.content`, `.message.tool_calls`, `.finish_reason`, `.token_ids`.
+        The choice is as graders get it: `.message.content`, `.message.tool_calls`, `.finish_reason`, `.token_ids`; and `.usage`.
         max_tokens, stop: for this reply, instead of the call's own.
 
         Raises RolloutLimitError where the task's limits or the model's context are reached: a rollout that does not catch it ends
@@ -211,7 +220,8 @@ class Chat:
 
     def copy(self, messages: Sequence[Mapping[str, Any]] | None = None) -> "Chat":
         """Return another conversation of the same sample, from here or from `messages` (the other player of a game, a helper)."""
-        return Chat(self._ask, self.messages if messages is None else messages, self.task_id, self.sample, self.tools)
+        begun = self.messages if messages is None else messages
+        return Chat(self._ask, begun, self.task_id, self.sample, self.tools, self.params)
 
 
 @dataclass(frozen=True)
