@@ -27,6 +27,7 @@ PUBLIC = [
     "TokenBudget",
     "TokenizedResult",
     "TrainConfig",
+    "agent_task",
     "compare",
     "consume_chat_completion_stream",
     "evaluate",

@@ -10,6 +10,7 @@ from ttrl.version import __version__
 
 _HOME = {
     "Task": "ttrl.tasks.task",
+    "agent_task": "ttrl.agents.task",
     "Grade": "ttrl.tasks.task",
     "RolloutLimits": "ttrl.tasks.task",
     "Chat": "ttrl.tasks.task",
@@ -42,6 +43,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from ttrl.agents.task import agent_task
     from ttrl.configs.recipe import GRPOConfig
     from ttrl.configs.run import TrainConfig
     from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results

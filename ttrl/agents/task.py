@@ -1,0 +1,130 @@
+"""Tasks whose rollout is somebody else's agent: a coroutine function that is told where the model is, or a program."""
+
+import asyncio
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ttrl.agents.session import Session
+from ttrl.errors import RolloutError, TaskError
+from ttrl.rollouts.graders.processes import hidden
+from ttrl.system.processes import ChildProcess
+from ttrl.tasks.task import Chat, Grade, Grader, GraderOutput, RolloutLimits, Task, question
+from ttrl.text import short
+
+TASK_VARIABLE = "TTRL_AGENT_TASK"
+_PAUSE = 0.05
+"""Seconds between looks at a program."""
+
+AgentFunction: TypeAlias = "Callable[[Session], Awaitable[GraderOutput | None]]"
+Agent: TypeAlias = "AgentFunction | Sequence[str]"
+
+
+def agent_task(
+    agent: "Agent",
+    grader: "Grader | None" = None,
+    *,
+    messages: str | Sequence[Mapping[str, Any]],
+    id: str = "",
+    limits: RolloutLimits | None = None,
+    ignore: Iterable[str] = (),
+) -> Task:
+    """Make a task of an agent that talks to an OpenAI-compatible endpoint: all that it asks the model is trained as a rollout.
+
+        async def agent(session):
+            client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+            ...  # anything; model=session.model
+
+        agent_task(agent, grader, messages="Find the fault in main.py.")
+
+    agent: `async def agent(session)`, which may return the reward, (reward, metrics) or None; or a command, which finds the
+        endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and {"id", "sample", "messages"} in the file that
+        TTRL_AGENT_TASK names. It is ended, with all that it started, when its sample is over.
+    grader: is asked where neither the agent returned a reward nor one was posted to `session.reward_url`. It is given the last
+        choice, whose `messages` are the conversation up to there. A command without one posts its reward itself, to "reward_url"
+        with "reward_key" of the file.
+    messages: what the agent is to do, `session.messages`; a string is a user's message. They, or `id`, tell tasks apart.
+    limits: as of rollouts; `seconds` is how long the agent may work without asking the model.
+    ignore: parameters of the agent's requests to leave out where they would be refused, such as "temperature".
+
+    Raises TaskError for an agent that is neither.
+    """
+    is_command = isinstance(agent, Sequence) and not isinstance(agent, str) and agent and all(isinstance(x, str) for x in agent)
+    if not callable(agent) and not is_command:
+        raise TaskError(
+            f"agent is {short(agent, 80)}; give async def agent(session), or a command such as ['python', 'agent.py']"
+        )
+    if isinstance(ignore, str):
+        raise TaskError(f"ignore is {ignore!r}; give a list of names, [{ignore!r}]")
+    given = question(messages) if isinstance(messages, str) else [dict(message) for message in messages]
+    rollout = _AgentRollout(agent if callable(agent) else tuple(agent), frozenset(ignore), grader is None)
+    return Task(given, grader, id=id, rollout=rollout, limits=limits or RolloutLimits())
+
+
+@dataclass(frozen=True)
+class _AgentRollout:
+    """Runs the agent once, in a session of its own."""
+
+    agent: "Agent"
+    ignore: frozenset[str]
+    posts_reward: bool
+
+    async def __call__(self, chat: Chat) -> "GraderOutput | None":
+        place = f"task {chat.task_id!r}, sample {chat.sample}"
+        async with Session(chat, self.ignore) as session:
+            try:
+                output = await self._run(session, place)
+            except Exception:
+                if session.failure is None and session.limit is not None and session.reward is not None:
+                    return session.reward  # it was rewarded before it went on to its limit
+                if (cause := session.failure or session.limit) is not None:
+                    raise cause from None  # what the agent's client made of it says less
+                raise
+        if session.failure is not None:
+            raise session.failure
+        if not session.num_replies and session.limit is None:
+            raise RolloutError(f"{place}: the agent ended without a reply of the model; point its client at session.base_url")
+        posted: Grade | None = session.reward
+        return posted if output is None else output
+
+    async def _run(self, session: Session, place: str) -> "GraderOutput | None":
+        if not callable(self.agent):
+            await _run_command(self.agent, session, place, self.posts_reward)
+            return None
+        coroutine = self.agent(session)
+        if not inspect.isawaitable(coroutine):
+            raise RolloutError(f"{place}: the agent is no coroutine function; write it as async def agent(session)")
+        output: GraderOutput | None = await coroutine
+        return output
+
+
+async def _run_command(command: Sequence[str], session: Session, place: str, posts_reward: bool) -> None:
+    """Run a program to its end. Raises RolloutError where it fails."""
+    with tempfile.TemporaryDirectory(prefix="ttrl-agent-") as folder:
+        task = Path(folder, "task.json")
+        given = {"id": session.task_id, "sample": session.sample, "messages": session.messages}
+        if posts_reward:
+            given |= {"reward_url": session.reward_url, "reward_key": session.reward_key}
+        task.write_text(json.dumps(given))
+        own = {name: value for name, value in os.environ.items() if not hidden(name)}
+        child = ChildProcess(command, Path(folder, "agent.log"), {**own, **session.environment, TASK_VARIABLE: str(task)})
+        starting = asyncio.create_task(asyncio.to_thread(child.start))
+        try:
+            await asyncio.shield(starting)
+            while (status := child.poll()) is None:
+                await asyncio.sleep(_PAUSE)
+            if status:
+                raise RolloutError(f"{place}: the agent {command[0]!r} ended with status {status}:\n{child.log_tail(10)}")
+        finally:
+            await asyncio.shield(_end(child, starting))
+
+
+async def _end(child: ChildProcess, starting: "asyncio.Task[ChildProcess]") -> None:
+    """End a program that may still be starting."""
+    await asyncio.wait([starting])
+    await asyncio.to_thread(child.stop, 2.0)
