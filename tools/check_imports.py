@@ -117,7 +117,7 @@ HOUSE = {
     "loop": _room(
         "launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders rollouts.scheduling "
         "data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",
-        "torch transformers huggingface_hub numpy psutil",
+        "torch transformers huggingface_hub numpy psutil pynvml",
     ),
     "agents": _room("rollouts.graders tasks", "aiohttp"),
     "evaluation": _room(
@@ -133,7 +133,7 @@ HOUSE = {
     ),
 }
 
-DISTRIBUTIONS = {"yaml": "pyyaml"}  # where the module's name is not the project's
+DISTRIBUTIONS = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # where the module's name is not the project's
 
 NAMED_IN = ("ttrl/**/*.py", "tests/**/*.py", "tools/*.py", "recipes/*.py", "docs/*.md", "README.md", "*.toml", "Makefile")
 NOT_OURS = {"end", "written"}  # attributes of a variable that a template calls ttrl

@@ -46,7 +46,18 @@ SCRIPT = Path(__file__).with_name("crash_test_run.py")
 WAYS = ("power", "main", "child")
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
 LONGEST_LIFE = 1800.0  # seconds; a run that hangs is a failure
-TIMES = ("finished", "time", "tokens_per_second", "flops_per_second", "utilisation", "matmul_peak", "peak_share", "host", "sync")
+TIMES = (
+    "finished",
+    "time",
+    "tokens_per_second",
+    "flops_per_second",
+    "utilisation",
+    "matmul_peak",
+    "peak_share",
+    "host",
+    "sync",
+    "machine",
+)
 NOT_COMPARED = (*TIMES, "server", "logprob_tokens")
 """`server` of a metrics row holds nothing but speeds, and is absent where an earlier process sampled a part."""
 

@@ -8,6 +8,7 @@ import torch
 from ttrl.instruments.entropy import (
     by_sequence,
     effective_size,
+    entropy_by_position,
     entropy_estimates,
     importance_entropy,
     mean_over,
@@ -154,3 +155,9 @@ def test_sequences_of_one_prompt_count_as_one_draw():
     assert clustered.value == 2.0 and clustered.error == pytest.approx(1.0)  # of two draws, 1 and 3
     assert mean_over(values).error == pytest.approx(float(values.std()) / 6**0.5)
     assert torch.tensor(mean_over(values[:1]).error).isnan()
+
+
+def test_entropy_by_position_weighs_by_draws():
+    """Two answers of two and one tokens; the second was drawn three times."""
+    entropies = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+    assert entropy_by_position(entropies, torch.tensor([1, 3])) == [2.5, 0.5]

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -61,6 +62,9 @@ def test_the_response_follows_its_first_and_second_order(run):
     assert all(b < 0.2 * a for a, b in zip(first, both, strict=True))
     assert [one["effective_size"] for one in sweep] == sorted((one["effective_size"] for one in sweep), reverse=True)
     assert all(one["error"] > 0 for one in sweep)
+    entropy = found["entropy"]
+    assert sum(entropy["by_position"]) == pytest.approx(entropy["rao_blackwell"]["value"], rel=1e-12)
+    assert len(entropy["by_position"]) > 1 and min(entropy["by_position"]) > 0
     json.dumps(found, allow_nan=False)
 
 
@@ -109,7 +113,8 @@ def test_the_command(run, tmp_path, capsys):
     assert len(found["sweep"]) == 2 and math.isfinite(found["curvature"])
     assert "Cov(log π, A)" in said and "Trainer − sampler, rest" in said and "Fisher kernel of 9 tokens (adamw)" in said
     assert len(found["kernel"]["cosines"]) == 9 and found["kernel"]["sgd"]["others"] != 0
-    assert (tmp_path / "study" / "kernel.png").is_file()
+    assert (tmp_path / "study" / "kernel.png").is_file() and (tmp_path / "study" / "position.png").is_file()
+    assert re.search(r"Half of it is in the first \d+ of \d+ tokens", said)
     assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -44,7 +44,7 @@ def everything(world):
             found[name] = [{**row, "logprob_tokens": None} for row in read_jsonl(path)]
         elif path.is_file() and (path.suffix in (".safetensors", ".txt") or path.name == "train.jsonl"):
             found[name] = digest(path)
-    times = ("seconds", "dead_seconds", "tokens_per_second", "sync", "server")
+    times = ("seconds", "dead_seconds", "tokens_per_second", "sync", "server", "machine")
     return found | {row["iteration"]: {key: row[key] for key in row if key not in times} for row in world.rows()}
 
 
@@ -280,6 +280,7 @@ def test_time_that_is_neither_sampling_nor_training(monkeypatch):
     timeline = Timeline()
     timeline.add_training(10.0, 20.0, [{"seconds_by_part": {"forward": 3.0, "backward": 3.0}}, {"seconds": 2.0}])  # 11 to 19
     timeline.add_training(30.0, 40.0, [{"seconds_by_part": {"forward": 10.0, "checkpoint": 5.0}}])
+    assert timeline.at(15.0) == {"train"} and timeline.at(20.0) == set()
     assert timeline.busy(0.0, 50.0) == 18.0
     assert timeline.busy(12.0, 35.0) == 12.0
     assert timeline.busy(0.0, 50.0, kinds=("sample",)) == 0.0

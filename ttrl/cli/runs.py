@@ -95,7 +95,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     kernel = "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: none)"
     parser.add_argument("--kernel", type=int, default=0, metavar="N", help=kernel)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="for study.json and study.png (study/ beside the checkpoint)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="for study.json and pictures (study/ beside the checkpoint)")
     parser.set_defaults(run_command=run_study)
 
 

@@ -58,6 +58,13 @@ def entropy_estimates(logprobs_ST: Tensor, entropies_ST: Tensor) -> tuple[Tensor
     return -logprobs_ST.sum(dim=1), entropies_ST.sum(dim=1)
 
 
+def entropy_by_position(entropies_ST: Tensor, times_S: Tensor) -> list[float]:
+    """Return E[H_k] for each place k [T], in nats, 0 for what has ended before; their sum is the Rao-Blackwellised estimate.
+    times: how often each sequence was drawn."""
+    weights_S = times_S.double() / times_S.sum()
+    return [float(value) for value in weights_S @ entropies_ST.detach().double()]
+
+
 def mean_over(values_S: Tensor, clusters_S: Tensor | None = None) -> Mean:
     """Return the mean over sequences and its standard error. clusters: numbers, equal for sequences that were not drawn
     independently, such as those of one prompt; the error is then that of a mean of clusters, which may have any sizes."""

@@ -15,7 +15,15 @@ from torch.nn.utils.rnn import pad_sequence
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.errors import RunFolderError
-from ttrl.instruments.entropy import Mean, by_sequence, entropy_estimates, importance_entropy, mean_over, others_mean
+from ttrl.instruments.entropy import (
+    Mean,
+    by_sequence,
+    entropy_by_position,
+    entropy_estimates,
+    importance_entropy,
+    mean_over,
+    others_mean,
+)
 from ttrl.instruments.linear_response import Vector
 from ttrl.training.batches import policy_inputs, sample_keys, updates
 from ttrl.training.parallel.distributed import Ranks
@@ -79,8 +87,9 @@ class EntropyBatch:
         with torch.no_grad():
             seen = list(self._tables(None))
         self._start = [logprobs for logprobs, _ in seen]
-        rows = [row for _, entropies in seen for row in entropies]
-        baseline = others_mean(pad_sequence(rows, batch_first=True), self.times)
+        entropies = pad_sequence([row for _, entropies in seen for row in entropies], batch_first=True)
+        baseline = others_mean(entropies, self.times)
+        self.by_position = entropy_by_position(entropies, self.times)
         parts = baseline.split([len(logprobs) for logprobs in self._start])
         self._baselines = [part[:, : start.shape[1]] for part, start in zip(parts, self._start, strict=True)]
         estimates = [entropy_estimates(*pair) for pair in seen]

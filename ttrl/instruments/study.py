@@ -253,7 +253,7 @@ class _Study:
         plain, better = batch.entropies
         return {
             "sequences": int(batch.times.sum()),
-            "entropy": {"plain": vars(plain), "rao_blackwell": vars(better)},
+            "entropy": {"plain": vars(plain), "rao_blackwell": vars(better), "by_position": batch.by_position},
             "slope": slope,
             "parts": {name: inner(part, gradient) for name, part in update.parts().items()},
             "curvature": curvature,

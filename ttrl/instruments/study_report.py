@@ -1,7 +1,8 @@
 """What a study found (`ttrl.instruments.study`), as text for a terminal, as study.json and as pictures."""
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def study_text(found: Mapping[str, Any]) -> str:
         f"{step['cosine']:.7f}, norm {step['norm_ratio']:.6f} of its {step['norm']:.4g}",
         f"Entropy of an answer: {entropy['rao_blackwell']['value']:.4f} ± {entropy['rao_blackwell']['error']:.4f} nats "
         f"(plain: {entropy['plain']['value']:.4f} ± {entropy['plain']['error']:.4f}), {found['sequences']} answers",
+        _where_entropy_is(entropy["by_position"]),
         f"⟨∇H, v⟩ = {found['slope']:.4g}: " + ", ".join(f"{name} {value:.4g}" for name, value in parts.items()),
         f"vᵀ∇²H v = {found['curvature']:.4g}",
         "",
@@ -47,13 +49,20 @@ def study_text(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _where_entropy_is(by_position: Sequence[float]) -> str:
+    reached = list(itertools.accumulate(by_position))
+    half = next((place for place, sofar in enumerate(reached, 1) if 2 * sofar >= reached[-1]), 0)
+    return f"Half of it is in the first {half} of {len(by_position)} tokens (position.png)"
+
+
 def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write study.json and study.png into a folder. Raises StorageError."""
+    """Write study.json and the pictures into a folder. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
     path, picture = folder / "study.json", folder / "study.png"
     write_json(path, json.loads(json.dumps(found)))
     draw_response(found, picture)
-    return [path, picture, *([draw_kernel(found["kernel"], folder / "kernel.png")] if "kernel" in found else [])]
+    pictures = [picture, draw_position(found["entropy"]["by_position"], folder / "position.png")]
+    return [path, *pictures, *([draw_kernel(found["kernel"], folder / "kernel.png")] if "kernel" in found else [])]
 
 
 def draw_response(found: Mapping[str, Any], path: Path) -> None:
@@ -74,6 +83,21 @@ def draw_response(found: Mapping[str, Any], path: Path) -> None:
         above.axvspan(regime[0] / found["lr"], regime[1] / found["lr"], alpha=0.1, label="first order within 10%")
     above.legend()
     figure.savefig(path, dpi=150)
+
+
+def draw_position(by_position: Sequence[float], path: Path) -> Path:
+    """Draw where in an answer its entropy is. Returns the path."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    places = range(1, len(by_position) + 1)
+    axes.step(places, by_position, where="mid", label="E[H_k], 0 behind the end")
+    axes.set(xlabel="token k of the answer", ylabel="nats", title="entropy of whole answers by position")
+    whole = axes.twinx()
+    whole.plot(places, list(itertools.accumulate(by_position)), "--", color="grey")
+    whole.set(ylabel="their sum up to k (dashed)", ylim=(0, None))
+    axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def draw_kernel(found: Mapping[str, Any], path: Path) -> Path:

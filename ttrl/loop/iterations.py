@@ -22,6 +22,7 @@ from typing import Any
 from ttrl.errors import DriftError
 from ttrl.loop.environment import describe_environment
 from ttrl.loop.jobs import Jobs, PhaseJob
+from ttrl.loop.machine_use import MachineUse
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.drift import check_drift
 from ttrl.monitoring.findings import findings
@@ -45,6 +46,7 @@ class Iterations:
         self._jobs = Jobs(phases.check_trainer)  # one that dies while nothing is asked of it is noticed here
         self._sampled: set[int] = set()
         """Iterations whose rollouts are there."""
+        self._machine = MachineUse()
         self._reached: int | None = None
         """The iteration whose validation reached `stop_at`."""
 
@@ -66,6 +68,7 @@ class Iterations:
         self._finished_at = clock()
         if last == 0:
             measure_machine(self._config, self._folder.path, self._phases.model)
+        self._machine.begin()
         try:
             self._jobs.begin("environment", lambda: write_json(self._folder.path / "environment.json", describe_environment()))
             self._jobs.begin("tokenizer", lambda: self._phases.tokenizer())
@@ -80,6 +83,7 @@ class Iterations:
             self._phases.write(self._config.iterations if self._reached is None else self._reached)
             self._say_reached(self._reached)
         finally:
+            self._machine.end()
             self._jobs.close()
 
     def _start_trainer_and_server(self, number: int) -> None:
@@ -158,6 +162,8 @@ class Iterations:
         if number not in self._resumed:  # all of it was done by this process
             row["seconds"]["total"] = now - self._finished_at
             row["dead_seconds"] = row["seconds"]["total"] - self._phases.timeline.busy(self._finished_at, now)
+            if used := self._machine.take(self._phases.timeline, now):
+                row["machine"] = used
         if "flops" in row:
             before = self._rows.get(number - 1, {}).get("flops", {})
             row["flops"]["cumulated"] = before.get("cumulated", 0.0) + row["flops"]["total"]

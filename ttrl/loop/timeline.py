@@ -61,6 +61,12 @@ class Timeline:
                 total, reached = total + end - start, end
         return total
 
+    def at(self, moment: float) -> set[str]:
+        """Return the kinds of work that were done at a moment."""
+        with self._lock:
+            spans = self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
+        return {kind for kind, start, end in spans if start <= moment <= end}
+
     def forget_before(self, moment: float) -> None:
         """Drop spans that ended by then."""
         with self._lock:

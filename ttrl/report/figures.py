@@ -90,6 +90,10 @@ def time(run: RunData) -> list[Figure]:
         Series("over the whole iteration", words.utilisation(run), 2),
         Series("of the server, while sampling", run.column("server.peak_share"), 3),
     ]
+    kinds = [("sample", "sampling"), ("train", "training"), ("both", "both at once")]
+    cores = [Series(f"CPU, {name}", run.column(f"machine.{kind}.cpu"), color) for color, (kind, name) in enumerate(kinds, 1)]
+    gpus = [Series(f"GPU, {name}", run.column(f"machine.{kind}.gpu_busy"), color) for color, (kind, name) in enumerate(kinds, 4)]
+    watts = [Series(name, run.column(f"machine.{kind}.watts"), color) for color, (kind, name) in enumerate(kinds, 4)]
     parts = {name: run.column(f"flops.{name}") for name in FLOPS_PARTS}
     passes = zip(parts.pop("prepass"), parts.pop("reference"), strict=True)
     parts["before the gradient"] = [None if one is None and other is None else (one or 0) + (other or 0) for one, other in passes]
@@ -119,6 +123,16 @@ def time(run: RunData) -> list[Figure]:
             percent=True,
             from_zero=True,
         ),
+        *_lines(
+            run,
+            "Processors at work",
+            "Share of all cores that worked, and of the time in which a GPU ran any kernel (NVML): of the whole machine, whoever "
+            "used it, and on the average of each phase.",
+            [*cores, *gpus],
+            percent=True,
+            y_range=(0.0, 1.0),
+        ),
+        *_lines(run, "Power", "Watts of all GPUs together, on the average of each phase.", watts, from_zero=True),
         *_bars(
             run,
             "FLOPs",

@@ -163,6 +163,9 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
         ("clipped below", "train.clip_fraction_low"), ("learning rate", "train.lr"), ("steps", "train.steps"),
         ("|Δ logprob| mean", "sampler_trainer.mean"), ("|Δ logprob| p99.9", "sampler_trainer.p999"),
         ("ESS", "sampler_trainer.ess"), ("canary |Δ|", "sync.canary_max_difference"), ("dead, s", "dead_seconds"),
+        ("CPU, sampling", "machine.sample.cpu"), ("CPU, training", "machine.train.cpu"),
+        ("GPU, sampling", "machine.sample.gpu_busy"), ("GPU, training", "machine.train.gpu_busy"),
+        ("watts, sampling", "machine.sample.watts"), ("watts, training", "machine.train.watts"),
     ]  # fmt: skip
     columns = [(name, run.column(path)) for name, path in wanted]
     phases = phase_columns(run)
