@@ -79,7 +79,7 @@ class _AgentRollout:
         async with Session(chat, self.ignore) as session:
             try:
                 output = await self._run(session, place)
-            except Exception:
+            except Exception:  # of the agent's own code, any kind; nothing is swallowed but for a reward that was posted
                 if session.failure is None and session.limit is not None and session.reward is not None:
                     return session.reward  # it was rewarded before it went on to its limit
                 if (cause := session.failure or session.limit) is not None:
