@@ -11,9 +11,9 @@ is kept for the end: `ttrl eval CHECKPOINT --tasks gsm8k --option gsm8k.style=r1
 have not been run.
 
 --preset entropy-study: as that study did it, with LoRA, and eight samples of each held-out problem for pass@1 and pass@8 (52 to
-65% pass@1 in its 64 steps). The rank is not known to us. It began with supervised training until the format was followed
-(`ttrl/sft_recipe`); give that checkpoint as --model. What it measured: gradient noise in train.jsonl and the report, all else by
-`ttrl study CHECKPOINT`.
+65% pass@1 in its 64 steps). The rank is not known to us. It begins with supervised training on worked answers, until 95% of the
+held-out answers have the format; a model that follows it already is left as it is. What the study measured: gradient noise in
+train.jsonl and the report, all else by `ttrl study`, of one checkpoint or of the whole run.
 
 --preset small: SmolLM2-135M never writes R1's tags, so nothing would reward it (0 of 200 greedy answers, 0 of 320 samples). Three
 solved problems before each question, as turns that all questions share, show it how an answer looks (`#### 18`): 0.61 of its
@@ -23,7 +23,7 @@ samples have the form then, 0.016 are right. In half an hour on two cores (34 it
 
 from ttrl import TrainConfig
 from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
-from ttrl.tasks.gsm8k import get_gsm8k_tasks
+from ttrl.tasks.gsm8k import get_gsm8k_tasks, gsm8k_examples
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 PRESETS = {
@@ -57,4 +57,11 @@ if __name__ == "__main__":
     with mistakes_together(arguments, config):
         tasks = get_gsm8k_tasks("train", seed=arguments.seed, path=arguments.data, format_reward=0.1, **asked)
         held_out = get_gsm8k_tasks("validation", n=200, path=arguments.data, **asked)
+    if arguments.preset == "entropy-study":
+        from ttrl.cli.arms import Supervised, supervised_first  # loads PyTorch
+
+        examples = gsm8k_examples(seed=arguments.seed, path=arguments.data, style="r1")
+        sft = {"lr": 1e-5, "batch_size": 32, "seq_len": 4096, "rows_per_microbatch": 4}
+        start = Supervised(examples, sft, marks=range(5, 201, 5), metric="format", stop_at=0.95)
+        config = supervised_first(arguments, config, tasks, held_out, start)
     print(run_recipe(arguments, config, tasks, held_out, "problems solved"))

@@ -4,6 +4,7 @@ Supervised training is the recipe's own, in this process. RL is a run folder mad
 held-out tasks are answered by a server that sorts all words that have no a.
 """
 
+import dataclasses
 import json
 import shutil
 import types
@@ -16,7 +17,7 @@ from support.chat_server import ChatHandler, threaded
 
 from ttrl import TrainConfig, evaluate, sft_recipe
 from ttrl.cli import arms
-from ttrl.cli.arms import HeldOut, Supervised, run_arms, supervised_run
+from ttrl.cli.arms import HeldOut, Supervised, run_arms, supervised_first, supervised_run
 from ttrl.configs import SFTConfig
 from ttrl.errors import ConfigError, RunFolderError, UserError
 from ttrl.run_folder.folder import RunFolder
@@ -174,6 +175,24 @@ def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
     last = supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2, 4])
     assert [one[0] for one in world] == ["ask", "train", "ask"]
     assert (last / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, tmp_path):
+    """Unless it is only looked at; with what is wrong said before anything is trained; the same command finds it there again."""
+    config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, max_tokens=9)
+    right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
+    start = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64, "lr": 1e-3}, marks=[2, 3], stop_at=right + 0.01)
+    for looked in ("check", "plan", "tiny"):
+        arguments = given(tmp_path, **{"tiny": False, looked: True})
+        assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
+    with pytest.raises(ConfigError, match="max_tokens is 0"):
+        supervised_first(given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start)
+    assert not world and not (tmp_path / "run").exists()
+    arguments = given(tmp_path, tiny=False)
+    first = supervised_first(arguments, config, TASKS, HELD_OUT, start)
+    assert first == dataclasses.replace(config, model=str(tmp_path / "run/start/iterations/0002/checkpoint"))
+    trained = len(world)
+    assert supervised_first(arguments, config, TASKS, HELD_OUT, start) == first and len(world) == trained
 
 
 def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):

@@ -153,8 +153,14 @@ def test_steps_that_say_nothing_and_gradients_that_are_not_finite():
     assert step_noise(broken) == {"pieces": 4}
     one_piece = seen(np.random.default_rng(4))
     one_piece |= {"squares": [one_piece["whole"]], "shares": [1.0]}
-    recent = recent_noise([line(step_noise(one_piece))])
-    assert recent.keys() == {"steps", "prompts", "from_samples", "best_samples", "best_prompts", "gain"}
+    rows = [step_noise(one_piece), step_noise({**one_piece, "within": one_piece["within"] * 1.1})]
+    recent = recent_noise([line(row) for row in rows])
+    assert recent["from_sketch"] and "layers" not in recent
+    noise = sum(row["nested"]["prompts"] + row["nested"]["samples"] for row in rows) / 2
+    signal = sum(row["nested"]["signal"] for row in rows) / 2
+    assert (recent["noise"], recent["signal"]) == pytest.approx((noise, signal))
+    assert recent["scale"] == pytest.approx(noise / signal * rows[0]["prompts"])  # of the sketch, since nothing else was seen
+    assert "from_sketch" not in recent_noise([line(rows[0]), line(step_noise(seen(np.random.default_rng(5))))])
 
 
 @pytest.mark.parametrize(("from_samples", "prompt_cost"), [(0.9, 300.0), (0.2, 300.0), (0.6, 0.0), (1.0, 10.0), (0.5, 50.0)])

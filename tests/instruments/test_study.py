@@ -118,6 +118,37 @@ def test_the_command(run, tmp_path, capsys):
     assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_step_of_a_run(run, tmp_path, capsys):
+    """What there is; an iteration whose start is gone is named; each row is that of its own study."""
+    folder = tmp_path / "run"
+    for number in (1, 2):
+        (folder / "iterations" / f"{number:04d}").mkdir(parents=True)
+        values = yaml.safe_load((run.parent.parent / f"{number:04d}" / "grpo.yaml").read_text())
+        (folder / "iterations" / f"{number:04d}" / "grpo.yaml").write_text(yaml.safe_dump(values))
+        (folder / "iterations" / f"{number:04d}" / "checkpoint").symlink_to(run.parent.parent / f"{number:04d}" / "checkpoint")
+    (folder / "iterations" / "0003").mkdir()
+    gone = yaml.safe_load((run.parent / "grpo.yaml").read_text()) | {"state": str(tmp_path / "pruned")}
+    (folder / "iterations" / "0003" / "grpo.yaml").write_text(yaml.safe_dump(gone))
+    assert main(["study", str(folder), "--sequences", "24", "--dtype", "fp64"]) == 0
+    said = capsys.readouterr().out
+    found = json.loads((folder / "study" / "study.json").read_text())
+    assert [one["iteration"] for one in found["steps"]] == [1, 2] and found["gone"] == [3] and "iterations 3 started" in said
+    own = study(run, sequences=24, factors=[1.0], dtype="fp64")
+    assert found["steps"][1]["measured"] == own["sweep"][0]["measured"] and found["steps"][1]["global_step"] == 2
+    linear = [one for one in found["steps"] if abs(one["second"]) <= abs(one["first"]) / 2]
+    assert [one["is_linear"] for one in found["steps"]] == [one in linear for one in found["steps"]]
+    assert found["right"] == sum(one["measured"] * one["first"] > 0 for one in found["steps"])
+    assert found["linear"] == len(linear) and found["linear_right"] == sum(one["measured"] * one["first"] > 0 for one in linear)
+    assert f"in {found['right']} of 2 steps" in said
+    assert (folder / "study" / "steps.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["study", str(folder), "--kernel", "3", "--factors", "1"]) == 2
+    assert "is a run" in capsys.readouterr().err
+    (folder / "iterations" / "0001" / "grpo.yaml").unlink()
+    (folder / "iterations" / "0002" / "grpo.yaml").unlink()
+    assert main(["study", str(folder)]) == 2
+    assert "pruned" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--factors", "a"], ["--sequences", "1"]], ids=str)
 def test_wrong_arguments_are_named(run, arguments, capsys):
     assert main(["study", str(run), *arguments]) == 2

@@ -153,10 +153,12 @@ def test_the_noise_of_the_gradient_and_what_it_advises(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", [0.5, 0.7])
     write_lines(folder / "metrics.jsonl", rows)
     text = page_of(folder).text
-    assert "Gradient noise scale" in text and "Noise from samples" in text
+    assert "Gradient noise scale" in text and "Noise from samples" in text and "sketch" not in text
     assert "4 prompts with 31 samples each (of those that have a signal) would have 1/1.6 of its noise." in text
     write_lines(folder / "metrics.jsonl", [metrics_row(1, 0.5, gradient_noise=noise | {"gain": 1.01})])
     assert "divided well" in page_of(folder).text
+    write_lines(folder / "metrics.jsonl", [metrics_row(n, 0.5, gradient_noise=noise | {"from_sketch": True}) for n in (1, 2)])
+    assert "in a sketch of the gradient alone" in page_of(folder).text
 
 
 def test_every_picture_is_well_formed_and_every_curve_has_its_points(tmp_path: Path) -> None:

@@ -166,8 +166,22 @@ def _how(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+def supervised_first(
+    arguments: argparse.Namespace, config: TrainConfig, tasks: Sequence[Task], held_out: Sequence[Task], start: Supervised
+) -> TrainConfig:
+    """Return the run's config with the model that supervised training makes first, in RUN/start; as it is where nothing is
+    trained (--check, --plan) or tried out alone (--tiny). Raises what `run_recipe` and `supervised_run` raise."""
+    if arguments.check or arguments.plan or arguments.tiny:
+        return config
+    own, problems = with_settings(config, arguments.set)
+    checked(own, tasks, held_out, problems=problems)
+    with Console().interruptible(f"the same command continues {arguments.run}"):
+        model = _start(Path(arguments.run) / "start", own, start, HeldOut(held_out, start.metric, _how(own)))
+    return dataclasses.replace(config, model=str(model))
+
+
 def _start(run: Path, config: TrainConfig, start: Supervised, asked: HeldOut) -> Path:
-    """Train the model that all arms start from, unless it is good enough as it is; return its folder."""
+    """Train the model that a run starts from, unless it is good enough as it is; return its folder."""
     from ttrl.loop.train import local_model  # loads PyTorch
 
     write_jsonl(run / "examples.jsonl", [dict(one) for one in start.examples])

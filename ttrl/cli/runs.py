@@ -86,33 +86,47 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def add_study(parser: argparse.ArgumentParser) -> None:
-    checkpoint = "the checkpoint of an iteration whose start is still there, such as runs/NAME/iterations/0007/checkpoint"
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint)
+    what = "the checkpoint of an iteration, such as runs/NAME/iterations/0007/checkpoint, or a run: the step of each iteration"
+    parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN", help=f"{what}; what it started from must still be there")
     parser.add_argument("--sequences", type=int, default=256, metavar="N", help="answers on which the entropy is measured (256)")
-    factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64)"
+    factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64); of a checkpoint"
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
     parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help="fp64 sees small steps that fp32 rounds away")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    kernel = "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: none)"
+    kernel = "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: none); of a checkpoint"
     parser.add_argument("--kernel", type=int, default=0, metavar="N", help=kernel)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="for study.json and pictures (study/ beside the checkpoint)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="for study.json and pictures (study/ beside or in it)")
     parser.set_defaults(run_command=run_study)
 
 
 def run_study(arguments: argparse.Namespace) -> int:
-    print(f"ttrl study: loading PyTorch, then {arguments.checkpoint}", file=sys.stderr, flush=True)
+    is_run = (arguments.path / "iterations").is_dir()
+    problems = []
+    try:
+        factors = None if arguments.factors is None else [float(one) for one in arguments.factors.split(",")]
+    except ValueError:
+        problems.append(f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2")
+    if arguments.sequences < 2:
+        problems.append(f"--sequences is {arguments.sequences}; it must be at least 2")
+    if is_run and (arguments.factors is not None or arguments.kernel):
+        problems.append(f"--factors and --kernel are for one checkpoint, and {arguments.path} is a run")
+    if problems:
+        raise ConfigError("arguments", problems)
+    print(f"ttrl study: loading PyTorch, then {arguments.path}", file=sys.stderr, flush=True)
+    from ttrl.instruments import study_run
     from ttrl.instruments.study import FACTORS, study
     from ttrl.instruments.study_report import study_text, write_study
 
-    try:
-        factors = FACTORS if arguments.factors is None else [float(one) for one in arguments.factors.split(",")]
-    except ValueError:
-        raise ConfigError("arguments", [f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2"]) from None
-    if arguments.sequences < 2:
-        raise ConfigError("arguments", [f"--sequences is {arguments.sequences}; it must be at least 2"])
-    names = ("sequences", "dtype", "seed", "kernel")
-    found = study(arguments.checkpoint, factors=factors, **{name: getattr(arguments, name) for name in names})
-    say(study_text(found))
-    for path in write_study(found, arguments.output or arguments.checkpoint.parent / "study"):
+    options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "seed")}
+    if is_run:
+        say(study_run.row_text(None))
+        every = study_run.study_run(arguments.path, **options, seen=lambda row: say(study_run.row_text(row)))
+        say(study_run.last_words(every))
+        paths = study_run.write_steps(every, arguments.output or arguments.path / "study")
+    else:
+        found = study(arguments.path, factors=factors or FACTORS, kernel=arguments.kernel, **options)
+        say(study_text(found))
+        paths = write_study(found, arguments.output or arguments.path.parent / "study")
+    for path in paths:
         print(path)
     return 0

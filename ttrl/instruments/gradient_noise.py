@@ -136,7 +136,7 @@ def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     "scale": S/|G|² in prompts, the batch at which noise equals signal, and "low", "high": its 95% interval (Fieller's, from the
     scatter between steps; "high" is left out where the signal may be 0). "prompts": of a step, on the average. "noise", "signal",
-    and "share", S/(B|G|²), their ratio.
+    and "share", S/(B|G|²), their ratio. "from_sketch": all of these are the sketch's, as no step has two pieces.
     "from_samples": the share of the noise that more samples of the same prompts would take away. "layers": S/(B|G|²) of each
     group of layers. "best_samples", "best_prompts", "gain": `best_allocation` by positions that are trained on.
     """
@@ -147,14 +147,9 @@ def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     mean: dict[str, Any] = {"steps": len(last), "prompts": statistics.fmean(step["prompts"] for step in last)}
     measured = [step for step in last if step.get("noise") is not None]
     if measured:
-        mean |= {name: statistics.fmean(step[name] for step in measured) for name in ("noise", "signal")}
-        scales = [step["noise"] * step["prompts"] for step in measured]
-        ratio = ratio_of_means(scales, [step["signal"] for step in measured])
-        found = {"scale": ratio.value, "low": ratio.low, "high": ratio.high}
-        mean |= {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
-        if mean["signal"] > 0:
-            mean["share"] = mean["noise"] / mean["signal"]
-        mean["layers"] = _of_layers([step["layers"] for step in measured])
+        mean |= _scale(measured) | {"layers": _of_layers([step["layers"] for step in measured])}
+    elif sketched := [step | _sketched(step["nested"]) for step in last if step.get("nested")]:
+        mean |= _scale(sketched) | {"from_sketch": True}
     nested = [step["nested"] for step in last if step.get("nested")]
     if nested:
         prompts, samples = (max(0.0, statistics.fmean(one[name] for one in nested)) for name in ("prompts", "samples"))
@@ -162,6 +157,18 @@ def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             mean["from_samples"] = samples / (prompts + samples)
             mean |= _advice(lines, mean["from_samples"])
     return mean
+
+
+def _sketched(nested: Mapping[str, float]) -> dict[str, float]:
+    return {"noise": nested["prompts"] + nested["samples"], "signal": nested["signal"]}
+
+
+def _scale(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    mean = {name: statistics.fmean(step[name] for step in steps) for name in ("noise", "signal")}
+    ratio = ratio_of_means([step["noise"] * step["prompts"] for step in steps], [step["signal"] for step in steps])
+    found = {"scale": ratio.value, "low": ratio.low, "high": ratio.high}
+    mean |= {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    return mean | ({"share": mean["noise"] / mean["signal"]} if mean["signal"] > 0 else {})
 
 
 def _advice(lines: Sequence[Mapping[str, Any]], from_samples: float) -> dict[str, float]:

@@ -246,6 +246,11 @@ def _gradient_noise(run: RunData) -> list[Figure]:
         "Prompts at which a step's gradient has as much noise as signal, over the last 16 steps. Well below it more prompts a "
         "step are worth their cost; well above it fewer, and more steps, are."
     )
+    if any(row.get("gradient_noise", {}).get("from_sketch") for row in run.trained):
+        scales += (
+            " Steps of a single microbatch show it in a sketch of the gradient alone, that of a layer on top of the hidden "
+            "states; rows_per_microbatch decides."
+        )
     parts = (
         "Share of the noise that comes from drawing few samples of each prompt; the rest comes from drawing few prompts. "
         + words.allocation(run)

@@ -1,0 +1,116 @@
+"""Study every iteration of a run whose start is still there: what each step was to do to the entropy, and what it did.
+
+Of each iteration the first optimizer step is studied, whose answers were sampled by the policy that it changes; for every one of
+them to be there, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.figure import Figure
+
+from ttrl.errors import RunFolderError
+from ttrl.instruments.study import study
+from ttrl.system.files import write_json
+
+LINEAR = 0.5
+"""A step is in the linear regime where the second order is at most this share of the first, as the two predict."""
+
+
+def study_run(
+    run: str | Path,
+    *,
+    sequences: int = 256,
+    dtype: Literal["fp32", "fp64"] = "fp32",
+    seed: int = 0,
+    seen: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> dict[str, Any]:
+    """Study the steps of a run, oldest first; arguments as for `study`. seen: is given each row as it is found.
+
+    Returns "steps", a row of each iteration ("iteration", "global_step", "lr", "entropy", "measured", "error", "first", "second",
+    "is_linear"), "gone", the iterations whose start is no longer there, and what `signs` says. Raises RunFolderError where no
+    iteration can be studied.
+    """
+    steps: list[dict[str, Any]] = []
+    gone: list[int] = []
+    why = f"{run} has no iteration that was trained"
+    for number, checkpoint in _iterations(Path(run)):
+        try:
+            found = study(checkpoint, sequences=sequences, factors=(1.0,), dtype=dtype, seed=seed)
+        except RunFolderError as error:
+            gone.append(number)
+            why = str(error)
+            continue
+        (here,) = found["sweep"]
+        row = {"iteration": number, "global_step": found["global_step"], "lr": found["lr"]}
+        row |= {"entropy": found["entropy"]["rao_blackwell"], "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"])}
+        steps.append(row | {name: here[name] for name in ("measured", "error", "first", "second")})
+        seen(steps[-1])
+    if not steps:
+        raise RunFolderError(why)
+    return {"run": str(run), "dtype": dtype, "steps": steps, "gone": gone, **signs(steps)}
+
+
+def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
+    for path in sorted((run / "iterations").glob("*/grpo.yaml")):
+        yield int(path.parent.name), path.parent / "checkpoint"
+
+
+def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Count the steps whose measured change has the sign of the first order: of all, and of those in the linear regime."""
+    right = [one["measured"] * one["first"] > 0 for one in steps]
+    linear = [is_right for is_right, one in zip(right, steps, strict=True) if one["is_linear"]]
+    return {"right": sum(right), "linear": len(linear), "linear_right": sum(linear)}
+
+
+def row_text(row: Mapping[str, Any] | None) -> str:
+    """Write a row for a terminal; None: the heads of its columns."""
+    if row is None:
+        return f"{'iteration':>9} {'entropy, nats':>18} {'measured δH':>22} {'first order':>12} {'with second':>12}"
+    entropy, measured = (f"{value:.4g} ± {error:.2g}" for value, error in _pairs(row))
+    both = row["first"] + row["second"]
+    return f"{row['iteration']:>9} {entropy:>18} {measured:>22} {row['first']:>12.4g} {both:>12.4g}"
+
+
+def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
+    return [(row["entropy"]["value"], row["entropy"]["error"]), (row["measured"], row["error"])]
+
+
+def last_words(found: Mapping[str, Any]) -> str:
+    """Say how often the first order had the right sign."""
+    text = (
+        f"The first order has the sign of what was measured in {found['right']} of {len(found['steps'])} steps; in "
+        f"{found['linear_right']} of the {found['linear']} whose second order is at most half of the first."
+    )
+    if found["gone"]:
+        which = ", ".join(map(str, found["gone"]))
+        text += f"\nNot there any more: what iterations {which} started from (keep_checkpoints says how many a run keeps)."
+    return text
+
+
+def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write study.json and the picture into a folder. Raises StorageError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, picture = folder / "study.json", folder / "steps.png"
+    write_json(path, dict(found))
+    draw_steps(found, picture)
+    return [path, picture]
+
+
+def draw_steps(found: Mapping[str, Any], path: Path) -> None:
+    """Draw predicted against measured changes, and the entropy, over iterations."""
+    steps = found["steps"]
+    x = [one["iteration"] for one in steps]
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    above.axhline(0, color="grey", linewidth=0.6)
+    above.errorbar(x, [one["measured"] for one in steps], [one["error"] for one in steps], fmt="o", label="measured")
+    above.plot(x, [one["first"] for one in steps], "_", markersize=12, label="first order")
+    above.plot(x, [one["first"] + one["second"] for one in steps], "x", label="with second order")
+    above.set(ylabel="change of entropy\nby the step, nats", title="what each iteration's first step does to the entropy")
+    above.legend()
+    entropies = [(one["entropy"]["value"], one["entropy"]["error"]) for one in steps]
+    below.errorbar(x, [value for value, _ in entropies], [error for _, error in entropies], fmt="o-")
+    below.set(xlabel="iteration", ylabel="entropy of an\nanswer, nats", ylim=(0, None))
+    figure.savefig(path, dpi=150)
