@@ -4,7 +4,15 @@ a tied head that files do not hold."""
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+)
 
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sync_weights, verify_weights
@@ -51,6 +59,24 @@ def write_gpt2(folder):
     return folder
 
 
+def write_nanochat(folder):
+    make_tiny_model(folder)
+    torch.manual_seed(0)
+    config = NanoChatConfig(
+        vocab_size=AutoConfig.from_pretrained(folder).vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        pad_token_id=0,
+    )
+    NanoChatForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def train_a_step(policy):
     tokens = torch.randint(policy.decoder.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
     alone = torch.zeros_like(tokens)
@@ -61,7 +87,7 @@ def train_a_step(policy):
             parameter -= 0.05 * parameter.grad / parameter.grad.norm() * parameter.norm().clamp(min=1.0)
 
 
-@pytest.mark.parametrize("write", [write_gemma2, write_gpt2])
+@pytest.mark.parametrize("write", [write_gemma2, write_gpt2, write_nanochat])
 def test_a_trained_family_is_served(write, tmp_path):
     start = write(tmp_path / "start")
     config = read_config(start)

@@ -126,9 +126,11 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
         values = yaml.safe_load((run.parent.parent / f"{number:04d}" / "grpo.yaml").read_text())
         (folder / "iterations" / f"{number:04d}" / "grpo.yaml").write_text(yaml.safe_dump(values))
         (folder / "iterations" / f"{number:04d}" / "checkpoint").symlink_to(run.parent.parent / f"{number:04d}" / "checkpoint")
-    (folder / "iterations" / "0003").mkdir()
+    for number in (0, 3):
+        (folder / "iterations" / f"{number:04d}").mkdir()
     gone = yaml.safe_load((run.parent / "grpo.yaml").read_text()) | {"state": str(tmp_path / "pruned")}
     (folder / "iterations" / "0003" / "grpo.yaml").write_text(yaml.safe_dump(gone))
+    (folder / "iterations" / "0000" / "grpo.yaml").write_text(yaml.safe_dump(gone | {"packed": "", "state": None}))
     assert main(["study", str(folder), "--sequences", "24", "--dtype", "fp64"]) == 0
     said = capsys.readouterr().out
     found = json.loads((folder / "study" / "study.json").read_text())

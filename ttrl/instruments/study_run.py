@@ -54,7 +54,8 @@ def study_run(
 
 def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
     for path in sorted((run / "iterations").glob("*/grpo.yaml")):
-        yield int(path.parent.name), path.parent / "checkpoint"
+        if number := int(path.parent.name):  # in iteration 0 a trainer only looks at the model
+            yield number, path.parent / "checkpoint"
 
 
 def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -108,9 +109,16 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
     above.errorbar(x, [one["measured"] for one in steps], [one["error"] for one in steps], fmt="o", label="measured")
     above.plot(x, [one["first"] for one in steps], "_", markersize=12, label="first order")
     above.plot(x, [one["first"] + one["second"] for one in steps], "x", label="with second order")
-    above.set(ylabel="change of entropy\nby the step, nats", title="what each iteration's first step does to the entropy")
+    seen = [one["measured"] + side * one["error"] for one in steps for side in (-1, 1)] + [one["first"] for one in steps]
+    room = 0.1 * (max(seen) - min(seen)) or 1.0  # a second order that is far off would leave none for the rest
+    above.set(
+        ylim=(min(0.0, *seen) - room, max(0.0, *seen) + room),
+        ylabel="change of entropy\nby the step, nats",
+        title="what each iteration's first step does to the entropy",
+    )
     above.legend()
     entropies = [(one["entropy"]["value"], one["entropy"]["error"]) for one in steps]
     below.errorbar(x, [value for value, _ in entropies], [error for _, error in entropies], fmt="o-")
+    below.xaxis.get_major_locator().set_params(integer=True)
     below.set(xlabel="iteration", ylabel="entropy of an\nanswer, nats", ylim=(0, None))
     figure.savefig(path, dpi=150)
