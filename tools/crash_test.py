@@ -47,7 +47,18 @@ WAYS = ("power", "main", "child")
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
 LONGEST_LIFE = 1800.0  # seconds; a run that hangs is a failure
 TIMES = (
-    *("finished", "time", "tokens_per_second", "flops_per_second", "utilisation", "matmul_peak", "peak_share", "host", "sync"),
+    *(
+        "finished",
+        "time",
+        "tokens_per_second",
+        "grading_seconds",
+        "flops_per_second",
+        "utilisation",
+        "matmul_peak",
+        "peak_share",
+        "host",
+        "sync",
+    ),
     "machine",
 )
 NOT_COMPARED = (*TIMES, "server", "logprob_tokens")

@@ -44,7 +44,7 @@ def everything(world):
             found[name] = [{**row, "logprob_tokens": None} for row in read_jsonl(path)]
         elif path.is_file() and (path.suffix in (".safetensors", ".txt") or path.name == "train.jsonl"):
             found[name] = digest(path)
-    times = ("seconds", "dead_seconds", "tokens_per_second", "sync", "server", "machine")
+    times = ("seconds", "dead_seconds", "tokens_per_second", "grading_seconds", "sync", "server", "machine")
     return found | {row["iteration"]: {key: row[key] for key in row if key not in times} for row in world.rows()}
 
 

@@ -30,12 +30,14 @@ def test_moving_averages_and_slopes_are_those_of_numpy():
 
 
 def test_means_ranges_and_reward_per_second():
-    rows = rows_of([0.2, 0.4, 0.6], samples=100, seconds={"total": 5.0})
+    rows = rows_of([0.2, 0.4, 0.6], samples=100, seconds={"total": 5.0}, grading_seconds=0.25)
     for k, row in enumerate(rows[1:]):
         row["pack"] = {"advantages": {"lowest": -1.0 - k, "highest": 2.0}}
         row["train"] = {"kl": 0.01, "kl_share": 0.25, "grad_norm": 1.0 + k, "kl_coefficient": 0.005 * k}
     *_, last = summary_lines(rows, {"validation_metric": "exact"})
-    assert last == ("advantages -2 to 2; KL 0.01, its share 25%, gradient norm 1.5, β 0.0025 (means); 4 reward/s")
+    assert last == (
+        "advantages -2 to 2; KL 0.01, its share 25%, gradient norm 1.5, β 0.0025 (means); 4 reward/s; graders 0.25 s an iteration"
+    )
     assert summary_lines(rows, {"validation_metric": "exact"})[0].startswith("held-out exact: start 0.2 (0)")
     assert summary_lines([], {}) == []
 

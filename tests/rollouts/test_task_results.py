@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import random
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -71,6 +72,15 @@ def test_statistics(kit):
     assert stats.seconds > 0
     assert stats.tokens_per_second == pytest.approx(18 / stats.seconds)
     json.dumps(stats.to_json(), allow_nan=False)
+
+
+def test_the_time_of_graders_is_added_up_also_of_those_that_fail(kit):
+    def slow(choice):
+        time.sleep(0.05)
+        return 1 / choice.index  # fails for the first
+
+    stats = kit.run(kit.echo, [task("a", slow), task("b", slow)], n=3)[0].stats
+    assert stats.num_failed == 2 and stats.grading_seconds >= 6 * 0.05
 
 
 def test_order_is_that_of_the_tasks_and_not_of_the_answers(kit):
@@ -305,7 +315,7 @@ def test_unknown_logprobs_become_nan_and_rows_stay_json(kit, tmp_path):
     assert [len(r.samples) for r in back] == [2, 2, 2]
     live, read = results.stats.to_json(), back.stats.to_json()
     for stats in (live, read):
-        stats.pop("seconds"), stats.pop("tokens_per_second")
+        stats.pop("seconds"), stats.pop("tokens_per_second"), stats.pop("grading_seconds")
     assert live == read
 
 

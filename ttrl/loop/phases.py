@@ -220,7 +220,7 @@ class Phases:
             write_jsonl(iteration.path / UNFINISHED_FILE, TaskResults(filter(is_open, results)).to_jsonl_rows())
             files.append(UNFINISHED_FILE)
             all_stats = results.stats
-            stats |= {"seconds": all_stats.seconds, "tokens_per_second": all_stats.tokens_per_second}
+            stats |= {name: getattr(all_stats, name) for name in ("seconds", "tokens_per_second", "grading_seconds")}
             more |= budget_facts(results, carried, version)
         more |= {"flops": self._flops(results, began, carried)}
         iteration.mark("rollouts", files, {"seconds": clock() - began, **synced, "stats": stats} | more)

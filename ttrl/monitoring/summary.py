@@ -2,7 +2,7 @@
 
     held-out exact: start 0.5 (0), end 0.9 (20), best 0.91 (18), worst 0.48 (2); up 14, down 5, flat 1; last 10: 0.88 …
     training reward: …
-    advantages -2 to 2; KL 0.011, its share 8.2%, gradient norm 5.1, β 0.005 (means); 61.2 reward/s
+    advantages -2 to 2; KL 0.011, its share 8.2%, gradient norm 5.1, β 0.005 (means); 61.2 reward/s; graders 0.3 s an iteration
 
 Steps up and down are those of neighbouring values; as they are noisy, the means of the last ten and twenty say more, with their
 slopes (least squares).
@@ -89,6 +89,8 @@ def summary_lines(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], 
     earned = sum((number(dict(row), "reward") or 0.0) * (number(dict(row), "samples") or 0.0) for row in rows)
     seconds = sum(values("seconds.total"))
     parts += [f"{compact(earned / seconds)} reward/s"] if seconds and earned else []
+    graded = values("grading_seconds")
+    parts += [f"graders {compact(statistics.fmean(graded))} s an iteration"] if graded else []
     return lines + (["; ".join(parts)] if lines and parts else [])
 
 

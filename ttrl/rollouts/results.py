@@ -66,6 +66,8 @@ class RolloutStats:
     """Wall clock of the whole call; None where the results were read from a file."""
     tokens_per_second: float | None
     """new_completion_tokens / seconds."""
+    grading_seconds: float | None = None
+    """That grades took, added up over samples; many run at once, and while others are sampled."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a dictionary that `json` can write as it is."""
@@ -113,6 +115,7 @@ class TaskResults(Sequence[TaskResult]):
         results: Iterable[TaskResult],
         *,
         seconds: float | None = None,
+        grading_seconds: float | None = None,
         usage: Sequence[TaskUsage | None] | None = None,
         transformed: list[Any] | None = None,
         other_failures: Mapping[str, int] | None = None,
@@ -120,7 +123,7 @@ class TaskResults(Sequence[TaskResult]):
     ) -> None:
         """`usage`: each task's tokens, which the samples alone do not tell (servers without ids; what was new)."""
         self._results = list(results)
-        self._seconds = seconds
+        self._seconds, self._grading_seconds = seconds, grading_seconds
         self._usage = list(usage) if usage is not None else [None] * len(self._results)
         self._prices = prices
         self._other_failures = dict(other_failures or {})
@@ -208,6 +211,7 @@ class TaskResults(Sequence[TaskResult]):
             exceptions=dict(reasons.most_common()),
             seconds=self._seconds,
             tokens_per_second=new_completion / self._seconds if self._seconds else None,
+            grading_seconds=self._grading_seconds,
         )
 
     @property

@@ -188,6 +188,7 @@ def _collected(sampling: Sampling, outcomes: Iterable[TaskOutcome], start: float
     return TaskResults(
         [outcome.result for outcome in ordered],
         seconds=time.monotonic() - start,
+        grading_seconds=sampling.graders.seconds,
         usage=[outcome.usage for outcome in ordered],
         transformed=None if sampling.settings.transform is None else [outcome.transformed for outcome in ordered],
         other_failures=sampling.other_failures,

@@ -34,6 +34,7 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
         row |= {"reward": stats["mean_reward"], "metrics": stats["metrics"]}
         row |= {"samples": stats["num_samples"], "failed": stats["num_failed"], "finish_reasons": stats["finish_reasons"]}
         row |= {name: stats[name] for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")}
+        row |= {"grading_seconds": stats["grading_seconds"]} if stats.get("grading_seconds") is not None else {}
         names = ("new_completion_tokens", "staleness", "unfinished", "dropped_groups", "extra_tasks")
         row |= {name: done["rollouts"][name] for name in names if name in done["rollouts"]}
     if "pack" in done:

@@ -11,6 +11,7 @@ import contextvars
 import inspect
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -180,6 +181,8 @@ class Graders:
             raise UserError(f"grader_memory is {memory!r}; give a number of bytes of at least 1 MiB (1048576), or None for 2 GiB")
         if size is not None and (type(size) is not int or size < 1):
             raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
+        self.seconds = 0.0
+        """That grades took so far, added up, waiting for a thread or process included."""
         self._runner: IsolatedGraders | Threads
         if isolated:
             count = min(usable_cores(), MOST_PROCESSES) if size is None else size
@@ -201,7 +204,11 @@ class Graders:
         returns something other than a finite number.
         """
         assert task.grader is not None
-        return await self._runner.grade(task.grader, choice, where)
+        began = time.monotonic()
+        try:
+            return await self._runner.grade(task.grader, choice, where)
+        finally:
+            self.seconds += time.monotonic() - began
 
 
 def type_and_message(error: BaseException) -> str:
