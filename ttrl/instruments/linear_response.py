@@ -59,19 +59,21 @@ def adamw_update(
     gradients: Mapping[str, Tensor],
     moments: Mapping[str, Tensor],
     settings: AdamW,
+    dtype: torch.dtype = torch.float64,
 ) -> Update:
-    """Compute AdamW's vector in float64. moments: "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first.
-    gradients: as the optimizer sees them, after clipping. Matrices alone have weight decay."""
+    """Compute AdamW's vector in float64; `dtype` is that of the result, which takes three times the model's size. moments:
+    "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first. gradients: as the optimizer sees them, after clipping.
+    Matrices alone have weight decay."""
     first, second = 1 - settings.beta1**settings.step, 1 - settings.beta2**settings.step
     current, earlier, decay = {}, {}, {}
     for name, gradient in gradients.items():
         g, m, s = (tensor.double() for tensor in (gradient, moments[f"{name}.exp_avg"], moments[f"{name}.exp_avg_sq"]))
         s = settings.beta2 * s + (1 - settings.beta2) * g.square()
         divisor = (s / second).sqrt() + settings.eps
-        current[name] = -(1 - settings.beta1) * g / first / divisor
-        earlier[name] = -settings.beta1 * m / first / divisor
-        parameter = parameters[name].double()
-        decay[name] = -settings.weight_decay * parameter if parameter.ndim >= 2 else torch.zeros_like(parameter)
+        current[name] = (-(1 - settings.beta1) * g / first / divisor).to(dtype)
+        earlier[name] = (-settings.beta1 * m / first / divisor).to(dtype)
+        rate = settings.weight_decay if parameters[name].ndim >= 2 else 0.0
+        decay[name] = (-rate * parameters[name].double()).to(dtype)
     return Update(current, earlier, decay)
 
 

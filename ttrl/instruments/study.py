@@ -76,7 +76,7 @@ def study(
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
         config = _config_of(Path(checkpoint), scratch)
         with ranks(config) as here:
-            return _Study(config, here, seed).run(Path(checkpoint), sequences, factors, dtype, kernel)
+            return _Study(config, here, seed, dtype).run(Path(checkpoint), sequences, factors, kernel)
 
 
 def _config_of(checkpoint: Path, scratch: str) -> GRPOConfig:
@@ -102,8 +102,8 @@ def _config_of(checkpoint: Path, scratch: str) -> GRPOConfig:
 class _Study:
     """The policy before the step, its optimizer's state, and the pack."""
 
-    def __init__(self, config: GRPOConfig, here: Ranks, seed: int) -> None:
-        self.config, self.here, self.seed = config, here, seed
+    def __init__(self, config: GRPOConfig, here: Ranks, seed: int, dtype: str) -> None:
+        self.config, self.here, self.seed, self.dtype = config, here, seed, dtype
         self.packed = PackedTensors.load(config.packed)
         self.trained: Trained = load_trained(config, here)
         self.policy = self.trained.policy
@@ -120,13 +120,14 @@ class _Study:
         assert not isinstance(optimizer, OptimizerInBackward)
         return optimizer
 
-    def run(self, checkpoint: Path, sequences: int, factors: Sequence[float], dtype: str, kernel: int) -> dict[str, Any]:
-        whole = self._update(self.packed)
+    def run(self, checkpoint: Path, sequences: int, factors: Sequence[float], kernel: int) -> dict[str, Any]:
+        vector, dtype = self._update(self.packed).whole(), self.dtype
         found: dict[str, Any] = {"checkpoint": str(checkpoint), "global_step": self.trained.stepper.global_step + 1}
-        found |= {"lr": self.eta, "dtype": dtype, "step": self._step(whole.whole(), checkpoint)}
+        found |= {"lr": self.eta, "dtype": dtype, "step": self._step(vector, checkpoint)}
         entropy_half, update_half = halves(self.packed, derived_generator(self.seed, "study"))
         half = self._update(only(self.packed, update_half))
-        found["half_cosine"] = agreement(half.whole(), whole.whole()).cosine
+        found["half_cosine"] = agreement(half.whole(), vector).cosine
+        del vector  # of the model's size
         logprobs, own = self._logprobs(), self._own_logprobs()
         found["covariance"] = covariance_outliers(self.step.rows, logprobs, decoder_of(self.config.model))
         if dtype == "fp64":
@@ -167,19 +168,27 @@ class _Study:
         gradients = {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
         taken = max(int(value) for name, value in self.moments.items() if name.endswith(".step"))
         settings = AdamW(config.beta1, config.beta2, config.eps, config.weight_decay, taken + 1)
-        return adamw_update(self.start, gradients, self.moments, settings)
+        dtype = torch.float64 if self.dtype == "fp64" else torch.float32
+        return adamw_update(self.start, gradients, self.moments, settings, dtype)
 
     @torch.no_grad()
     def _step(self, vector: Vector, checkpoint: Path) -> dict[str, Any]:
         """Take the optimizer's own step with the gradient that is there, compare, and take it back."""
         self.trained.stepper.begin(self.scale)
         self._optimizer.step()
-        true = {name: (p.double() - self.start[name].double()) / self.eta for name, p in self.names.items() if name in vector}
+
+        def moved_by(before: Vector) -> Vector:
+            """(Where the parameters are - `before`) / η, in the vector's dtype."""
+            return {
+                name: ((self.names[name].double() - before[name].double()) / self.eta).to(v.dtype) for name, v in vector.items()
+            }
+
+        true = moved_by(self.start)
         facts: dict[str, Any] = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
         if self.config.updates_per_iteration == 1 and self.config.lora_rank is None:
             after = {name: p.detach().clone() for name, p in self.names.items()}
             self.policy.load_folder(checkpoint)
-            apart = {name: (p.double() - after[name].double()) / self.eta for name, p in self.names.items() if name in vector}
+            apart = moved_by(after)
             facts["checkpoint_distance"] = (inner(apart, apart) / inner(true, true)) ** 0.5
         for name, p in self.names.items():
             p.copy_(self.start[name])
