@@ -62,7 +62,7 @@ def adamw_update(
     dtype: torch.dtype = torch.float64,
 ) -> Update:
     """Compute AdamW's vector in float64; `dtype` is that of the result, which takes three times the model's size. moments:
-    "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first. gradients: as the optimizer sees them, after clipping.
+    "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first. gradients: as the optimizer sees them, clipped.
     Matrices alone have weight decay."""
     first, second = 1 - settings.beta1**settings.step, 1 - settings.beta2**settings.step
     current, earlier, decay = {}, {}, {}
