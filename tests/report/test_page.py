@@ -1,5 +1,6 @@
 """The report: is it true, is it whole with whatever is missing, and is it safe with what a model may write."""
 
+import base64
 import json
 import math
 import os
@@ -159,6 +160,25 @@ def test_the_noise_of_the_gradient_and_what_it_advises(tmp_path: Path) -> None:
     assert "divided well" in page_of(folder).text
     write_lines(folder / "metrics.jsonl", [metrics_row(n, 0.5, gradient_noise=noise | {"from_sketch": True}) for n in (1, 2)])
     assert "in a sketch of the gradient alone" in page_of(folder).text
+
+
+def test_pictures_of_studies_are_in_the_page(tmp_path: Path) -> None:
+    """Those of the run and of its newest iteration that has any; no other files, and nothing that is no picture."""
+    folder = make_run(tmp_path / "run", [0.5, 0.7, 0.9])
+    assert "Studies" not in write_report(folder).read_text()
+    for place, names in (
+        ("study", ["steps"]),
+        ("iterations/0001/study", ["study"]),
+        ("iterations/0002/study", ["study", "kernel"]),
+    ):
+        (folder / place).mkdir(parents=True)
+        for name in names:
+            (folder / place / f"{name}.png").write_bytes(b"\x89PNG" + f"{place}/{name}".encode())
+    (folder / "study" / "position.png").write_bytes(b"<svg onload=x>")
+    html = write_report(folder).read_text()
+    held = [base64.b64decode(text)[4:].decode() for text in re.findall(r'src="data:image/png;base64,([^"]*)"', html)]
+    assert held == ["study/steps", "iterations/0002/study/study", "iterations/0002/study/kernel"]
+    assert "Of every step" in html and "Of the step of iteration 2" in html and "img-src data:" in html
 
 
 def test_every_picture_is_well_formed_and_every_curve_has_its_points(tmp_path: Path) -> None:

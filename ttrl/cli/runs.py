@@ -116,6 +116,7 @@ def run_study(arguments: argparse.Namespace) -> int:
     from ttrl.instruments import study_run
     from ttrl.instruments.study import FACTORS, study
     from ttrl.instruments.study_report import study_text, write_study
+    from ttrl.report.page import leave_report
 
     options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "seed")}
     if is_run:
@@ -129,4 +130,7 @@ def run_study(arguments: argparse.Namespace) -> int:
         paths = write_study(found, arguments.output or arguments.path.parent / "study")
     for path in paths:
         print(path)
+    run = arguments.path if is_run else arguments.path.parent.parent.parent
+    if arguments.output is None and (run / "metrics.jsonl").is_file():
+        print(leave_report(run))  # which shows the pictures
     return 0

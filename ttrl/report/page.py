@@ -9,6 +9,7 @@ A report must not slow down its run: files are read only as far as they are show
 curves of long runs are thinned out, and the table shows a selection of many iterations.
 """
 
+import base64
 import functools
 import json
 import logging
@@ -34,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "report.html"
 MAX_TABLE_ROWS = 120
+MAX_PICTURE = 2**20
+"""Bytes of a picture of a study."""
+_STUDY_PICTURES = ("steps.png", "study.png", "position.png", "kernel.png")
+_PNG = b"\x89PNG"
 _HERE = Path(__file__).parent
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -70,6 +75,7 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
         sampling=figures.sampling(run),
         training=figures.training(run),
         packed_row=_packed_row(run),
+        studies=_studies(run),
         metrics=figures.every_metric(run),
         **_table(run),
         settings=_settings(run),
@@ -121,6 +127,20 @@ def _packed_row(run: RunData) -> dict[str, Any] | None:
         logger.warning("the report has no picture of a packed row: %s", error)
         return {"error": str(error)}
     return {"rows": packed.num_rows, "iteration": there[-1], "picture": Markup(picture), "error": ""}
+
+
+def _studies(run: RunData) -> list[tuple[str, list[str]]]:
+    """Return (title, pictures as data: addresses) of what `ttrl study` left in the run's folder and in its newest iteration."""
+    folders = [("every step", run.folder / "study")]
+    folders += [(f"the step of iteration {n}", run.iteration_folder(n) / "study") for n in run.numbers_with("study")[-1:]]
+    found = []
+    for title, folder in folders:
+        pictures = []
+        for path in (folder / name for name in _STUDY_PICTURES):
+            if path.is_file() and path.stat().st_size <= MAX_PICTURE and (data := path.read_bytes()).startswith(_PNG):
+                pictures.append("data:image/png;base64," + base64.b64encode(data).decode("ascii"))
+        found += [(title, pictures)] if pictures else []
+    return found
 
 
 def _table(run: RunData) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class RunData:
         """Return the iterations of the metrics whose folder holds the file `name`."""
         known = _FILES.setdefault((self.folder, name), set())
         for one in self.iterations:
-            if one not in known and (self.iteration_folder(one) / name).is_file():
+            if one not in known and (self.iteration_folder(one) / name).exists():
                 known.add(one)
         return [one for one in self.iterations if one in known]
 
