@@ -128,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="of a quickstart, such as runs/sort_letters/iterations/0005/checkpoint")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="sort_letters")
+    parser.add_argument("--advantages", choices=("std", "mean"), default="std")
     parser.add_argument("--batches", type=int, default=64)
     parser.add_argument("--sets", type=int, default=8, help="of tasks that stay the same, over which as many batches are divided")
     parser.add_argument("--rows", type=int, default=1, help="of a microbatch")
@@ -135,7 +136,9 @@ def main() -> None:
     make, sizes = RECIPES[arguments.recipe]
     with tempfile.TemporaryDirectory(prefix="ttrl-noise-") as name:
         folder = Path(name)
-        config = TrainConfig(run=str(folder / "run"), model=str(arguments.checkpoint), iterations=1, **sizes).resolved(False)
+        config = TrainConfig(
+            run=str(folder / "run"), model=str(arguments.checkpoint), iterations=1, advantages=arguments.advantages, **sizes
+        ).resolved(False)
         size, repeats = config.tasks_per_iteration, arguments.batches // arguments.sets
         tasks = make(size * arguments.batches)
         fresh = [dataclasses.replace(task, id=f"{number}") for number, task in enumerate(tasks)]
