@@ -119,7 +119,7 @@ HOUSE = {
         "data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
-    "agents": _room("rollouts.graders tasks", "aiohttp"),
+    "agents": _room("rollouts rollouts.client rollouts.graders tasks records", "aiohttp"),
     "evaluation": _room(
         "intervals rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
     ),

@@ -10,74 +10,11 @@ import sys
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
-from support.chat_server import Kit
+from support.agent_sessions import ASK, EOS, Kit, of_server, post, rendered, run, said, server, trained
 
 import ttrl
-from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import TaskError
 from ttrl.tasks.task import RolloutLimits
-
-EOS = 0
-ASK = [{"role": "user", "content": "begin"}]
-
-
-def rendered(messages):
-    """A chat template over characters: a header from 1000 on, what is said, and its end."""
-    ids = []
-    for message in messages:
-        ids += [1000 + len(message["role"]), *map(ord, message.get("content") or ""), EOS]
-    return [*ids, 1009]
-
-
-def server(answer=lambda body: body["messages"][-1]["content"].upper(), seen=None):
-    def behaviour(body, attempt):
-        if seen is not None:
-            seen.append(body)
-        told = answer(body)
-        if isinstance(told, Kit.Reply):
-            return told
-        text, changes = told if isinstance(told, tuple) else (told, {})
-        prompt, choice = rendered(body["messages"]), Kit.choice(0, text, **changes)
-        choice["message"].update(changes.get("message") or {})
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(text) + 1, "total_tokens": len(prompt) + len(text) + 1}
-        return Kit.completion([choice], prompt_token_ids=prompt, usage=usage)
-
-    return behaviour
-
-
-def run(agent, grader=None, *, behaviour=None, limits=None, ignore=(), id="t", **kwargs):
-    task = ttrl.agent_task(agent, grader, messages=ASK, id=id, limits=limits, ignore=ignore)
-    return Kit.run(behaviour or server(), [task], **kwargs)[0]
-
-
-async def post(session, path="/chat/completions", *, key=None, url=None, **body):
-    """(status, body) of a request as any language would make it."""
-    headers = {"Authorization": f"Bearer {key or session.api_key}"}
-    async with aiohttp.ClientSession() as http, http.post(url or session.base_url + path, json=body, headers=headers) as response:
-        return response.status, await response.json()
-
-
-async def said(session, *texts, **body):
-    """The reply to a conversation in which user and assistant take turns."""
-    messages = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
-    status, answer = await post(session, messages=messages, **body)
-    assert status == 200, answer
-    return answer["choices"][0]["message"]["content"]
-
-
-def trained(results):
-    """All trained (id, logprob) of the first sample, sequence by sequence."""
-    found = []
-    for one in TaskResultTokenizer()(results[0], [0.5] * len(results[0].samples)):
-        if one.sample == 0:
-            marked = zip(one.token_ids, one.logprobs, one.assistant_mask, strict=True)
-            found.append([(token, logprob) for token, logprob, is_trained in marked if is_trained])
-    return found
-
-
-def of_server(*texts):
-    """What `trained` is of a sequence with these replies."""
-    return [pair for text in texts for pair in zip([*map(ord, text), EOS], Kit.expected_logprobs(text), strict=True)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -188,7 +125,7 @@ def test_only_its_own_keys_open_a_session():
         wrong.append(await post(session, url=session.reward_url, reward=1.0))
         assert [status for status, _ in wrong] == [401] * 4 and wrong[0][1]["error"]["code"] == "invalid_api_key"
         assert "127.0.0.1" in session.base_url and session.api_key != session.reward_key
-        status, body = await post(session, "/responses", input="hi")
+        status, body = await post(session, "/embeddings", input="hi")
         assert status == 404 and "/v1/chat/completions" in body["error"]["message"]
         return float(await said(session, "a") == "A")
 
@@ -277,7 +214,7 @@ def test_a_fault_of_the_endpoint_itself_costs_the_sample(monkeypatch):
     async def agent(session):
         await said(session, "a")
         with monkeypatch.context() as patch, contextlib.suppress(aiohttp.ClientError):
-            patch.setattr("ttrl.agents.session._answer", lambda *given: 1 / 0)
+            patch.setattr("ttrl.agents.chat_completions.answer", lambda *given: 1 / 0)
             await post(session, messages=ASK)
         return 1.0
 

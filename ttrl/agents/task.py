@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ttrl.agents.listener import Listener
+from ttrl.agents.parameters import MODEL
 from ttrl.agents.session import Session
 from ttrl.errors import RolloutError, TaskError
+from ttrl.records import Endpoint
+from ttrl.rollouts.client.transport import transport_for
 from ttrl.rollouts.graders.processes import hidden
 from ttrl.system.processes import ChildProcess
 from ttrl.tasks.task import Chat, Grade, Grader, GraderOutput, RolloutLimits, Task, question
@@ -33,6 +37,7 @@ def agent_task(
     id: str = "",
     limits: RolloutLimits | None = None,
     ignore: Iterable[str] = (),
+    beside: "Mapping[str, str | Endpoint] | None" = None,
 ) -> Task:
     """Make a task of an agent that talks to an OpenAI-compatible endpoint: all that it asks the model is trained as a rollout.
 
@@ -51,6 +56,8 @@ def agent_task(
     messages: what the agent is to do, `session.messages`; a string is a user's message. They, or `id`, tell tasks apart.
     limits: as of rollouts; `seconds` is how long the agent may work without asking the model.
     ignore: parameters of the agent's requests to leave out where they would be refused, such as "temperature".
+    beside: other models that the agent may ask at the same endpoint, by their names: the addresses of their servers (the key is
+        OPENAI_API_KEY's), or `ttrl.records.Endpoint`. They are passed on as they are, and not trained.
 
     Raises TaskError for an agent that is neither.
     """
@@ -62,7 +69,12 @@ def agent_task(
     if isinstance(ignore, str):
         raise TaskError(f"ignore is {ignore!r}; give a list of names, [{ignore!r}]")
     given = question(messages) if isinstance(messages, str) else [dict(message) for message in messages]
-    rollout = _AgentRollout(agent if callable(agent) else tuple(agent), frozenset(ignore), grader is None)
+    others = dict(beside or {})
+    for name, server in others.items():
+        transport_for(server)  # raises for what is none
+        if name == MODEL:
+            raise TaskError(f"beside names a model {MODEL!r}, which is the policy's own name; give it another")
+    rollout = _AgentRollout(agent if callable(agent) else tuple(agent), frozenset(ignore), others, grader is None)
     return Task(given, grader, id=id, rollout=rollout, limits=limits or RolloutLimits())
 
 
@@ -72,11 +84,14 @@ class _AgentRollout:
 
     agent: "Agent"
     ignore: frozenset[str]
+    beside: "Mapping[str, str | Endpoint]"
     posts_reward: bool
 
     async def __call__(self, chat: Chat) -> "GraderOutput | None":
         place = f"task {chat.task_id!r}, sample {chat.sample}"
-        async with Session(chat, self.ignore) as session:
+        async with Listener() as listener:
+            session = Session(chat, self.ignore, self.beside)
+            listener.add(session)
             try:
                 output = await self._run(session, place)
             except Exception:  # of the agent's own code, any kind; nothing is swallowed but for a reward that was posted
