@@ -191,6 +191,20 @@ def test_the_reward_is_returned_or_posted_or_else_the_graders():
     assert [status for status, _ in statuses] == [200, 200, 400] and "finite number" in statuses[-1][1]["error"]["message"]
 
 
+def test_a_grader_sees_all_branches():
+    async def agent(session):
+        await asyncio.gather(said(session, "a"), said(session, "b"))
+        await said(session, "c")
+
+    def grader(choice):
+        shown.extend([message["content"] for message in turn["messages"]] for turn in choice.turns)
+        return 1.0
+
+    shown = []
+    assert run(agent, grader).samples[0].reward == 1.0
+    assert sorted(shown) == [["a", "A"], ["b", "B"], ["c", "C"]]
+
+
 def test_limits_end_an_agent_as_they_end_a_rollout():
     async def agent(session):
         for _ in range(3):

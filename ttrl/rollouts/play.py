@@ -33,6 +33,8 @@ from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
 
+_ENDED_BY = {"turns": "max_turns", "seconds": "max_seconds"}
+"""Finish reasons of samples that came to a limit; of the others, "length"."""
 _REASONING = ("reasoning", "reasoning_content")
 
 
@@ -102,7 +104,7 @@ class Play:
             except RolloutLimitError as limit:
                 if self.task.grader is None or not any(self._replies):
                     raise
-                output, ended_by = None, "max_turns" if limit.limit == "turns" else "length"
+                output, ended_by = None, _ENDED_BY.get(limit.limit, "length")
             finally:
                 self._fill()
             sample.finish_reason = ended_by or sample.finish_reason
@@ -120,10 +122,11 @@ class Play:
         """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
         sample, params = self.sample, self.s.request.parameters
         chat = Chat(self.ask, self.ledger.messages, sample.task_id, sample.sample, params=params)
-        seconds = self.task.limits.seconds
+        seconds, total = self.task.limits.seconds, self.task.limits.total_seconds
+        whole = asyncio.timeout(total)
         assert self.task.rollout is not None
         try:
-            async with asyncio.timeout(seconds) as self._clock:
+            async with whole, asyncio.timeout(seconds) as self._clock:
                 coroutine = self.task.rollout(chat)
                 if not inspect.isawaitable(coroutine):
                     raise RolloutError(f"{self.place}: the rollout is no coroutine function; write it as async def rollout(chat)")
@@ -134,6 +137,8 @@ class Play:
                 raise  # it is we who are being cancelled
             raise self._raised(error) from None
         except TimeoutError as error:
+            if whole.expired():
+                raise RolloutLimitError(f"{self.place}: the rollout has had its {total:g} s", "seconds") from None
             if self._clock is None or not self._clock.expired():
                 raise self._raised(error) from None
             raise RolloutError(
@@ -170,7 +175,7 @@ class Play:
         if self.task.grader is None:
             raise GraderError(f"{self.place}: the rollout returned no reward, and the task has no grader; give one of them")
         last = next(reply for reply in reversed(self._replies) if reply is not None)
-        choice = with_messages(openai_choice(last.answer), [*last.messages, last.message])
+        choice = with_messages(openai_choice(last.answer), [*last.messages, last.message], self.sample)
         return await self.s.graders.grade(self.task, choice, self.place)
 
     # Requests

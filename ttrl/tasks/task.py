@@ -68,13 +68,16 @@ class RolloutLimits:
     """Tokens that the model generates in all turns together; None: as many as its context has room for."""
     seconds: float = 60.0
     """Seconds of the rollout's own work between two requests (a tool, a game); the model's time does not count."""
+    total_seconds: float | None = None
+    """Seconds of the whole rollout, the model's time and the wait for a busy server included; None: as long as it takes."""
 
     def __post_init__(self) -> None:
         for name, value in (("turns", self.turns), ("tokens", self.tokens)):
             if (value is not None or name == "turns") and (type(value) is not int or value < 1):
                 raise TaskError(f"rollout limits: {name} is {value!r}; give a whole number of at least 1")
-        if not is_number(self.seconds) or self.seconds <= 0:
-            raise TaskError(f"rollout limits: seconds is {self.seconds!r}; give a positive number of seconds")
+        for name, seconds in (("seconds", self.seconds), ("total_seconds", self.total_seconds)):
+            if (seconds is not None or name == "seconds") and (not is_number(seconds) or seconds <= 0):
+                raise TaskError(f"rollout limits: {name} is {seconds!r}; give a positive number of seconds")
 
 
 @dataclass
