@@ -64,6 +64,8 @@ class EverySecond(ToolParser):
         call = FunctionCall(name=request.tools[0].function.name, arguments=json.dumps({"text": model_output}))
         return ExtractedToolCallInformation(tools_called=True, tool_calls=[ToolCall(function=call)], content=None)
 """
+ENDING = (94, 190)
+"""Tokens of the tiny model, of bytes that are no ASCII, that end a reply."""
 Reply = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 """Ids of the prompt and of the reply, and the log-probabilities of these."""
 
@@ -141,9 +143,9 @@ class Found:
     problems: list[str] = field(default_factory=list)
 
 
-def compare(run: Path, recorded: Recorded) -> Found:
-    """Hold what was stored and packed against what the server returned."""
-    found, left = Found(), Counter(recorded.replies)
+def compare(run: Path, recorded: Recorded | None = None) -> Found:
+    """Hold what was stored and packed against what the server returned, and against each other."""
+    found, left = Found(), Counter({} if recorded is None else recorded.replies)
     for folder in sorted(run.glob("iterations/[0-9]*")):
         if not (folder / "rollouts.jsonl").exists():
             continue
@@ -161,7 +163,7 @@ def compare(run: Path, recorded: Recorded) -> Found:
             found.replies += len(replies)
             for reply in replies:
                 left[reply] -= 1
-                if left[reply] < 0:
+                if recorded is not None and left[reply] < 0:
                     found.problems.append(f"{sample.where}: a reply that the server did not return, or kept twice")
                 if sample.reward is not None and len(rewards[sample.task_id]) > 1:  # other groups have no signal
                     to_train.update(zip(reply[1], np.float32(reply[2]).tolist(), strict=True))
@@ -192,7 +194,9 @@ def check(folder: Path, agent: Any, ignore: Any, *, iterations: int, tasks: int 
         "iterations": iterations,
         "tasks_per_iteration": tasks,
         "samples_per_task": samples,
-        "max_tokens": 8,
+        "max_tokens": 32,
+        # Or a random model would be cut off each time, which the OpenAI Agents SDK takes for a failure.
+        "sampling": {"stop_token_ids": list(range(*ENDING))},
         "seq_len": 2048,
         "num_threads": 1,
         "training": {"lr": 3e-3, "rows_per_microbatch": 1},
