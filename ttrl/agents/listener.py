@@ -6,7 +6,7 @@ A request whose client is gone is cancelled, up to the server: nobody acted on i
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -24,10 +24,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Listener:
     """Serves sessions while it is entered. `own`: further routes with keys of their own, (method, path, handler, key)."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, own: "list[tuple[str, str, Handler, str]] | None" = None) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, own: Sequence[tuple[str, str, Handler, str]] = ()) -> None:
         self.root = ""
         """Its address, once it listens."""
-        self._host, self._port, self._own = host, port, own or []
+        self._host, self._port, self._own = host, port, own
         self._agents: dict[bytes, Session] = {}
         self._rewarders: dict[bytes, Session] = {}
         """By digests of the keys: how long a look-up takes says nothing of a key."""
@@ -77,16 +77,7 @@ class Listener:
                 return refusal(401, "a session wants its own key, and this is none of a session that goes on", "invalid_api_key")
             if session.is_over:
                 return refusal(410, "the session is over", "session_over")
-            task = asyncio.current_task()
-            assert task is not None
-            session.requests.add(task)
-            try:
-                return await handler(session, request)
-            except RolloutLimitError as error:
-                session.limit = error
-                raise
-            finally:
-                session.requests.discard(task)
+            return await handler(session, request)
 
         return answer
 

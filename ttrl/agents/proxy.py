@@ -1,11 +1,11 @@
 """`ttrl proxy`: sessions in front of a server without a run, whose rollouts are kept as those of one.
 
-    POST /sessions              {"id": "task/1", "messages": [...]}, both may be left out → base_url, api_key, reward_url, reward_key
-    POST /sessions/ID/reward    {"reward": 1.0, "metrics": {}}: ends the session; it is written
+    POST /sessions              {"id": "task/1", "messages": […]}, both optional → base_url, api_key, reward_url, reward_key
+    POST /sessions/ID/reward    {"reward": 1.0, "metrics": {}}: ends the session
 
-A session that ends without a reward, as nothing was asked for too long, is a failed sample. Each line is in RUN/sessions.jsonl
-before its reward is answered. When the proxy ends (or begins again, after a kill), what is new there becomes an iteration of RUN,
-which `ttrl replay` grades again and trains on like any other.
+A session in which nothing was asked for too long is a failed sample; those that go on when the proxy ends are dropped. Each is in
+RUN/sessions.jsonl before its reward is answered. When the proxy ends (or begins again, after a kill), what is new there becomes
+an iteration of RUN, which `ttrl replay` grades again and trains on like any other.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -58,14 +57,14 @@ class Proxy:
         self._count = 0
 
     async def serve(self, say: Callable[[str], None]) -> None:
-        """Serve until cancelled; then write what was collected as an iteration. Raises RunFolderError where the folder is used."""
+        """Serve until cancelled; then make an iteration of what came. Raises RunFolderError where the folder is in use."""
         folder = RunFolder(self.run)
         with folder.locked():
             collect(folder)
             try:
                 routes = [("POST", "/sessions", self._begin, self.key)]
                 async with self._sampling.running(), Listener(self.host, self.port, routes) as self._listener:
-                    say(f"sessions are opened at {self._listener.root}/sessions; the key is {self.key}")
+                    say(f"sessions are opened at {self._listener.root}/sessions")
                     try:
                         await asyncio.Event().wait()
                     finally:
@@ -88,6 +87,7 @@ class Proxy:
 
         async def rollout(chat: Chat) -> Grade | None:
             session = Session(chat, self.ignore, self.beside)
+            session.written = asyncio.Event()
             self._listener.add(session)
             begun.set_result(session)
             try:
@@ -101,20 +101,22 @@ class Proxy:
         except TaskError as error:
             raise UserError(str(error)) from None
         self._count += 1
-        running = asyncio.create_task(self._run(SamplingJob(self._count, task, self._count, None, None), messages is None))
+        running = asyncio.create_task(self._run(SamplingJob(self._count, task, self._count, None, None), begun, messages is None))
         self._open.add(running)
         running.add_done_callback(self._open.discard)
         session = await begun
         told = {name: getattr(session, name) for name in ("id", "base_url", "api_key", "model", "reward_url", "reward_key")}
         return web.json_response(told)
 
-    async def _run(self, job: SamplingJob, unknown: bool) -> None:
+    async def _run(self, job: SamplingJob, begun: "asyncio.Future[Session]", unknown: bool) -> None:
         outcome = await Group(Ledger(self._sampling, job)).run()
         for sample in outcome.result.samples:
             if unknown and sample.turns:  # its first request said what the messages are
                 first = sample.turns[0]
                 sample.messages, first.messages, first.follows = first.messages, [], -1
             await asyncio.to_thread(append_jsonl, self.run / SESSIONS_FILE, sample.to_json())
+        if (written := begun.result().written) is not None:
+            written.set()
 
 
 def collect(folder: RunFolder) -> int | None:

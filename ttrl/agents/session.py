@@ -50,7 +50,9 @@ class Session:
         self.failure: TtrlError | None = None
         """Of the first request that was refused or failed: what the agent made of it is not the policy's doing."""
         self.limit: RolloutLimitError | None = None
-        self.requests: set[asyncio.Task[Any]] = set()
+        self.written: asyncio.Event | None = None
+        """If not None, a reward is answered once this is set."""
+        self._requests: set[asyncio.Task[Any]] = set()
         self.is_over = False
         self._chat, self._ignore = chat, ignore
         self._beside = {name: transport_for(server) for name, server in (beside or {}).items()}
@@ -73,7 +75,7 @@ class Session:
     async def close(self) -> None:
         """End its requests; all further ones are refused."""
         self.is_over = True
-        for request in self.requests:
+        for request in self._requests:
             request.cancel()
         for transport in self._beside.values():
             await transport.close()
@@ -82,6 +84,18 @@ class Session:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request to one of APIS."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests.add(task)
+        try:
+            return await self._answer(request)
+        except RolloutLimitError as error:
+            self.limit = error
+            raise
+        finally:
+            self._requests.discard(task)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         with _Kept(self):
             body = await read_json(request)
         path, name = request.path.removeprefix("/v1"), body.get("model", MODEL)
@@ -103,6 +117,8 @@ class Session:
         body = await read_json(request)
         self.reward = Grade.of((body.get("reward"), body.get("metrics") or {}), self._place, who="agent")
         self.rewarded.set()
+        if self.written is not None:
+            await self.written.wait()
         return web.json_response({"reward": self.reward.reward})
 
     async def _ask(self, asked: Asked) -> tuple[dict[str, Any], Any]:
