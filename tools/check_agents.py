@@ -32,6 +32,7 @@ import numpy as np
 import ttrl
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
+from ttrl.errors import TtrlError
 from ttrl.records import Sample
 from ttrl.rollouts.client.http_transport import HTTPTransport
 from ttrl.system.files import read_jsonl
@@ -66,6 +67,8 @@ class EverySecond(ToolParser):
 """
 ENDING = (94, 190)
 """Tokens of the tiny model, of bytes that are no ASCII, that end a reply."""
+CONTEXT = 16384
+"""The tiny model has a token for each byte, and some packages have long prompts."""
 Reply = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 """Ids of the prompt and of the reply, and the log-probabilities of these."""
 
@@ -187,7 +190,7 @@ def letters(choice: Any) -> float:
 
 def check(folder: Path, agent: Any, ignore: Any, *, iterations: int, tasks: int = 4, samples: int = 8, **settings: Any) -> Found:
     """Train an agent, and compare."""
-    arguments = write_calling_model(folder, layers=2, width=64, heads=2, context=2048)
+    arguments = write_calling_model(folder, layers=2, width=64, heads=2, context=CONTEXT)
     config: dict[str, Any] = {
         "run": str(folder / "run"),
         "model": str(folder / "model"),
@@ -197,7 +200,7 @@ def check(folder: Path, agent: Any, ignore: Any, *, iterations: int, tasks: int 
         "max_tokens": 32,
         # Or a random model would be cut off each time, which the OpenAI Agents SDK takes for a failure.
         "sampling": {"stop_token_ids": list(range(*ENDING))},
-        "seq_len": 2048,
+        "seq_len": CONTEXT,
         "num_threads": 1,
         "training": {"lr": 3e-3, "rows_per_microbatch": 1},
         "server": {"max_num_seqs": 64, **arguments},
@@ -226,7 +229,10 @@ def main() -> int:
         program, ignore = AGENTS[name]
         python = options.venvs.absolute() / name / "bin" / "python"
         command = [str(python if python.exists() else sys.executable), str(Path(__file__).with_name("agents") / program)]
-        found = check(folder / name, command, ignore, iterations=options.iterations, samples=options.samples)
+        try:
+            found = check(folder / name, command, ignore, iterations=options.iterations, samples=options.samples)
+        except TtrlError as error:
+            found = Found(problems=[str(error)])
         rewards = " ".join(f"{reward:.3f}" for reward in found.rewards)
         counts = f"{found.samples:8}{found.failed:8}{found.replies:9}{found.trained:9}"
         lines.append(f"{name:16}{counts}  {'no' if found.problems else 'yes':6}  {rewards}")
