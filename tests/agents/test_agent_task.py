@@ -304,6 +304,27 @@ def test_a_program_in_any_language_is_trained_and_costs_its_sample_where_it_fail
     assert json.loads((tmp_path / "0").read_text())[1] == []
 
 
+def test_programs_take_turns_and_their_wait_is_not_counted(tmp_path):
+    """Each notes how many there are; alone, six of half a second are longer than the limit."""
+    program = (
+        PROGRAM
+        + f"""
+busy = os.path.join({str(tmp_path)!r}, "busy")
+os.makedirs(busy, exist_ok=True)
+mine = os.path.join(busy, str(task["sample"]))
+open(mine, "w").close()
+assert len(os.listdir(busy)) == 1
+time.sleep(0.5)
+os.remove(mine)
+"""
+    )
+    command = [sys.executable, "-S", "-c", program.replace("== 1:", "== 101:").replace("== 2:", "== 102:"), str(tmp_path)]
+    samples = run(command, lambda choice: 0.5, n=6, at_once=1, limits=RolloutLimits(seconds=2.5)).samples
+    assert [(sample.reward, sample.error) for sample in samples] == [(0.5, None)] * 6
+    with pytest.raises(TaskError, match="at_once is 0"):
+        ttrl.agent_task(command, messages=ASK, at_once=0)
+
+
 def test_a_program_without_a_grader_posts_its_reward(tmp_path):
     (sample,) = run([sys.executable, "-S", "-c", PROGRAM, str(tmp_path)]).samples
     assert (sample.error, sample.reward) == (None, 0.25)

@@ -34,8 +34,8 @@ def server(answer=lambda body: body["messages"][-1]["content"].upper(), seen=Non
     return behaviour
 
 
-def run(agent, grader=None, *, behaviour=None, limits=None, ignore=(), id="t", **kwargs):
-    task = ttrl.agent_task(agent, grader, messages=ASK, id=id, limits=limits, ignore=ignore)
+def run(agent, grader=None, *, behaviour=None, limits=None, ignore=(), id="t", at_once=None, **kwargs):
+    task = ttrl.agent_task(agent, grader, messages=ASK, id=id, limits=limits, ignore=ignore, at_once=at_once)
     return Kit.run(behaviour or server(), [task], **kwargs)[0]
 
 

@@ -121,7 +121,7 @@ class Play:
     async def _played(self) -> Any:
         """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
         sample, params = self.sample, self.s.request.parameters
-        chat = Chat(self.ask, self.ledger.messages, sample.task_id, sample.sample, params=params)
+        chat = Chat(self.ask, self.ledger.messages, sample.task_id, sample.sample, params=params, count_time=self._count_time)
         seconds, total = self.task.limits.seconds, self.task.limits.total_seconds
         whole = asyncio.timeout(total)
         assert self.task.rollout is not None

@@ -1,9 +1,10 @@
 """A task: what to ask the model, and how to judge what it answers."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -184,8 +185,9 @@ class Chat:
         sample: int,
         tools: Any = None,
         params: Mapping[str, Any] | None = None,
+        count_time: Callable[[bool], None] = lambda counts: None,
     ) -> None:
-        self._ask = ask
+        self._ask, self._count_time = ask, count_time
         self._is_asking = False
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         self.tools: list[dict[str, Any]] | None = tools
@@ -225,7 +227,16 @@ class Chat:
     def copy(self, messages: Sequence[Mapping[str, Any]] | None = None) -> "Chat":
         """Return another conversation of the same sample, from here or from `messages` (the other player of a game, a helper)."""
         begun = self.messages if messages is None else messages
-        return Chat(self._ask, begun, self.task_id, self.sample, self.tools, self.params)
+        return Chat(self._ask, begun, self.task_id, self.sample, self.tools, self.params, self._count_time)
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let the rollout wait within for what is not its work, such as a free core: its limit of `seconds` does not count."""
+        self._count_time(False)
+        try:
+            yield
+        finally:
+            self._count_time(True)
 
 
 @dataclass(frozen=True)
