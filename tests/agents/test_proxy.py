@@ -10,7 +10,7 @@ from support.agent_sessions import ASK, Kit, of_server, server, trained
 
 from ttrl import cli
 from ttrl.agents.proxy import Proxy
-from ttrl.errors import UserError
+from ttrl.errors import StorageError, UserError
 from ttrl.loop.carried import groups_of
 from ttrl.replays.replay import replay
 from ttrl.rollouts.settings import SamplingSettings
@@ -83,6 +83,24 @@ def test_sessions_become_an_iteration_that_replay_grades(tmp_path):
     result = replay(run, grader=lambda choice: float(choice.message.content.endswith("0")), quiet=True)
     again = groups_of(RunFolder(result.folder).iteration(1))
     assert [group.rewards for group in again] == [[1.0, 0.0], [0.0]]
+
+
+def test_a_session_that_cannot_be_written_is_said_to_whoever_rewards_it(tmp_path, monkeypatch):
+    def full(path, *rows):
+        raise StorageError(28, "no space left")
+
+    async def use(opened, post, address):
+        session = await opened(id="a", messages=ASK)
+        await post(session["base_url"] + "/chat/completions", session["api_key"], messages=ASK)
+        with monkeypatch.context() as patch:
+            patch.setattr("ttrl.agents.proxy.append_jsonl", full)
+            status, answer = await post(session["reward_url"], session["reward_key"], reward=1.0)
+        assert status == 502 and "no space left" in answer["error"]["message"]
+        session = await opened(id="b", messages=ASK)
+        await post(session["base_url"] + "/chat/completions", session["api_key"], messages=ASK)
+        assert (await post(session["reward_url"], session["reward_key"], reward=1.0))[0] == 200
+
+    assert [group.task_id for group in collected(tmp_path / "run", use)] == ["b"]
 
 
 def test_what_a_killed_proxy_had_written_is_collected_by_the_next(tmp_path):

@@ -1,13 +1,16 @@
 """Agents are trained on a real vLLM server by a real trainer: every trained id and log-probability is one that the server
 sent."""
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import check_agents
 import pytest
 from openai import AsyncOpenAI
@@ -15,9 +18,12 @@ from support import killed_sessions
 from support.killed_run import kill_all, wait_for
 
 import ttrl
+from ttrl.data.packing.packed import PackedTensors
 from ttrl.evaluation.evaluate import evaluate
+from ttrl.replays.replay import replay
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.task import RolloutLimits
+from ttrl.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -91,7 +97,7 @@ def test_64_sessions_killed_in_the_middle_go_on_and_5_percent_crash_and_hang(tmp
     process = start()
     wait_for(lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 1, process, log)
     kill_all(process)
-    kept = {row["position"]: row["samples"] for row in read_jsonl(partial)}
+    kept = {row["samples"][0]["task_id"]: row["samples"] for row in read_jsonl(partial)}
     assert 0 < len(kept) <= 4  # sessions of the other tasks had replies and were not over
     hold.unlink()
     assert start().wait(600) == 0, log.read_text()[-5000:]
@@ -101,5 +107,43 @@ def test_64_sessions_killed_in_the_middle_go_on_and_5_percent_crash_and_hang(tmp
     failed = {int(row["task_id"].split("/")[1]) * 8 + row["sample"] for row in rows if row["error"] is not None}
     assert (len(rows), found.samples, found.failed, failed) == (64, 64, len(failing), failing)
     assert [problem for problem in found.problems if "task 's/" not in problem] == [] and found.trained > 200
-    for position, samples in kept.items():
-        assert [row for row in rows if row["task_id"] == f"s/{position}"] == samples
+    for task_id, samples in kept.items():
+        assert [row for row in rows if row["task_id"] == task_id] == samples
+
+
+def test_ttrl_proxy_collects_what_replay_trains_on(tmp_path: Path) -> None:
+    """A model folder is served; Ctrl-C ends the proxy; the sessions become an iteration, which is graded and trained on."""
+    model, run, log = make_tiny_model(tmp_path / "model", layers=2, width=64, heads=2), tmp_path / "run", tmp_path / "log.txt"
+    command = [sys.executable, "-m", "ttrl.cli", "proxy", str(model), "--output", str(run), "--max-tokens", "6"]
+    with open(log, "wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        wait_for(lambda: "sessions are opened at" in log.read_text(), process, log)
+        address = log.read_text().split("sessions are opened at ")[1].split()[0]
+        key = (run / "proxy.key").read_text().strip()
+
+        async def use() -> None:
+            async with aiohttp.ClientSession() as http:
+
+                async def post(url: str, key: str, **body: Any) -> Any:
+                    async with http.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+                        assert answer.status == 200, await answer.text()
+                        return await answer.json()
+
+                for number in range(8):
+                    session = await post(address, key, id=f"t/{number // 4}")
+                    messages = [{"role": "user", "content": f"Say {number // 4}."}]
+                    chat = {"model": session["model"], "messages": messages}
+                    await post(session["base_url"] + "/chat/completions", session["api_key"], **chat)
+                    await post(session["reward_url"], session["reward_key"], reward=number % 2)
+
+        asyncio.run(use())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        if process.poll() is None:
+            kill_all(process)
+    result = replay(run, grader=lambda choice: check_agents.letters(choice), train=True, quiet=True)
+    assert result.checkpoint is not None and result.total.rollouts == 8
+    packed = PackedTensors.load(result.folder / "iterations/0001/packed.safetensors")
+    assert packed.num_trained == sum(len(row["token_ids"]) for row in read_jsonl(run / "sessions.jsonl"))

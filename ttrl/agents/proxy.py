@@ -20,7 +20,7 @@ from aiohttp import web
 from ttrl.agents.listener import Listener
 from ttrl.agents.parameters import read_json
 from ttrl.agents.session import Session
-from ttrl.errors import TaskError, UserError
+from ttrl.errors import TaskError, TtrlError, UserError
 from ttrl.records import Endpoint, Sample
 from ttrl.rollouts.group import Group
 from ttrl.rollouts.ledger import Ledger
@@ -87,7 +87,7 @@ class Proxy:
 
         async def rollout(chat: Chat) -> Grade | None:
             session = Session(chat, self.ignore, self.beside)
-            session.written = asyncio.Event()
+            session.written = asyncio.get_running_loop().create_future()
             self._listener.add(session)
             begun.set_result(session)
             try:
@@ -114,9 +114,15 @@ class Proxy:
             if unknown and sample.turns:  # its first request said what the messages are
                 first = sample.turns[0]
                 sample.messages, first.messages, first.follows = first.messages, [], -1
-            await asyncio.to_thread(append_jsonl, self.run / SESSIONS_FILE, sample.to_json())
-        if (written := begun.result().written) is not None:
-            written.set()
+            written = begun.result().written
+            assert written is not None
+            try:
+                await asyncio.to_thread(append_jsonl, self.run / SESSIONS_FILE, sample.to_json())
+            except TtrlError as error:  # a full disk: whoever gave the reward is told
+                written.set_exception(error)
+                written.exception()  # seen, where nobody waits
+            else:
+                written.set_result(None)
 
 
 def collect(folder: RunFolder) -> int | None:

@@ -50,8 +50,8 @@ class Session:
         self.failure: TtrlError | None = None
         """Of the first request that was refused or failed: what the agent made of it is not the policy's doing."""
         self.limit: RolloutLimitError | None = None
-        self.written: asyncio.Event | None = None
-        """If not None, a reward is answered once this is set."""
+        self.written: asyncio.Future[None] | None = None
+        """If not None, a reward is answered once this is done."""
         self._requests: set[asyncio.Task[Any]] = set()
         self.is_over = False
         self._chat, self._ignore = chat, ignore
@@ -118,7 +118,7 @@ class Session:
         self.reward = Grade.of((body.get("reward"), body.get("metrics") or {}), self._place, who="agent")
         self.rewarded.set()
         if self.written is not None:
-            await self.written.wait()
+            await asyncio.shield(self.written)
         return web.json_response({"reward": self.reward.reward})
 
     async def _ask(self, asked: Asked) -> tuple[dict[str, Any], Any]:

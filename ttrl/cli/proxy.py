@@ -39,6 +39,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     from ttrl.ready_models import ready_model
     from ttrl.rollouts.settings import SamplingSettings
     from ttrl.run_folder.folder import RunFolder
+    from ttrl.server.cpu import is_cpu_build
     from ttrl.server.serve import read_or_make_key
     from ttrl.server.serving import is_address, serving
     from ttrl.tasks.task import RolloutLimits
@@ -53,7 +54,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     key = read_or_make_key(key_file)
     if not is_address(model) and not RunFolder(run).config():  # what `ttrl replay --train` trains, and how
         config = TrainConfig(run=str(run), model=model, iterations=1, temperature=arguments.temperature)
-        RunFolder(run).remember_config(config.to_dict())
+        RunFolder(run).remember_config(config.resolved(cuda=not is_cpu_build()).to_dict())
     with serving(model, **options) as served:
         proxy = Proxy(
             SamplingSettings(client=served.endpoint, model=served.model, params=params, weights_version=0, pbar=False),
