@@ -17,8 +17,8 @@ And for agents, --sessions at once, each of which makes --turns requests of one 
 
 raw turns     aiohttp asks the server directly and discards the answers unread
 chat turns    tasks with a rollout: the same requests by `await chat(…)`
-agent turns   ttrl.agent_task: aiohttp asks the session's endpoint; its last column is what the proxy costs a request, the time
-              beyond that of chat turns divided by the requests, as all share one process
+agent turns   ttrl.agent_task: aiohttp asks the session's endpoint. What the proxy costs a request is the time beyond that of
+              chat turns, divided by the requests, as all share one process; of CPU, without that of raw turns, the agent's own
 
 Printed: tokens per second of wall clock, as a share of the raw client of the same kind, and the client's CPU time per token.
 Client and server share the machine, so a cheap client leaves more of it to the server. The server's own limits apply to all.
@@ -333,10 +333,14 @@ def bench(ways: Ways, agents_only: bool = False) -> None:
         )
     pairs = list(zip(seconds["agent turns"], seconds["chat turns"], strict=True))
     milliseconds = sorted((agent - chat) / (o.sessions * o.turns) * 1e3 for agent, chat in pairs)
+    spent = zip(cpu["agent turns"], cpu["chat turns"], cpu["raw turns"], strict=True)
+    cpu_ms = sorted((agent - chat - raw) * o.tokens / 1e3 for agent, chat, raw in spent)
     slower = sorted(1 - chat / agent for agent, chat in pairs)
-    print(f"{o.sessions} sessions x {o.turns} turns: the proxy costs {statistics.median(milliseconds):.2f} ms a request "
-          f"({milliseconds[0]:.2f} to {milliseconds[-1]:.2f}), {statistics.median(slower):.1%} of the tokens per second "
-          f"({slower[0]:.1%} to {slower[-1]:.1%})")  # fmt: skip
+    print(
+        f"{o.sessions} sessions x {o.turns} turns: the proxy costs {statistics.median(milliseconds):.2f} ms a request "
+        f"({milliseconds[0]:.2f} to {milliseconds[-1]:.2f}), {statistics.median(slower):.1%} of the tokens per second "
+        f"({slower[0]:.1%} to {slower[-1]:.1%}); {statistics.median(cpu_ms):.2f} ms of CPU ({cpu_ms[0]:.2f} to {cpu_ms[-1]:.2f})"
+    )
 
 
 if __name__ == "__main__":
