@@ -2,6 +2,8 @@
 
 Nothing is done without a key, and whatever goes wrong is said in the API's words, such that OpenAI's clients do not ask again.
 A request whose client is gone is cancelled, up to the server: nobody acted on its answer. When it is left, nothing stays behind.
+
+It costs a request 0.4 to 0.6 ms of CPU beyond what `await chat(…)` costs (tools/bench_rollouts.py --fake, on two busy cores).
 """
 
 import asyncio

@@ -124,7 +124,6 @@ class Session:
     async def _ask(self, asked: Asked) -> tuple[dict[str, Any], Any]:
         """Return the policy's message and choice."""
         chat = self._chat.copy(asked.messages)
-        chat.tools = None
         limit = least_tokens(asked.max_tokens, self._chat.params)
         choice = await chat(tools=asked.tools, max_tokens=limit, stop=asked.stop)
         self.num_replies += 1
