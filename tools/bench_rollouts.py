@@ -1,6 +1,7 @@
 """What does `get_task_results` cost, compared with the least that any client must do? On one real vLLM server, alternating.
 
     python tools/bench_rollouts.py [--tasks 32] [--samples 16] [--tokens 64] [--rounds 5] [--url URL --model NAME]
+    python tools/bench_rollouts.py --agents | --fake [--sessions 64] [--turns 8] [--tokens 64]
 
 Clients, each sampling tasks × samples completions of exactly `tokens` tokens with token ids and log-probabilities:
 
@@ -12,25 +13,41 @@ raw stream    a bare generator for one stream per sample: aiohttp reads the stre
 openai        the plain openai client, n samples per request, not streamed, its answers read
 openai stream the plain openai client, one stream per sample, its chunks read
 
+And for agents, --sessions at once, each of which makes --turns requests of one sample, one after another:
+
+raw turns     aiohttp asks the server directly and discards the answers unread
+chat turns    tasks with a rollout: the same requests by `await chat(…)`
+agent turns   ttrl.agent_task: aiohttp asks the session's endpoint. What the proxy costs a request is the time beyond that of
+              chat turns, divided by the requests, as all share one process; of CPU, without that of raw turns, the agent's own
+
 Printed: tokens per second of wall clock, as a share of the raw client of the same kind, and the client's CPU time per token.
 Client and server share the machine, so a cheap client leaves more of it to the server. The server's own limits apply to all.
 """
 
 import argparse
 import asyncio
+import contextlib
+import functools
+import json
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
+from aiohttp import web
 
+from ttrl.agents.session import Session
+from ttrl.agents.task import agent_task
+from ttrl.records import Endpoint
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.vllm import VLLMServer
-from ttrl.tasks.task import Task
+from ttrl.tasks.task import Chat, Task
 from ttrl.tiny_model import make_tiny_model
 
 Way = Callable[[], Awaitable[int]]
@@ -117,6 +134,62 @@ class Ways:
         assert seen == tokens, (seen, tokens)
         return tokens
 
+    # Sessions
+
+    def turns(self, number: int) -> Iterator[list[dict[str, str]]]:
+        """Yield the conversation of each request of a session."""
+        messages = self.messages(number)
+        for turn in range(self.o.turns):
+            yield messages
+            messages = [*messages, {"role": "assistant", "content": "x" * 16}, {"role": "user", "content": f"more {turn}"}]
+
+    async def raw_turns(self) -> int:
+        async with self.session() as session:
+
+            async def one(number: int) -> None:
+                for messages in self.turns(number):
+                    async with session.post(f"{self.base_url}/chat/completions", json=self.body(0, messages=messages)) as answer:
+                        assert answer.status == 200, await answer.text()
+                        await answer.read()
+
+            await asyncio.gather(*(one(number) for number in range(self.o.sessions)))
+        return self.o.sessions * self.o.turns * self.o.tokens
+
+    async def chat_turns(self) -> int:
+        async def rollout(chat: Chat, number: int) -> float:
+            for messages in self.turns(number):
+                await chat.copy(messages)()
+            return 1.0
+
+        numbers = range(self.o.sessions)
+        return await self.sampled([Task(self.messages(n), rollout=functools.partial(rollout, number=n)) for n in numbers])
+
+    async def agent_turns(self) -> int:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+            async def agent(session: Session, number: int) -> float:
+                url, headers = f"{session.base_url}/chat/completions", {"Authorization": f"Bearer {session.api_key}"}
+                for messages in self.turns(number):
+                    async with http.post(url, json={"messages": messages}, headers=headers) as answer:
+                        assert answer.status == 200, await answer.text()
+                        await answer.read()
+                return 1.0
+
+            numbers = range(self.o.sessions)
+            return await self.sampled(
+                [agent_task(functools.partial(agent, number=n), messages=self.messages(n)) for n in numbers]
+            )
+
+    async def sampled(self, tasks: list[Task]) -> int:
+        params = {"max_tokens": self.o.tokens, "temperature": 1.0, "ignore_eos": True}
+        client = Endpoint(self.base_url, self.api_key)
+        results = await get_task_results(tasks, client, self.model, params=params, concurrency=self.o.sessions, pbar=False)
+        stats = results.stats
+        assert stats.num_failed == 0, stats.failures()
+        return stats.completion_tokens
+
+    # The openai client
+
     async def openai(self) -> int:
         async with self.client() as client:
 
@@ -153,12 +226,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--fake", action="store_true", help="agents alone, in front of a server that answers at once")
+    parser.add_argument("--agents", action="store_true", help="agents alone, in front of vLLM")
     parser.add_argument("--url", help="a server that is already running; its key is taken from --key")
     parser.add_argument("--key", default="EMPTY")
     parser.add_argument("--model", default="m")
     options = parser.parse_args()
     if options.url:
         bench(Ways(options.url.rstrip("/"), options.key, options.model, options))
+        return
+    if options.fake:
+        with fake_server(options.tokens) as url:
+            bench(Ways(url, "EMPTY", "m", options), agents_only=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder, "model"))
@@ -169,10 +250,47 @@ def main() -> None:
             dtype="float32",
             extra_args={"max_num_seqs": 512},
         ) as server:
-            bench(Ways(server.base_url, server.api_key, "m", options))
+            bench(Ways(server.base_url, server.api_key, "m", options), agents_only=options.agents)
 
 
-def bench(ways: Ways) -> None:
+@contextlib.contextmanager
+def fake_server(tokens: int) -> Iterator[str]:
+    """Serve answers of so many tokens from a process of its own; yields the address."""
+    entries = [{"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": []}] * tokens
+    choice = {"index": 0, "message": {"role": "assistant", "content": "x" * tokens}, "logprobs": {"content": entries}}
+    choice |= {"finish_reason": "length", "token_ids": [5] * tokens}
+    usage = {"prompt_tokens": 100, "completion_tokens": tokens, "total_tokens": 100 + tokens}
+    whole = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    answer = json.dumps({**whole, "prompt_token_ids": [7] * 100}).encode()
+
+    async def reply(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=answer, content_type="application/json")
+
+    def serve(pipe: Connection) -> None:
+        async def main() -> None:
+            app = web.Application()
+            app.router.add_post("/v1/chat/completions", reply)
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            pipe.send(runner.addresses[0][1])
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}/v1"
+    finally:
+        process.kill()
+        process.join()
+
+
+def bench(ways: Ways, agents_only: bool = False) -> None:
     """Runs all ways in alternation, after a round that is not counted."""
     names: dict[str, tuple[Way, str]] = {
         "raw": (ways.raw, "raw"),
@@ -183,23 +301,29 @@ def bench(ways: Ways) -> None:
         "ttrl stream n": (ways.ttrl_stream_n, "raw stream"),
         "openai stream": (ways.openai_stream, "raw stream"),
     }
+    agents: dict[str, tuple[Way, str]] = {
+        "raw turns": (ways.raw_turns, "raw turns"),
+        "chat turns": (ways.chat_turns, "raw turns"),
+        "agent turns": (ways.agent_turns, "raw turns"),
+    }
+    names = agents if agents_only else names | agents
     seconds: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
-    tokens = 0
+    tokens: dict[str, int] = {}
     for turn in range(ways.o.rounds + 1):
         order = list(names) if turn % 2 else list(reversed(names))
         for name in order:
             ways.round += 1
             began, cpu_began = time.perf_counter(), time.process_time()
-            tokens = asyncio.run(names[name][0]())
+            tokens[name] = asyncio.run(names[name][0]())
             if turn:
                 seconds[name].append(time.perf_counter() - began)
-                cpu[name].append((time.process_time() - cpu_began) / tokens * 1e6)
+                cpu[name].append((time.process_time() - cpu_began) / tokens[name] * 1e6)
     o = ways.o
     print(f"{o.tasks} tasks x {o.samples} samples x {o.tokens} tokens, {o.rounds} rounds, medians (least to most)")
     print(f"{'way':14} {'tokens/s':>24} {'share of its raw way':>22} {'client CPU us/token':>24}")
     for name, (_, base) in names.items():
-        speeds = sorted(tokens / s for s in seconds[name])
+        speeds = sorted(tokens[name] / s for s in seconds[name])
         shares = sorted(b / s for s, b in zip(seconds[name], seconds[base], strict=True))  # pairs of the same round
         costs = sorted(cpu[name])
         print(
@@ -207,6 +331,16 @@ def bench(ways: Ways) -> None:
             + f" {statistics.median(shares):7.2f} ({shares[0]:.2f} to {shares[-1]:.2f})".rjust(22)
             + f" {statistics.median(costs):7.1f} ({costs[0]:.1f} to {costs[-1]:.1f})".rjust(24)
         )
+    pairs = list(zip(seconds["agent turns"], seconds["chat turns"], strict=True))
+    milliseconds = sorted((agent - chat) / (o.sessions * o.turns) * 1e3 for agent, chat in pairs)
+    spent = zip(cpu["agent turns"], cpu["chat turns"], cpu["raw turns"], strict=True)
+    cpu_ms = sorted((agent - chat - raw) * o.tokens / 1e3 for agent, chat, raw in spent)
+    slower = sorted(1 - chat / agent for agent, chat in pairs)
+    print(
+        f"{o.sessions} sessions x {o.turns} turns: the proxy costs {statistics.median(milliseconds):.2f} ms a request "
+        f"({milliseconds[0]:.2f} to {milliseconds[-1]:.2f}), {statistics.median(slower):.1%} of the tokens per second "
+        f"({slower[0]:.1%} to {slower[-1]:.1%}); {statistics.median(cpu_ms):.2f} ms of CPU ({cpu_ms[0]:.2f} to {cpu_ms[-1]:.2f})"
+    )
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ HOUSE = {
         "data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
-    "agents": _room("rollouts.graders tasks", "aiohttp"),
+    "agents": _room("run_folder rollouts rollouts.client rollouts.graders tasks records", "aiohttp"),
     "evaluation": _room(
         "intervals rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
     ),
@@ -127,7 +127,7 @@ HOUSE = {
         "loop launch report run_folder rollouts rollouts.client rollouts.graders data tasks configs records", "numpy tqdm yaml"
     ),
     "cli": _room(
-        "instruments evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks "
+        "agents instruments evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks "
         "tasks.temporal_clue tasks.zebra_grid ready_models tiny_model configs records",
         "openai tqdm yaml",
     ),

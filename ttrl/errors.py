@@ -31,7 +31,7 @@ from typing import Any, Literal
 from ttrl.text import harmless
 
 RequestFailure = Literal["connection", "timeout", "stall", "status", "malformed"]
-RolloutLimit = Literal["turns", "tokens", "context"]
+RolloutLimit = Literal["turns", "tokens", "context", "seconds"]
 
 
 class TtrlError(Exception):
@@ -90,7 +90,8 @@ class RolloutError(TtrlError):
 class RolloutLimitError(RolloutError):
     """A rollout may not ask the model again.
 
-    limit: "turns" or "tokens" (the task's `RolloutLimits`), "context" (the conversation leaves the model no room to answer).
+    limit: "turns", "tokens" or "seconds" (the task's `RolloutLimits`; the last is `total_seconds`), "context" (the conversation
+        leaves the model no room to answer).
     """
 
     def __init__(self, message: str, limit: RolloutLimit) -> None:

@@ -20,8 +20,18 @@ ADAPTER_FOLDER = "adapter"
 """In a checkpoint: what is trained beside a frozen base (`ttrl.training.policy.adapters`)."""
 ADAPTER_SETTINGS = "ttrl_adapter.json"
 """In that folder: which base it belongs to, and how."""
+PROMPT = "prompt"
+"""The role of a message that is the whole prompt, as text or token ids: the model goes on with it, without a chat template."""
 ANSWER_END = "answer_end"
 """A metric in which graders say where the last answer ends, in characters of the reply's content, for `surprise_until`."""
+
+
+def raw_prompt(messages: Sequence[Mapping[str, Any]]) -> str | list[int] | None:
+    """Return the text or the ids of a prompt that no chat template makes; None for a chat."""
+    if len(messages) != 1 or messages[0].get("role") != PROMPT:
+        return None
+    content: str | list[int] = messages[0]["content"]
+    return content
 
 
 @dataclass(kw_only=True)

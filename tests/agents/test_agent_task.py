@@ -10,74 +10,11 @@ import sys
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
-from support.chat_server import Kit
+from support.agent_sessions import ASK, EOS, Kit, of_server, post, rendered, run, said, server, trained
 
 import ttrl
-from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import TaskError
 from ttrl.tasks.task import RolloutLimits
-
-EOS = 0
-ASK = [{"role": "user", "content": "begin"}]
-
-
-def rendered(messages):
-    """A chat template over characters: a header from 1000 on, what is said, and its end."""
-    ids = []
-    for message in messages:
-        ids += [1000 + len(message["role"]), *map(ord, message.get("content") or ""), EOS]
-    return [*ids, 1009]
-
-
-def server(answer=lambda body: body["messages"][-1]["content"].upper(), seen=None):
-    def behaviour(body, attempt):
-        if seen is not None:
-            seen.append(body)
-        told = answer(body)
-        if isinstance(told, Kit.Reply):
-            return told
-        text, changes = told if isinstance(told, tuple) else (told, {})
-        prompt, choice = rendered(body["messages"]), Kit.choice(0, text, **changes)
-        choice["message"].update(changes.get("message") or {})
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(text) + 1, "total_tokens": len(prompt) + len(text) + 1}
-        return Kit.completion([choice], prompt_token_ids=prompt, usage=usage)
-
-    return behaviour
-
-
-def run(agent, grader=None, *, behaviour=None, limits=None, ignore=(), id="t", **kwargs):
-    task = ttrl.agent_task(agent, grader, messages=ASK, id=id, limits=limits, ignore=ignore)
-    return Kit.run(behaviour or server(), [task], **kwargs)[0]
-
-
-async def post(session, path="/chat/completions", *, key=None, url=None, **body):
-    """(status, body) of a request as any language would make it."""
-    headers = {"Authorization": f"Bearer {key or session.api_key}"}
-    async with aiohttp.ClientSession() as http, http.post(url or session.base_url + path, json=body, headers=headers) as response:
-        return response.status, await response.json()
-
-
-async def said(session, *texts, **body):
-    """The reply to a conversation in which user and assistant take turns."""
-    messages = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
-    status, answer = await post(session, messages=messages, **body)
-    assert status == 200, answer
-    return answer["choices"][0]["message"]["content"]
-
-
-def trained(results):
-    """All trained (id, logprob) of the first sample, sequence by sequence."""
-    found = []
-    for one in TaskResultTokenizer()(results[0], [0.5] * len(results[0].samples)):
-        if one.sample == 0:
-            marked = zip(one.token_ids, one.logprobs, one.assistant_mask, strict=True)
-            found.append([(token, logprob) for token, logprob, is_trained in marked if is_trained])
-    return found
-
-
-def of_server(*texts):
-    """What `trained` is of a sequence with these replies."""
-    return [pair for text in texts for pair in zip([*map(ord, text), EOS], Kit.expected_logprobs(text), strict=True)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -188,7 +125,7 @@ def test_only_its_own_keys_open_a_session():
         wrong.append(await post(session, url=session.reward_url, reward=1.0))
         assert [status for status, _ in wrong] == [401] * 4 and wrong[0][1]["error"]["code"] == "invalid_api_key"
         assert "127.0.0.1" in session.base_url and session.api_key != session.reward_key
-        status, body = await post(session, "/responses", input="hi")
+        status, body = await post(session, "/embeddings", input="hi")
         assert status == 404 and "/v1/chat/completions" in body["error"]["message"]
         return float(await said(session, "a") == "A")
 
@@ -254,6 +191,20 @@ def test_the_reward_is_returned_or_posted_or_else_the_graders():
     assert [status for status, _ in statuses] == [200, 200, 400] and "finite number" in statuses[-1][1]["error"]["message"]
 
 
+def test_a_grader_sees_all_branches():
+    async def agent(session):
+        await asyncio.gather(said(session, "a"), said(session, "b"))
+        await said(session, "c")
+
+    def grader(choice):
+        shown.extend([message["content"] for message in turn["messages"]] for turn in choice.turns)
+        return 1.0
+
+    shown = []
+    assert run(agent, grader).samples[0].reward == 1.0
+    assert sorted(shown) == [["a", "A"], ["b", "B"], ["c", "C"]]
+
+
 def test_limits_end_an_agent_as_they_end_a_rollout():
     async def agent(session):
         for _ in range(3):
@@ -277,7 +228,7 @@ def test_a_fault_of_the_endpoint_itself_costs_the_sample(monkeypatch):
     async def agent(session):
         await said(session, "a")
         with monkeypatch.context() as patch, contextlib.suppress(aiohttp.ClientError):
-            patch.setattr("ttrl.agents.session._answer", lambda *given: 1 / 0)
+            patch.setattr("ttrl.agents.chat_completions.answer", lambda *given: 1 / 0)
             await post(session, messages=ASK)
         return 1.0
 
@@ -351,6 +302,27 @@ def test_a_program_in_any_language_is_trained_and_costs_its_sample_where_it_fail
     assert samples[0].token_ids == [*map(ord, "BEGIN"), EOS]
     assert "ended with status 1" in samples[1].error and "it broke" in samples[1].error
     assert json.loads((tmp_path / "0").read_text())[1] == []
+
+
+def test_programs_take_turns_and_their_wait_is_not_counted(tmp_path):
+    """Each notes how many there are; alone, six of half a second are longer than the limit."""
+    program = (
+        PROGRAM
+        + f"""
+busy = os.path.join({str(tmp_path)!r}, "busy")
+os.makedirs(busy, exist_ok=True)
+mine = os.path.join(busy, str(task["sample"]))
+open(mine, "w").close()
+assert len(os.listdir(busy)) == 1
+time.sleep(0.5)
+os.remove(mine)
+"""
+    )
+    command = [sys.executable, "-S", "-c", program.replace("== 1:", "== 101:").replace("== 2:", "== 102:"), str(tmp_path)]
+    samples = run(command, lambda choice: 0.5, n=6, at_once=1, limits=RolloutLimits(seconds=2.5)).samples
+    assert [(sample.reward, sample.error) for sample in samples] == [(0.5, None)] * 6
+    with pytest.raises(TaskError, match="at_once is 0"):
+        ttrl.agent_task(command, messages=ASK, at_once=0)
 
 
 def test_a_program_without_a_grader_posts_its_reward(tmp_path):

@@ -203,8 +203,10 @@ def test_the_grader_is_given_the_last_choice_and_the_conversation(kit):
         assert choice.token_ids == [*map(ord, "two"), EOS] and choice.finish_reason == "stop"
         assert [entry.logprob for entry in choice.logprobs.content] == kit.expected_logprobs("two")
         assert choice.messages == given[0].messages
+        assert [len(turn["messages"]) for turn in choice.turns] == [3, 5] and choice.turns[-1]["messages"] == choice.messages
+        assert choice.turns[0] == {"messages": choice.messages[:3], "tools": None, "finish_reason": "stop"}
     sent = choice_from_json(choice_to_json(given[0]))  # as graders in processes of their own are given it
-    assert sent.messages == given[0].messages and sent.message.content == "two"
+    assert (sent.messages, sent.turns) == (given[0].messages, given[0].turns) and sent.message.content == "two"
 
 
 def grade_messages(choice):
@@ -537,6 +539,36 @@ def test_limits_end_a_rollout_which_is_graded_as_it_is(kit, limits, turns, finis
     assert said in without.error and len(without.turns) == turns
     if limits.tokens:
         assert {body["max_tokens"] for body in seen} == {5, 3}
+
+
+@pytest.mark.parametrize("hangs", ["model", "tool"])
+def test_seconds_of_the_whole_rollout_end_it_wherever_it_is(kit, hangs):
+    async def rollout(chat):
+        await chat("begin")
+        if hangs == "tool":
+            await asyncio.Event().wait()
+        await chat("more")
+
+    async def never():
+        await asyncio.Event().wait()
+
+    def behaviour(body, attempt):
+        return never() if len(body["messages"]) > 2 else talking(replies, kit=kit)(body, attempt)
+
+    limits = RolloutLimits(total_seconds=0.3)
+    tasks = [
+        Task(SYSTEM, len_of_turns, rollout=rollout, id="graded", limits=limits),
+        Task(SYSTEM, rollout=rollout, id="not", limits=limits),
+    ]
+    graded, without = kit.run(behaviour, tasks)[0].samples
+    assert (graded.error, graded.reward, graded.finish_reason) == (None, 1.0, "max_seconds")
+    assert without.error == "RolloutLimitError: task 'not', sample 0: the rollout has had its 0.3 s"
+    with pytest.raises(TaskError, match="total_seconds is 0"):
+        RolloutLimits(total_seconds=0)
+
+
+def len_of_turns(choice):
+    return float(len(choice.turns))
 
 
 def test_a_limit_can_be_caught(kit):

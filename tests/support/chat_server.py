@@ -103,7 +103,7 @@ class Server:
         writer.close()
 
     async def answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        prompt = json.dumps(body["messages"])
+        prompt = json.dumps(body.get("messages", body.get("prompt")))
         self.requests.append(body)
         self.attempts[prompt] += 1
         self.in_flight += 1

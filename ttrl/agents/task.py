@@ -5,13 +5,18 @@ import inspect
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ttrl.agents.listener import Listener
+from ttrl.agents.parameters import MODEL
 from ttrl.agents.session import Session
 from ttrl.errors import RolloutError, TaskError
+from ttrl.records import Endpoint
+from ttrl.rollouts.client.transport import transport_for
 from ttrl.rollouts.graders.processes import hidden
 from ttrl.system.processes import ChildProcess
 from ttrl.tasks.task import Chat, Grade, Grader, GraderOutput, RolloutLimits, Task, question
@@ -33,6 +38,8 @@ def agent_task(
     id: str = "",
     limits: RolloutLimits | None = None,
     ignore: Iterable[str] = (),
+    beside: "Mapping[str, str | Endpoint] | None" = None,
+    at_once: int | None = None,
 ) -> Task:
     """Make a task of an agent that talks to an OpenAI-compatible endpoint: all that it asks the model is trained as a rollout.
 
@@ -51,6 +58,10 @@ def agent_task(
     messages: what the agent is to do, `session.messages`; a string is a user's message. They, or `id`, tell tasks apart.
     limits: as of rollouts; `seconds` is how long the agent may work without asking the model.
     ignore: parameters of the agent's requests to leave out where they would be refused, such as "temperature".
+    beside: other models that the agent may ask at the same endpoint, by their names: the addresses of their servers (the key is
+        OPENAI_API_KEY's), or `ttrl.records.Endpoint`. They are passed on as they are, and not trained.
+    at_once: of a command: how many of them run at the same time, those of all tasks with the same number together; None: four
+        for each core. Others wait for their turn, which `limits.seconds` does not count.
 
     Raises TaskError for an agent that is neither.
     """
@@ -62,7 +73,14 @@ def agent_task(
     if isinstance(ignore, str):
         raise TaskError(f"ignore is {ignore!r}; give a list of names, [{ignore!r}]")
     given = question(messages) if isinstance(messages, str) else [dict(message) for message in messages]
-    rollout = _AgentRollout(agent if callable(agent) else tuple(agent), frozenset(ignore), grader is None)
+    if at_once is not None and (type(at_once) is not int or at_once < 1):
+        raise TaskError(f"at_once is {at_once!r}; give a number of programs of at least 1, or None")
+    others = dict(beside or {})
+    for name, server in others.items():
+        transport_for(server)  # raises for what is none
+        if name == MODEL:
+            raise TaskError(f"beside names a model {MODEL!r}, which is the policy's own name; give it another")
+    rollout = _AgentRollout(agent if callable(agent) else tuple(agent), frozenset(ignore), others, grader is None, at_once)
     return Task(given, grader, id=id, rollout=rollout, limits=limits or RolloutLimits())
 
 
@@ -72,11 +90,26 @@ class _AgentRollout:
 
     agent: "Agent"
     ignore: frozenset[str]
+    beside: "Mapping[str, str | Endpoint]"
     posts_reward: bool
+    at_once: int | None
 
     async def __call__(self, chat: Chat) -> "GraderOutput | None":
+        if callable(self.agent):
+            return await self._play(chat)
+        turn = _turns(self.at_once)
+        with chat.idle():
+            await turn.acquire()
+        try:
+            return await self._play(chat)
+        finally:
+            turn.release()
+
+    async def _play(self, chat: Chat) -> "GraderOutput | None":
         place = f"task {chat.task_id!r}, sample {chat.sample}"
-        async with Session(chat, self.ignore) as session:
+        async with Listener() as listener:
+            session = Session(chat, self.ignore, self.beside)
+            listener.add(session)
             try:
                 output = await self._run(session, place)
             except Exception:  # of the agent's own code, any kind; nothing is swallowed but for a reward that was posted
@@ -101,6 +134,15 @@ class _AgentRollout:
             raise RolloutError(f"{place}: the agent is no coroutine function; write it as async def agent(session)")
         output: GraderOutput | None = await coroutine
         return output
+
+
+_of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]" = weakref.WeakKeyDictionary()
+
+
+def _turns(at_once: int | None) -> asyncio.Semaphore:
+    """Return what lets so many programs run at the same time."""
+    count = at_once or 4 * (os.cpu_count() or 1)
+    return _of_loops.setdefault(asyncio.get_running_loop(), {}).setdefault(count, asyncio.Semaphore(count))
 
 
 async def _run_command(command: Sequence[str], session: Session, place: str, posts_reward: bool) -> None:

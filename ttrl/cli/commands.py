@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from ttrl.cli import cache, config, evaluate, machine, models, plan, runs, sweep, tasks
+from ttrl.cli import cache, config, evaluate, machine, models, plan, proxy, runs, sweep, tasks
 from ttrl.errors import TtrlError
 from ttrl.system.console import speak_in_lines
 from ttrl.version import __version__
@@ -36,6 +36,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     ),
     "sweep": (sweep.add_sweep, "run a grid of settings and seeds, and compare what came of them"),
     "serve": (machine.add_serve, "start a server that a run on another host joins"),
+    "proxy": (proxy.add_proxy, "collect what agents ask a model, as rollouts to train on"),
     "join": (machine.add_join, "train together with a run that another machine leads"),
     "cache": (cache.add_cache, "look into a cache of completions, export it, clear it"),
     "tasks": (tasks.add_tasks, "make puzzles, start a task of your own, try it before training"),

@@ -26,9 +26,9 @@ from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample
 from ttrl.rollouts.client.attempts import Attempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
-from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB, read_choice
+from ttrl.rollouts.client.choices import read_choice
 from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
-from ttrl.rollouts.client.text_stream import Piece, ask
+from ttrl.rollouts.client.text_stream import Piece, ask, entry
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, encoded
 
@@ -174,7 +174,7 @@ class _Continued:
         self.prompt: list[int] = list(sample.prompt_token_ids or ())
         self.ids, self.text = list(sample.token_ids or ()), sample.text
         # A sample keeps no token strings: people read them in the text, and programs have the ids.
-        self.entries = [_entry("", value) for value in sample.logprobs or ()] if self.request.wants_logprobs else []
+        self.entries = [entry("", value) for value in sample.logprobs or ()] if self.request.wants_logprobs else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last: Piece | None = None
@@ -213,7 +213,7 @@ class _Continued:
         self.last = piece
         self.cached_tokens = piece.cached_tokens if self.cached_tokens is None else self.cached_tokens
         self.ids += piece.token_ids
-        self.entries += [_entry(t, v) for t, v in zip(piece.tokens, piece.logprobs, strict=True)]
+        self.entries += [entry(t, v) for t, v in zip(piece.tokens, piece.logprobs, strict=True)]
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
         if exact:
             self.text += piece.text
@@ -323,11 +323,6 @@ def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
     if len(ids) > had:
         sample.weights_version = weights_version
     sample.token_versions = versions if any(version != sample.weights_version for version in versions) else None
-
-
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
-    return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "replace")), "top_logprobs": []}
 
 
 def _first_stop(text: str, stops: list[str], searched: int) -> tuple[int, int, str] | None:

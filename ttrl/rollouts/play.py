@@ -20,18 +20,21 @@ from typing import Any
 from openai.types.chat.chat_completion import Choice
 
 from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TokenizationError, describe
-from ttrl.records import Sample, Turn
+from ttrl.records import PROMPT, Sample, Turn, raw_prompt
 from ttrl.rollouts.cache.completions import request_digest
 from ttrl.rollouts.client.attempts import ChatAttempt, room_left
 from ttrl.rollouts.client.chat_completions import ChatRequest, plain
 from ttrl.rollouts.client.choices import openai_choice, read_choice, with_messages, writable
+from ttrl.rollouts.client.prompts import sample_after_prompt
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.client.wire import Answer, is_ids
 from ttrl.rollouts.graders.grading import own_traceback, type_and_message
 from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
 
+_ENDED_BY = {"turns": "max_turns", "seconds": "max_seconds"}
+"""Finish reasons of samples that came to a limit; of the others, "length"."""
 _REASONING = ("reasoning", "reasoning_content")
 
 
@@ -58,6 +61,10 @@ class _FittingAttempt(ChatAttempt):
 
     place: str
     """Names the sample in errors."""
+
+    async def sample_from(self, transport: Transport) -> list[Answer | None]:
+        is_chat = raw_prompt(self.messages) is None
+        return await (super().sample_from(transport) if is_chat else sample_after_prompt(self, transport))
 
     async def __call__(self, transport: Transport) -> list[Answer | None]:
         try:
@@ -97,7 +104,7 @@ class Play:
             except RolloutLimitError as limit:
                 if self.task.grader is None or not any(self._replies):
                     raise
-                output, ended_by = None, "max_turns" if limit.limit == "turns" else "length"
+                output, ended_by = None, _ENDED_BY.get(limit.limit, "length")
             finally:
                 self._fill()
             sample.finish_reason = ended_by or sample.finish_reason
@@ -114,11 +121,12 @@ class Play:
     async def _played(self) -> Any:
         """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
         sample, params = self.sample, self.s.request.parameters
-        chat = Chat(self.ask, self.ledger.messages, sample.task_id, sample.sample, params=params)
-        seconds = self.task.limits.seconds
+        chat = Chat(self.ask, self.ledger.messages, sample.task_id, sample.sample, params=params, count_time=self._count_time)
+        seconds, total = self.task.limits.seconds, self.task.limits.total_seconds
+        whole = asyncio.timeout(total)
         assert self.task.rollout is not None
         try:
-            async with asyncio.timeout(seconds) as self._clock:
+            async with whole, asyncio.timeout(seconds) as self._clock:
                 coroutine = self.task.rollout(chat)
                 if not inspect.isawaitable(coroutine):
                     raise RolloutError(f"{self.place}: the rollout is no coroutine function; write it as async def rollout(chat)")
@@ -129,6 +137,8 @@ class Play:
                 raise  # it is we who are being cancelled
             raise self._raised(error) from None
         except TimeoutError as error:
+            if whole.expired():
+                raise RolloutLimitError(f"{self.place}: the rollout has had its {total:g} s", "seconds") from None
             if self._clock is None or not self._clock.expired():
                 raise self._raised(error) from None
             raise RolloutError(
@@ -165,7 +175,7 @@ class Play:
         if self.task.grader is None:
             raise GraderError(f"{self.place}: the rollout returned no reward, and the task has no grader; give one of them")
         last = next(reply for reply in reversed(self._replies) if reply is not None)
-        choice = with_messages(openai_choice(last.answer), [*last.messages, last.message])
+        choice = with_messages(openai_choice(last.answer), [*last.messages, last.message], self.sample)
         return await self.s.graders.grade(self.task, choice, self.place)
 
     # Requests
@@ -188,6 +198,7 @@ class Play:
         sent = _clean(plain(messages, "messages"))
         if not sent:
             raise RolloutError(f"{self.place}: there are no messages to answer")
+        self._check_prompt(sent)
         own = {"tools": _clean(plain(tools, "tools")) if tools else None, "stop": plain(stop, "stop")}
         request = self._request(own, max_tokens)
         waiting = asyncio.current_task()
@@ -205,7 +216,8 @@ class Play:
         usage.new_completion += 0 if cached else tokens
         read = Sample(task_id=self.sample.task_id, sample=self.sample.sample, messages=sent, cached=cached)
         read.weights_version = self.s.settings.weights_version
-        first = self.ledger.job.position == 0 and self.sample.sample == 0  # checked token by token, as a single answer is
+        # Checked token by token, as a single answer is; of text completions vLLM sends no bytes.
+        first = self.ledger.job.position == 0 and self.sample.sample == 0 and raw_prompt(sent) is None
         read_choice(read, answer, self.place, token_ids=self.s.settings.token_ids, logprobs=request.wants_logprobs, strings=first)
         if not cached and digest is not None:
             await self.ledger.keep(read, answer, digest, self.s.cache_body(sent, request))
@@ -214,12 +226,22 @@ class Play:
         self._check_over()
         self._replies[number] = reply
         known = answer.prompt_tokens or len(answer.prompt_token_ids or ())
+        choice.prompt_token_ids = read.prompt_token_ids  # type: ignore[attr-defined]  # vLLM's; it stands there in text completions
         choice.usage = {"prompt_tokens": known, "completion_tokens": tokens, "total_tokens": known + tokens}  # type: ignore[attr-defined]
         return choice, copy.deepcopy(reply.message)  # a copy, as messages are the rollout's to change
 
     def _check_over(self) -> None:
         if self._is_over:
             raise RolloutError(f"{self.place}: the rollout is over; await all requests before it returns")
+
+    def _check_prompt(self, messages: list[dict[str, Any]]) -> None:
+        if all(message.get("role") != PROMPT for message in messages):
+            return
+        content, settings = messages[0].get("content"), self.s.settings
+        if len(messages) > 1 or not (isinstance(content, str) or is_ids(content)) or not content:
+            raise RolloutError(f"{self.place}: a message of role {PROMPT!r} stands alone, and is a text or a list of token ids")
+        if not settings.token_ids or settings.on_chunk is not None:
+            raise RolloutError(f"{self.place}: a prompt without a chat needs token_ids=True, and no on_chunk")
 
     def _check_limits(self) -> None:
         self._check_over()

@@ -1,9 +1,10 @@
 """A task: what to ask the model, and how to judge what it answers."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -68,13 +69,16 @@ class RolloutLimits:
     """Tokens that the model generates in all turns together; None: as many as its context has room for."""
     seconds: float = 60.0
     """Seconds of the rollout's own work between two requests (a tool, a game); the model's time does not count."""
+    total_seconds: float | None = None
+    """Seconds of the whole rollout, the model's time and the wait for a busy server included; None: as long as it takes."""
 
     def __post_init__(self) -> None:
         for name, value in (("turns", self.turns), ("tokens", self.tokens)):
             if (value is not None or name == "turns") and (type(value) is not int or value < 1):
                 raise TaskError(f"rollout limits: {name} is {value!r}; give a whole number of at least 1")
-        if not is_number(self.seconds) or self.seconds <= 0:
-            raise TaskError(f"rollout limits: seconds is {self.seconds!r}; give a positive number of seconds")
+        for name, seconds in (("seconds", self.seconds), ("total_seconds", self.total_seconds)):
+            if (seconds is not None or name == "seconds") and (not is_number(seconds) or seconds <= 0):
+                raise TaskError(f"rollout limits: {name} is {seconds!r}; give a positive number of seconds")
 
 
 @dataclass
@@ -166,6 +170,7 @@ class Chat:
 
     messages: the conversation so far, the model's replies included; a list of yours to change: what is in it is sent next. Where
         what was said before is changed or left out, the reply is trained as one to another prompt, which costs more tokens.
+        A single message of the role "prompt" is no chat: the model goes on with its content, a text or a list of token ids.
     tools: descriptions of functions that the model may call, as in the OpenAI API (the server must know how to read calls, such
         as vLLM with --enable-auto-tool-choice --tool-call-parser); once given, they stay.
     task_id, sample: which rollout this is; a random generator made of them gives the same game each time.
@@ -180,8 +185,9 @@ class Chat:
         sample: int,
         tools: Any = None,
         params: Mapping[str, Any] | None = None,
+        count_time: Callable[[bool], None] = lambda counts: None,
     ) -> None:
-        self._ask = ask
+        self._ask, self._count_time = ask, count_time
         self._is_asking = False
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         self.tools: list[dict[str, Any]] | None = tools
@@ -221,7 +227,16 @@ class Chat:
     def copy(self, messages: Sequence[Mapping[str, Any]] | None = None) -> "Chat":
         """Return another conversation of the same sample, from here or from `messages` (the other player of a game, a helper)."""
         begun = self.messages if messages is None else messages
-        return Chat(self._ask, begun, self.task_id, self.sample, self.tools, self.params)
+        return Chat(self._ask, begun, self.task_id, self.sample, self.tools, self.params, self._count_time)
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let the rollout wait within for what is not its work, such as a free core: its limit of `seconds` does not count."""
+        self._count_time(False)
+        try:
+            yield
+        finally:
+            self._count_time(True)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.errors import RequestError
+from ttrl.records import raw_prompt
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.stream import stream_answers
@@ -128,9 +129,15 @@ async def room_left(
     if error.status not in (400, 413, 422) or not any(words in str(error) for words in _TOO_LONG):
         return None
     body = {name: request.parameters[name] for name in _OF_THE_PROMPT if name in request.parameters}
+    prompt = raw_prompt(messages)
+    if prompt is None:
+        body["messages"] = messages
+    else:
+        body = {"prompt": prompt if isinstance(prompt, str) else ""}
     try:
-        answer = loads(await transport.post("/tokenize", {**body, "model": request.model, "messages": messages}, root=True))
+        answer = loads(await transport.post("/tokenize", {**body, "model": request.model}, root=True))
     except RequestError:
         return 0
     count, most = (answer.get(name) if isinstance(answer, dict) else None for name in ("count", "max_model_len"))
+    count = len(prompt) if isinstance(prompt, list) else count
     return max(0, most - count) if type(count) is int and type(most) is int else 0

@@ -252,9 +252,16 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
     return {name: None if field.is_required() else field.get_default() for name, field in fields.items()}
 
 
-def with_messages(choice: Choice, messages: list[dict[str, Any]]) -> Choice:
-    """Set `choice.messages` to the whole conversation with its reply, which graders of rollouts are given."""
-    choice.messages = copy.deepcopy(messages)  # type: ignore[attr-defined]  # an extra field of openai's model
+def with_messages(choice: Choice, messages: list[dict[str, Any]], sample: Sample) -> Choice:
+    """Set what graders of rollouts are given: `choice.messages`, the last conversation with its reply, and `choice.turns`: of
+    each reply in the order in which they were asked for: the messages with it, the tools, the finish reason."""
+    turns = sample.turns or []
+    told = [
+        {"messages": [*sample.sent(n), turn.reply], "tools": turn.tools, "finish_reason": turn.finish_reason}
+        for n, turn in enumerate(turns)
+    ]
+    # One copy, in which what the conversations share is shared. They are extra fields of openai's model.
+    choice.messages, choice.turns = copy.deepcopy((messages, told))  # type: ignore[attr-defined]
     return choice
 
 
@@ -277,7 +284,7 @@ def choice_of_sample(sample: Sample) -> Choice:
     if ids is not None:
         fields["token_ids"] = list(ids)
     choice = _model(Choice, fields)
-    return with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply]) if sample.turns else choice
+    return with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply], sample) if sample.turns else choice
 
 
 def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:

@@ -28,6 +28,8 @@ class Piece(msgspec.Struct):
     created: int = 0
     model: str = ""
     cached_tokens: int | None = None
+    prompt_token_ids: list[int] | None = None
+    """Where the server says them."""
 
     @property
     def is_finished(self) -> bool:
@@ -48,6 +50,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -92,6 +95,12 @@ async def ask(
     return piece
 
 
+def entry(token: str, logprob: float) -> dict[str, Any]:
+    """Return the log-probability of a token as chat completions have it."""
+    value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
+    return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "replace")), "top_logprobs": []}
+
+
 def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[int], None]) -> None:
     try:
         answer = _decoder.decode(data)
@@ -108,12 +117,13 @@ def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[i
         piece.cached_tokens = answer.usage.cached_tokens
     for choice in answer.choices:
         if choice.token_ids is None:
-            raise RequestError(f"{transport.base_url}: the server returned no token_ids; partial rollouts need vLLM", "malformed")
+            raise RequestError(f"{transport.base_url}: the server returned no token_ids; text completions need vLLM", "malformed")
         piece.text += choice.text
         piece.token_ids += choice.token_ids
         if choice.logprobs is not None:
             piece.tokens += choice.logprobs.tokens
             piece.logprobs += [UNKNOWN_LOGPROB if value is None else value for value in choice.logprobs.token_logprobs]
         piece.finish_reason, piece.stop_reason = choice.finish_reason, choice.stop_reason
+        piece.prompt_token_ids = choice.prompt_token_ids or piece.prompt_token_ids
         if choice.token_ids:
             on_tokens(len(choice.token_ids))

@@ -1,0 +1,61 @@
+"""POST /v1/chat/completions: what it asks, and how it is answered, whole or as a stream."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from ttrl.agents.parameters import MODEL, Asked, events, tools_of
+from ttrl.errors import UserError
+from ttrl.text import short
+
+FREE = frozenset({"messages", "max_completion_tokens"})
+NEUTRAL: dict[str, Any] = {}
+_FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    """Return what is asked: the messages without fields that are null, as clients send what they were sent. Raises UserError."""
+    given = body.get("messages")
+    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
+        raise UserError(f"messages is {short(given, 60)}; give a non-empty list of objects")
+    for number, message in enumerate(given):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else part
+            if kind != "text":
+                raise UserError(f"messages[{number}] holds a part of type {short(kind, 60)}; the policy is trained on text alone")
+        if message.get("role") == "prompt":
+            raise UserError(f"messages[{number}] has the role 'prompt'; send prompts to /v1/completions")
+    messages = [{key: value for key, value in one.items() if value is not None or key == "content"} for one in given]
+    limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    return Asked(messages, tools_of(body), body.get("stop"), limits)
+
+
+def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web.Response:
+    """Return a completion, or the stream of one, as the API has it."""
+    reason = finish_reason(choice)
+    logprobs = choice.logprobs.model_dump(mode="json") if body.get("logprobs") and choice.logprobs is not None else None
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": MODEL}
+    if not body.get("stream"):
+        one = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        if body.get("return_token_ids"):  # as vLLM has them
+            head, one = {**head, "prompt_token_ids": choice.prompt_token_ids}, {**one, "token_ids": choice.token_ids}
+        return web.json_response({**head, "object": "chat.completion", "choices": [one], "usage": choice.usage})
+    delta = dict(message)
+    if calls := message.get("tool_calls"):
+        delta["tool_calls"] = [{**call, "index": number} for number, call in enumerate(calls)]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}]},
+    ]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({"choices": [], "usage": choice.usage})
+    return events([{**head, "object": "chat.completion.chunk", **chunk} for chunk in chunks])
+
+
+def finish_reason(choice: Any) -> str:
+    """Return why the reply ended, in words that the API knows."""
+    return choice.finish_reason if choice.finish_reason in _FINISH_REASONS else "stop"

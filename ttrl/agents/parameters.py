@@ -1,0 +1,110 @@
+"""What of an agent's request may differ from the run's own sampling: nothing that would sample another distribution."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from ttrl.errors import UserError
+from ttrl.text import short
+
+MODEL = "policy"
+# What does not change what is sampled for a given prompt, or is read elsewhere. A seed is the run's matter: with one of the
+# agent's own, all samples of a task would be equal.
+# fmt: off
+FREE = frozenset([
+    "model", "tools", "stop", "max_tokens", "stream", "stream_options", "logprobs", "seed", "user", "metadata", "store",
+    "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "return_token_ids",
+])
+# fmt: on
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "temperature": 1,
+    "top_p": 1,
+    "min_p": 0,
+    "top_logprobs": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "response_format": {"type": "text"},
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request of any of the APIs asks the policy."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    stop: Any = None
+    max_tokens: list[Any] = field(default_factory=list)
+    """The limits that were given, as they were given."""
+
+
+def check_parameters(
+    body: Mapping[str, Any], own: Mapping[str, Any], ignore: Collection[str], free: Collection[str], neutral: Mapping[str, Any]
+) -> None:
+    """Raise UserError for what would sample another distribution than the one that is trained.
+
+    own: what the run samples with. free, neutral: names that are read by the API itself, and values that change nothing there.
+    """
+    if body.get("model", MODEL) != MODEL:
+        raise UserError(f"model is {short(body['model'], 60)}; a session has {MODEL!r} alone: ask other models where they are")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"tools is {short(tools, 60)}; give a list of objects")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise UserError(f"stream_options is {short(body['stream_options'], 60)}; give an object")
+    for name, value in body.items():
+        if name in FREE or name in free or name in ignore or value is None or (name == "tool_choice" and value == "none"):
+            continue
+        default = neutral[name] if name in neutral else NEUTRAL.get(name)
+        sampled = own.get(name, default)
+        if value != sampled:
+            shown = "does not set it" if sampled is None else f"samples with {short(sampled, 60)}"
+            raise UserError(
+                f"{name} is {short(value, 60)}, but the run {shown}, and no other distribution can be trained; leave it "
+                f"out, set it for the run, or let it be ignored: ignore=[{name!r}]"
+            )
+
+
+def least_tokens(given: Collection[Any], own: Mapping[str, Any]) -> int | None:
+    """Return the least of the agent's limits and the run's; None where the agent gave none. Raises UserError."""
+    for value in given:
+        if type(value) is not int or value < 1:
+            raise UserError(f"max_tokens is {short(value, 60)}; give a whole number of at least 1")
+    limits = [own[name] for name in ("max_completion_tokens", "max_tokens") if own.get(name) is not None]
+    return min([*given, *limits[:1]]) if given else None
+
+
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools that the model is to know of; None for none."""
+    return body.get("tools") or None if body.get("tool_choice") != "none" else None
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """Return the object of a request's body. Raises UserError."""
+    try:
+        body = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the request's body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise UserError(f"the request's body is {short(body, 60)}; send an object")
+    return body
+
+
+def refusal(status: int, message: str, code: str) -> web.Response:
+    """Return an error in the API's words, such that OpenAI's clients do not ask again."""
+    error = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status, headers={"x-should-retry": "false"})
+
+
+def events(objects: Collection[Any], *, named: bool = False, end: str = "data: [DONE]\n\n") -> web.Response:
+    """Return a stream that is complete. named: each event is preceded by its type."""
+    lines = [(f"event: {one['type']}\n" if named else "") + f"data: {json.dumps(one)}\n\n" for one in objects]
+    return web.Response(text="".join([*lines, end]), content_type="text/event-stream")

@@ -1,0 +1,146 @@
+"""`ttrl proxy`: sessions in front of a server without a run, whose rollouts are kept as those of one.
+
+    POST /sessions              {"id": "task/1", "messages": […]}, both optional → base_url, api_key, reward_url, reward_key
+    POST /sessions/ID/reward    {"reward": 1.0, "metrics": {}}: ends the session
+
+A session in which nothing was asked for too long is a failed sample; those that go on when the proxy ends are dropped. Each is in
+RUN/sessions.jsonl before its reward is answered. When the proxy ends (or begins again, after a kill), what is new there becomes
+an iteration of RUN, which `ttrl replay` grades again and trains on like any other.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from aiohttp import web
+
+from ttrl.agents.listener import Listener
+from ttrl.agents.parameters import read_json
+from ttrl.agents.session import Session
+from ttrl.errors import TaskError, TtrlError, UserError
+from ttrl.records import Endpoint, Sample
+from ttrl.rollouts.group import Group
+from ttrl.rollouts.ledger import Ledger
+from ttrl.rollouts.results import TaskResults
+from ttrl.rollouts.sampling import Sampling, SamplingJob
+from ttrl.rollouts.settings import SamplingSettings
+from ttrl.run_folder.folder import RunFolder
+from ttrl.system.files import append_jsonl, read_jsonl, write_text
+from ttrl.tasks.task import Chat, Grade, RolloutLimits, Task
+from ttrl.text import short
+
+SESSIONS_FILE = "sessions.jsonl"
+_UNNAMED = "session"
+_NO_MESSAGES = [{"role": "user", "content": "(the session's first request)"}]
+
+
+@dataclass
+class Proxy:
+    """Sessions at one address. Raises UserError before anything is asked where a setting is wrong."""
+
+    settings: SamplingSettings
+    run: Path
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    """Opens sessions."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    limits: RolloutLimits = field(default_factory=lambda: RolloutLimits(seconds=600.0))
+    ignore: frozenset[str] = frozenset()
+    beside: Mapping[str, str | Endpoint] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._sampling = Sampling(self.settings, None)
+        self._open: set[asyncio.Task[None]] = set()
+        self._count = 0
+
+    async def serve(self, say: Callable[[str], None]) -> None:
+        """Serve until cancelled; then make an iteration of what came. Raises RunFolderError where the folder is in use."""
+        folder = RunFolder(self.run)
+        with folder.locked():
+            collect(folder)
+            try:
+                routes = [("POST", "/sessions", self._begin, self.key)]
+                async with self._sampling.running(), Listener(self.host, self.port, routes) as self._listener:
+                    say(f"sessions are opened at {self._listener.root}/sessions")
+                    try:
+                        await asyncio.Event().wait()
+                    finally:
+                        for task in self._open:
+                            task.cancel()
+                        await asyncio.gather(*self._open, return_exceptions=True)
+            finally:
+                if (number := collect(folder)) is not None:
+                    say(f"iteration {number} of {self.run} holds the sessions")
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        """Open a session."""
+        body = await read_json(request)
+        begun: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        messages, name = body.get("messages"), body.get("id", _UNNAMED)
+        if not isinstance(name, str) or (messages is not None and not isinstance(messages, list)):
+            raise UserError(
+                f"a session's id is a text and its messages a list; these are {short(name, 60)}, {short(messages, 60)}"
+            )
+
+        async def rollout(chat: Chat) -> Grade | None:
+            session = Session(chat, self.ignore, self.beside)
+            session.written = asyncio.get_running_loop().create_future()
+            self._listener.add(session)
+            begun.set_result(session)
+            try:
+                await session.rewarded.wait()
+            finally:
+                await self._listener.remove(session)
+            return session.reward
+
+        try:
+            task = Task(messages or list(_NO_MESSAGES), rollout=rollout, id=name, limits=self.limits)
+        except TaskError as error:
+            raise UserError(str(error)) from None
+        self._count += 1
+        running = asyncio.create_task(self._run(SamplingJob(self._count, task, self._count, None, None), begun, messages is None))
+        self._open.add(running)
+        running.add_done_callback(self._open.discard)
+        session = await begun
+        told = {name: getattr(session, name) for name in ("id", "base_url", "api_key", "model", "reward_url", "reward_key")}
+        return web.json_response(told)
+
+    async def _run(self, job: SamplingJob, begun: "asyncio.Future[Session]", unknown: bool) -> None:
+        outcome = await Group(Ledger(self._sampling, job)).run()
+        for sample in outcome.result.samples:
+            if unknown and sample.turns:  # its first request said what the messages are
+                first = sample.turns[0]
+                sample.messages, first.messages, first.follows = first.messages, [], -1
+            written = begun.result().written
+            assert written is not None
+            try:
+                await asyncio.to_thread(append_jsonl, self.run / SESSIONS_FILE, sample.to_json())
+            except TtrlError as error:  # a full disk: whoever gave the reward is told
+                written.set_exception(error)
+                written.exception()  # seen, where nobody waits
+            else:
+                written.set_result(None)
+
+
+def collect(folder: RunFolder) -> int | None:
+    """Make an iteration of the sessions that are in none yet; return its number, None where there are none."""
+    known, number = 0, 1
+    while (marker := folder.iteration(number).marker("rollouts")) is not None:
+        known, number = marker["sessions"], number + 1
+    rows = read_jsonl(folder.path / SESSIONS_FILE)
+    if len(rows) == known:
+        return None
+    groups: dict[str, list[Sample]] = {}
+    for row in rows[known:]:
+        sample = Sample.from_json(row)
+        same = groups.setdefault(json.dumps([sample.task_id, sample.messages]), [])
+        same.append(replace(sample, sample=len(same)))
+    results = TaskResults.from_samples(sample for group in groups.values() for sample in group)
+    iteration = folder.iteration(number)
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in results.to_jsonl_rows()]
+    write_text(iteration.path / "rollouts.jsonl", "".join(lines))
+    iteration.mark("rollouts", ["rollouts.jsonl"], {"sessions": len(rows)})
+    return number

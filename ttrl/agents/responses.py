@@ -1,0 +1,195 @@
+"""POST /v1/responses, as far as a chat can say it: text, function tools and their results, earlier responses of the session.
+
+Items become chat messages, and the reply becomes items, so that an answer that is sent back is the message that it was. Whatever
+else the API knows (pictures, files, tools of the provider, structured text, background) is refused.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from ttrl.agents.parameters import MODEL, Asked, events, tools_of
+from ttrl.errors import UserError
+from ttrl.text import short
+
+# fmt: off
+FREE = frozenset([
+    "input", "instructions", "previous_response_id", "max_output_tokens", "include", "truncation", "max_tool_calls",
+])
+# fmt: on
+NEUTRAL: dict[str, Any] = {"background": False, "text": {"format": {"type": "text"}}, "reasoning": {}, "verbosity": "medium"}
+_TEXT = ("input_text", "output_text", "text", "refusal")
+
+
+def read(body: Mapping[str, Any], earlier: Mapping[str, list[dict[str, Any]]]) -> Asked:
+    """Return what is asked. earlier: the conversations of the session's responses, by their ids. Raises UserError."""
+    previous, given, instructions = body.get("previous_response_id"), body.get("input"), body.get("instructions")
+    if previous is not None and previous not in earlier:
+        raise UserError(f"previous_response_id is {short(previous, 60)}, which is no response of this session")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise UserError(f"input is {short(given, 60)}; give a text or a list of items")
+    messages = [*earlier.get(previous or "", []), *_messages(items)]
+    if instructions:
+        messages = [{"role": "system", "content": instructions}, *messages]
+    if not messages:
+        raise UserError("input is empty; give a text or a list of items")
+    tools = [_tool(tool) for tool in tools_of(body) or ()]
+    limit = body.get("max_output_tokens")
+    return Asked(messages, tools or None, body.get("stop"), [] if limit is None else [limit])
+
+
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    reply: dict[str, Any] | None = None  # the assistant's message that the next item may belong to
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message" and item.get("role") != "assistant":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            messages.append({"role": role, "content": _text(item.get("content"), number)})
+            reply = None
+        elif kind == "function_call_output":
+            content = _text(item.get("output"), number)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            reply = None
+        elif kind in ("message", "function_call", "reasoning"):
+            has_text = reply is not None and (reply["content"] is not None or "tool_calls" in reply)
+            if reply is None or kind == "reasoning" or (kind == "message" and has_text):
+                reply = {"role": "assistant", "content": None}
+                messages.append(reply)
+            if kind == "message":
+                reply["content"] = _text(item.get("content"), number)
+            elif kind == "reasoning":
+                reply["reasoning"] = _text(item.get("content") or item.get("summary") or "", number)
+            else:
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                reply.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+        else:
+            raise UserError(
+                f"input[{number}] is of type {short(kind, 60)}; a session knows messages, reasoning and function calls"
+            )
+    return messages
+
+
+def _text(content: Any, number: int) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in (*_TEXT, "reasoning_text", "summary_text"):
+            raise UserError(f"input[{number}] holds a part of type {short(kind, 60)}; the policy is trained on text alone")
+        texts.append(part.get("text") or part.get("refusal") or "")
+    return "".join(texts)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function as chat completions have it."""
+    if tool.get("type") != "function":
+        raise UserError(f"tools holds one of type {short(tool.get('type'), 60)}; a session knows functions alone")
+    kept = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": kept}
+
+
+# Answers
+
+
+def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any, response_id: str) -> web.Response:
+    """Return a response, or the stream of one, as the API has it."""
+    output, is_cut = _items(message), choice.finish_reason == "length"
+    usage = choice.usage
+    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    details = {
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
+    begun: dict[str, Any] = {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": MODEL,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata") or {},
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.get("previous_response_id"),
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "truncation": "disabled",
+        "usage": None,
+    }
+    whole = {
+        **begun,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": output,
+        "usage": {**counts, **details, "total_tokens": usage["total_tokens"]},
+    }
+    if not body.get("stream"):
+        return web.json_response(whole)
+    told = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+        *(event for index, item in enumerate(output) for event in _events(index, item)),
+        {"type": "response.incomplete" if is_cut else "response.completed", "response": whole},
+    ]
+    return events([{**event, "sequence_number": number} for number, event in enumerate(told)], named=True, end="")
+
+
+def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        said = {"summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]}
+        items.append({"type": "reasoning", "id": _id("rs"), "status": "completed", **said})
+    if content or not calls:
+        text: dict[str, Any] = {"type": "output_text", "text": content or "", "annotations": [], "logprobs": []}
+        items.append({"type": "message", "id": _id("msg"), "status": "completed", "role": "assistant", "content": [text]})
+    for call in calls:
+        function = call["function"]
+        told = {"call_id": call["id"], "name": function["name"], "arguments": function["arguments"]}
+        items.append({"type": "function_call", "id": _id("fc"), "status": "completed", **told})
+    return items
+
+
+def _events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the events of an item that comes as a whole."""
+    place = {"item_id": item["id"], "output_index": index}
+    if item["type"] == "function_call":
+        yield {
+            "type": "response.output_item.added",
+            "output_index": index,
+            "item": {**item, "status": "in_progress", "arguments": ""},
+        }
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]}
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield {"type": "response.function_call_arguments.done", **place, **done}
+    else:
+        yield {
+            "type": "response.output_item.added",
+            "output_index": index,
+            "item": {**item, "status": "in_progress", "content": []},
+        }
+        kind = "response.reasoning_text" if item["type"] == "reasoning" else "response.output_text"
+        for number, part in enumerate(item["content"]):
+            here = {**place, "content_index": number}
+            more: dict[str, Any] = {"logprobs": []} if kind == "response.output_text" else {}
+            yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
+            yield {"type": f"{kind}.delta", **here, "delta": part["text"], **more}
+            yield {"type": f"{kind}.done", **here, "text": part["text"], **more}
+            yield {"type": "response.content_part.done", **here, "part": part}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"

@@ -1,0 +1,79 @@
+"""`ttrl proxy`: collect what agents ask a model."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ttrl.errors import UserError
+from ttrl.system.console import say
+
+
+def add_proxy(parser: argparse.ArgumentParser) -> None:
+    what = "a model folder, a name of `ttrl models` or on the hub, or a vLLM server's address (http://…/v1)"
+    parser.add_argument("model", metavar="MODEL_OR_URL", help=what)
+    parser.add_argument("--output", type=Path, required=True, metavar="RUN", help="the folder for the rollouts")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (127.0.0.1: this machine alone)")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="the port (a free one)")
+    key_file = "the file with the key that opens sessions, made if it does not exist (RUN/proxy.key)"
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
+    parser.add_argument("--beside", action="append", default=[], metavar="NAME=URL", help="another model, which is not captured")
+    parser.add_argument("--ignore", default="", metavar="NAMES", help="parameters of agents to leave out: temperature,top_p")
+    parser.add_argument("--seconds", type=float, default=600.0, help="in which a session may ask nothing (600)")
+    parser.add_argument("--turns", type=int, default=64, metavar="N", help="replies of a session (64)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="of one reply (what the model's context has room for)")
+    parser.add_argument("--name", metavar="NAME", help="the model's name at its address (the first one listed)")
+    key = "the environment variable with the server's key (OPENAI_API_KEY)"
+    parser.add_argument("--key-variable", default="OPENAI_API_KEY", metavar="VARIABLE", help=key)
+    server = "arguments of vLLM for a server that is started here: JSON"
+    parser.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=server)
+    parser.set_defaults(run_command=run_proxy)
+
+
+def run_proxy(arguments: argparse.Namespace) -> int:
+    from ttrl.agents.proxy import Proxy
+    from ttrl.configs.run import TrainConfig
+    from ttrl.ready_models import ready_model
+    from ttrl.rollouts.settings import SamplingSettings
+    from ttrl.run_folder.folder import RunFolder
+    from ttrl.server.cpu import is_cpu_build
+    from ttrl.server.serve import read_or_make_key
+    from ttrl.server.serving import is_address, serving
+    from ttrl.tasks.task import RolloutLimits
+
+    run, model = arguments.output, str(ready_model(arguments.model) or arguments.model)
+    beside = dict(map(_named, arguments.beside))
+    params: dict[str, Any] = {"temperature": arguments.temperature}
+    if arguments.max_tokens is not None:
+        params["max_tokens"] = arguments.max_tokens
+    options = {"name": arguments.name, "key_variable": arguments.key_variable, "server_args": arguments.server_args}
+    key_file = arguments.key_file or run / "proxy.key"
+    key = read_or_make_key(key_file)
+    if not is_address(model) and not RunFolder(run).config():  # what `ttrl replay --train` trains, and how
+        config = TrainConfig(run=str(run), model=model, iterations=1, temperature=arguments.temperature)
+        RunFolder(run).remember_config(config.resolved(cuda=not is_cpu_build()).to_dict())
+    with serving(model, **options) as served:
+        proxy = Proxy(
+            SamplingSettings(client=served.endpoint, model=served.model, params=params, weights_version=0, pbar=False),
+            run,
+            key,
+            arguments.host,
+            arguments.port,
+            RolloutLimits(turns=arguments.turns, seconds=arguments.seconds),
+            frozenset(name for name in arguments.ignore.split(",") if name),
+            beside,
+        )
+        say(f"POST /sessions wants the key in {key_file}; Ctrl-C ends the proxy, and makes an iteration of what came")
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(proxy.serve(say))
+    return 0
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, address = text.partition("=")
+    if not name or not equals:
+        raise UserError(f"--beside {text}: give NAME=URL, such as judge=http://127.0.0.1:8001/v1")
+    return name, address

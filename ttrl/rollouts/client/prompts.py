@@ -1,0 +1,53 @@
+"""A reply to a prompt that is given as text or token ids (POST /completions), in the shape of a chat's: no template is used."""
+
+from typing import Any
+
+from ttrl.records import raw_prompt
+from ttrl.rollouts.client.attempts import ChatAttempt
+from ttrl.rollouts.client.text_stream import ask, entry
+from ttrl.rollouts.client.transport import Transport
+from ttrl.rollouts.client.wire import Answer, encoded
+
+# They make the prompt of a chat, or read its reply.
+# fmt: off
+_OF_CHATS = frozenset([
+    "tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "include_reasoning", "logprobs", "top_logprobs", "max_completion_tokens",
+])
+# fmt: on
+
+
+async def sample_after_prompt(attempt: ChatAttempt, transport: Transport) -> list[Answer | None]:
+    """Return the answer to an attempt whose only message is a prompt; nothing of it is streamed. Raises RequestError."""
+    request, prompt = attempt.request, raw_prompt(attempt.messages)
+    body: dict[str, Any] = {name: value for name, value in request.parameters.items() if name not in _OF_CHATS}
+    body |= {"model": request.model, "prompt": prompt, "return_token_ids": True}
+    if request.max_tokens is not None:  # else the API's 16
+        body["max_tokens"] = request.max_tokens
+    if request.wants_logprobs:
+        body["logprobs"] = 0
+    if request.seed is not None:
+        body["seed"] = request.seed + attempt.seed_offset
+    piece = await ask(transport, body, on_tokens=attempt.add, cut=None, stall_timeout=request.stall_timeout)
+    ids = piece.prompt_token_ids or (prompt if isinstance(prompt, list) else None)
+    entries = [entry(token, value) for token, value in zip(piece.tokens, piece.logprobs, strict=True)]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": piece.text},
+        "logprobs": {"content": entries} if request.wants_logprobs else None,
+        "finish_reason": piece.finish_reason,
+        "stop_reason": piece.stop_reason,
+        "token_ids": piece.token_ids,
+    }
+    return [
+        Answer(
+            choice=encoded(choice),
+            completion_id=piece.completion_id,
+            created=piece.created,
+            model=piece.model,
+            prompt_token_ids=ids,
+            prompt_tokens=None if ids is None else len(ids),
+            cached_tokens=piece.cached_tokens,
+            completion_tokens=len(piece.token_ids),
+        )
+    ]
