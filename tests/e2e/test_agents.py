@@ -115,12 +115,13 @@ def test_ttrl_proxy_collects_what_replay_trains_on(tmp_path: Path) -> None:
     """A model folder is served; Ctrl-C ends the proxy; the sessions become an iteration, which is graded and trained on."""
     model, run, log = make_tiny_model(tmp_path / "model", layers=2, width=64, heads=2), tmp_path / "run", tmp_path / "log.txt"
     command = [sys.executable, "-m", "ttrl.cli", "proxy", str(model), "--output", str(run), "--max-tokens", "6"]
+    command += ["--key-file", str(tmp_path / "key")]
     with open(log, "wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
         wait_for(lambda: "sessions are opened at" in log.read_text(), process, log)
         address = log.read_text().split("sessions are opened at ")[1].split()[0]
-        key = (run / "proxy.key").read_text().strip()
+        key = (tmp_path / "key").read_text().strip()
 
         async def use() -> None:
             async with aiohttp.ClientSession() as http:
@@ -143,6 +144,7 @@ def test_ttrl_proxy_collects_what_replay_trains_on(tmp_path: Path) -> None:
     finally:
         if process.poll() is None:
             kill_all(process)
+    assert all(key.encode() not in path.read_bytes() for path in run.rglob("*") if path.is_file())
     result = replay(run, grader=lambda choice: check_agents.letters(choice), train=True, quiet=True)
     assert result.checkpoint is not None and result.total.rollouts == 8
     packed = PackedTensors.load(result.folder / "iterations/0001/packed.safetensors")

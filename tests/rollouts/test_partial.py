@@ -262,6 +262,7 @@ scripts = st.lists(st.one_of(st.lists(token, min_size=1, max_size=3), words), mi
 )
 @settings(max_examples=80)
 @example([97, 98, 97, 98], [2], ["ab", "bab"], True, set(), False, 0)
+@example([97, 195, 257, 169], [4], None, False, set(), False, 0)
 def test_any_script_cut_anywhere_is_what_it_would_have_been(script, cuts, stop, include, streamed, first_streamed, spare):
     script = [*script, EOS]
     params = {"max_tokens": max(1, len(script) - spare), "include_stop_str_in_output": include}

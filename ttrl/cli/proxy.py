@@ -17,7 +17,7 @@ def add_proxy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="RUN", help="the folder for the rollouts")
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="the port (a free one)")
-    key_file = "the file with the key that opens sessions, made if it does not exist (RUN/proxy.key)"
+    key_file = "the file with the key that opens sessions, made if it does not exist (~/.config/ttrl/proxy.key)"
     parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
     parser.add_argument("--beside", action="append", default=[], metavar="NAME=URL", help="another model, which is not captured")
     parser.add_argument("--ignore", default="", metavar="NAMES", help="parameters of agents to leave out: temperature,top_p")
@@ -50,7 +50,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     if arguments.max_tokens is not None:
         params["max_tokens"] = arguments.max_tokens
     options = {"name": arguments.name, "key_variable": arguments.key_variable, "server_args": arguments.server_args}
-    key_file = arguments.key_file or run / "proxy.key"
+    key_file = arguments.key_file or Path.home() / ".config" / "ttrl" / "proxy.key"
     key = read_or_make_key(key_file)
     if not is_address(model) and not RunFolder(run).config():  # what `ttrl replay --train` trains, and how
         config = TrainConfig(run=str(run), model=model, iterations=1, temperature=arguments.temperature)

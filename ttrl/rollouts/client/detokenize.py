@@ -152,9 +152,13 @@ def _tail(candidates: list[int], ids: Sequence[int], text: str, begins: str) -> 
 
 
 def _shows(string: str, text: str, begins: str) -> bool:
-    """Return whether `string` stands in `text` over the place where it leaves what is known, or behind that."""
+    """Return whether `string` stands in `text` over the place where it leaves what is known, or behind that.
+
+    A special token within a character leaves the bytes before it unfinished: they stand before the token there.
+    """
     parts = next((k for k, (a, b) in enumerate(zip(text, begins, strict=False)) if a != b), min(len(text), len(begins)))
-    until = len(text) if text.startswith(begins) else parts + len(string)
+    unfinished = len(text[parts:]) - len(text[parts:].lstrip(INCOMPLETE))
+    until = len(text) if text.startswith(begins) else parts + unfinished + len(string)
     return string in text[max(0, parts - len(string) + 1) : until]
 
 
