@@ -114,6 +114,17 @@ def test_the_example_of_a_tool_is_a_file_of_tasks(tmp_path: Path) -> None:
     assert [products[number].grader(reply("It is 1,200.")) for number in (0, 210)] == [0.0, 1.0]  # 20 * 30, 30 * 40
 
 
+def test_the_example_of_trl_is_graded(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "trl_tasks" in block)
+    (tmp_path / "made_for_trl.py").write_text(code)
+    task = load_tasks(str(tmp_path / "made_for_trl.py"), 22)[21]
+    replies = {"It is 42.": (1.1, {"right": 1.0, "short": 1.0}), "42" + "!" * 200: (1.0, {"right": 1.0})}
+    for text, expected in replies.items():
+        output = task.grader(types.SimpleNamespace(message=types.SimpleNamespace(content=text)))
+        assert asyncio.run(output) == expected
+
+
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL))
 def test_configs_for_machines_fit_them(block: str, tmp_path: Path) -> None:
     """By the plan: on the GPU that their first line names, and the one without a GPU here."""
