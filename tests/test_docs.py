@@ -114,6 +114,18 @@ def test_the_example_of_a_tool_is_a_file_of_tasks(tmp_path: Path) -> None:
     assert [products[number].grader(reply("It is 1,200.")) for number in (0, 210)] == [0.0, 1.0]  # 20 * 30, 30 * 40
 
 
+def test_the_example_of_judges_makes_tasks() -> None:
+    """And asks no judge about a reply that is not well-formed."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "Ranking" in block)
+    names: dict[str, object] = {}
+    exec(compile(code, "docs/tasks.md", "exec"), names)
+    reply = types.SimpleNamespace(message=types.SimpleNamespace(content="No."), token_ids=[1] * 250)
+    grade = names["marked"].grader(reply)
+    assert grade.reward == pytest.approx(-0.05) and grade.metrics["quality/gate"] == 0.0
+    assert names["compared"].grader is None and names["compared"].group_grader.orders == 1
+
+
 def test_the_example_of_trl_is_graded(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
     (code,) = (block for block in blocks if "trl_tasks" in block)

@@ -119,6 +119,7 @@ HOUSE = {
         "data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
+    "judges": _room("tasks", "openai"),
     "agents": _room("rollouts.graders tasks", "aiohttp reasoning_gym"),
     "evaluation": _room(
         "intervals agents rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
