@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -124,6 +125,23 @@ def test_the_example_of_judges_makes_tasks() -> None:
     grade = names["marked"].grader(reply)
     assert grade.reward == pytest.approx(-0.05) and grade.metrics["quality/gate"] == 0.0
     assert names["compared"].grader is None and names["compared"].group_grader.orders == 1
+
+
+def test_the_example_of_a_game_reads_its_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Gymnasium, which is none of ours; what it would make is not played."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/multi_turn.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "gym_tasks" in block)
+    made: list[dict[str, object]] = []
+    game = types.SimpleNamespace(reset=len, step=len)
+    fake = types.SimpleNamespace(make=lambda name, **options: made.append(options) or game)
+    monkeypatch.setitem(sys.modules, "gymnasium", fake)
+    names: dict[str, object] = {}
+    exec(compile(code, "docs/multi_turn.md", "exec"), names)
+    assert made == [{"render_mode": "ansi", "is_slippery": False}] and len(names["tasks"]) == 100
+    move = names["tasks"][0].rollout.action
+    assert [move("I go down"), move("Up")] == [1, 3]
+    with pytest.raises(ValueError):
+        move("I go down.")
 
 
 def test_the_example_of_trl_is_graded(tmp_path: Path) -> None:
