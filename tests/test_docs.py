@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -112,6 +113,46 @@ def test_the_example_of_a_tool_is_a_file_of_tasks(tmp_path: Path) -> None:
     assert [result["content"][:6] for result in told[1]] == ["600", "error:"] and not replies
     products = load_tasks(str(tmp_path / "tools.py"), 211)
     assert [products[number].grader(reply("It is 1,200.")) for number in (0, 210)] == [0.0, 1.0]  # 20 * 30, 30 * 40
+
+
+def test_the_example_of_judges_makes_tasks() -> None:
+    """And asks no judge about a reply that is not well-formed."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "Ranking" in block)
+    names: dict[str, object] = {}
+    exec(compile(code, "docs/tasks.md", "exec"), names)
+    reply = types.SimpleNamespace(message=types.SimpleNamespace(content="No."), token_ids=[1] * 250)
+    grade = names["marked"].grader(reply)
+    assert grade.reward == pytest.approx(-0.05) and grade.metrics["quality/gate"] == 0.0
+    assert names["compared"].grader is None and names["compared"].group_grader.orders == 1
+
+
+def test_the_example_of_a_game_reads_its_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Gymnasium, which is none of ours; what it would make is not played."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/multi_turn.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "gym_tasks" in block)
+    made: list[dict[str, object]] = []
+    game = types.SimpleNamespace(reset=len, step=len)
+    fake = types.SimpleNamespace(make=lambda name, **options: made.append(options) or game)
+    monkeypatch.setitem(sys.modules, "gymnasium", fake)
+    names: dict[str, object] = {}
+    exec(compile(code, "docs/multi_turn.md", "exec"), names)
+    assert made == [{"render_mode": "ansi", "is_slippery": False}] and len(names["tasks"]) == 100
+    move = names["tasks"][0].rollout.action
+    assert [move("I go down"), move("Up")] == [1, 3]
+    with pytest.raises(ValueError):
+        move("I go down.")
+
+
+def test_the_example_of_trl_is_graded(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "trl_tasks" in block)
+    (tmp_path / "made_for_trl.py").write_text(code)
+    task = load_tasks(str(tmp_path / "made_for_trl.py"), 22)[21]
+    replies = {"It is 42.": (1.1, {"right": 1.0, "short": 1.0}), "42" + "!" * 200: (1.0, {"right": 1.0})}
+    for text, expected in replies.items():
+        output = task.grader(types.SimpleNamespace(message=types.SimpleNamespace(content=text)))
+        assert asyncio.run(output) == expected
 
 
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL))

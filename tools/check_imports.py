@@ -119,9 +119,10 @@ HOUSE = {
         "data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
-    "agents": _room("run_folder rollouts rollouts.client rollouts.graders tasks records", "aiohttp"),
+    "judges": _room("tasks", "openai"),
+    "agents": _room("run_folder rollouts rollouts.client rollouts.graders tasks records", "aiohttp reasoning_gym"),
     "evaluation": _room(
-        "intervals rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
+        "intervals agents rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
     ),
     "replays": _room(
         "loop launch report run_folder rollouts rollouts.client rollouts.graders data tasks configs records", "numpy tqdm yaml"

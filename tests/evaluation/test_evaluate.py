@@ -280,8 +280,22 @@ def test_the_table_of_families() -> None:
     for name, family in FAMILIES.items():
         assert family.function.__name__.startswith("get_")
         if family.data is None:
-            tasks = TaskSpec.parse(name).tasks(2)
+            tasks = TaskSpec.parse(f"{name}:{family.example}" if family.example else name).tasks(2)
             assert len(tasks) == 2
     assert str(TaskSpec.parse("arc-easy@train=some/where")) == "arc_easy@train=some/where"
     with pytest.raises(UserError, match="wrong type"):
         TaskSpec.parse("countdown").with_option("largest", "many").tasks(2)
+    with pytest.raises(UserError, match="leave :small out"):
+        TaskSpec.parse("countdown:small")
+
+
+def test_a_family_of_families() -> None:
+    spec = TaskSpec.parse("reasoning-gym:chain_sum@train").with_option("max_terms", 2)
+    assert str(spec) == "reasoning_gym:chain_sum@train"
+    assert all(task.grader.entry["metadata"]["num_terms"] == 2 for task in spec.tasks(5))
+    with pytest.raises(UserError, match="name one, such as reasoning_gym:chain_sum"):
+        TaskSpec.parse("reasoning_gym")
+    with pytest.raises(UserError, match=r"no option 'max_term'; it has .*max_terms"):
+        spec.with_option("max_term", 2).tasks(5)
+    with pytest.raises(UserError, match="no option 'name'"):
+        spec.with_option("name", "gcd")

@@ -84,7 +84,9 @@ def _graded(task: Task, reply: str) -> Sample:
     """Grade a reply that no model gave."""
     sample = Sample(task_id=task.id, sample=0, messages=task.messages, text=reply)
     if task.grader is None:
-        return dataclasses.replace(sample, error="this task's reward comes from its rollout, which needs a model: --model")
+        return dataclasses.replace(
+            sample, error="this task's reward comes from its rollout or its group_grader, which need a model: --model"
+        )
     try:
         grade = asyncio.run(_grade(task.grader, reply, task.id))
     except Exception as error:  # noqa: BLE001 - whatever a person's grader raises is what they want to see

@@ -1,8 +1,10 @@
-"""The task families by name, and what one asks for on a command line: `gsm8k`, `mmlu=data/mmlu`, `sort_letters@train`.
+"""The task families by name, and what one asks for on a command line: `gsm8k`, `mmlu=data/mmlu`, `reasoning_gym:chain_sum@train`.
 
-Each family is a function of `ttrl.tasks` (see docs/tasks.md); nothing of it is imported before it is asked for.
+Each family is a function of `ttrl.tasks` (see docs/tasks.md), or of an adapter in `ttrl.agents` to a package that has many;
+nothing of it is imported before it is asked for.
 """
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -22,7 +24,7 @@ class Family:
     """One line of the table of families."""
 
     home: str
-    """module:function below ttrl.tasks."""
+    """module:function below ttrl.tasks, or below ttrl.agents where `example` is set."""
     score: str
     """What counts as right: the metric whose mean is called the accuracy, or "reward"."""
     split: str = "validation"
@@ -31,12 +33,15 @@ class Family:
     """None: generated, no data needed; else the data set on the hub, or "" where there is none that could be taken by default."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Given to the function."""
+    example: str = ""
+    """One of the names of which this family has many: NAME in FAMILY:NAME, the function's first argument."""
 
     @property
     def function(self) -> Callable[..., list[Task]]:
         """Import the family's function, `get_..._tasks`."""
         module, _, name = self.home.partition(":")
-        function: Callable[..., list[Task]] = getattr(importlib.import_module(f"ttrl.tasks.{module}"), name)
+        room = "agents" if self.example else "tasks"
+        function: Callable[..., list[Task]] = getattr(importlib.import_module(f"ttrl.{room}.{module}"), name)
         return function
 
 
@@ -56,20 +61,23 @@ FAMILIES: dict[str, Family] = {
     "sort_letters": Family("sort_letters:get_sort_letters_tasks", "exact"),
     "structured_output": Family("structured_output:get_structured_output_tasks", "exact"),
     "spelling": Family("spelling:get_spelling_tasks", "exact"),
+    "reasoning_gym": Family("reasoning_gym:get_reasoning_gym_tasks", "exact", example="chain_sum"),
 }
 _MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # generated, or from a file that is given
-_SPEC = re.compile(r"([A-Za-z0-9_-]+)(?:@([A-Za-z0-9_-]+))?(?:=(.+))?")
-_GIVEN_ELSEWHERE = ("split", "n", "seed", "path")
+_SPEC = re.compile(r"([A-Za-z0-9_-]+)(?::([A-Za-z0-9_.-]+))?(?:@([A-Za-z0-9_-]+))?(?:=(.+))?")
+_GIVEN_ELSEWHERE = ("name", "split", "n", "seed", "path")
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What one asks for: FAMILY[@SPLIT][=PATH]. Raises UserError for an unknown family, or a path that it cannot have."""
+    """What one asks for: FAMILY[:NAME][@SPLIT][=PATH]. Raises UserError for an unknown family, a name or path that it cannot
+    have."""
 
     family: str
     split: str
     path: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "TaskSpec":
@@ -82,23 +90,30 @@ class TaskSpec:
                 f"hub), or a file of your own, FILE.py; families: {', '.join(sorted(FAMILIES))}"
             )
         family = FAMILIES[name]
-        if match[3] is None and family.data == "":
+        if family.example and match[2] is None:
+            raise UserError(f"{name} has many families; name one, such as {name}:{family.example}")
+        if match[2] is not None and not family.example:
+            raise UserError(f"{name} is one family; leave :{match[2]} out")
+        if match[4] is None and family.data == "":
             raise UserError(f"{name} needs data: {name}=PATH, a file, a folder, or a data set's name on the hub")
-        if match[3] is not None and family.data is None and name not in _MAY_LOAD:
-            raise UserError(f"{name} is generated, not loaded; leave ={match[3]} out")
-        return cls(name, match[2] or family.split, match[3])
+        if match[4] is not None and family.data is None and name not in _MAY_LOAD:
+            raise UserError(f"{name} is generated, not loaded; leave ={match[4]} out")
+        return cls(name, match[3] or family.split, match[4], name=match[2] or "")
 
     def with_option(self, name: str, value: Any) -> "TaskSpec":
         """Add an argument for the family's function. Raises UserError for one that it does not have."""
-        known = [one for one in inspect.signature(FAMILIES[self.family].function).parameters if one not in _GIVEN_ELSEWHERE]
-        if name not in known:
+        parameters = inspect.signature(FAMILIES[self.family].function).parameters
+        known = [one for one in parameters if one not in _GIVEN_ELSEWHERE]
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        if name in _GIVEN_ELSEWHERE or (name not in known and not takes_any):
             raise UserError(f"{self.family} has no option {name!r}; it has {', '.join(known)}")
-        return TaskSpec(self.family, self.split, self.path, {**self.options, name: value})
+        return dataclasses.replace(self, options={**self.options, name: value})
 
     def __str__(self) -> str:
         family = FAMILIES[self.family]
         split = f"@{self.split}" if self.split != family.split else ""
-        return f"{self.family}{split}" + (f"={self.path}" if self.path is not None else "")
+        name = f":{self.name}" if self.name else ""
+        return f"{self.family}{name}{split}" + (f"={self.path}" if self.path is not None else "")
 
     def tasks(self, n: int | None, seed: int = 0) -> list[Task]:
         """Return the tasks: at most `n` where they are loaded (None: all), else exactly `n` (None: GENERATED_BY_DEFAULT).
@@ -112,6 +127,8 @@ class TaskSpec:
             arguments["path"] = path
         made = path is None or (self.family == "spelling")
         try:
+            if family.example:
+                return family.function(self.name, self.split, n if n is not None else GENERATED_BY_DEFAULT, seed, **arguments)
             if made:
                 return family.function(self.split, n if n is not None else GENERATED_BY_DEFAULT, seed, **arguments)
             return family.function(self.split, None, seed, **arguments)[:n]  # more of a split begin with the same ones

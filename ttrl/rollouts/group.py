@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ttrl.errors import GraderError
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.attempts import ChatAttempt
-from ttrl.rollouts.client.choices import openai_choice, read_choice, writable
+from ttrl.rollouts.client.choices import choice_of_sample, openai_choice, read_choice, writable
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.graders.grading import type_and_message
 from ttrl.rollouts.ledger import Ledger
@@ -21,6 +22,7 @@ from ttrl.rollouts.partial import ContinueAttempt, extend
 from ttrl.rollouts.play import Play
 from ttrl.rollouts.results import TaskUsage, is_unfinished
 from ttrl.rollouts.scheduling.servers import Size
+from ttrl.tasks.task import Grade
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Group:
                         work.create_task(self._finish(sample, answer, cached=True))
                 for part in _neighbours(missing, self.s.samples_per_request):
                     work.create_task(self._request(part))
+        if self.job.task.group_grader is not None:
+            await self._grade_together()
         return await self._handed_on(TaskResult(task_id=self.job.task.id, messages=self.messages, samples=self.samples))
 
     async def _handed_on(self, result: TaskResult) -> TaskOutcome:
@@ -95,7 +99,8 @@ class Group:
                 (begun if sample.token_ids else fresh).append(sample)
             else:
                 self.usage.completion += len(sample.token_ids or ())
-                self.s.progress.add_sample(sample, cached=True)
+                if not self.ledger.waits(sample):
+                    self.s.progress.add_sample(sample, cached=True)
         return begun, fresh
 
     # Requests
@@ -182,11 +187,32 @@ class Group:
                 return
             if not cached and not had and self.job.digest is not None:
                 await self.ledger.keep(sample, answer, self.job.digest, s.cache_body(self.messages))
-            graded = await s.graders.grade(self.job.task, openai_choice(answer), place)
-            sample.reward, sample.metrics = graded.reward, graded.metrics
+            if self.job.task.grader is not None:
+                graded = await s.graders.grade(self.job.task, openai_choice(answer), place)
+                sample.reward, sample.metrics = graded.reward, graded.metrics
         except Exception as error:  # noqa: BLE001 - one bad sample never costs another
             sample.error = writable(type_and_message(error))
         self.ledger.done(sample)
+
+    async def _grade_together(self) -> None:
+        """Grade the samples that have not failed with each other, unless some are to be continued first."""
+        if any(is_unfinished(sample) for sample in self.samples):
+            return
+        ready = [sample for sample in self.samples if sample.error is None]
+        grades: list[Grade | GraderError] = []
+        try:
+            if ready:
+                choices = [choice_of_sample(sample) for sample in ready]
+                grades = await self.s.graders.grade_group(self.job.task, choices, f"task {self.job.task.id!r}")
+        except Exception as error:  # noqa: BLE001 - as above
+            grades = [GraderError(str(error))] * len(ready)
+        for sample, grade in zip(ready, grades, strict=True):
+            if isinstance(grade, GraderError):
+                sample.error, sample.reward = writable(type_and_message(grade)), None
+            else:
+                sample.reward = grade.reward + (sample.reward or 0.0)
+                sample.metrics = {**sample.metrics, **grade.metrics}
+            self.ledger.count(sample)
 
     def _is_cut_off(self, sample: Sample, new: int) -> bool:
         """Return whether the budget ended it, not the model or max_tokens."""

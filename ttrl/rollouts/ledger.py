@@ -83,8 +83,17 @@ class Ledger:
         if cache is not None and sample.finish_reason not in NOT_TO_KEEP and own_end:
             await cache.put(sample_key(digest, self.job.first + sample.sample), answer, body)
 
+    def waits(self, sample: Sample) -> bool:
+        """Tell whether a sample is there and has to wait for its group, with which it is graded."""
+        return self.job.task.group_grader is not None and sample.error is None and sample.finish_reason != "unfinished"
+
     def done(self, sample: Sample) -> None:
-        """Count and log a sample that is finished."""
+        """Count and log a sample that is finished; one that waits for its group, later."""
+        if not self.waits(sample):
+            self.count(sample)
+
+    def count(self, sample: Sample) -> None:
+        """Count and log a sample."""
         self.s.progress.add_sample(sample, cached=sample.cached)
         if self.s.sample_logs is not None:
             self.s.sample_logs.write(sample, number=self.job.first + sample.sample)

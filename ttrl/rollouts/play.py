@@ -102,14 +102,16 @@ class Play:
             try:
                 output = await self._played()
             except RolloutLimitError as limit:
-                if self.task.grader is None or not any(self._replies):
+                has_grader = self.task.grader is not None or self.task.group_grader is not None
+                if not has_grader or not any(self._replies):
                     raise
                 output, ended_by = None, _ENDED_BY.get(limit.limit, "length")
             finally:
                 self._fill()
             sample.finish_reason = ended_by or sample.finish_reason
-            grade = await self._grade(output)
-            sample.reward, sample.metrics = grade.reward, grade.metrics
+            if output is not None or self.task.grader is not None or self.task.group_grader is None:
+                grade = await self._grade(output)
+                sample.reward, sample.metrics = grade.reward, grade.metrics
         except Exception as error:  # noqa: BLE001 - one bad sample never costs another
             sample.error = writable(type_and_message(error))
             if not isinstance(error, GraderError):

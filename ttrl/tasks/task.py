@@ -19,6 +19,9 @@ Choice: TypeAlias = "chat_completion.Choice"
 """What a grader is given: OpenAI's, which is not imported for it."""
 GraderOutput: TypeAlias = "float | tuple[float, Mapping[str, float]] | Grade"
 Grader: TypeAlias = "Callable[[Choice], GraderOutput | Awaitable[GraderOutput]]"
+GroupGrader: TypeAlias = (
+    "Callable[[list[Choice]], Sequence[GraderOutput | GraderError] | Awaitable[Sequence[GraderOutput | GraderError]]]"
+)
 Rollout: TypeAlias = "Callable[[Chat], Awaitable[GraderOutput | None]]"
 
 
@@ -99,7 +102,7 @@ class Task:
 
     messages: list[dict[str, Any]]
     grader: "Grader | None" = None
-    """May be left out where the rollout returns the reward."""
+    """May be left out where the rollout returns the reward, or the group_grader gives it."""
     id: str = ""
     """A name for logs and rollout files; by default a digest of the messages, the same in every run."""
     rollout: "Rollout | None" = None
@@ -107,6 +110,10 @@ class Task:
     reward, (reward, metrics), or None: then the grader is asked, with the last choice, whose `messages` are the conversation."""
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     """Limits of the rollout."""
+    group_grader: "GroupGrader | None" = None
+    """Asked once, when all samples of the task are there, about those that have not failed: a list of choices, as the grader gets
+    them (of an answer that came out of a file, without token strings), for a list of as many rewards, (reward, metrics), or
+    GraderErrors, which fail single samples. What it gives is added to what grader or rollout gave. It runs in this process."""
 
     def __post_init__(self) -> None:
         name = f"task {self.id!r}" if self.id else "task"
@@ -122,7 +129,9 @@ class Task:
                 raise TaskError(f"{name}: message {number} (role {message['role']!r}) has neither content nor tool_calls")
         if self.rollout is not None and not callable(self.rollout):
             raise TaskError(f"{name}: rollout is {short(self.rollout, 80)}; give a coroutine function, async def rollout(chat)")
-        if not callable(self.grader) and (self.grader is not None or self.rollout is None):
+        if self.group_grader is not None and not callable(self.group_grader):
+            raise TaskError(f"{name}: group_grader is {short(self.group_grader, 80)}; give a function of a list of choices")
+        if not callable(self.grader) and (self.grader is not None or (self.rollout is None and self.group_grader is None)):
             raise TaskError(f"{name}: grader is {short(self.grader, 80)}; give a function of the choice that returns a reward")
         if not isinstance(self.limits, RolloutLimits):
             raise TaskError(f"{name}: limits is {short(self.limits, 80)}; give RolloutLimits(turns=…, tokens=…, seconds=…)")

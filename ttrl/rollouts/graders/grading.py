@@ -13,13 +13,13 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError, describe
 from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
 from ttrl.tasks.task import Grade, Grader, Task
-from ttrl.text import harmless, is_number
+from ttrl.text import harmless, is_number, short
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
@@ -183,6 +183,7 @@ class Graders:
             raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
         self.seconds = 0.0
         """That grades took so far, added up, waiting for a thread or process included."""
+        self._timeout = timeout
         self._runner: IsolatedGraders | Threads
         if isolated:
             count = min(usable_cores(), MOST_PROCESSES) if size is None else size
@@ -209,6 +210,29 @@ class Graders:
             return await self._runner.grade(task.grader, choice, where)
         finally:
             self.seconds += time.monotonic() - began
+
+    async def grade_group(self, task: Task, choices: "list[Choice]", where: str) -> list[Grade | GraderError]:
+        """Grade the choices of a task together, once; `timeout` holds for each of them. Raises GraderError, for all of them."""
+        grader = task.group_grader
+        assert grader is not None
+        seconds, began = self._timeout * len(choices), time.monotonic()
+        with Threads(1, seconds) as threads:
+            try:
+                outputs, error = await threads.call(grader, choices)
+            except TookTooLong:
+                took = f"the group_grader took longer than {seconds:g} s for {len(choices)} choices"
+                raise GraderError(f"{where}: {took}; make it faster or raise grader_timeout") from None
+            finally:
+                self.seconds += time.monotonic() - began
+        if isinstance(error, GraderError):
+            raise GraderError(f"{where}: {error}") from error
+        if error is not None:
+            raise GraderError(f"{where}: the group_grader raised {describe(error)}\n{own_traceback(error)}")
+        if not isinstance(outputs, Sequence) or isinstance(outputs, str) or len(outputs) != len(choices):
+            raise GraderError(
+                f"{where}: the group_grader returned {short(outputs, 80)} for {len(choices)} choices; it returns as many"
+            )
+        return [one if isinstance(one, GraderError) else Grade.of(one, where, who="group_grader") for one in outputs]
 
 
 def type_and_message(error: BaseException) -> str:

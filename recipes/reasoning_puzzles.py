@@ -1,0 +1,50 @@
+"""Puzzles of reasoning-gym: a hundred families, generated, each with a verifier; those that --families names are mixed.
+
+    python recipes/reasoning_puzzles.py --families chain_sum,letter_counting,word_sorting [--level 1]
+    python recipes/reasoning_puzzles.py --tiny  # tries everything out, on a laptop
+
+--level is of the package's own curriculum, for all families. `ttrl eval MODEL --tasks reasoning_gym:chain_sum` says how hard a
+family is for a model before it is trained. The settings are for one GPU with 80 GB; they have not been run.
+"""
+
+from ttrl import TrainConfig
+from ttrl.agents.reasoning_gym import get_reasoning_gym_tasks
+from ttrl.cli.recipe_script import run_recipe, script_arguments
+
+FAMILIES = "chain_sum,basic_arithmetic,letter_counting,number_sorting,word_sorting,spell_backward"
+
+
+def add_options(parser):
+    parser.add_argument("--families", default=FAMILIES, help=f"of reasoning-gym, separated by commas ({FAMILIES})")
+    parser.add_argument("--level", type=int, help="how hard, from 0 (each family's own default)")
+
+
+if __name__ == "__main__":
+    arguments = script_arguments(
+        __doc__, run="runs/reasoning_puzzles", iterations=100, model="Qwen/Qwen2.5-3B-Instruct", options=add_options
+    )
+    config = TrainConfig(
+        run=str(arguments.run),
+        model=arguments.model,
+        iterations=arguments.iterations,
+        tasks_per_iteration=64,
+        samples_per_task=8,
+        max_tokens=1024,
+        seq_len=8192,
+        advantages="mean",
+        training={"lr": 1e-6, "updates_per_iteration": 1},
+        seed=arguments.seed,
+        weight_sync=arguments.weight_sync,
+        nproc_per_node=arguments.nproc_per_node,
+        validation_metric="exact",
+    )
+    families, level = arguments.families.split(","), arguments.level
+    tasks = [
+        task
+        for one in families
+        for task in get_reasoning_gym_tasks(one, "train", 4096 // len(families), arguments.seed, level=level)
+    ]
+    held_out = [
+        task for one in families for task in get_reasoning_gym_tasks(one, "validation", 240 // len(families), level=level)
+    ]
+    print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

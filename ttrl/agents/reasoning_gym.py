@@ -1,0 +1,253 @@
+"""reasoning-gym (Open-Thought, Apache-2.0; pip install reasoning-gym): a hundred families of generated puzzles, with verifiers.
+
+An answer is what stands in the reply's last `<answer>` tags, after any thinking, and the family's own verifier scores it. Two
+things stand between them:
+
+- Full marks count, and nothing less, unless `partial` is set: the package's default verifier pays for every answer that
+  *contains* the right one, by how much of it that is, so that "yes or no" earns a third of "yes". That part is never paid.
+- Some verifiers evaluate the answer as Python (`eval`, SymPy's parser, which is one too). What a model wrote is given to these
+  only where it is a literal, or arithmetic of a size that SymPy can do.
+
+Held out are whole questions, by a hash.
+"""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from ttrl.errors import TaskError, describe
+from ttrl.tasks.answers import after_thinking, find_tagged, last_line, reply_text
+from ttrl.tasks.datasets import check_count, check_name
+from ttrl.tasks.task import Choice, Task, question
+from ttrl.tasks.words import in_validation
+
+REFUSED = {
+    "composite": "it mixes other families; name those themselves",
+    "game_of_life_halting": "its verifier takes every answer for right (0.1.25: bool('False') is True)",
+    "codeio": "it runs programs of a data file in this process, of which some print, and differs from process to process",
+    "list_functions": "it draws from Python's global random numbers, so that no seed decides (0.1.25)",
+    "propositional_logic": "every second conclusion of another of its puzzles is right, too (0.1.25)",
+    "puzzle24": "its verifier does not look whether the numbers are those that were given (0.1.25)",
+    "intermediate_integration": "SymPy takes minutes over some of its integrals",
+}
+"""Families that are no tasks, and why."""
+UNSTEADY = frozenset(["isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"])
+"""Families that follow the order of Python's sets, which is another one in each process unless PYTHONHASHSEED is set (0.1.25): a
+run that is continued would not find its tasks again."""
+LONGEST = 20_000
+"""Characters of an answer."""
+_ASK = "\n\nThink as long as you like. End your reply with the answer, and nothing else, in <answer> </answer> tags."
+_EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
+"""Where the metadata have a right answer, of families with many."""
+# fmt: off
+_FUNCTIONS = frozenset([
+    "sqrt", "exp", "log", "ln", "Abs", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan",
+    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
+])
+# fmt: on
+_WORDS = re.compile(r"[\w\s,'\"-]*")
+_MAX_BITS = 4096
+"""Of the numbers and powers in an expression."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningGymGrader:
+    """1.0 for full marks of the family's verifier.
+
+    entry: the package's own (question, answer, metadata). options: what the family was made with, as JSON. partial: pay what the
+    verifier gives, less what it gives for containing the answer.
+    """
+
+    family: str
+    options: str
+    entry: Mapping[str, Any] = dataclasses.field(repr=False)
+    partial: bool = False
+
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
+        """Return (reward, metrics): `exact`, `answered` (there are tags), `lenient` (the last line, where there are none)."""
+        text = after_thinking(reply_text(choice))
+        place = find_tagged(text)
+        score = self.score(text[place[0] : place[1]]) if place is not None else 0.0
+        exact = float(score >= 1.0)
+        lenient = exact if place is not None else float(self.score(last_line(text)) >= 1.0)
+        return score if self.partial else exact, {"exact": exact, "answered": float(place is not None), "lenient": lenient}
+
+    def score(self, answer: str) -> float:
+        """Return the verifier's mark for an answer, 0 to 1; 0 for one that it cannot read or must not evaluate."""
+        answer = answer.strip()
+        dataset = _dataset(self.family, self.options, 0, 1)
+        if not answer or len(answer) > LONGEST or not _gate(dataset.score_answer.__func__)(answer):
+            return 0.0
+        try:
+            score = min(1.0, max(0.0, float(dataset.score_answer(answer, self.entry))))
+        except Exception:  # noqa: BLE001 - of what verifiers meet in a model's answer, anything: it is not right
+            return 0.0
+        right = str(self.entry["answer"])
+        return 0.0 if score < 1.0 and right in answer and score == len(right) / len(answer) else score
+
+    @property
+    def expected(self) -> str | None:
+        """Return a right answer; None where the package has none."""
+        metadata = self.entry["metadata"]
+        answers = (self.entry["answer"], *(metadata.get(name) for name in _EXAMPLES))
+        found = next((answer for answer in answers if answer is not None), None)
+        return found if found is None or isinstance(found, str) else json.dumps(found)
+
+    def reference(self) -> str:
+        return f"<answer>{self.expected}</answer>"
+
+
+def get_reasoning_gym_tasks(
+    name: str,
+    split: Literal["train", "validation"] = "train",
+    n: int = 32,
+    seed: int = 0,
+    *,
+    level: int | None = None,
+    partial: bool = False,
+    **options: Any,
+) -> list[Task]:
+    """Return `n` tasks of a family of reasoning-gym, such as "chain_sum".
+
+    level: of the package's curriculum, from 0: all of the family's difficulties are set to it. options: fields of the family's
+        config (`max_terms=3`), which prevail.
+    partial: pay for answers that are partly right, as the family's verifier does.
+    train: the seed decides. validation: the same for every seed, no question twice; more of them begin with the same ones.
+
+    Raises TaskError for unknown families and options, and those that the family refuses.
+    """
+    check_name("split", split, ("train", "validation"), "reasoning_gym")
+    check_count(n)
+    family = name.replace("-", "_")
+    text = _options(family, level, options)
+    held_out = split == "validation"
+    first = int.from_bytes(hashlib.sha256(f"{family} {split} {'' if held_out else seed}".encode()).digest()[:4], "big") >> 2
+    tasks: dict[str, Task] = {}
+    failure: Exception | None = None
+    dataset = _dataset(family, text, first, 200 * n + 2000)
+    for number in range(20 * n + 400):
+        try:
+            entry = dataset[number]
+        except Exception as error:  # noqa: BLE001 - generators fail at some places; those are passed over
+            failure = error
+            continue
+        asked = str(entry["question"])
+        if in_validation(f"{family} {asked}", 2) != held_out:  # half of them, as some take seconds to make
+            continue
+        digest = hashlib.sha256(asked.encode()).hexdigest()[:12]
+        grader = ReasoningGymGrader(family, text, entry, partial)
+        tasks.setdefault(
+            digest if held_out else str(len(tasks)), Task(question(asked + _ASK), grader, id=f"reasoning_gym/{family}/{digest}")
+        )
+        if len(tasks) == n:
+            return list(tasks.values())
+    why = f"; the last failure: {describe(failure)}" if failure is not None else ""
+    raise TaskError(f"{n} {split} tasks of reasoning_gym:{family}: found {len(tasks)} different ones; ask for fewer{why}")
+
+
+def families() -> list[str]:
+    """Return the names of all families that are tasks. Raises TaskError without the package."""
+    return sorted(set(_package().factory.DATASETS) - set(REFUSED))
+
+
+def _package() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise TaskError(f"tasks of reasoning_gym need the package reasoning-gym: pip install 'ttrl[tasks]' ({error})") from None
+    return reasoning_gym
+
+
+def _options(family: str, level: int | None, options: Mapping[str, Any]) -> str:
+    """Return what the family is to be made with, as JSON. Raises TaskError."""
+    factory = _package().factory
+    if family in REFUSED:
+        raise TaskError(f"reasoning_gym:{family} is refused: {REFUSED[family]}")
+    check_name("name", family, families(), "reasoning_gym")
+    if family in UNSTEADY and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise TaskError(
+            f"reasoning_gym:{family} makes other puzzles in each process; set PYTHONHASHSEED=0 in the environment first"
+        )
+    config_class = factory.DATASETS[family][1]
+    known = {field.name for field in dataclasses.fields(config_class)} - {"seed", "size"}
+    if unknown := sorted(set(options) - known):
+        raise TaskError(
+            f"reasoning_gym:{family} has no option {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known))}, and level "
+            "and partial, as all have"
+        )
+    given = dict(options)
+    if level is not None:
+        if family not in factory.CURRICULA:
+            raise TaskError(f"reasoning_gym:{family} has no levels; it has the options {', '.join(sorted(known))}")
+        curriculum = factory.create_curriculum(family)
+        highest = max((len(one.levels) for one in curriculum.attributes.values()), default=1) - 1
+        if type(level) is not int or not 0 <= level <= highest:
+            raise TaskError(f"level is {level!r}; reasoning_gym:{family} has levels 0 to {highest}")
+        curriculum.set_global_level(level)
+        config = curriculum.generate_configuration()
+        given = {name: getattr(config, name) for name in known} | given
+    try:
+        text = json.dumps(given, sort_keys=True)
+        _dataset(family, text, 0, 1)
+    except Exception as error:
+        raise TaskError(f"reasoning_gym:{family} refuses {given}: {describe(error)}") from error
+    return text
+
+
+@functools.lru_cache(64)
+def _dataset(family: str, options: str, seed: int, size: int) -> Any:
+    return _package().create_dataset(family, **json.loads(options), seed=seed, size=size)
+
+
+# What is given to a verifier
+
+
+@functools.cache
+def _gate(verifier: Callable[..., Any]) -> Callable[[str], bool]:
+    """Return what tells whether an answer may be given to this verifier: all, unless it evaluates them."""
+    source = inspect.getsource(verifier)
+    if "parse_expr(" in source:
+        return _is_arithmetic
+    return _is_literal if re.search(r"\b(eval|exec|sympify)\(", source) else lambda answer: True
+
+
+def _is_literal(answer: str) -> bool:
+    """Tell whether evaluating it does nothing: words, or a Python literal."""
+    if _WORDS.fullmatch(answer):
+        return True
+    try:
+        ast.literal_eval(answer)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _is_arithmetic(answer: str) -> bool:
+    """Tell whether it is arithmetic of numbers, names and the usual functions, and how large what it writes out may become."""
+    try:
+        return len(answer) <= 1000 and _bits(ast.parse(answer, mode="eval").body) <= _MAX_BITS
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+
+
+def _bits(tree: ast.expr) -> float:
+    """Bound the size of a value, in bits, or the degree of a polynomial. Raises ValueError for anything but arithmetic."""
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int | float):
+        return max(1, int(abs(tree.value)).bit_length()) if abs(tree.value) < 1e300 else 1e9
+    if isinstance(tree, ast.Name) and (len(tree.id) == 1 or tree.id in _FUNCTIONS or tree.id == "pi"):
+        return 1
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub | ast.UAdd):
+        return _bits(tree.operand)
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in _FUNCTIONS and not tree.keywords:
+        return sum(map(_bits, tree.args))
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.Pow):
+        left, right = _bits(tree.left), _bits(tree.right)
+        return left * 2.0 ** min(right, 64) if isinstance(tree.op, ast.Pow) else left + right
+    raise ValueError(ast.dump(tree)[:80])

@@ -1,0 +1,255 @@
+"""Data sets, reward functions, tools and environments as TRL's GRPOTrainer takes them (Hugging Face, Apache-2.0; read: 1.16).
+
+`trl_tasks` takes the arguments of the same names and makes tasks of them; TRL itself is not needed. What differs:
+
+- a prompt that is a string is a user's message, and the model's reply the completion: ttrl talks to a chat template;
+- functions are called for one completion at a time, so `prompts` and `completions` have one element: what compares the
+  completions of a batch belongs into a `group_grader`;
+- there is no `trainer_state`, and a reward function cannot be a model's name (serve it: see docs/tasks.md);
+- where all functions return None, the sample has no reward and fails, instead of being trained with an advantage of 0.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ttrl.agents.tools import Tools
+from ttrl.errors import GraderError, TaskError
+from ttrl.tasks.datasets import load_rows
+from ttrl.tasks.task import Chat, Choice, GraderOutput, RolloutLimits, Task, question
+from ttrl.text import is_number, short
+
+RewardFunction: TypeAlias = Callable[..., Any]
+"""`f(prompts, completions, **columns)`: a list with a number, or None, for each completion; now, or as an awaitable."""
+EnvironmentFactory: TypeAlias = Callable[[], Any]
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+def trl_tasks(
+    train_dataset: Any,
+    reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+    *,
+    reward_weights: Sequence[float] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+    split: str = "train",
+    config: str | None = None,
+    n: int | None = None,
+    limits: RolloutLimits | None = None,
+) -> list[Task]:
+    """Return a task for each row of a data set that was made for TRL's GRPOTrainer.
+
+    train_dataset: rows, such as a `datasets.Dataset` or a list of dicts, or where they are: a file (parquet, jsonl, json, csv), a
+        folder, or a name on the hub, with `split` and `config`. Column `prompt`: a string, or chat messages.
+    reward_funcs: functions or coroutine functions, whose rewards are added up, times `reward_weights`; None leaves one out. Each
+        is a metric, with those that it gives to `log_metric`.
+    tools: functions that the model may call, with type hints and docstrings.
+    environment_factory: makes an environment for each rollout: its `reset(**row)` may return a text for the end of the prompt;
+        its other public methods are tools; its `get_reward()`, if it has one, is added to the rewards. Of several by name, the
+        row's `environment` says which.
+    n: the first n rows alone.
+
+    Raises TaskError for rows, functions and environments that do not fit.
+    """
+    functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
+    weights = [1.0] * len(functions) if reward_weights is None else list(reward_weights)
+    if len(weights) != len(functions):
+        raise TaskError(f"there are {len(weights)} reward_weights for {len(functions)} reward_funcs; give one for each")
+    for function in functions:
+        _check(function)
+    factories = _factories(environment_factory)
+    if factories is None and not functions:
+        raise TaskError("there are no reward_funcs; give at least one function of (prompts, completions, **columns)")
+    given = load_rows(train_dataset, dict, splits=(split,), config=config) if _is_place(train_dataset) else train_dataset
+    Tools(tools)
+    tasks, names = [], dict[str, int]()
+    for number, row in enumerate(given):
+        if number == n:
+            break
+        if not isinstance(row, Mapping):
+            raise TaskError(f"row {number} is {short(row, 80)}; a row is a dict with a prompt")
+        columns = {str(name): value for name, value in row.items()}
+        prompt = columns.get("prompt", "" if factories is not None else None)
+        if not isinstance(prompt, str | list) or (prompt == [] and factories is None):
+            raise TaskError(f"row {number}: its prompt is {short(prompt, 80)}; give a string, or a list of chat messages")
+        rewards = TrlGrader(tuple(functions), tuple(map(float, weights)), prompt, columns)
+        rollout: Any = None
+        if factories is not None:
+            name = columns.get("environment") if None not in factories else None
+            if name not in factories:
+                raise TaskError(f"row {number}: its environment is {name!r}; there are {', '.join(map(repr, factories))}")
+            rollout = EnvironmentRollout(factories[name], tuple(tools), rewards)
+        elif tools:
+            rollout = ToolRollout(tuple(tools))
+        text = json.dumps(columns, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
+        names[digest] = names.get(digest, 0) + 1
+        mark = f"-{names[digest]}" if names[digest] > 1 else ""
+        messages = question(prompt) if isinstance(prompt, str) else [_without_none(one) for one in prompt]
+        grader = None if factories is not None else rewards
+        tasks.append(Task(messages, grader, id=f"trl/{digest}{mark}", rollout=rollout, limits=limits or RolloutLimits()))
+    if not tasks:
+        raise TaskError("the data set has no rows")
+    return tasks
+
+
+@dataclass(frozen=True)
+class TrlGrader:
+    """Adds up what the functions give for one completion, times their weights; each of them is a metric.
+
+    Functions that are no coroutines are called at once, so in the grader's thread; the others together, on the event loop.
+    """
+
+    functions: tuple[RewardFunction, ...]
+    weights: tuple[float, ...]
+    prompt: str | list[Any]
+    columns: Mapping[str, Any] = field(repr=False)
+
+    def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
+        return self.scored(choice)
+
+    def scored(self, choice: Choice, environment: Any = None) -> "GraderOutput | Awaitable[GraderOutput]":
+        """Return (reward, metrics), or an awaitable of it. Raises GraderError where nothing can be said."""
+        metrics: dict[str, float] = {}
+        outputs = [function(**self._arguments(function, choice, environment, metrics)) for function in self.functions]
+        weights, names = list(self.weights), [_name(function) for function in self.functions]
+        if hasattr(environment, "get_reward"):
+            outputs.append(environment.get_reward())
+            weights.append(1.0)
+            names.append(type(environment).__name__)
+        if any(map(inspect.isawaitable, outputs)):
+            return self._awaited(outputs, weights, names, metrics)
+        return self._sum(outputs, weights, names, metrics)
+
+    async def _awaited(
+        self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]
+    ) -> "GraderOutput":
+        waiting = [place for place, output in enumerate(outputs) if inspect.isawaitable(output)]
+        for place, output in zip(waiting, await asyncio.gather(*(outputs[place] for place in waiting)), strict=True):
+            outputs[place] = output
+        return self._sum(outputs, weights, names, metrics)
+
+    def _sum(self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]) -> "GraderOutput":
+        total, known = 0.0, False
+        for place, (output, weight, name) in enumerate(zip(outputs, weights, names, strict=True)):
+            if place < len(self.functions):
+                if not isinstance(output, Iterable) or isinstance(output, str | Mapping) or len(given := list(output)) != 1:
+                    raise GraderError(f"{name} returned {short(output, 80)} for one completion; it returns a list of one reward")
+                output = given[0]
+            if output is None or (is_number(output) and math.isnan(output)):
+                continue
+            known = True
+            total += weight * float(output)
+            metrics[name if name not in metrics else f"{name}_{place}"] = float(output)
+        if not known:
+            raise GraderError(f"none of {', '.join(names)} applies to this row: all of them returned None")
+        return total, metrics
+
+    def _arguments(self, function: RewardFunction, choice: Choice, environment: Any, metrics: dict[str, float]) -> dict[str, Any]:
+        completion: Any = choice.message.content or ""
+        if isinstance(self.prompt, list) or environment is not None:
+            said = getattr(choice, "messages", None)
+            begun = max(1, len(self.prompt)) if isinstance(self.prompt, list) else 1
+            completion = said[begun:] if said else [{"role": "assistant", "content": completion}]
+        ids = list(getattr(choice, "token_ids", None) or ())
+        given: dict[str, Any] = {name: [value] for name, value in self.columns.items() if name not in _NOT_COLUMNS}
+        given |= {"prompts": [self.prompt], "completions": [completion], "completion_ids": [ids]}
+        given |= {"log_extra": lambda column, values: None, "log_metric": metrics.__setitem__}
+        if environment is not None:
+            given["environments"] = [environment]
+        parameters = inspect.signature(function).parameters
+        if "completions_ids" in parameters:  # as TRL's documentation has it
+            given["completions_ids"] = [ids]
+        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            return given
+        return {name: value for name, value in given.items() if name in parameters}
+
+
+@dataclass(frozen=True)
+class ToolRollout:
+    """Lets the model call functions until it calls none; the task's grader is asked then."""
+
+    tools: tuple[Callable[..., Any], ...]
+
+    async def __call__(self, chat: Chat) -> None:
+        await Tools(self.tools).talk(chat)
+
+
+@dataclass(frozen=True)
+class EnvironmentRollout:
+    """Lets the model call an environment's methods until it calls none; the rewards are those of the functions then."""
+
+    factory: EnvironmentFactory
+    tools: tuple[Callable[..., Any], ...]
+    rewards: TrlGrader
+
+    async def __call__(self, chat: Chat) -> "GraderOutput":
+        environment = self.factory()
+        told = environment.reset(**self.rewards.columns)
+        if told is not None:
+            if not isinstance(told, str):
+                raise TaskError(f"{type(environment).__name__}.reset returned {short(told, 80)}; it returns a text, or None")
+            last = chat.messages[-1]
+            chat.messages[-1] = {**last, "content": (last.get("content") or "") + told}
+        tools = Tools([*self.tools, *_methods(environment)])
+        choice = await tools.talk(chat)
+        choice.messages = chat.messages  # type: ignore[attr-defined]  # as graders of rollouts get it
+        output = self.rewards.scored(choice, environment)
+        reward, metrics = await output if inspect.isawaitable(output) else output  # type: ignore[misc]
+        return reward, {**metrics, "tool_calls": tools.calls, "tool_failures": tools.failures}
+
+
+def _factories(given: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None) -> dict[Any, EnvironmentFactory] | None:
+    """Return the factories by name, None for the only one, each tried once. Raises TaskError."""
+    if given is None:
+        return None
+    factories: dict[Any, EnvironmentFactory] = dict(given) if isinstance(given, Mapping) else {None: given}
+    for name, factory in factories.items():
+        try:
+            environment = factory()
+        except Exception as error:
+            raise TaskError(f"environment {name or factory!r} cannot be made: {type(error).__name__}: {error}") from error
+        if not callable(getattr(environment, "reset", None)):
+            raise TaskError(f"environment {type(environment).__name__} has no method reset; it has to begin a rollout")
+        Tools(_methods(environment))
+    return factories
+
+
+def _methods(environment: Any) -> list[Callable[..., Any]]:
+    """Return what of an environment the model may call."""
+    named = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
+    return [getattr(environment, name) for name in named if name not in ("reset", "get_reward")]
+
+
+def _check(function: Any) -> None:
+    """Raise TaskError for what cannot be a reward function here."""
+    if isinstance(function, str) or not callable(function) or hasattr(function, "forward"):
+        raise TaskError(
+            f"reward function {short(function, 80)} is a model; give a "
+            "function that asks it, of (prompts, completions, **columns)"
+        )
+    parameter = inspect.signature(function).parameters.get("trainer_state")
+    if parameter is not None and parameter.default is parameter.empty:
+        raise TaskError(
+            f"reward function {_name(function)} wants the trainer_state of TRL, which there is none of; give it a default"
+        )
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _is_place(given: Any) -> bool:
+    return isinstance(given, str) or hasattr(given, "__fspath__")
+
+
+def _without_none(message: Any) -> Any:
+    """Leave out keys without a value, which data sets fill in where only some rows have them."""
+    if not isinstance(message, Mapping):
+        return message
+    return {key: value for key, value in message.items() if value is not None or key == "content"}

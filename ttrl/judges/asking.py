@@ -1,0 +1,141 @@
+"""Requests to models that judge: retried, kept in a file, counted and priced; nothing of them is trained."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import sqlite3
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAIError
+
+from ttrl.errors import GraderError, UserError, describe
+from ttrl.tasks.task import Choice
+from ttrl.text import short
+
+_TABLE = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)"
+_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+"""Clients, and the semaphores that limit them, belong to an event loop; a judge may be used in several, and travel."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a judge said, and what it cost this time: nothing where it was kept."""
+
+    body: Any
+    """Text, or JSON."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where a judging model is asked.
+
+    model: its name there. base_url: of an OpenAI-compatible server. key_variable: the environment variable that holds the key; it
+        is read when it is needed, and written nowhere.
+    prices: dollars per million tokens, (input, output).
+    cache: a file (SQLite) that keeps answers; the same question is not paid twice.
+    retries: further tries of a request that failed, with growing pauses. timeout: seconds of one. at_once: requests.
+    params: sampling parameters, greedy by default.
+    """
+
+    model: str
+    base_url: str = "https://api.openai.com/v1"
+    key_variable: str = "OPENAI_API_KEY"
+    prices: tuple[float, float] = (0.0, 0.0)
+    cache: str | os.PathLike[str] | None = None
+    retries: int = 4
+    timeout: float = 120.0
+    at_once: int = 16
+    params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
+
+    def __post_init__(self) -> None:
+        if not self.model or not self.base_url.startswith(("http://", "https://")):
+            raise UserError(f"a judge's model is {self.model!r}, at {self.base_url!r}; give a name, and the address of a server")
+        if len(self.prices) != 2 or min(self.prices) < 0 or self.retries < 0 or self.timeout <= 0 or self.at_once < 1:
+            raise UserError("a judge's prices are two numbers of at least 0, retries at least 0, timeout and at_once above 0")
+
+    async def chat(self, messages: Sequence[Mapping[str, str]], seed: int = 0) -> Answer:
+        """Return the model's reply, as text. Raises GraderError."""
+        body = {"model": self.model, "messages": list(messages), "seed": seed, **self.params}
+        answer = await self.post("/chat/completions", body)
+        try:
+            text = answer.body["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):
+            raise GraderError(f"the judge {self.model} sent no reply: {short(answer.body, 120)}") from None
+        return Answer(text or "", answer.prompt_tokens, answer.completion_tokens, answer.cached)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
+        """Return the JSON that the server answers with, out of the file where it is there. Raises GraderError."""
+        text = json.dumps([self.base_url, path, body], sort_keys=True, ensure_ascii=False)
+        key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+        if (kept := await asyncio.to_thread(self._find, key)) is not None:
+            return Answer(json.loads(kept), cached=True)
+        client, limit = self._client()
+        try:
+            async with limit:
+                found: Any = await client.post(path, cast_to=object, body=dict(body))
+        except OpenAIError as error:
+            raise GraderError(
+                f"the judge {self.model} at {self.base_url}: {describe(error)} ({self.retries + 1} tries)"
+            ) from error
+        usage = found.get("usage") if isinstance(found, dict) else None
+        usage = usage if isinstance(usage, dict) else {}
+        await asyncio.to_thread(self._keep, key, json.dumps(found))
+        return Answer(found, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+
+    def costs(self, answers: Sequence[Answer], parts: int = 1) -> dict[str, float]:
+        """Return metrics: what these answers cost, shared by `parts` samples, and the share of them that was kept."""
+        dollars = sum(one.prompt_tokens * self.prices[0] + one.completion_tokens * self.prices[1] for one in answers) / 1e6
+        cached = sum(one.cached for one in answers) / len(answers)
+        return {"judge_dollars": dollars / parts, "judge_cached": cached}
+
+    def _client(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
+        mine = _clients.setdefault(asyncio.get_running_loop(), {})
+        key = (self.base_url, self.key_variable, self.retries, self.timeout, self.at_once)
+        if key not in mine:
+            secret = os.environ.get(self.key_variable) or "none"
+            client = AsyncOpenAI(base_url=self.base_url, api_key=secret, max_retries=self.retries, timeout=self.timeout)
+            mine[key] = client, asyncio.Semaphore(self.at_once)
+        found: tuple[AsyncOpenAI, asyncio.Semaphore] = mine[key]
+        return found
+
+    def _find(self, key: str) -> str | None:
+        if self.cache is None:
+            return None
+        with self._kept() as kept:
+            row = kept.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _keep(self, key: str, answer: str) -> None:
+        if self.cache is not None:
+            with self._kept() as kept:
+                kept.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[sqlite3.Connection]:
+        assert self.cache is not None
+        try:
+            with contextlib.closing(sqlite3.connect(self.cache, timeout=60)) as connection, connection:
+                connection.execute(_TABLE)
+                yield connection
+        except sqlite3.Error as error:
+            raise GraderError(f"the judge's cache {os.fspath(self.cache)}: {error}") from error
+
+
+def conversation_of(choice: Choice) -> tuple[str, str]:
+    """Return what a judge is shown of a choice: what was said before (where it is known), and the last reply."""
+    before = [message for message in (getattr(choice, "messages", None) or [])[:-1] if message.get("content")]
+    return "\n\n".join(f"{one['role']}: {one['content']}" for one in before), choice.message.content or ""
+
+
+def fenced(text: str, name: str, salt: str) -> str:
+    """Put text between tags that it cannot close: their names hold a digest of what is judged."""
+    tag = f"{name}-{hashlib.sha256(salt.encode(errors='surrogatepass')).hexdigest()[:8]}"
+    return f"<{tag}>\n{text}\n</{tag}>"
