@@ -92,3 +92,10 @@ def test_names_survive_an_import_of_the_module_of_the_same_name() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_on_one_machine_loads_no_ray() -> None:
+    """Nor does anything that `train` loads: the loop, its servers and trainers, and the recipes' command line."""
+    loaded = "import sys, ttrl.loop.train, ttrl.loop.start, ttrl.cli.recipe_script; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr

@@ -114,9 +114,10 @@ HOUSE = {
     ),
     "report": _room("monitoring plans run_folder data.packing data.pictures configs records intervals", "jinja2 markupsafe"),
     "launch": _room("run_folder server configs records", "torch psutil tqdm yaml"),
+    "cluster": _room("launch run_folder server configs records", "ray"),  # the only one that loads Ray
     "loop": _room(
-        "launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders rollouts.scheduling "
-        "data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",
+        "cluster launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders "
+        "rollouts.scheduling data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
     "judges": _room("tasks", "openai"),

@@ -71,6 +71,7 @@ def script_arguments(
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=iterations, help=f"at most ({iterations})")
     parser.add_argument("--weight-sync", choices=("auto", "reload", "restart", "sleep", "memory"), default="auto")
+    parser.add_argument("--cluster", metavar="ADDRESS", help="run on a Ray cluster: auto, HOST:PORT or ray://HOST:PORT")
     parser.add_argument("--nproc-per-node", type=int, help="trainer processes: one for each GPU")
     if model is not None:
         shown = model or "a tiny one, made and warmed up first"
@@ -98,6 +99,8 @@ def script_arguments(
     arguments = parser.parse_args()
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
     arguments.set = [f"{name}={json.dumps(value)}" for name, value in chosen.items()] + arguments.set
+    if arguments.cluster is not None:
+        arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
     arguments.run = arguments.run.absolute()
     print(f"{parser.prog}: making the tasks", file=sys.stderr)
     return arguments

@@ -67,6 +67,23 @@ def slurm_endpoint(environment: Mapping[str, str]) -> str | None:
     return f"{host}:{_SLURM_PORTS[int(job) % len(_SLURM_PORTS)]}"
 
 
+def meeting_problems(nnodes: int, endpoint: str | None, environment: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with how several machines meet, one line each."""
+    found = []
+    if endpoint is None:
+        # Without it, torchrun would quietly train on each node alone.
+        found.append(
+            f"nnodes is {nnodes}, but where they meet is not known; set rdzv_endpoint to this machine's address in your private "
+            'network and a free port, such as "10.0.0.7:29400" (in a SLURM job it is found by itself)'
+        )
+    elif problem := endpoint_problem(endpoint):
+        found.append(problem)
+    slurm_nodes = environment.get("SLURM_JOB_NUM_NODES", "")
+    if slurm_nodes.isdigit() and int(slurm_nodes) < nnodes:
+        found.append(f"nnodes is {nnodes}, but this SLURM job has {slurm_nodes}; ask for more with sbatch --nodes")
+    return found
+
+
 def endpoint_problem(endpoint: str) -> str | None:
     """Return what is wrong with a meeting point HOST:PORT, or None."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):([0-9]{1,5})", endpoint)

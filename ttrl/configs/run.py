@@ -10,7 +10,7 @@ import yaml
 from ttrl.configs.base import Config, absent_folder, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
-from ttrl.configs.machines import endpoint_problem, server_address_problems, server_keys, slurm_endpoint
+from ttrl.configs.machines import meeting_problems, server_address_problems, server_keys, slurm_endpoint
 from ttrl.configs.recipe import OTHER_NAMES, GRPOConfig, TrainingConfig, read_settings
 from ttrl.configs.vllm_arguments import LORA_RANKS, argument_problems, is_argument, lora_rank_there, takes_adapters
 from ttrl.errors import ConfigError
@@ -203,9 +203,12 @@ class TrainConfig(Config):
 
     # Several machines. As with `nproc_per_node`, the update is the same for any number, up to rounding.
 
+    cluster: str | None = None
+    """A Ray cluster that the run runs on: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and, with `nnodes` above 1,
+    the trainer start on machines of it; it outlives the program that began it (docs/several_machines.md). None: without Ray."""
     nnodes: int = 1
     """Machines that train together, this one included; the others run `ttrl join RUN` on the same run folder, which lies on a
-    file system that all of them share."""
+    file system that all of them share. On a `cluster`: machines of it."""
     rdzv_endpoint: str | None = None
     """With more than one node: HOST:PORT where they meet. The host is this machine's address in a network that is private to the
     nodes: torch.distributed asks for no key and encrypts nothing. None: within a SLURM job, this node's name there and a port
@@ -368,7 +371,9 @@ class TrainConfig(Config):
     def server_problems(self) -> list[str]:
         """Return what is wrong with the servers that are to be started or joined, one line each."""
         found = server_address_problems(self.joined_servers)
-        if self.servers_here + len(self.joined_servers) < 1:
+        if self.cluster is not None and self.weight_sync not in ("auto", "reload"):
+            found.append(f"weight_sync is {self.weight_sync!r}, but the servers of a cluster read files: auto or reload")
+        if self.servers_here + self.replicas + len(self.joined_servers) < 1:
             found.append("servers is 0 and joined_servers is empty; nobody would sample")
         if self.joined_servers and not found:
             try:
@@ -392,20 +397,12 @@ class TrainConfig(Config):
             if self.rdzv_endpoint is not None:
                 found.append(f"rdzv_endpoint is {self.rdzv_endpoint!r}, but nnodes is {self.nnodes}: nobody would be met there")
             return found
-        endpoint = self.endpoint(environment)
-        if endpoint is None:
-            # Without it, torchrun would quietly train on each node alone.
-            found.append(
-                f"nnodes is {self.nnodes}, but where they meet is not known; set rdzv_endpoint to this machine's address in your "
-                'private network and a free port, such as "10.0.0.7:29400" (in a SLURM job it is found by itself)'
-            )
-        elif problem := endpoint_problem(endpoint):
-            found.append(problem)
+        if self.cluster is None:
+            found += meeting_problems(self.nnodes, self.endpoint(environment), environment)
+        elif self.rdzv_endpoint is not None:
+            found.append(f"rdzv_endpoint is {self.rdzv_endpoint!r}, but machines of a cluster meet at an address of their own")
         if self.trainer != "resident":
             found.append(f"nnodes is {self.nnodes}, which needs trainer: resident; the other nodes follow it")
-        slurm_nodes = environment.get("SLURM_JOB_NUM_NODES", "")
-        if slurm_nodes.isdigit() and int(slurm_nodes) < self.nnodes:
-            found.append(f"nnodes is {self.nnodes}, but this SLURM job has {slurm_nodes}; ask for more with sbatch --nodes")
         return found
 
     @property
@@ -449,7 +446,12 @@ class TrainConfig(Config):
     @property
     def servers_here(self) -> int:
         """Servers that are started on this machine."""
-        return 1 if self.servers is None else self.servers
+        return 0 if self.cluster is not None else 1 if self.servers is None else self.servers
+
+    @property
+    def replicas(self) -> int:
+        """Servers that are started on machines of the cluster."""
+        return 0 if self.cluster is None else 1 if self.servers is None else self.servers
 
     @property
     def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep", "memory"]:
@@ -476,6 +478,8 @@ class TrainConfig(Config):
             yield "several machines train"
         if self.recipe_settings.get("lora_rank") is not None:
             yield "an adapter's files are small, and vLLM loads adapters from nowhere else"
+        if self.cluster is not None:
+            yield "the servers of a cluster read files"
         if self.servers == 0 or (self.joined_servers and not all_of_them):
             yield "joined servers read files"
         if self.cache and not all_of_them:
@@ -546,6 +550,7 @@ class TrainConfig(Config):
             and takes_adapters(self.model)
             and self.adapters == "auto"
             and not self.joined_servers
+            and self.cluster is None
             and recipe.lora_kind == "lora"
             and recipe.lora_base_dtype != "nf4"
             and "output" not in recipe.lora_targets
@@ -577,7 +582,7 @@ class TrainConfig(Config):
                 "dtype": self.dtype if self.dtype != "auto" else "bf16" if device == "cuda" else "fp32",
                 "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.processes_here),
                 "nproc_per_node": self.processes_here,
-                "servers": self.servers_here,
+                "servers": self.servers_here + self.replicas,
                 "weight_sync": self.resolved_weight_sync,
                 "save_every": self.save_every if self.hands_over else 1,
                 "trainer_memory": self.resolved_trainer_memory(device),

@@ -230,12 +230,13 @@ class PolicyServer:
             )
             for number, env in enumerate(_environments(config))
         ]
-        keys = config.joined_keys()
+        keys, tools = config.joined_keys(), self._tools
         others = [
-            self._tools.joined(url, served_model_name=MODEL_NAME, dtype=_dtype(config), api_key=keys[url])
+            tools.joined(url, served_model_name=MODEL_NAME, dtype=_dtype(config), api_key=keys[url])
             for url in config.joined_servers
         ]
-        compare, tools = config.weight_check == "all", self._tools
+        compare = config.weight_check == "all"
+        others += [] if tools.elsewhere is None else tools.elsewhere(model_folder, self._logs)
         mode: Literal["reload", "restart", "sleep"] = "sleep" if config.server_sleeps else "reload"
         mode = "restart" if config.weight_sync == "restart" else mode
         remote = None if config.joined_run is None else (Path(config.run), Path(config.joined_run))

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,8 @@ class ServerTools:
     sleep: Callable[[ServerConnection], None] = sleep
     look_seconds: float = 1.0
     look_at_others_seconds: float = 5.0
+    elsewhere: "Callable[[Path, Path], Sequence[JoinedServer]] | None" = None
+    """Given the model and the folder of logs: starts further ones on other machines (`ttrl.cluster`)."""
 
 
 class ServerMember:

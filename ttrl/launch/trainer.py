@@ -12,7 +12,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,11 @@ class Trainer:
     With `config.nnodes` above 1, other machines join it (`ttrl.launch.nodes`). An object belongs to one thread at a time.
     """
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, console: Console) -> None:
-        self._config, self._folder, self._console = config, folder, console
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, console: Console, elsewhere: Callable[..., TrainerProcess] | None = None
+    ) -> None:
+        """elsewhere: what starts it on other machines, given the config, the folder of this start, log and variables."""
+        self._config, self._folder, self._console, self._elsewhere = config, folder, console, elsewhere
         self._log = folder.path / "logs" / "trainer.log"
         self._resident: tuple[TrainerProcess, RequestFolder] | None = None
         self._private: tempfile.TemporaryDirectory[str] | None = None
@@ -71,6 +74,8 @@ class Trainer:
         write_recipe_config(config, path / "start.yaml")
         self._asked, self._made_of = 0, {name: config.get(name) for name in PROCESS_SETTINGS}
         variables = self._variables()
+        if self._elsewhere is not None:
+            return self._elsewhere(self._config, path, self._log, variables).start(), RequestFolder(path)
         self._leave_meeting()
         self._private = tempfile.TemporaryDirectory(prefix="ttrl-")
         if self._config.nnodes == 1:

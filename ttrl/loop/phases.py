@@ -65,11 +65,12 @@ class Phases:
         console: Console,
         tasks: Sequence[Task] = (),
         validation_tasks: Sequence[Task] = (),
+        trainer: Trainer | None = None,
     ) -> None:
         self.config, self.folder, self.model = config, folder, model
         self.tasks, self.validation_tasks = list(tasks), list(validation_tasks)
         self.server, self.console = server, console
-        self.trainer = Trainer(config, folder, console)
+        self.trainer = trainer or Trainer(config, folder, console)
         self._deaths = 0
         """Of the trainer, since it last finished an iteration."""
         self._unsaved: tuple[int, float, float] | None = None

@@ -1,9 +1,12 @@
 """`train` as users know it: checks everything, says what it is about to do, and loads what takes seconds to load only then."""
 
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ttrl.configs.run import TrainConfig
+from ttrl.errors import UserError
 from ttrl.loop.checks import checked
 from ttrl.run_folder.mirror import with_local_run
 from ttrl.system.console import Console
@@ -37,10 +40,35 @@ def train(
     running.
     """
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks)
-    config, console = with_local_run(config), Console(quiet=quiet)
+    console = Console(quiet=quiet)
+    given: dict[str, Any] = {"quiet": quiet, "allow_changes": allow_changes, "take_over": take_over, "redo": redo}
+    if config.cluster is not None:
+        return _on_cluster(config, given | {"tasks": tasks, "validation_tasks": validation_tasks}, console)
+    config = with_local_run(config)
     what = f"{config.iterations} iteration{'s' * (config.iterations != 1)} of {config.model}"
     console.line(f"{config.run}: {what}; loading PyTorch first")
     with console.interruptible(f"the same command continues {config.run}"):
         from ttrl.loop.train import train
 
-        return train(config, tasks, validation_tasks, quiet=quiet, allow_changes=allow_changes, take_over=take_over, redo=redo)
+        return train(config, tasks, validation_tasks, **given)
+
+
+def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) -> "RunResult":
+    """Have the cluster run it, and wait. Raises UserError where Ray is not installed."""
+    try:
+        from ttrl.cluster.lead import run_detached
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"cluster is {config.cluster!r}, and Ray cannot be loaded ({error}): pip install 'ttrl[cluster]'"
+        ) from error
+    model = os.path.abspath(config.model) if os.path.isdir(config.model) else config.model
+    config = replace(config, run=os.path.abspath(config.run), model=model)  # other machines start elsewhere
+    with console.interruptible(f"the same command continues {config.run}"):
+        result: RunResult = run_detached(config, _lead, given | {"config": config}, console)
+        return result
+
+
+def _lead(**given: Any) -> "RunResult":
+    from ttrl.loop.train import train
+
+    return train(**given)

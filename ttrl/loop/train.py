@@ -18,6 +18,8 @@ import torch
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import DriftError, ModelFolderError
 from ttrl.launch.policy_server import PolicyServer
+from ttrl.launch.server_member import ServerTools
+from ttrl.launch.trainer import Trainer
 from ttrl.loop.checks import checked
 from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
@@ -98,9 +100,11 @@ def train(
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
         with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises
             ends.callback(loggers.close)
-            server = PolicyServer(config, folder.path / "logs", console)
+            of_servers, of_phases = _elsewhere(config, folder, console)
+            server = PolicyServer(config, folder.path / "logs", console, **of_servers)
             ends.callback(server.stop)
-            phases = Phases(config, folder, model, tasks=tasks, validation_tasks=validation_tasks, server=server, console=console)
+            given = {"tasks": tasks, "validation_tasks": validation_tasks, **of_phases}
+            phases = Phases(config, folder, model, server=server, console=console, **given)
             ends.callback(phases.trainer.stop)
             try:
                 Iterations(phases, loggers).run()
@@ -131,6 +135,18 @@ def train(
         if best != newest:
             console.line(f"the best:   {result.best_checkpoint}")
         return result
+
+
+def _elsewhere(config: TrainConfig, folder: RunFolder, console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `PolicyServer` and `Phases` are given to start servers and trainer on a cluster; nothing without one."""
+    if config.cluster is None:
+        return {}, {}
+    from ttrl.cluster.replicas import start_replicas
+    from ttrl.cluster.trainers import ClusterTrainer
+
+    tools = ServerTools(elsewhere=lambda model, logs: start_replicas(config, model, logs))
+    trainer = Trainer(config, folder, console, ClusterTrainer if config.nnodes > 1 else None)
+    return {"tools": tools}, {"trainer": trainer}
 
 
 def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> TrainConfig:

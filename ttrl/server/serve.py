@@ -106,7 +106,6 @@ def serve(
         api_key=read_or_make_key(key_file),
     )
     say(f"starting vLLM with {model}; its log is {log_path}")
-    deaths: list[float] = []
     with server:
         address = server.root_url if host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{server.port}"
         say(f"serving at {address}/v1, where {model} is called {SERVED_MODEL_NAME!r}")
@@ -115,23 +114,36 @@ def serve(
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights
         say(f'a run joins it with joined_servers=["{address}"] and a copy of that file as joined_key_file')
-        while True:
-            time.sleep(look_seconds)
+        keep_serving(server, say, address=address, look_seconds=look_seconds, most_restarts=most_restarts)
+
+
+def keep_serving(
+    server: VLLMServer,
+    say: Callable[[str], None] = logger.warning,
+    *,
+    address: str | None = None,
+    look_seconds: float = 2.0,
+    most_restarts: int = 5,
+) -> None:
+    """Restart a server that was started whenever it died. Raises ServerDiedError for one that keeps dying."""
+    deaths: list[float] = []
+    while True:
+        time.sleep(look_seconds)
+        try:
+            server.check()
+        except ServerDiedError as error:
+            now = time.monotonic()
+            deaths = [*(then for then in deaths if now - then < _RESTARTS_WITHIN), now]
+            if len(deaths) > most_restarts:
+                raise
+            logger.warning("%s", error)
+            say(f"the server died (see {server.log_path}); starting it again")
             try:
-                server.check()
-            except ServerDiedError as error:
-                now = time.monotonic()
-                deaths = [*(then for then in deaths if now - then < _RESTARTS_WITHIN), now]
-                if len(deaths) > most_restarts:
-                    raise
-                logger.warning("%s", error)
-                say(f"the server died (see {log_path}); starting it again")
-                try:
-                    server.restart()
-                except ServerStartError as start_error:
-                    say(f"it did not start: {str(start_error).splitlines()[0]}")
-                else:
-                    say(f"serving again at {address}")
+                server.restart()
+            except ServerStartError as start_error:
+                say(f"it did not start: {str(start_error).splitlines()[0]}")
+            else:
+                say(f"serving again at {address or server.root_url}")
 
 
 def _say_digest(model: str, dtype: str, say: Callable[[str], None]) -> None:

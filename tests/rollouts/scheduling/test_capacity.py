@@ -232,10 +232,10 @@ def test_everything_returns_to_zero() -> None:
     for load in loads:
         room.add(load, 0.0)
     room.update(metrics(running=20), 1.0)
-    assert room.expected > 0
+    assert room.expected() > 0
     for load in loads:
         room.remove(load)
-    assert (room.samples, room.expected, len(room.loads)) == (0, 0.0, 0)
+    assert (room.samples, room.expected(), len(room.loads)) == (0, 0.0, 0)
 
 
 def test_a_restart_of_the_server_starts_its_counters_again() -> None:

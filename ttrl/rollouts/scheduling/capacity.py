@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ttrl.rollouts.scheduling.lengths import Array, Lengths
+from ttrl.rollouts.scheduling.lengths import Array, KnownLengths, Lengths
 
 _LINE = re.compile(
     r"^vllm:(cache_config_info|num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total|"
@@ -82,8 +82,8 @@ _FULL = 0.95
 _LEAST_FULL, _MOST_FULL = 0.6, 1.5
 _MANY_PREEMPTIONS = 0.5
 """Of a round, as a share of the samples that run."""
-_FORECAST_PAUSE = 0.25
-"""Seconds for which a forecast is good; in between, what finishes is replaced one for one."""
+FORECAST_PAUSE = 0.25
+"""Seconds for which a forecast is good, unless told otherwise; in between, what finishes is replaced one for one."""
 _LEAST_QUEUE = 16
 """Samples that wait at the server, so that its batch never lacks one: vLLM runs at most max_num_seqs, and does not say how many
 that is."""
@@ -116,6 +116,7 @@ class ServerRoom:
         self.limit = float(FIRST_LIMIT)
         """Requests; infinite for a server whose KV cache is known, as long as it refuses nothing."""
         self.full = _FULL
+        self.forecast_pause = FORECAST_PAUSE
         self._last_refusal = -math.inf
         self._successes = 0
         self._known_good = 0.0
@@ -154,16 +155,17 @@ class ServerRoom:
 
     # Admission
 
-    @property
-    def expected(self) -> float:
-        """Tokens that the requests in flight will have when they are done."""
-        return self.lengths.prompt(self._chars) + self.samples * self.lengths.completion(self._max_tokens) if self.loads else 0.0
+    def expected(self, known: KnownLengths | None = None) -> float:
+        """Return how many tokens the requests in flight will have when they are done, by what is known of lengths (now)."""
+        if not self.loads:
+            return 0.0
+        return (known or self.lengths.known()).expected(self._chars, self.samples, self._max_tokens)
 
-    def share(self) -> float:
+    def share(self, known: KnownLengths) -> float:
         """Return how full it is, for comparison with other servers."""
         if self.metrics is None:
             return len(self.loads) / self.limit
-        return self.expected / self.metrics.capacity
+        return self.expected(known) / self.metrics.capacity
 
     def admits(self, load: Load, now: float) -> bool:
         """Return whether `load` may be sent. One is always in flight, however large."""
@@ -174,12 +176,19 @@ class ServerRoom:
             return False
         if self.metrics is None:
             return True
-        if self._free < load.n and (now - self._forecast_at >= _FORECAST_PAUSE):
+        if self._free < load.n and now >= self._forecast_at + self.forecast_pause:
             self._forecast(now, load)
         if self._free >= load.n and self._waiting < self._queue:
             return True
         self._held_back = True
         return False
+
+    def refusal(self, load: Load) -> tuple[float, float]:
+        """Return what is known of a server that has just not admitted `load`: from how many samples on it refuses any request,
+        and until when, where nothing changes before."""
+        if self.metrics is None or len(self.loads) >= self.limit or self._free >= load.n:  # whatever their size
+            return 1, math.inf
+        return load.n, self._forecast_at + self.forecast_pause
 
     def add(self, load: Load, now: float) -> None:
         """Count `load`, which is sent."""

@@ -7,6 +7,7 @@ from censored observations). Before anything has finished, a completion is taken
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,20 @@ class Survival:
         return log
 
 
+class KnownLengths(NamedTuple):
+    """What was known of lengths at some moment."""
+
+    tokens_per_char: float
+    """Of prompts."""
+    mean: float | None
+    """Of completions, in tokens: the exponentially weighted mean of those that finished, the last 256 or so; None before any."""
+
+    def expected(self, chars: float, samples: int, max_tokens: int | None) -> float:
+        """Return the tokens of so many characters of prompts and so many completions, once they are done."""
+        mean = Lengths.prior(max_tokens) if self.mean is None else min(self.mean, max_tokens or self.mean)
+        return chars * self.tokens_per_char + samples * mean
+
+
 class Lengths:
     """What the finished requests of all servers have shown. One object may serve several calls with the same model."""
 
@@ -77,13 +92,18 @@ class Lengths:
         while len(self._finished) > window:
             self._finished.popleft()
 
+    def known(self) -> KnownLengths:
+        """Return what is known now."""
+        per_char = self._prompt_tokens / self._prompt_chars if self._prompt_tokens else 1.0 / CHARS_PER_TOKEN
+        return KnownLengths(per_char, self._mean if self._count else None)
+
     def prompt(self, chars: float) -> float:
         """Return the tokens of a prompt of so many characters."""
-        return chars * (self._prompt_tokens / self._prompt_chars if self._prompt_tokens else 1.0 / CHARS_PER_TOKEN)
+        return self.known().expected(chars, 0, None)
 
     def completion(self, max_tokens: int | None) -> float:
-        """Return the tokens of a completion: the exponentially weighted mean of those that finished, the last 256 or so."""
-        return min(self._mean, max_tokens or self._mean) if self._count else self.prior(max_tokens)
+        """Return the tokens of a completion."""
+        return self.known().expected(0.0, 1, max_tokens)
 
     @staticmethod
     def prior(max_tokens: int | None) -> float:

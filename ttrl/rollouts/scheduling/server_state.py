@@ -43,8 +43,8 @@ class Lease:
 class Server:
     """Its health is decided by probes: a broken connection or many faults only make it doubtful, and a probe is made at once."""
 
-    def __init__(self, transport: "Transport", lengths: Lengths, changed: Callable[[], None]) -> None:
-        """`changed` is called whenever more may be sent to it, or when it is out."""
+    def __init__(self, transport: "Transport", lengths: Lengths, changed: Callable[["Server"], None]) -> None:
+        """`changed` is called with it whenever more may be sent to it, or when it is out."""
         self.transport, self.room = transport, ServerRoom(lengths)
         self.leases: set[Lease] = set()
         self.up = True
@@ -131,7 +131,7 @@ class Server:
     def _go_on(self) -> None:
         """End the pause, even where the loop's clock is still a hair before its end: timers fire early by its resolution."""
         self._hold, self.held_until = None, 0.0
-        self._changed()
+        self._changed(self)
 
     # Health
 
@@ -143,14 +143,14 @@ class Server:
             self._examination = None
         self._faults = 0
         if alive and not rest:
-            self._changed()
+            self._changed(self)
             return True
         self.up = False
         state = f"{FAULTS_IN_A_ROW} faults in a row" if alive else "it does not answer"
         logger.warning("%s is taken out, %s; the last fault: %s", self.base_url, state, self.last_fault)
         self._spawn(self._bring_back(self._rests if alive else 0))
         self._rests += alive
-        self._changed()
+        self._changed(self)
         return False
 
     async def _bring_back(self, number: int) -> None:
@@ -168,7 +168,7 @@ class Server:
                         lease.scope.reschedule(loop.time())
         self.up = True
         logger.warning("%s is back after %.1f s", self.base_url, loop.time() - began)
-        self._changed()
+        self._changed(self)
 
     async def _answers(self) -> bool:
         """Return whether it answers GET /models; anything below 500 is a sign of life."""
@@ -208,7 +208,7 @@ class Server:
             logger.debug("%s says nothing of a KV cache at /metrics", self.base_url)
             return False
         self.room.update(metrics, asyncio.get_running_loop().time())
-        self._changed()
+        self._changed(self)
         return True
 
     async def _keep_polling(self) -> None:

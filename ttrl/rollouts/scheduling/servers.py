@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ttrl.errors import RequestError, UserError
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.scheduling.capacity import Load
+from ttrl.rollouts.scheduling.capacity import FORECAST_PAUSE, Load
+from ttrl.rollouts.scheduling.emptiest import Emptiest
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.open_files import OpenFiles
 from ttrl.rollouts.scheduling.server_state import LONGEST_RETRY_AFTER, Lease, Server
@@ -43,6 +44,8 @@ _MOST_MOVES = 8
 _AFFINITY_SLACK = 0.1
 """A server keeps the requests of one affinity while it is fuller than the emptiest by no more than this share of its room."""
 _AFFINITIES = 100_000
+_FORECAST_SECONDS = 0.002
+"""From one forecast of a server to its next, for each server: it takes a tenth of that, so that many leave time for requests."""
 _START_SECONDS = 2.0
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 """In the JSON of a choice; within a string its quotation marks would have backslashes before them."""
@@ -109,9 +112,13 @@ class Servers:
         if self._most is not None:  # who names a number means it: servers that say nothing of their room begin with it
             for server in self.servers:
                 server.room.limit = max(server.room.limit, math.ceil(self._most / len(transports)))
+        for server in self.servers:
+            server.room.forecast_pause = max(FORECAST_PAUSE, _FORECAST_SECONDS * len(self.servers))
+        self._emptiest = Emptiest(self.servers, self.lengths)
+        self._down: set[Server] = set()
         self._queue: list[tuple[tuple[int, int], _Waiter]] = []
         self._tickets, self._arrivals = itertools.count(), itertools.count()
-        self._in_flight = 0
+        self._in_flight = self._samples = 0
         self._files = OpenFiles()
         self._last_served: dict[Hashable, Server] = {}
         self._nobody_since: float | None = None
@@ -204,7 +211,7 @@ class Servers:
         got = [answer for answer in answers if answer is not None]
         completions = [answer.completion_tokens for answer in got if answer.completion_tokens is not None]
         if got:
-            window = min(max(2 * sum(server.room.samples for server in self.servers), 256), 16384)
+            window = min(max(2 * self._samples, 256), 16384)
             self.lengths.observe(size.prompt, got[0].prompt_tokens, completions, window=window)
 
     # Admission
@@ -234,7 +241,9 @@ class Servers:
         lease = Lease(server, load)
         server.leases.add(lease)
         server.room.add(load, asyncio.get_running_loop().time())
+        self._emptiest.changed(server)
         self._in_flight += 1
+        self._samples += load.n
         if affinity is not None and len(self.servers) > 1:
             self._last_served.pop(affinity, None)
             self._last_served[affinity] = server
@@ -246,7 +255,9 @@ class Servers:
         if lease in lease.server.leases:
             lease.server.leases.discard(lease)
             lease.server.room.remove(lease.load)
+            self._emptiest.changed(lease.server)
             self._in_flight -= 1
+            self._samples -= lease.load.n
             self._pump()
 
     def _pump(self) -> None:
@@ -268,19 +279,8 @@ class Servers:
             return None
         if self._in_flight and not self._files.allows(self._in_flight + 1):
             return None
-        now = asyncio.get_running_loop().time()
-        best, least = None, 0.0
         last = self._last_served.get(affinity) if affinity is not None else None
-        last_share = None
-        for server in self.servers:
-            if not server.is_open(now) or not server.room.admits(load, now):
-                continue
-            share = server.room.share()
-            if best is None or share < least:
-                best, least = server, share
-            if server is last:
-                last_share = share
-        return last if last_share is not None and last_share <= least + _AFFINITY_SLACK else best
+        return self._emptiest.choose(load, asyncio.get_running_loop().time(), last, _AFFINITY_SLACK)
 
     def _others(self, server: Server) -> bool:
         now = asyncio.get_running_loop().time()
@@ -288,10 +288,12 @@ class Servers:
 
     # When no server is left
 
-    def _changed(self) -> None:
+    def _changed(self, server: Server) -> None:
         """Notice that a server went out, came back, or has more room."""
         loop = asyncio.get_running_loop()
-        if any(server.up for server in self.servers):
+        self._emptiest.changed(server)
+        (self._down.discard if server.up else self._down.add)(server)
+        if len(self._down) < len(self.servers):
             self._nobody_since = None
             if self._give_up is not None:
                 self._give_up.cancel()

@@ -1,0 +1,129 @@
+"""A run on a Ray cluster of several raylets on this machine: two trainers, two servers, and what is killed meanwhile."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.ray_cluster import RayCluster, cluster_of
+
+from ttrl.system.files import read_jsonl
+from ttrl.tiny_model import make_tiny_model
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+ITERATIONS = 3
+SCRIPT = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    from ttrl import Task, TrainConfig, train
+
+    run, model, address, nnodes, servers = sys.argv[1:]
+
+    def grade(choice):
+        metrics = Path(run, "metrics.jsonl")
+        rows = metrics.read_text().count(chr(10)) if metrics.exists() else 0
+        while rows >= 2 and not Path(run).with_name("gate").exists():  # iteration 2 goes on when the test has done its deed
+            time.sleep(0.02)
+        return sum(ord(letter) % 2 for letter in choice.message.content or "") / 8
+
+    result = train(
+        TrainConfig(
+            run=run, model=model, iterations=ITERATIONS, tasks_per_iteration=4, samples_per_task=4, max_tokens=8, seq_len=256,
+            num_threads=1, nnodes=int(nnodes), servers=int(servers), cluster=address, join_timeout=120,
+            server={"max_model_len": 128, "kv_cache_memory_bytes": 2**26},
+        ),
+        [Task([{"role": "user", "content": f"say {n}"}], grade, id=f"say/{n}") for n in range(16)],
+    )
+    print("finished", result.metrics[-1]["iteration"], flush=True)
+    """
+).replace("ITERATIONS", str(ITERATIONS))
+
+
+def wait_for(condition: Callable[[], Any], log: Path, child: subprocess.Popen | None = None) -> Any:
+    deadline = time.monotonic() + 400
+    while not (found := condition()):
+        assert child is None or child.poll() is None, log.read_text()[-6000:]
+        assert time.monotonic() < deadline, log.read_text()[-6000:]
+        time.sleep(0.2)
+    return found
+
+
+def processes(run: Path, what: str) -> list[psutil.Process]:
+    """Those of a run whose command has a word in it."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if what in words and str(run) in words:
+            found.append(process)
+    return found
+
+
+class Run:
+    def __init__(self, folder: Path, cluster: RayCluster, nnodes: int, servers: int) -> None:
+        self.path, self.log, self.cluster, self.folder = folder / "run", folder / "driver.log", cluster, folder
+        self.model = make_tiny_model(folder / "model", layers=1, width=64, heads=2, context=128)
+        (folder / "run.py").write_text(SCRIPT)
+        words = [str(self.path), str(self.model), cluster.address, str(nnodes), str(servers)]
+        self.command = [sys.executable, str(folder / "run.py"), *words]
+
+    def start(self) -> subprocess.Popen:
+        with open(self.log, "a") as log:
+            return subprocess.Popen(self.command, env=self.cluster.environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def rows(self) -> list[dict]:
+        path = self.path / "metrics.jsonl"
+        return read_jsonl(path, key="iteration") if path.exists() else []
+
+    def check(self) -> None:
+        """Every iteration, and as many graded samples in each."""
+        assert [row["iteration"] for row in self.rows()] == list(range(ITERATIONS + 1))
+        for number in range(1, ITERATIONS + 1):
+            samples = read_jsonl(self.path / "iterations" / f"{number:04d}" / "rollouts.jsonl")
+            assert len(samples) == 16 and all(sample["reward"] is not None for sample in samples), number
+
+
+def test_a_run_on_two_trainers_and_two_servers(tmp_path: Path) -> None:
+    with cluster_of(tmp_path, {"a": 4, "b": 4}) as cluster:
+        run = Run(tmp_path, cluster, nnodes=2, servers=2)
+        child = run.start()
+        wait_for(lambda: len(run.rows()) >= 2, run.log, child)
+        # A second one of the same run is refused.
+        second = subprocess.run(run.command, env=cluster.environment, capture_output=True, text=True, timeout=120)
+        assert second.returncode != 0 and "is being run by this cluster already" in second.stderr
+        # A trainer process is killed: as when its machine is.
+        processes(run.path, "ttrl.grpo_recipe")[-1].kill()
+        (tmp_path / "gate").touch()
+        wait_for(lambda: child.poll() is not None, run.log)
+        assert child.returncode == 0 and f"finished {ITERATIONS}" in run.log.read_text(), run.log.read_text()[-8000:]
+        run.check()
+
+
+def test_the_machine_of_the_lead_dies_with_what_else_runs_there(tmp_path: Path) -> None:
+    with cluster_of(tmp_path, {"a": 3, "b": 3, "c": 3}) as cluster:
+        run = Run(tmp_path, cluster, nnodes=2, servers=2)
+        child = run.start()
+        wait_for(lambda: len(run.rows()) >= 2, run.log, child)
+
+        def owner() -> int | None:
+            path = run.path / "owner.json"
+            return json.loads(path.read_text())["pid"] if path.exists() else None
+
+        home = owner()
+        raylet = " ".join(psutil.Process(home).parent().cmdline())
+        nodes = cluster.ask("look")["nodes"]
+        victim = next(name for name, node in nodes.items() if node in raylet)
+        cluster.ask(f"kill {victim}")
+        wait_for(lambda: owner() not in (None, home), run.log, child)
+        assert not psutil.pid_exists(home)  # two never lead at once
+        (tmp_path / "gate").touch()
+        wait_for(lambda: child.poll() is not None, run.log)
+        assert child.returncode == 0 and f"finished {ITERATIONS}" in run.log.read_text(), run.log.read_text()[-8000:]
+        run.check()

@@ -1,0 +1,105 @@
+"""The lead of a run on a cluster: one at a time, and it goes on when its machine or the program that began it dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.ray_cluster import RayCluster, cluster_of
+
+from ttrl.errors import ConfigError, ServerDiedError, UserError
+
+SCRIPT = textwrap.dedent(
+    """
+    import sys
+    from ttrl import TrainConfig
+    from ttrl.cluster.lead import run_detached
+    from ttrl.system.console import Console
+
+    folder, address = sys.argv[1:]
+
+    def work(folder, take_over):
+        import os, time
+        from pathlib import Path
+        import ray
+        place = f"{ray.get_runtime_context().get_node_id()} {os.getpid()} {take_over}"
+        with open(Path(folder, "began"), "a") as file:
+            print(place, file=file, flush=True)
+        while not Path(folder, "gate").exists():
+            time.sleep(0.05)
+        Path(folder, "finished").write_text(place)
+        return place
+
+    config = TrainConfig(run=folder + "/run", model="tiny", iterations=1, cluster=address)
+    print("result", run_detached(config, work, {"folder": folder}, Console(quiet=True)), flush=True)
+    """
+)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def begun(folder: Path) -> list[str]:
+    path = folder / "began"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def driver(folder: Path, cluster: RayCluster, **environment: str) -> subprocess.Popen[str]:
+    (folder / "drive.py").write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, str(folder / "drive.py"), str(folder), cluster.address],
+        env=cluster.environment | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_one_lead_that_outlives_its_machine_and_its_driver(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with cluster_of(tmp_path, {"a": 1, "b": 1}) as cluster:
+        first = driver(tmp_path, cluster)
+        wait_for(lambda: begun(tmp_path))
+        second = driver(tmp_path, cluster)
+        assert "is being run by this cluster already" in second.communicate(timeout=90)[0] and second.returncode
+        stranger = driver(tmp_path, cluster, RAY_AUTH_TOKEN="f" * 64)
+        assert "cannot be used" in stranger.communicate(timeout=90)[0] and stranger.returncode
+        assert len(begun(tmp_path)) == 1
+        nodes = cluster.ask("look")["nodes"]
+        home = begun(tmp_path)[0].split()[0]
+        victim = next(name for name, node in nodes.items() if node == home)
+        pid = int(begun(tmp_path)[0].split()[1])
+        cluster.ask(f"kill {victim}")
+        wait_for(lambda: len(begun(tmp_path)) == 2)
+        place, _, take_over = begun(tmp_path)[1].split()
+        assert place != home and take_over == "True"
+        assert not os.path.exists(f"/proc/{pid}")  # two were never there at once
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+        (tmp_path / "gate").touch()
+        wait_for((tmp_path / "finished").exists)
+        (tmp_path / "gate").unlink()
+        # Nobody asked for the result: the same command takes the name over, and goes on where the run is.
+        third = driver(tmp_path, cluster)
+        wait_for(lambda: len(begun(tmp_path)) == 3)
+        (tmp_path / "gate").touch()
+        assert "result" in third.communicate(timeout=90)[0] and third.returncode == 0
+
+
+def test_errors_travel_as_words() -> None:
+    pytest.importorskip("ray")
+    from ttrl.cluster import connection
+
+    died = connection.from_words(connection.as_words(ServerDiedError("it is gone")))
+    assert type(died) is ServerDiedError and str(died) == "it is gone"
+    both = connection.from_words(connection.as_words(ConfigError("config", ["a", "b"])))
+    assert isinstance(both, UserError) and "2 problems" in str(both)
+    assert "ZeroDivisionError: by 0" in str(connection.from_words(connection.as_words(ZeroDivisionError("by 0"))))

@@ -1,0 +1,52 @@
+"""To a Ray cluster and back: how it is reached, and how its actors say what went wrong."""
+
+import logging
+from typing import Any
+
+import ray
+
+from ttrl import errors
+from ttrl.configs.run import TrainConfig
+from ttrl.errors import TtrlError, UserError
+
+NAMESPACE = "ttrl"
+ASK_SECONDS = 30.0
+"""For an actor's answer; Ray itself finds a dead machine in about as many."""
+Words = tuple[str, str]
+"""An error's class and message: some of our exceptions cannot be pickled, and their causes need not be there on both sides."""
+
+
+def connect(address: str) -> None:
+    """Connect this process to the cluster at `address` ("auto", "HOST:PORT", "ray://HOST:PORT"). Harmless where it is. Raises
+    UserError where that fails."""
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise UserError(
+            f"the Ray cluster at {address!r} cannot be used: {error}\nStart one with `ray start --head` and `ray start "
+            "--address=HOST:6379`; its token (`ray get-auth-token --generate`) has to be in ~/.ray/auth_token on each machine, "
+            "this one too, or in RAY_AUTH_TOKEN"
+        ) from error
+
+
+def has_gpus(config: TrainConfig) -> bool:
+    """Return whether the run takes GPUs of the cluster."""
+    return config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+
+
+def as_words(error: BaseException) -> Words:
+    """Return what an error says, for another machine."""
+    known = isinstance(error, TtrlError)
+    return type(error).__name__ if known else "TrainerError", str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def from_words(words: Words) -> TtrlError:
+    """Return the error that `as_words` was given; UserError for those that are made of more than a message."""
+    kind: Any = getattr(errors, words[0])
+    try:
+        error: TtrlError = kind(words[1])
+    except TypeError:
+        return UserError(words[1])
+    return error

@@ -1,0 +1,121 @@
+"""The run on a cluster: a detached actor of the run's name, which outlives the program that began it and its own machine.
+
+Ray starts it again elsewhere when its machine dies. It then takes the run over, once the owner before gives no sign of life
+(`ttrl.run_folder.lock`): whatever that one still writes belongs to an older epoch, and counts for nothing.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from ttrl.cluster import AUTHENTICATION
+from ttrl.cluster.connection import ASK_SECONDS, NAMESPACE, Words, as_words, connect, from_words, has_gpus
+from ttrl.configs.run import TrainConfig
+from ttrl.errors import RunFolderError, TrainerError, UserError
+from ttrl.system.console import Console
+
+_TAKE_OVER_SECONDS = 120.0
+"""For which one that was started again waits for the owner before to fall silent."""
+_LOOK_SECONDS = 0.5
+
+
+class Lead:
+    """Runs `work(**arguments)` in a thread; also again, when Ray starts it anew."""
+
+    def __init__(self, work: Callable[..., Any], arguments: Mapping[str, Any], accepts_open: bool) -> None:
+        self._done: tuple[Any, Words | None] | None = None
+        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        threading.Thread(target=self._run, args=(work, dict(arguments), accepts_open, again), name="run", daemon=True).start()
+
+    def _run(self, work: Callable[..., Any], arguments: dict[str, Any], accepts_open: bool, again: bool) -> None:
+        try:
+            if AUTHENTICATION != "token" and not accepts_open:
+                raise UserError(
+                    "this Ray cluster asks for no token: whoever reaches its ports can run programs as you. Start it with "
+                    "RAY_AUTH_MODE=token on each machine, or say RAY_AUTH_MODE=disabled here to accept that"
+                )
+            deadline = time.monotonic() + (_TAKE_OVER_SECONDS if again else 0.0)
+            arguments["take_over"] = again or arguments.get("take_over", False)
+            while True:
+                try:
+                    self._done = work(**arguments), None
+                    return
+                except RunFolderError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_LOOK_SECONDS)
+        except BaseException as error:  # noqa: BLE001 - told to whoever asks
+            self._done = None, as_words(error)
+
+    def done(self) -> tuple[Any, Words | None] | None:
+        """Return (result, what went wrong), or None while it runs."""
+        return self._done
+
+    def where(self) -> tuple[str, int]:
+        """Return its machine and process."""
+        return ray.util.get_node_ip_address(), os.getpid()
+
+
+def lead_name(run: str | os.PathLike[str]) -> str:
+    """Return what the run's actor is called, in the namespace "ttrl"."""
+    return f"run {os.path.abspath(run)}"
+
+
+def run_detached(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any], console: Console) -> Any:
+    """Run `work(**arguments)`, the run of `config`, as an actor of the cluster; return its result when it is done.
+
+    Ctrl-C ends the run; when this process is killed it goes on. Raises RunFolderError where the run is running already, and what
+    it raises.
+    """
+    assert config.cluster is not None
+    connect(config.cluster)
+    actor = _begin(config, work, arguments)
+    console.line(f"the run is led by the actor {lead_name(config.run)!r} of the cluster; it goes on when this process is killed")
+    try:
+        while (done := _ask(actor, config)) is None:
+            time.sleep(_LOOK_SECONDS)
+    finally:  # also after Ctrl-C
+        ray.kill(actor)
+    result, words = done
+    if words is not None:
+        raise from_words(words)
+    return result
+
+
+def _ask(actor: Any, config: TrainConfig) -> tuple[Any, Words | None] | None:
+    try:
+        done: tuple[Any, Words | None] | None = ray.get(actor.done.remote(), timeout=ASK_SECONDS)
+    except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):  # being started again elsewhere
+        return None
+    except ray.exceptions.RayError as error:
+        raise TrainerError(f"the lead of {config.run} is gone for good: {error}; the same command continues the run") from error
+    return done
+
+
+def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Start the run's actor. Raises RunFolderError where there is one that is not done."""
+    name, accepts_open = lead_name(config.run), os.environ["RAY_AUTH_MODE"] != "token"
+    trains = config.processes_here if config.nnodes == 1 else 0  # one machine's trainer is the lead's own
+    gpus = {"num_gpus": trains} if trains and has_gpus(config) else {}
+    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 1, **gpus}
+    for _ in range(20):
+        try:
+            return ray.remote(Lead).options(**options).remote(work, arguments, accepts_open)
+        except ValueError:  # the name is taken
+            try:
+                other = ray.get_actor(name, namespace=NAMESPACE)
+            except ValueError:
+                time.sleep(_LOOK_SECONDS)
+                continue
+        if _ask(other, config) is None:
+            raise RunFolderError(
+                f"{config.run} is being run by this cluster already, by its actor {name!r}; to end it: "
+                f"ray kill-actor --name {name!r} --namespace {NAMESPACE} --force --no-restart"
+            )
+        ray.kill(other)  # done, and nobody asked
+        time.sleep(_LOOK_SECONDS)
+    raise RunFolderError(f"the name {name!r} of an actor that is done stays taken; try again, or restart the cluster")

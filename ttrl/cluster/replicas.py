@@ -1,0 +1,88 @@
+"""A run's servers on a cluster: an actor for each, which owns a vLLM server, keeps it alive, and is started elsewhere with it.
+
+To the run they are servers that somebody else started (`ttrl.server.connection.JoinedServer`), whose address may change: fence,
+canary and comparison of weights are the same. One that comes back at another address serves from the next sampling phase on.
+"""
+
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, from_words, has_gpus
+from ttrl.configs.run import TrainConfig
+from ttrl.errors import ServerDiedError
+from ttrl.launch.policy_server import MODEL_NAME, make_server
+from ttrl.server.connection import JoinedServer
+from ttrl.server.serve import keep_serving
+from ttrl.server.vllm import seconds_to_start
+
+
+class Replica:
+    """One vLLM server, at an address of its machine."""
+
+    def __init__(self, config: TrainConfig, model: Path, log: Path, key: str) -> None:
+        self._server = make_server(config, model, log)
+        self._server.host, self._server.api_key = ray.util.get_node_ip_address(), key
+        self._url: str | None = None
+        self._problem: Words | None = None
+        threading.Thread(target=self._serve, name="server", daemon=True).start()
+
+    def _serve(self) -> None:
+        try:
+            self._server.start()
+            self._url = self._server.root_url
+            keep_serving(self._server)
+        except BaseException as error:  # noqa: BLE001 - told to the lead
+            self._url, self._problem = None, as_words(error)
+
+    def state(self) -> tuple[str | None, Words | None]:
+        """Return (address, what went wrong); neither while it starts."""
+        return self._url, self._problem
+
+
+class ReplicaServer(JoinedServer):
+    """The lead's side of a replica."""
+
+    def __init__(self, number: int, actor: Any, key: str, dtype: str, start_timeout: float) -> None:
+        super().__init__(f"replica-{number}", served_model_name=MODEL_NAME, dtype=dtype, api_key=key)
+        self._actor, self._patience = actor, start_timeout
+
+    def check(self) -> None:
+        """Raise ServerDiedError where it is gone, or being started again. The first time, wait until it has started."""
+        deadline, self._patience = time.monotonic() + self._patience, 0.0
+        while (url := self._find()) is None:
+            if time.monotonic() >= deadline:
+                raise ServerDiedError(f"{self.root_url} is being started on some machine of the cluster, and does not serve yet")
+            time.sleep(0.2)
+        if url != self._root_url:
+            self._root_url, self.api_key = url, ""  # it has to prove anew that it knows the key
+        super().check()
+
+    def _find(self) -> str | None:
+        try:
+            url, words = ray.get(self._actor.state.remote(), timeout=ASK_SECONDS)
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+            return None
+        except ray.exceptions.RayError as error:
+            raise ServerDiedError(f"{self.root_url}: its actor is gone: {error}") from error
+        if words is not None:
+            raise ServerDiedError(f"{self.root_url}: {from_words(words)}")
+        return str(url) if url is not None else None
+
+
+def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[ReplicaServer]:
+    """Begin to start `config.replicas` servers, spread over the cluster; they end with the process that did."""
+    key = secrets.token_urlsafe(32)
+    each = int(config.server.get("tensor_parallel_size") or 1) * int(config.server.get("pipeline_parallel_size") or 1)
+    takes = {"num_cpus": 1, "num_gpus": each} if has_gpus(config) else {"num_cpus": 1}
+    patience = config.start_timeout or seconds_to_start(model)
+    found = []
+    for number in range(config.replicas):
+        options = {"max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD", **takes}
+        actor = ray.remote(Replica).options(**options).remote(config, model, logs / f"server_{number}.log", key)
+        found.append(ReplicaServer(number, actor, key, "bfloat16" if config.dtype == "bf16" else "float32", patience))
+    return found
