@@ -5,7 +5,7 @@ in each batch of a set; all are graded, packed and differentiated as a run's fir
 
     noise      the scatter of the gradients, Σ|g - ḡ|²/(batches - 1), against what one step's microbatches say of it
     signal     |ḡ|² - noise/batches, against the same
-    scale      their ratio in batches (S/(B|G|²)); also of the sketch alone, which is of a layer on top of the hidden states
+    scale      their ratio in batches (S/(B|G|²)); also of the sketch alone, which is of layers between the decoder's
     samples    the share of the noise that is left where the tasks stay the same, against the share that the sketch gives
 
 and how long looking took, as a share of the step. Every figure is a mean over all batches.

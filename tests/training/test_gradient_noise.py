@@ -69,27 +69,34 @@ def test_the_pieces_are_the_gradients_of_the_microbatches(model_folder, settings
     assert not any(p._backward_hooks for p in trained)  # none is left behind
 
 
-def test_the_sketch_divides_the_gradient_of_a_layer_on_top_by_samples(model_folder, monkeypatch):
+def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_by_samples(model_folder, monkeypatch):
     """With projections that change nothing, it is the analysis of variance of the samples' whole gradients."""
     width = 32
     monkeypatch.setattr("ttrl.training.gradient_noise.SKETCH", width)
     config = config_of(model_folder())
     policy = load_policy(config, ALONE)
     assert policy.decoder.tok_embeddings.embedding_dim == width
-    same = torch.eye(width)
+    layers = len(policy.decoder.layers)
+    assert layers > 1
+    same = torch.eye(width).expand(layers, -1, -1)
     monkeypatch.setattr(GradientPieces, "begin", lambda self, *_: setattr(self, "_projections", (same, same)))
     seen, _, _ = seen_by(config)
 
     samples, x = random_samples(3, prompts=PROMPTS), []
-    for one in samples:  # each alone: of its gradient Σ δ hᵀ
+    for one in samples:  # each alone: Σ δ hᵀ over its labels, h normed
         (step,) = updates(packed_tensors_from_tokenized_results([one], seq_len=40, pad_id=0), 1, (0, 1), ALONE)
         (batch,) = step.microbatches(config, ALONE.device)
-        held = []
+        held: dict[int, torch.Tensor] = {}
         inputs = (batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos"))
-        out = policy(*inputs, HeadOptions(watch=lambda h, held=held: (h.retain_grad(), held.append(h))))
+        out = policy(*inputs, HeadOptions(watch_layers=lambda n, h, held=held: (h.retain_grad(), held.update({n: h}))))
         (-out.logprobs * one.advantage).sum().backward()
-        x.append((held[0].grad.T @ held[0]).detach().double() / len(pack_labels()) * len(samples))
-    x = torch.stack(x).flatten(1)
+        at = batch["trained"]
+        outer = []
+        for h in held.values():
+            normed = torch.nn.functional.rms_norm(h.detach().flatten(0, 1)[at].double(), (width,), eps=1e-6)
+            outer.append(h.grad.flatten(0, 1)[at].double().T @ normed / len(pack_labels()) * len(samples))
+        x.append(torch.stack(outer).flatten())
+    x = torch.stack(x)
     tasks = [one.task_id for one in samples]
     means = torch.stack([x[[t == one for t in tasks]].mean(0) for one in tasks])
     assert seen["counts"] == [4] * len(PROMPTS)

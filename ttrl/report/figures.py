@@ -248,8 +248,8 @@ def _gradient_noise(run: RunData) -> list[Figure]:
     )
     if any(row.get("gradient_noise", {}).get("from_sketch") for row in run.trained):
         scales += (
-            " Steps of a single microbatch show it in a sketch of the gradient alone, that of a layer on top of the hidden "
-            "states; rows_per_microbatch decides."
+            " Steps of a single microbatch show it in a sketch of the gradient alone, that of layers laid between the "
+            "decoder's; rows_per_microbatch decides."
         )
     parts = (
         "Share of the noise that comes from drawing few samples of each prompt; the rest comes from drawing few prompts. "

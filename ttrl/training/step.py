@@ -8,7 +8,7 @@ pass; else the chunks are computed again in the backward pass. What is reported 
 Shapes: N trained positions of a microbatch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,14 +131,9 @@ class GradientStep:
             weight, bias = self._reference_head
             assert weight is not None, "the prepass keeps it where the objective needs it"
             reference = ReferenceHead(batch["reference_hidden"], weight, bias)
-        watches: list[Callable[[Tensor], None]] = [] if parts is None else [parts.watch_hidden]
+        watch_layers = None
         if self._pieces is not None:
-            watches.append(self._pieces.watch_hidden(batch["sample_keys"], tokens.samples, tokens.weights))
-
-        def watch(h_ND: Tensor) -> None:
-            for look in watches:
-                look(h_ND)
-
+            watch_layers = self._pieces.watch_layers(batch["sample_keys"], tokens.samples, tokens.weights, tokens.trained)
         return HeadOptions(
             trained=tokens.trained,
             token_loss=tokens.weighted_loss if objective.per_token else None,
@@ -147,7 +142,8 @@ class GradientStep:
             apart=None if parts is None else parts.add_apart,
             reference=reference,
             value_head=self._value_head,
-            watch=watch if watches else None,
+            watch=None if parts is None else parts.watch_hidden,
+            watch_layers=watch_layers,
         )
 
     def _losses(self, out: PolicyOutput, tokens: "_Tokens", objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:

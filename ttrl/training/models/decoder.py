@@ -4,6 +4,8 @@ checkpointing, sharding and LoRA apply) around our attention, RoPE and norms.
 Shapes: B rows, T tokens, D width, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
@@ -28,8 +30,11 @@ class Decoder(TransformerDecoder):
     output_soft_cap: float | None
     """Logits are cap·tanh(logits/cap) where this is not None (Gemma 2)."""
 
-    def hidden_states(self, tokens_BT: Tensor, positions_BT: Tensor, plan: AttentionPlan) -> Tensor:
-        """Return final hidden states [B, T, D], normed, not yet projected to the vocabulary."""
+    def hidden_states(
+        self, tokens_BT: Tensor, positions_BT: Tensor, plan: AttentionPlan, watch: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
+        """Return final hidden states [B, T, D], normed, not yet projected to the vocabulary. watch: is given the number of each
+        layer and the hidden states that leave it."""
         h: Tensor = self.tok_embeddings(tokens_BT)
         device = h.device.type
         dtype = h.dtype
@@ -43,8 +48,10 @@ class Decoder(TransformerDecoder):
         if self.architecture.embedding_norm:
             h = self.norm(h)
         rotary = self.rope(positions_BT, dtype)
-        for block in self.layers:
+        for number, block in enumerate(self.layers):
             h = block(h, mask=plan, input_pos=rotary)
+            if watch is not None:
+                watch(number, h)
         normed: Tensor = self.norm(h)
         return normed
 

@@ -50,6 +50,8 @@ class HeadOptions:
     """Where the labels are, int64 [N], rows laid end to end; None: looked up, for which the CPU waits for the device."""
     watch: Callable[[Tensor], None] | None = None
     """Is given the hidden states [N, D] in passes of which log-probabilities are wanted."""
+    watch_layers: Callable[[int, Tensor], None] | None = None
+    """Is given each layer's number and the hidden states [B, T, D] that leave it."""
     distributions: bool = False
     """Whole distributions at temperature 1 [N, V] in the place of log-probabilities, and nothing else: for a few positions."""
 
@@ -109,7 +111,7 @@ class Policy(nn.Module):
         lowered = functools.partial(torch.autocast, tokens_BT.device.type, self.compute_dtype, cache_enabled=False)
         with lowered() if lower else contextlib.nullcontext():
             plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
-            h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan)
+            h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan, options.watch_layers)
             trained_N = options.trained
             if trained_N is None:
                 trained_N = (labels_BT.flatten() != IGNORE).nonzero().squeeze(1)
