@@ -81,9 +81,8 @@ class GradientPieces:
         pass. keys: (task, sample) of each sample; trained: where the labels are, rows laid end to end."""
         like: dict[str, Any] = {"dtype": torch.float64, "device": weights_N.device}
         weights_S = torch.zeros(len(keys), **like).index_add_(0, sample_ids_N, weights_N.double())
-        sums_dSr = torch.zeros(
-            len(self._depths), len(keys), SKETCH**2, **like
-        )  # each depth's together: adding is 40 times as fast
+        # Each depth's numbers lie together, which makes adding to them 40 times as fast.
+        sums_dSr = torch.zeros(len(self._depths), len(keys), SKETCH**2, **like)
         piece = torch.full_like(keys[:, :1], len(self._norms))
         self._lines.append((torch.cat([piece, keys], dim=1), weights_S, sums_dSr))
 
