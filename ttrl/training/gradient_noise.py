@@ -4,15 +4,14 @@ Two things are watched in the one backward pass that there is:
 
     pieces    |h_j|² of each microbatch's gradient on each rank, by a hook on every parameter that sees the gradient before it is
               added to the others; on a rank of FSDP2 this is its own, before gradients are summed over ranks
-    sketch    the gradient of each sample with respect to linear layers that would lie on the hidden states between the decoder's,
-              Σ_t δ_t h_tᵀ over its labels, h normed as the next layer does it, at up to four depths, each projected to
+    sketch    the gradient of each sample with respect to linear layers that would lie on the hidden states after the decoder's
+              first layer and in its middle, Σ_t δ_t h_tᵀ over its labels, h normed as the next layer does it, each projected to
               SKETCH × SKETCH numbers at random: E|projected|² = |x|². What a sample does to the gradient at the prompt's
               positions is left out, as it cannot be told apart there by sample
 
-The sketch only divides the noise between prompts and samples. The first layer has to be among those watched: after the top one
-alone, samples seemed to make 44% of a noise of which they made 17%, after the first one 15% (tools/check_noise.py). A norm reads
-each gradient once, which is little beside the products that made it; `seconds` says how much (on a GPU, of the CPU that launched
-it).
+The sketch only divides the noise between prompts and samples. After the top layer it would be wrong: samples seemed to make 44%
+of a noise of which they made 17% (tools/check_noise.py). A norm reads each gradient once, which is little beside the products
+that made it; `seconds` says how much (on a GPU, of the CPU that launched it).
 
 Shapes: B rows, T tokens, N trained positions of a microbatch, D width, S samples, L lines (one for each sample of each
 microbatch), d depths, r and q = SKETCH. Has run on CPU, alone and over gloo; CUDA: never run on a GPU.
@@ -47,8 +46,7 @@ class GradientPieces:
         self._slots = {name: number for number, name in enumerate(self._parameters)}
         self._norms: list[dict[int, Tensor]] = []
         self._lines: list[tuple[Tensor, Tensor, Tensor]] = []
-        layers = len(policy.decoder.layers)
-        self._depths = {number: place for place, number in enumerate(range(0, layers, -(-layers // _BLOCKS)))}
+        self._depths = {number: place for place, number in enumerate(sorted({0, len(policy.decoder.layers) // 2}))}
         self._hooks: list[Any] = []
         self._alone = False
         self._projections: tuple[Tensor, Tensor] | None = None
@@ -94,13 +92,13 @@ class GradientPieces:
             depth = self._depths[number]
             left, right = (both[depth] for both in self._projections)
             with torch.no_grad(), torch.autocast(h_BTD.device.type, enabled=False):
-                h_ND = h_BTD.detach().flatten(0, 1)[trained_N].float()
-                seen_Nr = h_ND @ right * torch.rsqrt(h_ND.square().mean(dim=1, keepdim=True) + 1e-6)
+                h_ND = h_BTD.detach().flatten(0, 1).index_select(0, trained_N).float()
+                seen_Nr = h_ND @ right * (len(right) ** 0.5 / torch.linalg.vector_norm(h_ND, dim=1, keepdim=True))
 
             @torch.no_grad()
             def note(gradient_BTD: Tensor) -> None:
                 began = time.perf_counter()
-                gradient_ND = gradient_BTD.flatten(0, 1)[trained_N].float()
+                gradient_ND = gradient_BTD.flatten(0, 1).index_select(0, trained_N).float()
                 outer_N = torch.einsum("nr,nq->nrq", gradient_ND @ left, seen_Nr).flatten(1)
                 sums_dSr[depth].index_add_(0, sample_ids_N, outer_N.double())
                 self.seconds += time.perf_counter() - began
