@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import signal
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -131,6 +133,26 @@ def test_a_session_in_which_nothing_is_asked_fails_and_ends(tmp_path):
 
     (group,) = collected(tmp_path / "run", use, limits=RolloutLimits(seconds=0.1))
     assert group.samples[0].reward is None and "for more than 0.1 s" in group.samples[0].error
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_either_signal_ends_it_in_order(tmp_path, monkeypatch, number, code):
+    ended = []
+
+    async def serve(self, say):
+        try:
+            signal.raise_signal(number)
+            await asyncio.sleep(30)
+        finally:
+            ended.append(self.run)
+
+    served = SimpleNamespace(endpoint="http://127.0.0.1:1/v1", model="m")
+    monkeypatch.setattr("ttrl.server.serving.serving", lambda *_, **__: contextlib.nullcontext(served))
+    monkeypatch.setattr(Proxy, "serve", serve)
+    command = ["proxy", "http://127.0.0.1:1/v1", "--output", str(tmp_path / "run"), "--key-file", str(tmp_path / "key")]
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as stopped:
+        assert cli.main(command) == code
+    assert (stopped is None or stopped.value.code == code) and ended == [tmp_path / "run"]
 
 
 def test_what_is_wrong_is_said_before_anything_listens(tmp_path, capsys):

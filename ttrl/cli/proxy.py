@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.system.console import say
+from ttrl.system.console import Console, say
 
 
 def add_proxy(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +66,8 @@ def run_proxy(arguments: argparse.Namespace) -> int:
             frozenset(name for name in arguments.ignore.split(",") if name),
             beside,
         )
-        say(f"POST /sessions wants the key in {key_file}; Ctrl-C ends the proxy, and makes an iteration of what came")
-        with contextlib.suppress(KeyboardInterrupt):
+        say(f"POST /sessions wants the key in {key_file}; Ctrl-C or SIGTERM ends the proxy, and makes an iteration of what came")
+        with contextlib.suppress(KeyboardInterrupt), Console(quiet=True).interruptible(""):
             asyncio.run(proxy.serve(say))
     return 0
 
