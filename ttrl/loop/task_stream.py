@@ -1,16 +1,27 @@
-"""Which tasks an iteration samples: the next ones of a stream without end, which has each epoch in an order of its own."""
+"""Which tasks an iteration samples: the next ones of a stream without end, which has all of them in each round, in a new order.
 
+With a curriculum, or tasks that have levels, the stream follows from what was measured: see `Curriculum`.
+"""
+
+import hashlib
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.data.advantages import groups_with_signal
+from ttrl.data.advantages import groups_with_signal, has_signal
 from ttrl.loop.carried import carried_groups, is_open, oldest_version, ready_to_continue, task_key
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
+
+_MOST_DOUBLINGS = 4
+"""A task is left out for at most 2**4 - 1 rounds."""
+_RIGHT = 1.0 - 1e-9
+"""From here on, a score counts as right, as in pass@k."""
 
 
 def further_tasks(
@@ -36,24 +47,42 @@ def further_tasks(
     return max(0, min(math.ceil((wanted - kept) / share), len(groups), config.extra_task_limit - extra))
 
 
+def _in_order(seed: int, turn: int, total: int) -> list[int]:
+    """Return the places of all tasks in the order of one round."""
+    order = list(range(total))
+    random.Random(f"{seed}/{turn}").shuffle(order)
+    return order
+
+
 class TaskStream:
     """The stream of a run. Where an iteration begins in it follows from the markers of the ones before."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
         self._config, self._folder, self._tasks = config, folder, tasks
+        chooses = config.curriculum or len({task.level for task in tasks}) > 1
+        self._curriculum = Curriculum(config, folder, tasks) if chooses else None
 
     def tasks_from(self, first: int, count: int) -> list[Task]:
-        """Return some of the stream."""
+        """Return some of the stream, where nothing measured decides."""
         total = len(self._tasks)
         orders: dict[int, list[int]] = {}
         chosen = []
         for place in range(first, first + count):
-            epoch, position = divmod(place, total)
-            if epoch not in orders:
-                orders[epoch] = list(range(total))
-                random.Random(f"{self._config.seed}/{epoch}").shuffle(orders[epoch])
-            chosen.append(self._tasks[orders[epoch][position]])
+            turn, position = divmod(place, total)
+            if turn not in orders:
+                orders[turn] = _in_order(self._config.seed, turn, total)
+            chosen.append(self._tasks[orders[turn][position]])
         return chosen
+
+    def more(self, number: int, taken: int, count: int, present: Sequence[Task] = ()) -> list[Task]:
+        """Return the next tasks for iteration `number`, which has `present` already, when `taken` of the stream were taken."""
+        if self._curriculum is None:
+            return self.tasks_from(taken, count)
+        return self._curriculum.choose(number, count, present)
+
+    def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
+        """Return what the marker has to say of an iteration's groups, for those that follow."""
+        return {} if self._curriculum is None else {"curriculum": self._curriculum.measured(number, finished)}
 
     def taken_before(self, number: int) -> int:
         """Return how many tasks earlier iterations took, by the marker of the last of them: `tasks_per_iteration` may have
@@ -64,7 +93,7 @@ class TaskStream:
 
     def tasks_of(self, number: int) -> list[Task]:
         """Return the tasks with which an iteration without a token budget begins."""
-        return self.tasks_from(self.taken_before(number), self._config.tasks_per_iteration)
+        return self.more(number, self.taken_before(number), self._config.tasks_per_iteration)
 
     def continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
         """Return, for a token budget, the groups to continue, all tasks of the iteration (theirs first), facts for the marker.
@@ -81,6 +110,121 @@ class TaskStream:
             if task_key(group.task_id, group.messages) in known  # the person may have allowed other tasks since
             and (limit is None or version - oldest_version(group, version) <= limit)
         ]
-        new = self.tasks_from(taken, max(0, self._config.tasks_per_iteration - len(carried)))
-        tasks = [known[task_key(group.task_id, group.messages)] for group in carried] + new
-        return carried, tasks, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}
+        tasks = [known[task_key(group.task_id, group.messages)] for group in carried]
+        new = self.more(number, taken, max(0, self._config.tasks_per_iteration - len(carried)), tasks)
+        return carried, tasks + new, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}
+
+
+class Curriculum:
+    """Chooses tasks by how the policy did on them when they had their turn last, and by their levels.
+
+    Turns are counted in rounds. A task that has just had one is due in the next round; where its samples all got the same reward,
+    2 rounds later, and after more such turns in a row 4, 8, 16 (`_MOST_DOUBLINGS`). What is due first comes first, and what was
+    never sampled is due in round 0. So each task is sampled again and again, one that teaches something up to 16 times as often
+    as one that does not (stride scheduling, Waldspurger 1995), and a round in which all are due is that of the plain stream.
+
+    The marker of an iteration's rollouts holds what was measured in it; all else follows from the markers before and the seed.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
+        self._config, self._folder, self._tasks = config, folder, tasks
+        self._keys = [_digest(task.id, task.messages) for task in tasks]
+        self._level_of = dict(zip(self._keys, (task.level for task in tasks), strict=True))
+        self._levels = sorted(set(self._level_of.values()))
+        self._read = 0
+        """The iteration whose marker was read last; what follows is as it was after that one."""
+        self._turns: dict[str, tuple[int, int, float | None]] = {}
+        """By task: the round in which it is due, turns in a row without a signal, mean score of the last one."""
+        self._round, self._level = 0, self._levels[0]
+        """The latest in which a task had its turn, and the highest that is open."""
+        self._scores: list[tuple[int, float]] = []
+        """Of the last groups of that level since it was opened: how many rounds each stands for, mean score."""
+
+    def choose(self, number: int, count: int, present: Sequence[Task]) -> list[Task]:
+        """Return `count` tasks for iteration `number`, which has `present` already: each of them once, as long as there are
+        others."""
+        self._read_until(number - 1)
+        had = {_digest(task.id, task.messages) for task in present}
+        fresh = (place for place in self._by_turn() if self._keys[place] not in had)
+        chosen = itertools.islice(itertools.chain(fresh, itertools.cycle(self._by_turn())), count)
+        return [self._tasks[place] for place in chosen]
+
+    def _by_turn(self) -> Iterator[int]:
+        """Yield the places of all tasks of open levels; by turns one of the highest, and one of all others."""
+        *others, highest = [level for level in self._levels if level <= self._level] or self._levels[:1]
+        pairs = itertools.zip_longest(self._due({highest}), self._due(set(others)))
+        return (place for pair in pairs for place in pair if place is not None)
+
+    def _due(self, levels: Collection[int]) -> Iterator[int]:
+        """Yield the places of the tasks of some levels, those that are due first first; of one round in its order."""
+        rounds: dict[int, set[int]] = {}
+        for place, (task, key) in enumerate(zip(self._tasks, self._keys, strict=True)):
+            if task.level in levels:
+                rounds.setdefault(self._turns[key][0] if key in self._turns else 0, set()).add(place)
+        for turn in sorted(rounds):
+            yield from (place for place in _in_order(self._config.seed, turn, len(self._tasks)) if place in rounds[turn])
+
+    def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
+        """Return what the groups of iteration `number` change, and where all tasks are then, for the marker and the metrics.
+
+        unseen, solved, hopeless, between: tasks, by their last turn; of those whose samples all got the same reward, solved are
+        those that are all right by `validation_metric`. level: the highest open one. level_score: the mean over its last groups,
+        each as often as there are rounds from one of its turns to the next, as if no task were ever left out.
+        """
+        self._read_until(number - 1)
+        turns: dict[str, tuple[int, int, float | None]] = {}
+        newest, scores = self._round, list(self._scores)
+        for group in finished:
+            key = _digest(group.task_id, group.messages)
+            due, without, score = turns.get(key) or self._turns.get(key) or (0, 0, None)
+            now, waited = max(due, self._round), self._wait(without)
+            newest = max(newest, now)
+            if len(group.rewards) > 1:
+                without = 0 if has_signal(group.rewards) else without + 1
+                name = self._config.validation_metric
+                given = [sample.metrics.get(name, reward) for sample, reward in zip(group.graded, group.rewards, strict=True)]
+                score = math.fsum(given) / len(given)
+                scores += [(waited, score)] if self._level_of.get(key) == self._level else []
+            turns[key] = (now + self._wait(without), without, score)
+        level, scores, mean = self._next_level(scores[-self._config.tasks_per_iteration :])
+        facts = {"round": newest, **self._counts(self._turns | turns), "turns": turns}
+        return facts | ({"level": level, "level_score": mean, "level_scores": scores} if len(self._levels) > 1 else {})
+
+    def _wait(self, without: int) -> int:
+        """Return the rounds from one turn to the next, after so many turns in a row without a signal."""
+        return 2 ** min(without, _MOST_DOUBLINGS) if self._config.curriculum else 1
+
+    def _next_level(self, scores: list[tuple[int, float]]) -> tuple[int, list[tuple[int, float]], float | None]:
+        """Return the highest level that is open after these scores of the present one, its scores, and their mean."""
+        rounds = sum(waited for waited, _ in scores)
+        mean = math.fsum(waited * score for waited, score in scores) / rounds if scores else None
+        higher = [level for level in self._levels if level > self._level]
+        if not higher or mean is None or len(scores) < self._config.tasks_per_iteration or mean < self._config.level_up_at:
+            return self._level, scores, mean
+        return higher[0], [], None
+
+    def _counts(self, turns: dict[str, tuple[int, int, float | None]]) -> dict[str, int]:
+        counts = Counter(_state(turns.get(key)) for key in self._keys)
+        return {"total": len(self._keys)} | {name: counts[name] for name in ("unseen", "solved", "hopeless", "between")}
+
+    def _read_until(self, number: int) -> None:
+        assert self._read <= number, "iterations sample one after the other"
+        while self._read < number:
+            self._read += 1
+            found = (self._folder.iteration(self._read).marker("rollouts") or {}).get("curriculum")
+            if found is not None:  # else the run had none then
+                self._turns |= {key: tuple(turn) for key, turn in found["turns"].items()}
+                self._round = found["round"]
+                self._level = found.get("level", self._level)
+                self._scores = [tuple(score) for score in found.get("level_scores", [])]
+
+
+def _state(turn: tuple[int, int, float | None] | None) -> str:
+    if turn is None:
+        return "unseen"
+    _, without, score = turn
+    return "between" if not without else "solved" if score is not None and score >= _RIGHT else "hopeless"
+
+
+def _digest(task_id: str, messages: list[dict[str, Any]]) -> str:
+    return hashlib.sha256(task_key(task_id, messages).encode()).hexdigest()[:12]
