@@ -8,8 +8,8 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ttrl.configs.run import TrainConfig
 from ttrl.data.advantages import groups_with_signal, has_signal
@@ -19,7 +19,7 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
 
 _MOST_DOUBLINGS = 4
-"""A task is left out for at most 2**4 - 1 rounds."""
+"""A task is due after at most 2**4 rounds."""
 _RIGHT = 1.0 - 1e-9
 """From here on, a score counts as right, as in pass@k."""
 
@@ -115,13 +115,26 @@ class TaskStream:
         return carried, tasks + new, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}
 
 
+class Turn(NamedTuple):
+    """The last turn of a task, as the marker of the iteration holds it."""
+
+    round: int
+    due: int
+    """The round of the next one."""
+    without: int
+    """Turns in a row, up to this one, without a signal."""
+    score: float | None
+    """The mean of its samples; None where there never were two that could be graded."""
+
+
 class Curriculum:
     """Chooses tasks by how the policy did on them when they had their turn last, and by their levels.
 
     Turns are counted in rounds. A task that has just had one is due in the next round; where its samples all got the same reward,
-    2 rounds later, and after more such turns in a row 4, 8, 16 (`_MOST_DOUBLINGS`). What is due first comes first, and what was
-    never sampled is due in round 0. So each task is sampled again and again, one that teaches something up to 16 times as often
-    as one that does not (stride scheduling, Waldspurger 1995), and a round in which all are due is that of the plain stream.
+    2 rounds later, and after more such turns in a row 3 or 4, 5 to 8, 9 to 16: by chance, so that those that were solved in one
+    round do not all come back in one. What is due first comes first, and what was never sampled is due in round 0. So every task
+    is sampled again and again, one that teaches something up to 16 times as often as one that does not (stride scheduling,
+    Waldspurger 1995), and as long as all of them do, this is the plain stream.
 
     The marker of an iteration's rollouts holds what was measured in it; all else follows from the markers before and the seed.
     """
@@ -133,12 +146,11 @@ class Curriculum:
         self._levels = sorted(set(self._level_of.values()))
         self._read = 0
         """The iteration whose marker was read last; what follows is as it was after that one."""
-        self._turns: dict[str, tuple[int, int, float | None]] = {}
-        """By task: the round in which it is due, turns in a row without a signal, mean score of the last one."""
+        self._turns: dict[str, Turn] = {}
         self._round, self._level = 0, self._levels[0]
         """The latest in which a task had its turn, and the highest that is open."""
-        self._scores: list[tuple[int, float]] = []
-        """Of the last groups of that level since it was opened: how many rounds each stands for, mean score."""
+        self._scores: list[tuple[str, float]] = []
+        """Of the last groups of that level since it was opened, with their tasks."""
 
     def choose(self, number: int, count: int, present: Sequence[Task]) -> list[Task]:
         """Return `count` tasks for iteration `number`, which has `present` already: each of them once, as long as there are
@@ -160,52 +172,60 @@ class Curriculum:
         rounds: dict[int, set[int]] = {}
         for place, (task, key) in enumerate(zip(self._tasks, self._keys, strict=True)):
             if task.level in levels:
-                rounds.setdefault(self._turns[key][0] if key in self._turns else 0, set()).add(place)
-        for turn in sorted(rounds):
-            yield from (place for place in _in_order(self._config.seed, turn, len(self._tasks)) if place in rounds[turn])
+                rounds.setdefault(self._turns[key].due if key in self._turns else 0, set()).add(place)
+        for number in sorted(rounds):
+            yield from (place for place in _in_order(self._config.seed, number, len(self._tasks)) if place in rounds[number])
 
     def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
         """Return what the groups of iteration `number` change, and where all tasks are then, for the marker and the metrics.
 
         unseen, solved, hopeless, between: tasks, by their last turn; of those whose samples all got the same reward, solved are
-        those that are all right by `validation_metric`. level: the highest open one. level_score: the mean over its last groups,
-        each as often as there are rounds from one of its turns to the next, as if no task were ever left out.
+        those that are all right by `validation_metric`. level: the highest open one; level_score: how well it is known.
         """
         self._read_until(number - 1)
-        turns: dict[str, tuple[int, int, float | None]] = {}
-        newest, scores = self._round, list(self._scores)
+        turns: dict[str, Turn] = {}
+        scores = list(self._scores)
         for group in finished:
             key = _digest(group.task_id, group.messages)
-            due, without, score = turns.get(key) or self._turns.get(key) or (0, 0, None)
-            now, waited = max(due, self._round), self._wait(without)
-            newest = max(newest, now)
+            last = turns.get(key) or self._turns.get(key) or Turn(0, 0, 0, None)
+            now, without, score = max(last.due, self._round), last.without, last.score
             if len(group.rewards) > 1:
                 without = 0 if has_signal(group.rewards) else without + 1
                 name = self._config.validation_metric
                 given = [sample.metrics.get(name, reward) for sample, reward in zip(group.graded, group.rewards, strict=True)]
                 score = math.fsum(given) / len(given)
-                scores += [(waited, score)] if self._level_of.get(key) == self._level else []
-            turns[key] = (now + self._wait(without), without, score)
-        level, scores, mean = self._next_level(scores[-self._config.tasks_per_iteration :])
-        facts = {"round": newest, **self._counts(self._turns | turns), "turns": turns}
-        return facts | ({"level": level, "level_score": mean, "level_scores": scores} if len(self._levels) > 1 else {})
+                scores += [(key, score)] if self._level_of.get(key) == self._level else []
+            turns[key] = Turn(now, now + self._wait(key, now, without), without, score)
+        newest = max((turn.round for turn in turns.values()), default=self._round)
+        known = self._turns | turns
+        counts = Counter(_state(known.get(key)) for key in self._keys)
+        facts: dict[str, Any] = {"round": newest, "turns": turns, "total": len(self._keys)}
+        facts |= {name: counts[name] for name in ("unseen", "solved", "hopeless", "between")}
+        return facts | (self._after(known, newest, scores) if len(self._levels) > 1 else {})
 
-    def _wait(self, without: int) -> int:
-        """Return the rounds from one turn to the next, after so many turns in a row without a signal."""
-        return 2 ** min(without, _MOST_DOUBLINGS) if self._config.curriculum else 1
+    def _wait(self, key: str, now: int, without: int) -> int:
+        """Return how many rounds after this one a task is due."""
+        if not self._config.curriculum or not without:
+            return 1
+        longest = 2 ** min(without, _MOST_DOUBLINGS)
+        return random.Random(f"{self._config.seed}/{key}/{now}").randint(longest // 2 + 1, longest)
 
-    def _next_level(self, scores: list[tuple[int, float]]) -> tuple[int, list[tuple[int, float]], float | None]:
-        """Return the highest level that is open after these scores of the present one, its scores, and their mean."""
-        rounds = sum(waited for waited, _ in scores)
-        mean = math.fsum(waited * score for waited, score in scores) / rounds if scores else None
+    def _after(self, turns: Mapping[str, Turn], now: int, scores: list[tuple[str, float]]) -> dict[str, Any]:
+        """Return the level, its mean score, and what that follows from. Tasks that are left out of this round count with their
+        own last score; all others that had a turn with the mean of the last groups, as theirs may be long ago."""
+        window = self._config.tasks_per_iteration
+        scores, mean = scores[-window:], None
+        seen = {key: turn for key, turn in turns.items() if self._level_of.get(key) == self._level and turn.score is not None}
+        absent = {key: turn.score or 0.0 for key, turn in seen.items() if turn.round < now < turn.due}
+        if recent := [score for key, score in scores if key in seen and key not in absent]:
+            others = (len(seen) - len(absent)) * math.fsum(recent) / len(recent)
+            mean = (others + math.fsum(absent.values())) / len(seen)
+        elif absent:
+            mean = math.fsum(absent.values()) / len(absent)
         higher = [level for level in self._levels if level > self._level]
-        if not higher or mean is None or len(scores) < self._config.tasks_per_iteration or mean < self._config.level_up_at:
-            return self._level, scores, mean
-        return higher[0], [], None
-
-    def _counts(self, turns: dict[str, tuple[int, int, float | None]]) -> dict[str, int]:
-        counts = Counter(_state(turns.get(key)) for key in self._keys)
-        return {"total": len(self._keys)} | {name: counts[name] for name in ("unseen", "solved", "hopeless", "between")}
+        if higher and mean is not None and len(scores) >= window and mean >= self._config.level_up_at:
+            return {"level": higher[0], "level_score": None, "level_scores": []}
+        return {"level": self._level, "level_score": mean, "level_scores": scores}
 
     def _read_until(self, number: int) -> None:
         assert self._read <= number, "iterations sample one after the other"
@@ -213,17 +233,16 @@ class Curriculum:
             self._read += 1
             found = (self._folder.iteration(self._read).marker("rollouts") or {}).get("curriculum")
             if found is not None:  # else the run had none then
-                self._turns |= {key: tuple(turn) for key, turn in found["turns"].items()}
+                self._turns |= {key: Turn(*turn) for key, turn in found["turns"].items()}
                 self._round = found["round"]
                 self._level = found.get("level", self._level)
-                self._scores = [tuple(score) for score in found.get("level_scores", [])]
+                self._scores = [(key, score) for key, score in found.get("level_scores", [])]
 
 
-def _state(turn: tuple[int, int, float | None] | None) -> str:
+def _state(turn: Turn | None) -> str:
     if turn is None:
         return "unseen"
-    _, without, score = turn
-    return "between" if not without else "solved" if score is not None and score >= _RIGHT else "hopeless"
+    return "between" if not turn.without else "solved" if turn.score is not None and turn.score >= _RIGHT else "hopeless"
 
 
 def _digest(task_id: str, messages: list[dict[str, Any]]) -> str:
