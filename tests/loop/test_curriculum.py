@@ -208,7 +208,7 @@ def test_other_tasks_at_a_level_begin_anew():
     made = Curriculum(CONFIG, folder, other)
     assert {task.id for task in made.choose(4, 5, ())} == {task.id for task in other[:5]}
     none_graded = made.measured(4, [group(task, ()) for task in other[:4]])
-    assert (none_graded["level_score"], none_graded["unseen"], none_graded["between"]) == (None, 5, 4)
+    assert (none_graded["level_score"], none_graded["unseen"], none_graded["between"]) == (None, 9, 0)
 
 
 def test_levels_are_whole_numbers_and_part_of_what_a_run_remembers():
@@ -264,7 +264,7 @@ def test_a_run_skips_what_it_need_not_see(mixed, capsys):
     assert row == {"round": 0, "total": 9, "unseen": 0, "solved": 3, "hopeless": 3, "between": 3}
     assert "of 9 tasks 3 solved, 3 hopeless" in capsys.readouterr().out
     page = (mixed.run / "report.html").read_text()
-    assert "<b>Curriculum</b>" in page and "never sampled" in page and "<b>Level</b>" not in page
+    assert "<b>Curriculum</b>" in page and "not graded yet" in page and "<b>Level</b>" not in page
     mixed.run = mixed.run.parent / "plain"
     mixed.train(mixed.tasks(9), **RUN | {"curriculum": False})
     assert "curriculum" not in mixed.rows()[3] and "<b>Curriculum</b>" not in (mixed.run / "report.html").read_text()

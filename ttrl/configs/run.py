@@ -84,7 +84,7 @@ class TrainConfig(Config):
     """With `dynamic_sampling`: how many further tasks an iteration may have; None: twice `tasks_per_iteration`."""
     curriculum: bool = False
     """Choose tasks by how the policy did on them: one whose samples all got the same reward (solved, or hopeless) misses the next
-    round of all tasks, the second time in a row 3 rounds, then 7, then 15. Tasks that were never sampled come first."""
+    round of all tasks, and after more such turns in a row up to 3, 7, 15. Tasks that were never sampled come first."""
     level_up_at: float = 0.7
     """Of tasks with levels (`ttrl.tasks.task.in_levels`), the lowest are sampled at first. The next level is opened when the last
     `tasks_per_iteration` groups of the highest open one have this mean `validation_metric` (reward, where training's graders have

@@ -179,8 +179,9 @@ class Curriculum:
     def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
         """Return what the groups of iteration `number` change, and where all tasks are then, for the marker and the metrics.
 
-        unseen, solved, hopeless, between: tasks, by their last turn; of those whose samples all got the same reward, solved are
-        those that are all right by `validation_metric`. level: the highest open one; level_score: how well it is known.
+        unseen, solved, hopeless, between: how many tasks were never graded, and what the others' last grades say; of those whose
+        samples all got the same reward, solved are those that are all right by `validation_metric`. level: the highest that is
+        open; level_score: how well it is known.
         """
         self._read_until(number - 1)
         turns: dict[str, Turn] = {}
@@ -240,7 +241,7 @@ class Curriculum:
 
 
 def _state(turn: Turn | None) -> str:
-    if turn is None:
+    if turn is None or turn.score is None:
         return "unseen"
     return "between" if not turn.without else "solved" if turn.score is not None and turn.score >= _RIGHT else "hopeless"
 

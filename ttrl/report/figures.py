@@ -161,7 +161,7 @@ def sampling(run: RunData) -> list[Figure]:
         Series("all right", words.ratios(run, "curriculum.solved", "curriculum.total"), 3),
         Series("rewards differ", words.ratios(run, "curriculum.between", "curriculum.total"), 1),
         Series("equal otherwise", words.ratios(run, "curriculum.hopeless", "curriculum.total"), 4),
-        Series("never sampled", words.ratios(run, "curriculum.unseen", "curriculum.total"), 6),
+        Series("not graded yet", words.ratios(run, "curriculum.unseen", "curriculum.total"), 6),
     ]
     lengths = words.ratios(run, "completion_tokens", "samples")
     correlation = "Correlation within groups: above 0, longer answers get more reward."
