@@ -1,22 +1,24 @@
 """Puzzles of reasoning-gym: a hundred families, generated, each with a verifier; those that --families names are mixed.
 
-    python recipes/reasoning_puzzles.py --families chain_sum,letter_counting,word_sorting [--level 1]
+    python recipes/reasoning_puzzles.py --families chain_sum,letter_counting,word_sorting [--level 0 1 2]
     python recipes/reasoning_puzzles.py --tiny  # tries everything out, on a laptop
 
---level is of the package's own curriculum, for all families. `ttrl eval MODEL --tasks reasoning_gym:chain_sum` says how hard a
-family is for a model before it is trained. The settings are for one GPU with 80 GB; they have not been run.
+--level is of the package's own curriculum, for all families; of several, a run begins with the first and opens one after the
+other. `ttrl eval MODEL --tasks reasoning_gym:chain_sum` says how hard a family is for a model before it is trained. The settings
+are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
 from ttrl.agents.reasoning_gym import get_reasoning_gym_tasks
 from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.tasks.task import in_levels
 
 FAMILIES = "chain_sum,basic_arithmetic,letter_counting,number_sorting,word_sorting,spell_backward"
 
 
 def add_options(parser):
     parser.add_argument("--families", default=FAMILIES, help=f"of reasoning-gym, separated by commas ({FAMILIES})")
-    parser.add_argument("--level", type=int, help="how hard, from 0 (each family's own default)")
+    parser.add_argument("--level", type=int, nargs="+", default=[None], help="how hard, from 0 (each family's own default)")
 
 
 if __name__ == "__main__":
@@ -38,13 +40,12 @@ if __name__ == "__main__":
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
-    families, level = arguments.families.split(","), arguments.level
-    tasks = [
-        task
-        for one in families
-        for task in get_reasoning_gym_tasks(one, "train", 4096 // len(families), arguments.seed, level=level)
-    ]
-    held_out = [
-        task for one in families for task in get_reasoning_gym_tasks(one, "validation", 240 // len(families), level=level)
-    ]
+    families, levels = arguments.families.split(","), arguments.level
+
+    def puzzles(split, n, level):
+        share = n // len(families) // len(levels)
+        return [task for one in families for task in get_reasoning_gym_tasks(one, split, share, arguments.seed, level=level)]
+
+    tasks = in_levels(*(puzzles("train", 4096, level) for level in levels))
+    held_out = [task for level in levels for task in puzzles("validation", 240, level)]
     print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

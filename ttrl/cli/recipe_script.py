@@ -185,9 +185,10 @@ def run_recipe(
     if count is not None and not 1 <= count <= len(tasks):
         problems.append(f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to {len(tasks)}")
     elif count is not None:
-        tasks = validation_tasks = tasks[:count]
         greedy: dict[str, Any] = {"validation_samples": 1, "validation_temperature": 0.0, "stop_at": None}
+        tasks = validation_tasks = [dataclasses.replace(task, level=0) for task in tasks[:count]]
         whole: dict[str, Any] = {"tasks_per_iteration": count, "dynamic_sampling": None, "max_extra_tasks": None}
+        whole["curriculum"] = False
         config, what = dataclasses.replace(config, **greedy, **whole), f"{what}, of the {count} tasks that it was trained on"
     if arguments.check or problems:
         checked(config, tasks, validation_tasks, model=_is_to_be_had(arguments), problems=problems)
@@ -247,4 +248,4 @@ def _graded_by_chance(task: Task) -> Task:
         right = Grade.of(await output if inspect.isawaitable(output) else output, task.id)
         return Grade(right.reward + zlib.crc32((choice.message.content or "").encode(errors="replace")) / 2**32, right.metrics)
 
-    return dataclasses.replace(task, grader=grade)
+    return dataclasses.replace(task, grader=grade, level=0)

@@ -12,11 +12,16 @@ from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.machines import meeting_problems, server_address_problems, server_keys, slurm_endpoint
 from ttrl.configs.recipe import OTHER_NAMES, GRPOConfig, TrainingConfig, read_settings
-from ttrl.configs.vllm_arguments import LORA_RANKS, argument_problems, is_argument, lora_rank_there, takes_adapters
+from ttrl.configs.vllm_arguments import (
+    LORA_RANKS,
+    argument_problems,
+    is_argument,
+    lora_rank_there,
+    sampling_problems,
+    takes_adapters,
+)
 from ttrl.errors import ConfigError
 
-OFF_POLICY_CORRECTION = "token"
-"""Default of `training["off_policy"]` with `off_policy_steps` 1: truncated importance sampling."""
 LIMIT_NAMES = ("mean", "p999", "ess", "outside")
 """The keys that `drift_limits` may have."""
 SET_BY_THE_LOOP = (
@@ -25,11 +30,6 @@ SET_BY_THE_LOOP = (
     "save", "kept",
 )  # fmt: skip
 """Settings of the recipe that the loop chooses for each iteration, and that `training` therefore cannot hold."""
-_OTHER_DISTRIBUTIONS = (
-    "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens",
-    "bad_words", "allowed_token_ids", "structured_outputs", "response_format",
-)  # fmt: skip
-"""Sampling parameters that draw from another distribution than softmax(logits / temperature), which the trainer computes."""
 
 
 @settings
@@ -82,6 +82,13 @@ class TrainConfig(Config):
     tasks, whatever comes of them. With `tokens_per_iteration`, only while the budget lasts."""
     max_extra_tasks: int | None = None
     """With `dynamic_sampling`: how many further tasks an iteration may have; None: twice `tasks_per_iteration`."""
+    curriculum: bool = False
+    """Choose tasks by how the policy did on them: one whose samples all got the same reward (solved, or hopeless) misses the next
+    round of all tasks, and after more such turns in a row up to 3, 7, 15. Tasks that were never sampled come first."""
+    level_up_at: float = 0.7
+    """Of tasks with levels (`ttrl.tasks.task.in_levels`), the lowest are sampled at first. The next level is opened when the last
+    `tasks_per_iteration` groups of the highest open one have this mean `validation_metric` (reward, where training's graders have
+    no such metric); from then on, every other task is of that level."""
     cache: list[str] = field(default_factory=list)
     """Where completions are stored and looked up: folders or URLs of object stores, such as "s3://bucket/rollouts". A run that is
     repeated with the same seed, settings and weights is served from there."""
@@ -309,14 +316,7 @@ class TrainConfig(Config):
                 "off_policy_steps is 1 with weight_sync 'sleep'; the server samples while the trainer works, so it cannot sleep: "
                 "choose weight_sync 'reload', or off_policy_steps 0"
             )
-        for name in ("n", "temperature", "max_tokens", "logprobs", "model", "messages"):
-            if name in self.sampling:
-                found.append(f"sampling: {name!r} has a setting of its own, or is set by ttrl")
-        extra_body = self.sampling.get("extra_body")
-        for name in (*self.sampling, *(extra_body if isinstance(extra_body, dict) else ())):
-            if name in _OTHER_DISTRIBUTIONS:
-                found.append(f"sampling: {name!r} draws from another distribution than the one that is trained")
-        return found
+        return found + sampling_problems(self.sampling)
 
     def _advantage_problems(self) -> list[str]:
         try:
@@ -559,7 +559,7 @@ class TrainConfig(Config):
     def recipe_config(self, values: dict[str, Any]) -> GRPOConfig:
         """Return the recipe's config: `training`, and `values`, which the loop sets for an iteration. Raises ConfigError."""
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
-        correction = {"off_policy": OFF_POLICY_CORRECTION} if self.off_policy_steps else {}
+        correction = {"off_policy": "token"} if self.off_policy_steps else {}
         given = {key: value for key, value in self.recipe_settings.items() if not _not_of_training(key)}
         recipe = GRPOConfig.parse({**placeholders, **correction, **given, "seed": self.seed, **values}, "training")
         recipe.lora_merge = not self._can_serve_adapters(recipe)

@@ -1,4 +1,4 @@
-"""Arguments of vLLM, checked before it is started: it takes 20 s to refuse one.
+"""Arguments of vLLM and of requests to it, checked before it is started: it takes 20 s to refuse one.
 
 Read from the source of the vLLM that is installed, without importing it (which takes 5 s): the options of its parser, and type,
 values and bounds of the fields behind them. Whatever is not plain there is left to vLLM: nothing is refused that it would take.
@@ -20,7 +20,22 @@ _FRONTEND = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.p
 """Where the server's own options are, in this version and in older ones."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of its `max_lora_rank`."""
+_OTHER_DISTRIBUTIONS = (
+    "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens",
+    "bad_words", "allowed_token_ids", "structured_outputs", "response_format",
+)  # fmt: skip
+"""Sampling parameters that draw from another distribution than softmax(logits / temperature), which the trainer computes."""
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def sampling_problems(sampling: Mapping[str, Any]) -> list[str]:
+    """Return what of `TrainConfig.sampling` is set elsewhere, or changes what is sampled from, one line each."""
+    own = ("n", "temperature", "max_tokens", "logprobs", "model", "messages")
+    found = [f"sampling: {name!r} has a setting of its own, or is set by ttrl" for name in own if name in sampling]
+    extra_body = sampling.get("extra_body")
+    names = (*sampling, *(extra_body if isinstance(extra_body, dict) else ()))
+    other = [name for name in names if name in _OTHER_DISTRIBUTIONS]
+    return found + [f"sampling: {name!r} draws from another distribution than the one that is trained" for name in other]
 
 
 def lora_rank_there(model: str | Path, rank: int) -> int:

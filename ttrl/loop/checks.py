@@ -71,9 +71,14 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
     found = []
     if not tasks:
         found.append("there are no tasks to train on")
-    elif len(tasks) < config.tasks_per_iteration and "tasks_per_iteration is" not in said:
+    elif "tasks_per_iteration is" not in said:
+        lowest = min(task.level for task in tasks)
+        first = [task for task in tasks if task.level == lowest]
         there = f"there {'is' if len(tasks) == 1 else 'are'} only {counted(len(tasks), 'task')}"
-        found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
+        if len(first) < len(tasks):
+            there = f"the lowest level, with which a run begins, has only {counted(len(first), 'task')}"
+        if len(first) < config.tasks_per_iteration:
+            found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
     if untrainable := [task for task in tasks if getattr(task.grader, "only_evaluates", "")]:
         found.append(
             f"{len(untrainable)} of {len(tasks)} tasks (such as {untrainable[0].id!r}) are for evaluation alone: "

@@ -210,7 +210,7 @@ class Phases:
             while count := further_tasks(
                 results, self.config, len(tasks) - first, results.stats.new_completion_tokens, self.tokenizer
             ):
-                tasks, taken = tasks + self.stream.tasks_from(taken, count), taken + count
+                tasks, taken = tasks + self.stream.more(number, taken, count, tasks), taken + count
                 results = self._sampler.sample(tasks, asked, known=results)
             more |= {"tasks_taken": taken, "extra_tasks": len(tasks) - first}
         files = ["rollouts.jsonl"]
@@ -223,7 +223,7 @@ class Phases:
             all_stats = results.stats
             stats |= {name: getattr(all_stats, name) for name in ("seconds", "tokens_per_second", "grading_seconds")}
             more |= budget_facts(results, carried, version)
-        more |= {"flops": self._flops(results, began, carried)}
+        more |= {"flops": self._flops(results, began, carried)} | self.stream.measured(number, list(finished))
         iteration.mark("rollouts", files, {"seconds": clock() - began, **synced, "stats": stats} | more)
         self._sampled[number] = list(finished)
         partial.unlink(missing_ok=True)

@@ -1,16 +1,27 @@
-"""Which tasks an iteration samples: the next ones of a stream without end, which has each epoch in an order of its own."""
+"""Which tasks an iteration samples: the next ones of a stream without end, which has all of them in each round, in a new order.
 
+With a curriculum, or tasks that have levels, the stream follows from what was measured: see `Curriculum`.
+"""
+
+import hashlib
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ttrl.configs.run import TrainConfig
-from ttrl.data.advantages import groups_with_signal
+from ttrl.data.advantages import groups_with_signal, has_signal
 from ttrl.loop.carried import carried_groups, is_open, oldest_version, ready_to_continue, task_key
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
+
+_MOST_DOUBLINGS = 4
+"""A task is due after at most 2**4 rounds."""
+_RIGHT = 1.0 - 1e-9
+"""From here on, a score counts as right, as in pass@k."""
 
 
 def further_tasks(
@@ -36,24 +47,42 @@ def further_tasks(
     return max(0, min(math.ceil((wanted - kept) / share), len(groups), config.extra_task_limit - extra))
 
 
+def _in_order(seed: int, turn: int, total: int) -> list[int]:
+    """Return the places of all tasks in the order of one round."""
+    order = list(range(total))
+    random.Random(f"{seed}/{turn}").shuffle(order)
+    return order
+
+
 class TaskStream:
     """The stream of a run. Where an iteration begins in it follows from the markers of the ones before."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
         self._config, self._folder, self._tasks = config, folder, tasks
+        chooses = config.curriculum or len({task.level for task in tasks}) > 1
+        self._curriculum = Curriculum(config, folder, tasks) if chooses else None
 
     def tasks_from(self, first: int, count: int) -> list[Task]:
-        """Return some of the stream."""
+        """Return some of the stream, where nothing measured decides."""
         total = len(self._tasks)
         orders: dict[int, list[int]] = {}
         chosen = []
         for place in range(first, first + count):
-            epoch, position = divmod(place, total)
-            if epoch not in orders:
-                orders[epoch] = list(range(total))
-                random.Random(f"{self._config.seed}/{epoch}").shuffle(orders[epoch])
-            chosen.append(self._tasks[orders[epoch][position]])
+            turn, position = divmod(place, total)
+            if turn not in orders:
+                orders[turn] = _in_order(self._config.seed, turn, total)
+            chosen.append(self._tasks[orders[turn][position]])
         return chosen
+
+    def more(self, number: int, taken: int, count: int, present: Sequence[Task] = ()) -> list[Task]:
+        """Return the next tasks for iteration `number`, which has `present` already, when `taken` of the stream were taken."""
+        if self._curriculum is None:
+            return self.tasks_from(taken, count)
+        return self._curriculum.choose(number, count, present)
+
+    def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
+        """Return what the marker has to say of an iteration's groups, for those that follow."""
+        return {} if self._curriculum is None else {"curriculum": self._curriculum.measured(number, finished)}
 
     def taken_before(self, number: int) -> int:
         """Return how many tasks earlier iterations took, by the marker of the last of them: `tasks_per_iteration` may have
@@ -64,7 +93,7 @@ class TaskStream:
 
     def tasks_of(self, number: int) -> list[Task]:
         """Return the tasks with which an iteration without a token budget begins."""
-        return self.tasks_from(self.taken_before(number), self._config.tasks_per_iteration)
+        return self.more(number, self.taken_before(number), self._config.tasks_per_iteration)
 
     def continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
         """Return, for a token budget, the groups to continue, all tasks of the iteration (theirs first), facts for the marker.
@@ -81,6 +110,141 @@ class TaskStream:
             if task_key(group.task_id, group.messages) in known  # the person may have allowed other tasks since
             and (limit is None or version - oldest_version(group, version) <= limit)
         ]
-        new = self.tasks_from(taken, max(0, self._config.tasks_per_iteration - len(carried)))
-        tasks = [known[task_key(group.task_id, group.messages)] for group in carried] + new
-        return carried, tasks, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}
+        tasks = [known[task_key(group.task_id, group.messages)] for group in carried]
+        new = self.more(number, taken, max(0, self._config.tasks_per_iteration - len(carried)), tasks)
+        return carried, tasks + new, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}
+
+
+class Turn(NamedTuple):
+    """The last turn of a task, as the marker of the iteration holds it."""
+
+    round: int
+    due: int
+    """The round of the next one."""
+    without: int
+    """Turns in a row, up to this one, without a signal."""
+    score: float | None
+    """The mean of its samples; None where there never were two that could be graded."""
+
+
+class Curriculum:
+    """Chooses tasks by how the policy did on them when they had their turn last, and by their levels.
+
+    Turns are counted in rounds. A task that has just had one is due in the next round; where its samples all got the same reward,
+    2 rounds later, and after more such turns in a row 3 or 4, 5 to 8, 9 to 16: by chance, so that those that were solved in one
+    round do not all come back in one. What is due first comes first, and what was never sampled is due in round 0. So every task
+    is sampled again and again, one that teaches something up to 16 times as often as one that does not (stride scheduling,
+    Waldspurger 1995), and as long as all of them do, this is the plain stream.
+
+    The marker of an iteration's rollouts holds what was measured in it; all else follows from the markers before and the seed.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
+        self._config, self._folder, self._tasks = config, folder, tasks
+        self._keys = [_digest(task.id, task.messages) for task in tasks]
+        self._level_of = dict(zip(self._keys, (task.level for task in tasks), strict=True))
+        self._levels = sorted(set(self._level_of.values()))
+        self._read = 0
+        """The iteration whose marker was read last; what follows is as it was after that one."""
+        self._turns: dict[str, Turn] = {}
+        self._round, self._level = 0, self._levels[0]
+        """The latest in which a task had its turn, and the highest that is open."""
+        self._scores: list[tuple[str, float]] = []
+        """Of the last groups of that level since it was opened, with their tasks."""
+
+    def choose(self, number: int, count: int, present: Sequence[Task]) -> list[Task]:
+        """Return `count` tasks for iteration `number`, which has `present` already: each of them once, as long as there are
+        others."""
+        self._read_until(number - 1)
+        had = {_digest(task.id, task.messages) for task in present}
+        fresh = (place for place in self._by_turn() if self._keys[place] not in had)
+        chosen = itertools.islice(itertools.chain(fresh, itertools.cycle(self._by_turn())), count)
+        return [self._tasks[place] for place in chosen]
+
+    def _by_turn(self) -> Iterator[int]:
+        """Yield the places of all tasks of open levels; by turns one of the highest, and one of all others."""
+        *others, highest = [level for level in self._levels if level <= self._level] or self._levels[:1]
+        pairs = itertools.zip_longest(self._due({highest}), self._due(set(others)))
+        return (place for pair in pairs for place in pair if place is not None)
+
+    def _due(self, levels: Collection[int]) -> Iterator[int]:
+        """Yield the places of the tasks of some levels, those that are due first first; of one round in its order."""
+        rounds: dict[int, set[int]] = {}
+        for place, (task, key) in enumerate(zip(self._tasks, self._keys, strict=True)):
+            if task.level in levels:
+                rounds.setdefault(self._turns[key].due if key in self._turns else 0, set()).add(place)
+        for number in sorted(rounds):
+            yield from (place for place in _in_order(self._config.seed, number, len(self._tasks)) if place in rounds[number])
+
+    def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
+        """Return what the groups of iteration `number` change, and where all tasks are then, for the marker and the metrics.
+
+        unseen, solved, hopeless, between: how many tasks were never graded, and what the others' last grades say; of those whose
+        samples all got the same reward, solved are those that are all right by `validation_metric`. level: the highest that is
+        open; level_score: how well it is known.
+        """
+        self._read_until(number - 1)
+        turns: dict[str, Turn] = {}
+        scores = list(self._scores)
+        for group in finished:
+            key = _digest(group.task_id, group.messages)
+            last = turns.get(key) or self._turns.get(key) or Turn(0, 0, 0, None)
+            now, without, score = max(last.due, self._round), last.without, last.score
+            if len(group.rewards) > 1:
+                without = 0 if has_signal(group.rewards) else without + 1
+                name = self._config.validation_metric
+                given = [sample.metrics.get(name, reward) for sample, reward in zip(group.graded, group.rewards, strict=True)]
+                score = math.fsum(given) / len(given)
+                scores += [(key, score)] if self._level_of.get(key) == self._level else []
+            turns[key] = Turn(now, now + self._wait(key, now, without), without, score)
+        newest = max((turn.round for turn in turns.values()), default=self._round)
+        known = self._turns | turns
+        counts = Counter(_state(known.get(key)) for key in self._keys)
+        facts: dict[str, Any] = {"round": newest, "turns": turns, "total": len(self._keys)}
+        facts |= {name: counts[name] for name in ("unseen", "solved", "hopeless", "between")}
+        return facts | (self._after(known, newest, scores) if len(self._levels) > 1 else {})
+
+    def _wait(self, key: str, now: int, without: int) -> int:
+        """Return how many rounds after this one a task is due."""
+        if not self._config.curriculum or not without:
+            return 1
+        longest = 2 ** min(without, _MOST_DOUBLINGS)
+        return random.Random(f"{self._config.seed}/{key}/{now}").randint(longest // 2 + 1, longest)
+
+    def _after(self, turns: Mapping[str, Turn], now: int, scores: list[tuple[str, float]]) -> dict[str, Any]:
+        """Return the level, its mean score, and what that follows from. Tasks that are left out of this round count with their
+        own last score; all others that had a turn with the mean of the last groups, as theirs may be long ago."""
+        window = self._config.tasks_per_iteration
+        scores, mean = scores[-window:], None
+        seen = {key: turn for key, turn in turns.items() if self._level_of.get(key) == self._level and turn.score is not None}
+        absent = {key: turn.score or 0.0 for key, turn in seen.items() if turn.round < now < turn.due}
+        if recent := [score for key, score in scores if key in seen and key not in absent]:
+            others = (len(seen) - len(absent)) * math.fsum(recent) / len(recent)
+            mean = (others + math.fsum(absent.values())) / len(seen)
+        elif absent:
+            mean = math.fsum(absent.values()) / len(absent)
+        higher = [level for level in self._levels if level > self._level]
+        if higher and mean is not None and len(scores) >= window and mean >= self._config.level_up_at:
+            return {"level": higher[0], "level_score": None, "level_scores": []}
+        return {"level": self._level, "level_score": mean, "level_scores": scores}
+
+    def _read_until(self, number: int) -> None:
+        assert self._read <= number, "iterations sample one after the other"
+        while self._read < number:
+            self._read += 1
+            found = (self._folder.iteration(self._read).marker("rollouts") or {}).get("curriculum")
+            if found is not None:  # else the run had none then
+                self._turns |= {key: Turn(*turn) for key, turn in found["turns"].items()}
+                self._round = found["round"]
+                self._level = found.get("level", self._level)
+                self._scores = [(key, score) for key, score in found.get("level_scores", [])]
+
+
+def _state(turn: Turn | None) -> str:
+    if turn is None or turn.score is None:
+        return "unseen"
+    return "between" if not turn.without else "solved" if turn.score is not None and turn.score >= _RIGHT else "hopeless"
+
+
+def _digest(task_id: str, messages: list[dict[str, Any]]) -> str:
+    return hashlib.sha256(task_key(task_id, messages).encode()).hexdigest()[:12]

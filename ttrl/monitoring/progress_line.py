@@ -50,6 +50,13 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
         groups = row["groups"]
         of_one_kind = [f"{groups[key]} {name}" for key, name in _KINDS.items() if groups.get(key)]
         parts.append(f"signal {groups['kept']}/{groups['total']}" + (f" ({', '.join(of_one_kind)})" if of_one_kind else ""))
+    if curriculum := row.get("curriculum"):
+        left = [f"{curriculum[name]} {name}" for name in ("solved", "hopeless", "unseen") if curriculum[name]]
+        parts.append(f"of {curriculum['total']} tasks " + (", ".join(left) or "all have a signal"))
+        if "level" in curriculum:
+            score = curriculum["level_score"]
+            reached = "" if score is None else f" ({config.validation_metric} {score:.3f})"
+            parts.append(f"level {curriculum['level']}{reached}")
     if row.get("failed"):
         graders = (row.get("rollouts") or {}).get("grader_failures")
         parts.append(f"{row['failed']} samples failed" + (f", {graders} in their graders" if graders else ""))

@@ -157,6 +157,12 @@ def sampling(run: RunData) -> list[Figure]:
         Series("repeated in their group", run.column("rollouts.repeated"), 1),
         Series("failed", words.failed_shares(run), 2),
     ]
+    last_turn = [
+        Series("all right", words.ratios(run, "curriculum.solved", "curriculum.total"), 3),
+        Series("rewards differ", words.ratios(run, "curriculum.between", "curriculum.total"), 1),
+        Series("equal otherwise", words.ratios(run, "curriculum.hopeless", "curriculum.total"), 4),
+        Series("not graded yet", words.ratios(run, "curriculum.unseen", "curriculum.total"), 6),
+    ]
     lengths = words.ratios(run, "completion_tokens", "samples")
     correlation = "Correlation within groups: above 0, longer answers get more reward."
     staleness = "Iterations between the policy that sampled a token and the newest one."
@@ -169,6 +175,14 @@ def sampling(run: RunData) -> list[Figure]:
             groups,
             percent=True,
         ),
+        *_bars(
+            run,
+            "Curriculum",
+            "All tasks, by the samples of their last turn. Where these all got the same reward, a task is left out for a while.",
+            last_turn,
+            percent=True,
+        ),
+        *_line(run, "Level", "curriculum.level", "The hardest tasks that are sampled so far.", from_zero=True),
         *_lines(
             run,
             "Endings and repetitions",

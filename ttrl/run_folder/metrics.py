@@ -37,6 +37,8 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
         row |= {"grading_seconds": stats["grading_seconds"]} if stats.get("grading_seconds") is not None else {}
         names = ("new_completion_tokens", "staleness", "unfinished", "dropped_groups", "extra_tasks")
         row |= {name: done["rollouts"][name] for name in names if name in done["rollouts"]}
+        if curriculum := done["rollouts"].get("curriculum"):
+            row["curriculum"] = {name: one for name, one in curriculum.items() if name not in ("turns", "level_scores")}
     if "pack" in done:
         row |= {"groups": done["pack"]["groups"]}
         row |= {"rollouts": done["pack"]["rollouts"]} if "rollouts" in done["pack"] else {}

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from ttrl.errors import GraderError, RolloutError, TaskError
@@ -114,6 +114,8 @@ class Task:
     """Asked once, when all samples of the task are there, about those that have not failed: a list of choices, as the grader gets
     them (of an answer that came out of a file, without token strings), for a list of as many rewards, (reward, metrics), or
     GraderErrors, which fail single samples. What it gives is added to what grader or rollout gave. It runs in this process."""
+    level: int = 0
+    """How hard it is among others, for a run that begins with the easiest: see `in_levels`."""
 
     def __post_init__(self) -> None:
         name = f"task {self.id!r}" if self.id else "task"
@@ -135,14 +137,17 @@ class Task:
             raise TaskError(f"{name}: grader is {short(self.grader, 80)}; give a function of the choice that returns a reward")
         if not isinstance(self.limits, RolloutLimits):
             raise TaskError(f"{name}: limits is {short(self.limits, 80)}; give RolloutLimits(turns=…, tokens=…, seconds=…)")
+        if type(self.level) is not int:
+            raise TaskError(f"{name}: level is {short(self.level, 80)}; give a whole number, of which lower ones are easier")
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
             self.id = "task-" + hashlib.sha256(content.encode()).hexdigest()[:12]
 
     def as_json(self) -> bytes:
-        """Return id and messages as JSON. Raises TaskError for what no file could hold."""
+        """Return id and messages (and the level, where it has one) as JSON. Raises TaskError for what no file could hold."""
         try:
-            return json.dumps([self.id, self.messages], sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+            content = [self.id, self.messages, *([self.level] if self.level else [])]
+            return json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise TaskError(f"task {self.id!r}: its id and messages cannot be written as JSON: {error}") from error
 
@@ -158,6 +163,14 @@ def task_list(given: Any, name: str) -> list[Task]:
             f"{name}: {len(wrong)} of {len(listed)} are not Tasks, the first is of type {wrong[0]}; make them with ttrl.Task(...)"
         )
     return listed
+
+
+def in_levels(*levels: Sequence[Task]) -> list[Task]:
+    """Return all tasks, those of the first list with level 0, of the next with level 1, and so on.
+
+    A run samples the lowest level alone at first, and opens one after the other: see `TrainConfig.level_up_at`.
+    """
+    return [replace(task, level=level) for level, tasks in enumerate(levels) for task in tasks]
 
 
 def question(text: str) -> list[dict[str, Any]]:
