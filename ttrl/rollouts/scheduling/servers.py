@@ -133,6 +133,16 @@ class Servers:
         made = sum(room.generated(now) for room in rooms)
         return max(0.0, min(sum(room.tokens_in_flight(now) for room in rooms), made - finished))
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a server that has room."""
+        return len(self._queue)
+
+    @property
+    def away_seconds(self) -> float:
+        """For how long no server has answered; 0 while one does."""
+        return 0.0 if self._nobody_since is None else asyncio.get_running_loop().time() - self._nobody_since
+
     async def __aenter__(self) -> "Servers":
         # A server that is slow to say what it has room for is used as one that does not say.
         starts = [asyncio.create_task(server.start()) for server in self.servers]
