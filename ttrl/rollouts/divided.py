@@ -16,6 +16,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from ttrl.errors import ServerDiedError, describe
 from ttrl.records import Endpoint, Sample, TaskResult
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
 """Of workers that had a task when they died; then it counts as failed, as it may be what kills them."""
+_SUSPECT = 2
+"""After so many deaths a worker has no more than one such task at a time, which is then blamed alone."""
 _PAUSE = 1.0
 """Seconds before a worker that is gone is asked again."""
 _NEW_SECONDS = 30.0
@@ -94,7 +97,7 @@ class _Call:
     ) -> None:
         self._name, self._settings, self._on_task_done = uuid.uuid4().hex, settings, on_task_done
         self._shares = [_Share(worker, dataclasses.replace(settings, client=client, pbar=False)) for worker, client in workers]
-        self._pending = deque(_jobs(tasks, settings.n))
+        self._pending, self._suspects = deque(_jobs(tasks, settings.n)), deque[Job]()
         self._tasks = len(tasks)
         self._done: dict[int, TaskOutcome] = {}
         self._deaths: Counter[int] = Counter()
@@ -161,8 +164,11 @@ class _Call:
         while not self._over.is_set():
             fair = -(-len(self._pending) // len(self._shares))
             jobs = [self._pending.popleft() for _ in range(min(wanted, fair))]
+            if wanted and self._suspects and not self._suspects_of(share):
+                jobs.append(self._suspects.popleft())
             share.jobs |= {job.position: job for job in jobs}
-            turn = await share.worker.turn(self._name, jobs, bool(self._pending))
+            more = bool(self._pending or (self._suspects and not self._suspects_of(share)))
+            turn = await share.worker.turn(self._name, jobs, more)
             share.grading_seconds[share.opened] = turn.grading_seconds
             for group in turn.groups:
                 self._take(share, group)
@@ -188,14 +194,18 @@ class _Call:
 
     def _take_back(self, share: _Share, died: bool) -> int:
         """Return how many tasks wait again that a worker had."""
+        if died:
+            self._deaths.update(self._suspects_of(share) or list(share.jobs))
         jobs, share.jobs = share.jobs, {}
         for position, job in reversed(jobs.items()):
-            self._deaths[position] += died
-            if self._deaths[position] < MOST_DEATHS:
-                self._pending.appendleft(job)
-            else:
+            if self._deaths[position] >= MOST_DEATHS:
                 self._count(self._failed(job))
+            else:
+                (self._suspects if self._deaths[position] >= _SUSPECT else self._pending).appendleft(job)
         return len(jobs)
+
+    def _suspects_of(self, share: _Share) -> list[int]:
+        return [position for position in share.jobs if self._deaths[position] >= _SUSPECT]
 
     def _failed(self, job: Job) -> TaskOutcome:
         why = f"ServerDiedError: {MOST_DEATHS} sampling workers died while they had this task"
@@ -225,7 +235,7 @@ def divided_servers(endpoints: Sequence[Endpoint], places: Sequence[str | None])
     left = sorted(endpoints, key=lambda endpoint: endpoint.base_url)
     shares: list[list[Endpoint]] = []
     for place in places:
-        near = [endpoint for endpoint in left if place is not None and f"//{place}:" in endpoint.base_url.replace("[", "")][:most]
+        near = [endpoint for endpoint in left if urlsplit(endpoint.base_url).hostname == place][:most]
         left = [endpoint for endpoint in left if endpoint not in near]
         shares.append(near)
     for endpoint in left:
