@@ -35,6 +35,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 from aiohttp import web
+from transformers import AutoTokenizer
 
 try:
     from ttrl.cluster import workers as cluster_workers  # before ray: it turns tokens on
@@ -63,8 +64,9 @@ PROMPT = 200
 class FakeServers:
     """Answers like a vLLM with room for 64 completions, at one port for each server."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.answers = seconds, dict[tuple[int, int], bytes]()
+    def __init__(self, seconds: float, token: int) -> None:
+        """token: the id of "x", of which all answers consist."""
+        self.seconds, self.token, self.answers = seconds, token, dict[tuple[int, int], bytes]()
         self.served: dict[int, int] = {}
         self.sites: dict[int, web.TCPSite] = {}
         self.faults = self.looks = 0
@@ -74,7 +76,7 @@ class FakeServers:
         if (n, tokens) not in self.answers:
             generator, choices = random.Random(tokens), []
             for index in range(n):
-                ids = [generator.randrange(100, 250) for _ in range(tokens)]
+                ids = [self.token] * tokens
                 entries = [{"token": "x", "logprob": -generator.random(), "bytes": [120], "top_logprobs": []} for _ in ids]
                 message = {"role": "assistant", "content": "x" * tokens}
                 one = {"index": index, "message": message, "logprobs": {"content": entries}, "token_ids": ids}
@@ -123,12 +125,12 @@ class FakeServers:
 
 
 @contextlib.contextmanager
-def fake_servers(count: int, seconds: float) -> Iterator[tuple[list[Endpoint], Callable[[], tuple[int, int]]]]:
+def fake_servers(count: int, seconds: float, token: int) -> Iterator[tuple[list[Endpoint], Callable[[], tuple[int, int]]]]:
     """Serve from a process of its own; yields the addresses, and what tells how many faults and looks there were."""
 
     def serve(pipe: Connection) -> None:
         async def main() -> None:
-            fakes = FakeServers(seconds)
+            fakes = FakeServers(seconds, token)
             pipe.send([await fakes.start(number) for number in range(count)])
             while True:
                 await asyncio.to_thread(pipe.recv)
@@ -209,11 +211,8 @@ def grade(choice: Any) -> tuple[float, dict[str, float]]:
 class Bench:
     """All loads on one set of servers."""
 
-    def __init__(self, options: argparse.Namespace, endpoints: Sequence[Endpoint], model: Path, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self.o, self.endpoints, self.model, self.folder = options, endpoints, model, folder
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
+    def __init__(self, options: argparse.Namespace, endpoints: Sequence[Endpoint], tokenizer: Any, folder: Path) -> None:
+        self.o, self.endpoints, self.tokenizer, self.folder = options, endpoints, tokenizer, folder
         self.loads = 0
 
     def load(self, tokens: int, hosts: Sequence[Any], *, kill: bool = False) -> Spent:
@@ -290,12 +289,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="that an answer takes (2)")
     parser.add_argument("--alone", action="store_true", help="also one process without workers")
     options = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        fake_servers(options.servers, options.seconds) as (endpoints, counts),
-    ):
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model = make_tiny_model(Path(folder, "model"), layers=1, width=64, heads=2)
-        bench = Bench(options, endpoints, model, Path(folder))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        (token,) = tokenizer.encode("x", add_special_tokens=False)
+        endpoints, counts = stack.enter_context(fake_servers(options.servers, options.seconds, token))
+        bench = Bench(options, endpoints, tokenizer, Path(folder))
         each = -(-options.workers // options.processes)
         ray.init(num_cpus=options.processes, object_store_memory=2**29, include_dashboard=False, log_to_driver=False)
         actor = ray.remote(Host).options(num_cpus=1, max_restarts=-1, max_task_retries=0)

@@ -151,7 +151,8 @@ class _Call:
             except ServerDiedError as error:
                 why, died = describe(error), True
             had, share.opened = self._take_back(share, died), math.inf
-            logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
+            if had:
+                logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
             now = time.monotonic()
             works = any(now - other.opened > _NEW_SECONDS for other in self._shares)
             if not works and now - self._heard > self._settings.max_downtime:
