@@ -1,6 +1,6 @@
 """What do lead and sampling workers spend on a request and on a token, with 1,000 servers of which 5% fail?
 
-    python tools/bench_workers.py [--servers 1000] [--workers 63] [--processes 4] [--tasks 1500] [--alone]
+    python tools/bench_workers.py [--servers 1000] [--workers 63] [--processes 4] [--tasks 6000] [--alone]
 
 The servers are made up: one process that listens on a port for each, and answers as vLLM does after about `--seconds`. Of each 20
 one fails: it goes away for good in the middle, answers half of the requests with HTTP 500, or breaks half of the connections. A
@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -62,7 +63,7 @@ PROMPT = 200
 
 
 class FakeServers:
-    """Answers like a vLLM with room for 64 completions, at one port for each server."""
+    """Answers like vLLM servers with room for some requests, each at a port of its own."""
 
     def __init__(self, seconds: float, token: int) -> None:
         """token: the id of "x", of which all answers consist."""
@@ -70,6 +71,7 @@ class FakeServers:
         self.served: dict[int, int] = {}
         self.sites: dict[int, web.TCPSite] = {}
         self.faults = self.looks = 0
+        self.blocks = 8000
 
     def answer(self, n: int, tokens: int) -> bytes:
         """Return an answer of n choices, made once; as many bytes a token as vLLM writes."""
@@ -109,7 +111,7 @@ class FakeServers:
         if request.path != "/metrics":
             return web.json_response({"object": "list", "data": []})
         self.looks += 1
-        room = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="8000"} 1.0\n'
+        room = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{self.blocks}"}} 1.0\n'
         return web.Response(text=f"{room}vllm:num_requests_running 0\nvllm:generation_tokens_total 0\n")
 
     async def start(self, number: int) -> int:
@@ -125,15 +127,16 @@ class FakeServers:
 
 
 @contextlib.contextmanager
-def fake_servers(count: int, seconds: float, token: int) -> Iterator[tuple[list[Endpoint], Callable[[], tuple[int, int]]]]:
-    """Serve from a process of its own; yields the addresses, and what tells how many faults and looks there were."""
+def fake_servers(count: int, seconds: float, token: int) -> Iterator[tuple[list[Endpoint], Callable[[int], tuple[int, int]]]]:
+    """Serve from a process of its own; yields the addresses, and what tells them how large their caches
+    are; it returns how many faults and looks there were."""
 
     def serve(pipe: Connection) -> None:
         async def main() -> None:
             fakes = FakeServers(seconds, token)
             pipe.send([await fakes.start(number) for number in range(count)])
             while True:
-                await asyncio.to_thread(pipe.recv)
+                fakes.blocks = await asyncio.to_thread(pipe.recv)
                 pipe.send((fakes.faults, fakes.looks))
 
         asyncio.run(main())
@@ -142,13 +145,13 @@ def fake_servers(count: int, seconds: float, token: int) -> Iterator[tuple[list[
     process = multiprocessing.get_context("fork").Process(target=serve, args=(theirs,), daemon=True)
     process.start()
 
-    def counts() -> tuple[int, int]:
-        ours.send(None)
+    def tell(blocks: int) -> tuple[int, int]:
+        ours.send(blocks)
         faults, looks = ours.recv()
         return faults, looks
 
     try:
-        yield [Endpoint(f"http://127.0.0.1:{port}/v1", "key") for port in ours.recv()], counts
+        yield [Endpoint(f"http://127.0.0.1:{port}/v1", "key") for port in ours.recv()], tell
     finally:
         process.kill()
         process.join()
@@ -211,14 +214,17 @@ def grade(choice: Any) -> tuple[float, dict[str, float]]:
 class Bench:
     """All loads on one set of servers."""
 
-    def __init__(self, options: argparse.Namespace, endpoints: Sequence[Endpoint], tokenizer: Any, folder: Path) -> None:
-        self.o, self.endpoints, self.tokenizer, self.folder = options, endpoints, tokenizer, folder
+    def __init__(
+        self, options: argparse.Namespace, endpoints: Sequence[Endpoint], tell: Any, tokenizer: Any, folder: Path
+    ) -> None:
+        self.o, self.endpoints, self.tell, self.tokenizer, self.folder = options, endpoints, tell, tokenizer, folder
         self.loads = 0
 
     def load(self, tokens: int, hosts: Sequence[Any], *, kill: bool = False) -> Spent:
         """Sample, write and pack all tasks once; by one process where there are no hosts. Asserts that nothing is lost."""
         self.loads += 1
         o = self.o
+        self.tell(int(1.1 * o.room * (PROMPT + o.samples * tokens) / 16))
         tasks = [
             Task([{"role": "user", "content": f"{self.loads} {k} " + "sort these letters " * 20}], grade, id=f"task/{k}")
             for k in range(o.tasks)
@@ -283,9 +289,10 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=63)
     parser.add_argument("--processes", type=int, default=4, help="that the workers are in (4)")
-    parser.add_argument("--tasks", type=int, default=1500, help="requests of one load (1500)")
+    parser.add_argument("--tasks", type=int, default=6000, help="requests of one load (6000)")
     parser.add_argument("--samples", type=int, default=8, help="of each (8)")
     parser.add_argument("--tokens", type=int, nargs=2, default=(16, 256), help="of a sample, in the two loads (16 256)")
+    parser.add_argument("--room", type=int, default=2, help="of each server, in requests (2)")
     parser.add_argument("--seconds", type=float, default=2.0, help="that an answer takes (2)")
     parser.add_argument("--alone", action="store_true", help="also one process without workers")
     options = parser.parse_args()
@@ -293,10 +300,16 @@ def main() -> None:
         model = make_tiny_model(Path(folder, "model"), layers=1, width=64, heads=2)
         tokenizer = AutoTokenizer.from_pretrained(model)
         (token,) = tokenizer.encode("x", add_special_tokens=False)
-        endpoints, counts = stack.enter_context(fake_servers(options.servers, options.seconds, token))
-        bench = Bench(options, endpoints, tokenizer, Path(folder))
+        endpoints, tell = stack.enter_context(fake_servers(options.servers, options.seconds, token))
+        bench = Bench(options, endpoints, tell, tokenizer, Path(folder))
         each = -(-options.workers // options.processes)
-        ray.init(num_cpus=options.processes, object_store_memory=2**29, include_dashboard=False, log_to_driver=False)
+        ray.init(
+            num_cpus=options.processes,
+            object_store_memory=2**29,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
         actor = ray.remote(Host).options(num_cpus=1, max_restarts=-1, max_task_retries=0)
         hosts = [actor.remote(model, each) for _ in range(options.processes)]
         bench.load(options.tokens[0], hosts)  # what is loaded at first is not counted; servers that go away do so now
@@ -310,7 +323,7 @@ def main() -> None:
         if options.alone:
             alone = [bench.load(tokens, ()) for tokens in options.tokens]
             table("one process", alone, options.tasks, has_workers=False)
-        faults, looks = counts()
+        faults, looks = tell(0)
         print(f"faults of servers: {faults}; looks at /metrics: {looks}")
         ray.shutdown()
 

@@ -34,6 +34,9 @@ PATIENCE = 2.0
 AWAY_SECONDS = 8.0
 """Without an answer of any of its servers, after which a worker leaves its tasks to others; a runner of its own fails them after
 10 s, where they have never answered, or later."""
+GATHER_SECONDS = (0.5, 0.05)
+"""For which finished groups wait for others to travel with, as each turn costs the lead some CPU: while there are more tasks to
+come, and when there are none."""
 _LOOK_SECONDS = 0.02
 _TASKS_AHEAD = 2
 """Waiting for each server, besides what it works on: what it gets while the next ones are being asked for."""
@@ -134,7 +137,6 @@ class WorkerCall:
         self._finished: list[TaskOutcome] = []
         self._fault: BaseException | None = None
         self._young: set[int] = set()
-        self._news = asyncio.Event()
         self._ends = contextlib.AsyncExitStack()
         self._ahead = max(4, _TASKS_AHEAD * len(settings.clients))
         self._live = max(256, LIVE_SAMPLES // settings.n)
@@ -145,18 +147,20 @@ class WorkerCall:
         await self._ends.enter_async_context(self._sampling.running())
 
     async def turn(self, jobs: Iterable[Job], *, more: bool, patience: float = PATIENCE) -> Turn:
-        """Take tasks on; return when some are finished, or when there is room for more and there are `more`."""
+        """Take tasks on; return a little after some are finished, or when there is room for more and there are `more`."""
         for job in jobs:
             self._begin(job)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience
-        while not (self._finished or self._fault or (more and 2 * self._wanted() >= self._ahead) or loop.time() >= deadline):
-            if self._sampling.servers.away_seconds > AWAY_SECONDS:
+        now = loop.time()
+        deadline, gathered = now + patience, now + GATHER_SECONDS[not more]
+        while not (self._fault or (more and 2 * self._wanted() >= self._ahead) or now >= deadline):
+            if self._finished and now >= gathered:
+                break
+            if self._sampling.servers.away_seconds > AWAY_SECONDS and not self._finished:
                 await self._drop()
                 return Turn(is_away=True, grading_seconds=self._sampling.graders.seconds)
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)
+            now = loop.time()
         if self._fault is not None:
             raise self._fault
         finished, self._finished = self._finished, []
@@ -199,7 +203,6 @@ class WorkerCall:
         else:
             self._young.discard(task.result().position)
             self._finished.append(task.result())
-        self._news.set()
 
     def _prepared(self, result: TaskResult) -> Prepared:
         prepared = Prepared(lines=[json_line(sample.to_json()) for sample in result.samples])

@@ -206,6 +206,8 @@ class Servers:
                 raise _with_attempts(error, attempts + 1) from error
             others = self._others(lease.server)
             is_out = await lease.server.failed(_copied(error, str(error)), has_others=others)
+            if others and affinity is not None:  # who breaks some of its requests off is soon the emptiest again
+                self._last_served[affinity] = self._another(lease.server)
             if is_out and moves < _MOST_MOVES:
                 moves += 1
                 continue
@@ -291,6 +293,11 @@ class Servers:
             return None
         last = self._last_served.get(affinity) if affinity is not None else None
         return self._emptiest.choose(load, asyncio.get_running_loop().time(), last, _AFFINITY_SLACK)
+
+    def _another(self, server: Server) -> Server:
+        """Return any other server that is open, the same one where there is none by now."""
+        now = asyncio.get_running_loop().time()
+        return random.choice([other for other in self.servers if other is not server and other.is_open(now)] or [server])
 
     def _others(self, server: Server) -> bool:
         now = asyncio.get_running_loop().time()
