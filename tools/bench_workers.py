@@ -1,6 +1,6 @@
 """What do lead and sampling workers spend on a request and on a token, with 1,000 servers of which 5% fail?
 
-    python tools/bench_workers.py [--servers 1000] [--workers 63] [--processes 4] [--tasks 6000] [--alone]
+    python tools/bench_workers.py [--servers 1000] [--workers 63] [--processes 4] [--tasks 4000] [--alone]
 
 The servers are made up: one process that listens on a port for each, and answers as vLLM does after about `--seconds`. Of each 20
 one fails: it goes away for good in the middle, answers half of the requests with HTTP 500, or breaks half of the connections. A
@@ -289,9 +289,9 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=63)
     parser.add_argument("--processes", type=int, default=4, help="that the workers are in (4)")
-    parser.add_argument("--tasks", type=int, default=6000, help="requests of one load (6000)")
+    parser.add_argument("--tasks", type=int, default=4000, help="requests of one load (4000)")
     parser.add_argument("--samples", type=int, default=8, help="of each (8)")
-    parser.add_argument("--tokens", type=int, nargs=2, default=(16, 256), help="of a sample, in the two loads (16 256)")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(16, 128), help="of a sample, in the two loads (16 128)")
     parser.add_argument("--room", type=int, default=2, help="of each server, in requests (2)")
     parser.add_argument("--seconds", type=float, default=2.0, help="that an answer takes (2)")
     parser.add_argument("--alone", action="store_true", help="also one process without workers")

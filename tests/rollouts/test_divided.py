@@ -13,10 +13,12 @@ import zlib
 from collections import Counter
 
 import cloudpickle
+import numpy as np
 import pytest
 from support import bad_server
 
-from ttrl.errors import ServerDiedError, UserError
+from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
+from ttrl.errors import ServerDiedError, TokenizationError, UserError
 from ttrl.records import Endpoint
 from ttrl.rollouts import divided, worker
 from ttrl.rollouts.divided import divided_servers, get_divided_results
@@ -38,15 +40,15 @@ def quick(monkeypatch):
 class Here:
     """A worker in this process, which can be killed, and is back when it is asked again unless it is `gone`."""
 
-    def __init__(self, name, dies_with=None, dies_after=None):
-        self.name, self.dies_with, self.dies_after = name, dies_with, dies_after
-        self.calls, self.deaths, self.given, self.gone = {}, 0, [], False
+    def __init__(self, name, dies_with=None, dies_after=None, tokenize=None):
+        self.name, self.dies_with, self.dies_after, self.tokenize = name, dies_with, dies_after, tokenize
+        self.calls, self.deaths, self.given, self.gone, self.memory = {}, 0, [], False, []
 
     async def open(self, call, settings):
         self.check()
         if call in self.calls:
             await self.calls.pop(call).close()
-        self.calls[call] = WorkerCall(cloudpickle.loads(cloudpickle.dumps(settings)))
+        self.calls[call] = WorkerCall(cloudpickle.loads(cloudpickle.dumps(settings)), self.tokenize)
         await self.calls[call].start()
 
     async def turn(self, call, jobs, more):
@@ -55,13 +57,18 @@ class Here:
         if self.dies_with in self.given:
             await self.die()
         jobs = cloudpickle.loads(cloudpickle.dumps(jobs))
+        for buffer in self.memory:  # what came before is somebody else's by now
+            buffer[:] = bytes(len(buffer))
         turn = await self.calls[call].turn(jobs, more=more, patience=0.2)
         if turn.groups and self.dies_after is not None:
             self.dies_after -= len(turn.groups)
             if self.dies_after < 0:  # with what has just been finished
                 self.dies_after = None
                 await self.die()
-        return pickle.loads(pickle.dumps(turn, 5))
+        buffers = []
+        data = pickle.dumps(turn, 5, buffer_callback=buffers.append)
+        self.memory = [bytearray(buffer.raw()) for buffer in buffers]  # as of an object store
+        return pickle.loads(data, buffers=self.memory)
 
     async def close(self, call):
         if call in self.calls:
@@ -170,6 +177,25 @@ def test_a_task_that_kills_workers_fails_alone(alone):
     assert results.stats.num_failed == N
     kept = [sample for sample in seen(results) if sample["task_id"] != "task 7"]
     assert kept == [sample for sample in seen(alone) if int(sample["task_id"][5:]) < 7]
+
+
+def test_workers_tokenize_and_nothing_stays_in_the_memory_in_which_it_came():
+    def tokenize(result):
+        if result.task_id == "task 3":
+            raise TokenizationError("on purpose")
+        tokenizing = TaskResultTokenizer()
+        return [as_arrays(sequence) for sequence in tokenizing(result, [0.0] * N)], vars(tokenizing.counts)
+
+    results, _ = call(make_tasks(20), [Here("a", tokenize=tokenize), Here("b", tokenize=tokenize)])
+    assert [k for k, group in enumerate(results) if group.prepared.sequences is None] == [3]
+    for group in results:
+        here = TaskResultTokenizer()(dataclasses.replace(group, prepared=None), [0.5, 0.0, -0.5])
+        there = TaskResultTokenizer()(group, [0.5, 0.0, -0.5])
+        for one, other in zip(here, there, strict=True):
+            assert list(one.token_ids) == list(other.token_ids) and list(one.assistant_mask) == list(other.assistant_mask)
+            assert np.array_equal(np.array(one.logprobs, np.float32), np.array(other.logprobs, np.float32), equal_nan=True)
+            names = ("task_id", "sample", "reward", "advantage", "prompt_length", "weights_version", "finish_reason", "share")
+            assert all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def test_equal_tasks_are_sampled_with_numbers_of_their_own():

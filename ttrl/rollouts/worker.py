@@ -84,7 +84,7 @@ class FlatGroup:
         return cls(outcome.position, outcome.usage, group, arrays, lengths)
 
     def outcome(self) -> TaskOutcome:
-        """Return the group as it was."""
+        """Return the group as it was. Nothing of it refers to the memory in which it came, which others may be waiting for."""
         samples, messages = self.result.samples, self.result.messages
         for name in _LISTS:
             begin, values = 0, self.arrays[name].tolist()
@@ -95,11 +95,18 @@ class FlatGroup:
             sample.messages = messages
             if sample.prompt_token_ids == []:
                 sample.prompt_token_ids = samples[0].prompt_token_ids
+        if self.result.prepared is not None and self.result.prepared.sequences is not None:
+            self.result.prepared.sequences = [_copied(sequence) for sequence in self.result.prepared.sequences]
         return TaskOutcome(self.position, self.result, self.usage, None)
 
 
 _LISTS = {"prompt_token_ids": np.int32, "token_ids": np.int32, "logprobs": np.float64}
 """The fields of a Sample that are as long as it is. 64 bits, as rewards may be shaped by log-probabilities."""
+
+
+def _copied(sequence: TokenizedResult) -> TokenizedResult:
+    arrays: dict[str, Any] = {name: value.copy() for name, value in vars(sequence).items() if isinstance(value, np.ndarray)}
+    return dataclasses.replace(sequence, **arrays)
 
 
 @dataclass
