@@ -55,6 +55,7 @@ from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.divided import Worker, divided_servers, get_divided_results
 from ttrl.rollouts.settings import SamplingSettings
 from ttrl.rollouts.task_results import TaskResults, get_task_results
+from ttrl.rollouts.worker import Job, Turn
 from ttrl.system.files import write_jsonl
 from ttrl.tasks.task import Task
 from ttrl.tiny_model import make_tiny_model
@@ -177,6 +178,17 @@ class Host:
         return os.getpid(), time.process_time()
 
 
+class Counted(cluster_workers.WorkerActor):
+    """Counts its turns."""
+
+    turns = 0
+
+    async def turn(self, call: str, jobs: Sequence[Job], more: bool) -> Turn:
+        """Count one."""
+        Counted.turns += 1
+        return await super().turn(call, jobs, more)
+
+
 class _Method:
     def __init__(self, method: Any, number: int) -> None:
         self._method, self._number = method, number
@@ -204,6 +216,7 @@ class Spent:
     """Of the lead, from groups to rows."""
     tokens: int
     wall: float
+    turns: int
 
 
 def grade(choice: Any) -> tuple[float, dict[str, float]]:
@@ -233,7 +246,7 @@ class Bench:
         settings |= {"client": self.endpoints, "weights_version": 1}
         came: list[str] = []
         before = {pid: spent for pid, spent in ray.get([host.seconds.remote() for host in hosts])}
-        began, lead = time.perf_counter(), time.process_time()
+        began, lead, Counted.turns = time.perf_counter(), time.process_time(), 0
         with FinishedGroups(self.folder / f"partial{self.loads}.jsonl", dict(enumerate(tasks)), ()) as finished:
 
             def done(group: TaskResult) -> None:
@@ -245,7 +258,7 @@ class Bench:
             if hosts:
                 each = -(-o.workers // len(hosts))
                 places = [(host, number) for number in range(each) for host in hosts][: o.workers]
-                workers: list[Worker] = [cluster_workers.WorkerActor(k, _Place(*place)) for k, place in enumerate(places)]
+                workers: list[Worker] = [Counted(k, _Place(*place)) for k, place in enumerate(places)]
                 shares = list(zip(workers, divided_servers(self.endpoints, [None] * o.workers), strict=True))
                 results = asyncio.run(get_divided_results(tasks, shares, SamplingSettings(**settings), done))
             else:
@@ -258,7 +271,22 @@ class Bench:
         began = time.process_time()
         write_jsonl(self.folder / "rollouts.jsonl", results.to_jsonl_lines())
         files = time.process_time() - began
-        return Spent(lead, in_workers, files, self.pack(results), results.stats.completion_tokens, wall)
+        return Spent(lead, in_workers, files, self.pack(results), results.stats.completion_tokens, wall, Counted.turns)
+
+    def turn(self, host: Any, count: int = 300) -> float:
+        """Return the seconds of CPU that a turn costs the lead in which nothing happens."""
+        worker = Counted(0, _Place(host, 0))
+
+        async def turns() -> float:
+            await worker.open("idle", SamplingSettings(client=self.endpoints[:1], model="m"))
+            began = time.process_time()
+            for _ in range(count):
+                await worker.turn("idle", [], True)  # there is room for more, so it returns at once
+            spent = time.process_time() - began
+            await worker.close("idle")
+            return spent / count
+
+        return asyncio.run(turns())
 
     def pack(self, results: TaskResults) -> float:
         """Return the seconds from groups to rows."""
@@ -281,6 +309,8 @@ def table(name: str, loads: Sequence[Spent], requests: int, *, has_workers: bool
         request = (spent[0] - token * short.tokens) / requests
         print(f"{name + ': ' + what:26}{request * 1e6:14.0f}{token * 1e6:14.3f}{spent[0]:12.2f}{spent[1]:12.2f}", flush=True)
     print(f"{name + ': seconds':26}{'':28}{short.wall:12.1f}{long.wall:12.1f}", flush=True)
+    if has_workers:
+        print(f"{name + ': turns':26}{'':28}{short.turns:12d}{long.turns:12d}", flush=True)
 
 
 def main() -> None:
@@ -303,6 +333,7 @@ def main() -> None:
         endpoints, tell = stack.enter_context(fake_servers(options.servers, options.seconds, token))
         bench = Bench(options, endpoints, tell, tokenizer, Path(folder))
         each = -(-options.workers // options.processes)
+        logging.getLogger("ttrl").setLevel(logging.ERROR)  # what servers and workers are made to suffer is known
         ray.init(
             num_cpus=options.processes,
             object_store_memory=2**29,
@@ -318,6 +349,7 @@ def main() -> None:
         print(f"{options.servers} servers, {options.workers} workers in {options.processes} processes")
         print(f"{'':26}{'µs a request':>14}{'µs a token':>14}{'s, short':>12}{'s, long':>12}")
         table("divided", loads, options.tasks, has_workers=True)
+        print(f"a turn in which nothing happens costs the lead {bench.turn(hosts[0]) * 1e6:.0f} µs", flush=True)
         killed = bench.load(options.tokens[0], hosts, kill=True)
         print(f"with {each} workers killed in the middle: nothing lost, {killed.wall:.1f} s, lead {killed.lead:.2f} s of CPU")
         if options.alone:

@@ -34,7 +34,7 @@ PATIENCE = 2.0
 AWAY_SECONDS = 8.0
 """Without an answer of any of its servers, after which a worker leaves its tasks to others; a runner of its own fails them after
 10 s, where they have never answered, or later."""
-GATHER_SECONDS = (0.5, 0.05)
+GATHER_SECONDS = (0.5, 0.2)
 """For which finished groups wait for others to travel with, as each turn costs the lead some CPU: while there are more tasks to
 come, and when there are none."""
 _LOOK_SECONDS = 0.02
