@@ -69,14 +69,14 @@ HOUSE = {
     # Loaded by vLLM into its own processes, and by nothing else.
     "vllm_worker": _room("", "torch vllm numpy"),
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).
-    "rollouts": _room("rollouts.client rollouts.scheduling rollouts.cache rollouts.graders tasks records", "openai tqdm"),
+    "rollouts": _room("rollouts.client rollouts.scheduling rollouts.cache rollouts.graders tasks records", "openai tqdm numpy"),
     "rollouts.client": _room("records", "openai aiohttp msgspec"),
     "rollouts.scheduling": _room("rollouts.client", "numpy"),
     "rollouts.cache": _room("rollouts.client", "obstore msgspec"),
     "rollouts.graders": _room("rollouts.client tasks", "openai cloudpickle"),
     "server": _room("records", "openai psutil"),
     # From samples to rows.
-    "data": _room("data.chat configs records"),
+    "data": _room("data.chat configs records", "numpy"),
     "data.chat": _room("records", "transformers jinja2"),
     "data.packing": _room("configs records", "torch safetensors numpy"),
     "data.pictures": _room("data.packing", "numpy matplotlib jinja2 markupsafe"),
@@ -114,7 +114,7 @@ HOUSE = {
     ),
     "report": _room("monitoring plans run_folder data.packing data.pictures configs records intervals", "jinja2 markupsafe"),
     "launch": _room("run_folder server configs records", "torch psutil tqdm yaml"),
-    "cluster": _room("launch run_folder server configs records", "ray"),  # the only one that loads Ray
+    "cluster": _room("launch run_folder server rollouts data configs records", "ray transformers"),  # the only one that loads Ray
     "loop": _room(
         "cluster launch monitoring plans report run_folder rollouts rollouts.client rollouts.cache rollouts.graders "
         "rollouts.scheduling data data.chat data.packing server tasks ready_models tiny_model costs configs records intervals",

@@ -3,6 +3,7 @@
 Sample           one completion of one task, graded or failed     written to rollouts.jsonl
 Turn             one reply within a sample of several
 TaskResult       the samples of one task: a group
+Prepared         what a rollout worker made of a group, for files and packing
 TokenizedResult  a sample (or a part of one) as one token sequence, ready to be packed
 Endpoint         where a server of ours is asked
 """
@@ -171,6 +172,9 @@ class TaskResult:
     task_id: str
     messages: list[dict[str, Any]]
     samples: list[Sample]
+    prepared: "Prepared | None" = field(default=None, repr=False, compare=False)
+    """What was made of just these samples in a process near the servers; None where nobody did. It holds while they stay as they
+    are."""
 
     @property
     def graded(self) -> list[Sample]:
@@ -220,6 +224,18 @@ class TokenizedResult:
     def where(self) -> str:
         """How errors name it."""
         return f"task {self.task_id!r}, sample {self.sample}"
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """What the process that samples a run's tasks would have to make of every group, where a rollout worker did."""
+
+    lines: list[bytes]
+    """Each sample's JSON, as it stands in rollouts.jsonl, without the end of the line."""
+    sequences: list[TokenizedResult] | None = None
+    """Of the graded samples, with arrays for lists and without their advantages; None where they are not tokenized."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Of the tokenization: the fields of `ttrl.data.tokenization.TokenizationCounts`."""
 
 
 @dataclass(frozen=True)

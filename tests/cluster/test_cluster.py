@@ -25,7 +25,7 @@ SCRIPT = textwrap.dedent(
     from pathlib import Path
     from ttrl import Task, TrainConfig, train
 
-    run, model, address, nnodes, servers = sys.argv[1:]
+    run, model, address, nnodes, servers, workers = sys.argv[1:]
 
     def grade(choice):
         metrics = Path(run, "metrics.jsonl")
@@ -38,6 +38,7 @@ SCRIPT = textwrap.dedent(
         TrainConfig(
             run=run, model=model, iterations=ITERATIONS, tasks_per_iteration=4, samples_per_task=4, max_tokens=8, seq_len=256,
             num_threads=1, nnodes=int(nnodes), servers=int(servers), cluster=address, join_timeout=120,
+            sampling_workers=int(workers),
             server={"max_model_len": 128, "kv_cache_memory_bytes": 2**26},
         ),
         [Task([{"role": "user", "content": f"say {n}"}], grade, id=f"say/{n}") for n in range(16)],
@@ -67,11 +68,11 @@ def processes(run: Path, what: str) -> list[psutil.Process]:
 
 
 class Run:
-    def __init__(self, folder: Path, cluster: RayCluster, nnodes: int, servers: int) -> None:
+    def __init__(self, folder: Path, cluster: RayCluster, nnodes: int, servers: int, workers: int = 0) -> None:
         self.path, self.log, self.cluster, self.folder = folder / "run", folder / "driver.log", cluster, folder
         self.model = make_tiny_model(folder / "model", layers=1, width=64, heads=2, context=128)
         (folder / "run.py").write_text(SCRIPT)
-        words = [str(self.path), str(self.model), cluster.address, str(nnodes), str(servers)]
+        words = [str(self.path), str(self.model), cluster.address, str(nnodes), str(servers), str(workers)]
         self.command = [sys.executable, str(folder / "run.py"), *words]
 
     def start(self) -> subprocess.Popen:
@@ -90,9 +91,9 @@ class Run:
             assert len(samples) == 16 and all(sample["reward"] is not None for sample in samples), number
 
 
-def test_a_run_on_two_trainers_and_two_servers(tmp_path: Path) -> None:
+def test_a_run_on_two_trainers_two_servers_and_two_workers(tmp_path: Path) -> None:
     with cluster_of(tmp_path, {"a": 4, "b": 4}) as cluster:
-        run = Run(tmp_path, cluster, nnodes=2, servers=2)
+        run = Run(tmp_path, cluster, nnodes=2, servers=2, workers=2)
         child = run.start()
         wait_for(lambda: len(run.rows()) >= 2, run.log, child)
         # A second one of the same run is refused.

@@ -94,6 +94,21 @@ def test_one_lead_that_outlives_its_machine_and_its_driver(tmp_path: Path) -> No
         assert "result" in third.communicate(timeout=90)[0] and third.returncode == 0
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with cluster_of(tmp_path, {"a": 1}, RAY_AUTH_MODE="disabled") as cluster:
+        careful = driver(tmp_path, cluster, RAY_AUTH_MODE="token")
+        said = careful.communicate(timeout=90)[0]
+        assert careful.returncode and "this Ray cluster asks for no token" in said, said
+        assert not begun(tmp_path)
+        (tmp_path / "gate").touch()
+        knowing = driver(tmp_path, cluster)
+        said = knowing.communicate(timeout=90)[0]
+        assert knowing.returncode == 0 and "result" in said, said
+
+
 def test_errors_travel_as_words() -> None:
     pytest.importorskip("ray")
     from ttrl.cluster import connection

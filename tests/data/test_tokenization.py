@@ -4,10 +4,12 @@ import logging
 import math
 
 import pytest
+import torch
 
-from ttrl.data.tokenization import TaskResultTokenizer
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
 from ttrl.errors import TokenizationError
-from ttrl.records import Sample, TaskResult
+from ttrl.records import Prepared, Sample, TaskResult
 
 
 def task(*samples: Sample) -> TaskResult:
@@ -89,3 +91,24 @@ def test_text_is_compared_with_what_the_ids_decode_to(tokenizer, caplog):
         "task 'gsm8k/17', sample 3: its ids decode to 'wörd', but its text is 'other'; the ids are used"
     ]
     assert first.tokens[-1] == "<|im_end|>" and first.tokens[3] == "w" and len(first.tokens) == len(first.token_ids)
+
+
+def test_what_a_worker_tokenized_is_packed_as_if_it_had_been_done_here():
+    """It sees no advantages, and carries arrays instead of lists."""
+    long = sample(3, token_ids=[9, 10, 11], logprobs=[-1.25, math.nan, -0.1], token_versions=[3, 3, 4])
+    group = task(sample(0), sample(1, reward=None, error="timeout"), sample(2, reward=0.25, finish_reason="length"), long)
+    own, there = TaskResultTokenizer(), TaskResultTokenizer()
+    expected = own(group, [0.5, -0.5, 1.5])
+    arrays = [as_arrays(sequence) for sequence in there(group, [0.0] * 3)]
+    group.prepared = Prepared(lines=[], sequences=arrays, counts=dict(vars(there.counts)))
+    here = TaskResultTokenizer()
+    got = here(group, [0.5, -0.5, 1.5])
+    assert here.counts == own.counts and here.counts.samples == 3
+    assert [one.advantage for one in got] == [0.5, -0.5, 1.5]
+    packs = [packed_tensors_from_tokenized_results(some, seq_len=16, pad_id=0) for some in (expected, got)]
+    for name in ("tokens", "labels", "logprobs", "advantages", "weights", "weights_version", "input_pos", "group_ids"):
+        first, second = (getattr(pack, name) for pack in packs)
+        assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0)), name
+    assert packs[0].samples == packs[1].samples
+    with pytest.raises(TokenizationError, match="2 advantages for 3 graded samples"):
+        here(group, [0.5, 0.5])

@@ -16,18 +16,22 @@ from typing import Any
 class RayCluster:
     """Raylets on this machine, with a token of their own; nothing of it is left behind."""
 
-    def __init__(self, short: str) -> None:
+    def __init__(self, short: str, environment: dict[str, str]) -> None:
         self.address = ""
-        self.environment = os.environ | {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_memory_monitor_refresh_ms": "0",
-            "RAY_TMPDIR": short,  # sockets' names have at most 107 bytes
-            "RAY_health_check_period_ms": "500",
-            "RAY_health_check_failure_threshold": "8",
-        }
+        self.environment = (
+            os.environ
+            | {
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_memory_monitor_refresh_ms": "0",
+                "RAY_TMPDIR": short,  # sockets' names have at most 107 bytes
+                "RAY_health_check_period_ms": "500",
+                "RAY_health_check_failure_threshold": "8",
+            }
+            | environment
+        )
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, what: str) -> Any:
@@ -61,9 +65,9 @@ CLUSTER = textwrap.dedent(
 
 
 @contextlib.contextmanager
-def cluster_of(folder: Path, nodes: dict[str, int]) -> Iterator[RayCluster]:
+def cluster_of(folder: Path, nodes: dict[str, int], **environment: str) -> Iterator[RayCluster]:
     short = tempfile.mkdtemp(prefix="ray-")
-    cluster = RayCluster(short)
+    cluster = RayCluster(short, environment)
     with open(folder / "cluster.log", "w") as log:
         cluster.process = subprocess.Popen(
             [sys.executable, "-c", CLUSTER],

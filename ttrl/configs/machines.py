@@ -27,6 +27,17 @@ def server_address_problems(urls: Sequence[str]) -> list[str]:
     return found
 
 
+def joined_problems(urls: Sequence[str], key_file: str | None) -> list[str]:
+    """Return what is wrong with joined servers, addresses and keys, one line each."""
+    found = server_address_problems(urls)
+    if urls and not found:
+        try:
+            server_keys(urls, key_file)
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
 def server_keys(urls: Sequence[str], key_file: str | None) -> dict[str, str]:
     """Return the key of each joined server, from `key_file` or the environment. Raises ConfigError where one is not known."""
     keys, common = {}, os.environ.get(SERVER_KEY_VARIABLE, "").strip()  # files and secrets often end with a newline

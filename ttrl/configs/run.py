@@ -10,7 +10,7 @@ import yaml
 from ttrl.configs.base import Config, absent_folder, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
-from ttrl.configs.machines import meeting_problems, server_address_problems, server_keys, slurm_endpoint
+from ttrl.configs.machines import joined_problems, meeting_problems, server_keys, slurm_endpoint
 from ttrl.configs.recipe import OTHER_NAMES, GRPOConfig, TrainingConfig, read_settings
 from ttrl.configs.vllm_arguments import (
     LORA_RANKS,
@@ -213,6 +213,9 @@ class TrainConfig(Config):
     cluster: str | None = None
     """A Ray cluster that the run runs on: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and, with `nnodes` above 1,
     the trainer start on machines of it; it outlives the program that began it (docs/several_machines.md). None: without Ray."""
+    sampling_workers: int | None = None
+    """On a `cluster`: processes that sample, grade and tokenize for the run, each with a share of the servers. 0: the run does it
+    itself, as always with `tokens_per_iteration`. None: 1 for 16 servers, 0 where there are no more than 32 of them."""
     nnodes: int = 1
     """Machines that train together, this one included; the others run `ttrl join RUN` on the same run folder, which lies on a
     file system that all of them share. On a `cluster`: machines of it."""
@@ -279,7 +282,7 @@ class TrainConfig(Config):
         found += self.at_least(1, "constant_length", "dynamic_sampling", "max_extra_tasks", "keep_best", "keep_every")
         found += self.at_least(1, "save_every", "validate_every")
         found += self.at_least(0, "temperature", "validation_temperature", "seed", "trainer_restarts", "servers")
-        found += self.at_least(3, "keep_checkpoints") + self.above_zero("start_timeout")
+        found += self.at_least(3, "keep_checkpoints") + self.above_zero("start_timeout") + self.at_least(0, "sampling_workers")
         found += self._sampling_problems() + self._advantage_problems() + self._training_problems()
         found += self.watch_problems() + self.server_problems() + self.node_problems() + self._saving_problems()
         if self.mirror is not None and not self.mirror.strip():
@@ -370,16 +373,13 @@ class TrainConfig(Config):
 
     def server_problems(self) -> list[str]:
         """Return what is wrong with the servers that are to be started or joined, one line each."""
-        found = server_address_problems(self.joined_servers)
+        found = joined_problems(self.joined_servers, self.joined_key_file)
+        if self.cluster is None and self.sampling_workers:
+            found.append(f"sampling_workers is {self.sampling_workers}, but there is no cluster; leave it out")
         if self.cluster is not None and self.weight_sync not in ("auto", "reload"):
             found.append(f"weight_sync is {self.weight_sync!r}, but the servers of a cluster read files: auto or reload")
         if self.servers_here + self.replicas + len(self.joined_servers) < 1:
             found.append("servers is 0 and joined_servers is empty; nobody would sample")
-        if self.joined_servers and not found:
-            try:
-                self.joined_keys()
-            except ConfigError as error:
-                found += error.problems
         return found
 
     def local_problems(self) -> list[str]:

@@ -15,11 +15,14 @@ template that leaves out earlier reasoning, text that is tokenized in another wa
 another sequence, with the prompt that it was really generated after. Every generated token is trained once.
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ttrl.data.logprob_alignment import align, check_strings
 from ttrl.data.turn_tokens import TurnTokens, join, turns_by_ids, turns_by_template
@@ -73,14 +76,20 @@ class TaskResultTokenizer:
         return self.counts.mismatches
 
     def __call__(self, result: TaskResult, advantages: Sequence[float]) -> list[TokenizedResult]:
-        """Return the graded samples of `result` as token sequences; `advantages` has one entry for each of them. Raises
-        TokenizationError where a sample has no ids and no template can make them, or lists of different lengths."""
+        """Return the graded samples of `result` as token sequences; `advantages` has one entry for each of them. What a rollout
+        worker tokenized already is used as it is. Raises TokenizationError where a sample has no ids and no template can make
+        them, or lists of different lengths."""
         graded = result.graded
         if len(advantages) != len(graded):
             raise TokenizationError(
                 f"task {result.task_id!r}: {len(advantages)} advantages for {len(graded)} graded samples; give one for each"
             )
         pairs = zip(graded, advantages, strict=True)
+        if result.prepared is not None and result.prepared.sequences is not None:
+            for name, count in result.prepared.counts.items():
+                setattr(self.counts, name, getattr(self.counts, name) + count)
+            of = {sample.sample: advantage for sample, advantage in pairs}
+            return [dataclasses.replace(known, advantage=of[known.sample]) for known in result.prepared.sequences]
         return [sequence for sample, advantage in pairs for sequence in self._tokenized(sample, advantage)]
 
     def _tokenized(self, sample: Sample, advantage: float) -> list[TokenizedResult]:
@@ -159,3 +168,15 @@ class TaskResultTokenizer:
                 logger.warning(
                     "%s: its ids decode to %.80r, but its text is %.80r; the ids are used", turn.where, decoded, turn.text
                 )
+
+
+def as_arrays(sequence: TokenizedResult) -> TokenizedResult:
+    """Return a sequence whose lists are arrays, without the strings of its tokens, which packing does not read."""
+    arrays: dict[str, Any] = {
+        "token_ids": np.array(sequence.token_ids, np.int32),
+        "assistant_mask": np.array(sequence.assistant_mask, np.bool_),
+        "logprobs": np.array(sequence.logprobs, np.float32),
+    }
+    if sequence.token_versions is not None:
+        arrays["token_versions"] = np.array(sequence.token_versions, np.int32)
+    return dataclasses.replace(sequence, tokens=None, **arrays)

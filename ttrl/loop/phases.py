@@ -32,7 +32,7 @@ from ttrl.loop.bits import WEIGHTS_FILE, check_bits
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, groups_of, is_open
 from ttrl.loop.pack import pack
 from ttrl.loop.rollout_facts import sampled_reads
-from ttrl.loop.sampling import Sampler, SamplingOrder
+from ttrl.loop.sampling import Sampler, SamplingOrder, Workers
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
 from ttrl.plans.planner import write_plan
@@ -66,6 +66,7 @@ class Phases:
         tasks: Sequence[Task] = (),
         validation_tasks: Sequence[Task] = (),
         trainer: Trainer | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.config, self.folder, self.model = config, folder, model
         self.tasks, self.validation_tasks = list(tasks), list(validation_tasks)
@@ -77,7 +78,7 @@ class Phases:
         """The iteration whose files are still being written, and when its training began and ended."""
         self.stream = TaskStream(config, folder, self.tasks)
         self.timeline = Timeline()
-        self._sampler = Sampler(config, server, console, self.timeline)
+        self._sampler = Sampler(config, server, console, self.timeline, workers)
         self._tokenizer: Any = None
         self._loading = threading.Lock()
         self._synced: tuple[int, dict[str, dict[str, Any]]] | None = None
@@ -216,7 +217,7 @@ class Phases:
         files = ["rollouts.jsonl"]
         finished = TaskResults([group for group in results if not is_open(group)])
         stats = (results if budget is None else finished).stats.to_json()
-        write_jsonl(iteration.path / "rollouts.jsonl", finished.to_jsonl_rows())
+        write_jsonl(iteration.path / "rollouts.jsonl", finished.to_jsonl_lines())
         if budget is not None:
             write_jsonl(iteration.path / UNFINISHED_FILE, TaskResults(filter(is_open, results)).to_jsonl_rows())
             files.append(UNFINISHED_FILE)
@@ -255,7 +256,7 @@ class Phases:
             version=self.folder.policy_version(number),
         )
         results = self._sampler.sample(self.validation_tasks, asked)
-        write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_rows())
+        write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_lines())
         stats, estimates = results.stats.to_json(), _estimates(results, self.config.validation_metric, asked.n)
         stats["metrics"] |= {name: one.mean for name, one in estimates.items() if "pass@" in name and one.mean is not None}
         facts = {"seconds": clock() - began, **synced, "stats": stats, "flops": self._flops(results, began)}

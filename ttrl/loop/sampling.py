@@ -2,26 +2,32 @@
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeAlias
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TtrlError
 from ttrl.launch.policy_server import MAX_DOWNTIME, PolicyServer
 from ttrl.loop.carried import is_open, kept_groups, place_of, task_key, usage_of
 from ttrl.loop.timeline import Timeline
-from ttrl.records import TaskResult
+from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.client.assembly import OnChunk
+from ttrl.rollouts.divided import Worker, get_divided_results
+from ttrl.rollouts.settings import Client, SamplingSettings
 from ttrl.rollouts.task_results import TaskResults, get_task_results
 from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
-from ttrl.system.files import append_jsonl
+from ttrl.system.files import append_jsonl, json_line
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+Workers: TypeAlias = Callable[[Sequence[Endpoint]], Sequence[tuple[Worker, Client]]]
+"""Given the servers, returns the sampling workers with the servers of each."""
 
 
 class FinishedGroups:
@@ -36,7 +42,7 @@ class FinishedGroups:
         self._places: dict[str, list[int]] = {}
         for place, task in tasks.items():
             self._places.setdefault(task_key(task.id, task.messages), []).append(place)
-        self._rows: deque[dict[str, object]] = deque()
+        self._rows: deque[bytes] = deque()
         self._writer = ThreadPoolExecutor(1, "finished groups")
         self._writes: list[Future[None]] = []
 
@@ -54,7 +60,9 @@ class FinishedGroups:
         # A group without any grade is sampled again, so that a grader that failed can be put right.
         if self._path is not None and group.graded and not is_open(group):
             place = place_of(group, self._places, self._carried)
-            self._rows.append({"position": place, "samples": [sample.to_json() for sample in group.samples]})
+            known = None if group.prepared is None else group.prepared.lines
+            lines = [json_line(sample.to_json()) for sample in group.samples] if known is None else known
+            self._rows.append(b'{"position": %d, "samples": [%b]}' % (place, b", ".join(lines)))
             self._writes.append(self._writer.submit(self._write))
 
     def _write(self) -> None:
@@ -95,8 +103,12 @@ class SamplingOrder:
 class Sampler:
     """Turns tasks into graded groups. May be used by several threads at once."""
 
-    def __init__(self, config: TrainConfig, server: PolicyServer, console: Console, timeline: Timeline) -> None:
+    def __init__(
+        self, config: TrainConfig, server: PolicyServer, console: Console, timeline: Timeline, workers: Workers | None = None
+    ) -> None:
+        """workers: gives the sampling workers their servers, where there are any; they do all of it then."""
         self._config, self._server, self._console, self._timeline = config, server, console, timeline
+        self._workers = workers
 
     def sample(self, tasks: Sequence[Task], order: SamplingOrder, known: TaskResults | None = None) -> TaskResults:
         """Sample from the running server. `known`: what a call for the first of these tasks returned.
@@ -115,28 +127,30 @@ class Sampler:
         left = None if order.budget is None else max(1, order.budget - spent)
         while missing:
             server = self._server
+            settings: dict[str, Any] = {
+                "client": server.endpoints(),
+                "model": server.model_name,
+                "n": order.n,
+                "params": {**config.sampling, "temperature": order.temperature, "max_tokens": config.max_tokens},
+                "weights_version": order.version,
+                "pbar": not self._console.quiet,
+                "pbar_desc": order.what,
+                "cache": config.cache or None,
+                "weights_digest": server.weights_digest() if config.cache else None,
+                "max_downtime": MAX_DOWNTIME,
+                "on_chunk": order.on_chunk,
+                "log_dir": order.log_dir,
+                "requests_log": Path(config.run, "logs", "requests.jsonl") if config.requests_log else None,
+            }
             with FinishedGroups(order.partial, missing, carried) as finished, self._timeline.span("sample"):
-                fresh = run_async(
-                    get_task_results(
-                        list(missing.values()),
-                        server.endpoints(),
-                        server.model_name,
-                        n=order.n,
-                        params={**config.sampling, "temperature": order.temperature, "max_tokens": config.max_tokens},
-                        weights_version=order.version,
-                        on_task_done=finished.add,
-                        pbar=not self._console.quiet,
-                        pbar_desc=order.what,
-                        cache=config.cache or None,
-                        weights_digest=server.weights_digest() if config.cache else None,
-                        token_budget=left,
-                        unfinished=[waiting[place] for place in missing if place in waiting],
-                        max_downtime=MAX_DOWNTIME,
-                        on_chunk=order.on_chunk,
-                        log_dir=order.log_dir,
-                        requests_log=Path(config.run, "logs", "requests.jsonl") if config.requests_log else None,
-                    )
-                )
+                if self._workers is not None:
+                    shares = self._workers(settings["client"])
+                    given = SamplingSettings(**settings)
+                    fresh = run_async(get_divided_results(list(missing.values()), shares, given, finished.add))
+                else:
+                    begun = [waiting[place] for place in missing if place in waiting]
+                    settings |= {"on_task_done": finished.add, "token_budget": left, "unfinished": begun}
+                    fresh = run_async(get_task_results(list(missing.values()), **settings))
             if any(s.finish_reason is None for s in fresh.samples):
                 server.check()  # says why, where the server is gone
             done.update(zip(missing, fresh, strict=True))

@@ -100,7 +100,7 @@ def train(
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
         with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises
             ends.callback(loggers.close)
-            of_servers, of_phases = _elsewhere(config, folder, console)
+            of_servers, of_phases = _elsewhere(config, folder, console, model)
             server = PolicyServer(config, folder.path / "logs", console, **of_servers)
             ends.callback(server.stop)
             given = {"tasks": tasks, "validation_tasks": validation_tasks, **of_phases}
@@ -137,16 +137,18 @@ def train(
         return result
 
 
-def _elsewhere(config: TrainConfig, folder: RunFolder, console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what `PolicyServer` and `Phases` are given to start servers and trainer on a cluster; nothing without one."""
+def _elsewhere(config: TrainConfig, folder: RunFolder, console: Console, model: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `PolicyServer` and `Phases` are given to start servers, trainer and sampling workers on a cluster; nothing
+    without one."""
     if config.cluster is None:
         return {}, {}
     from ttrl.cluster.replicas import start_replicas
     from ttrl.cluster.trainers import ClusterTrainer
+    from ttrl.cluster.workers import start_workers
 
     tools = ServerTools(elsewhere=lambda model, logs: start_replicas(config, model, logs))
     trainer = Trainer(config, folder, console, ClusterTrainer if config.nnodes > 1 else None)
-    return {"tools": tools}, {"trainer": trainer}
+    return {"tools": tools}, {"trainer": trainer, "workers": start_workers(config, model)}
 
 
 def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> TrainConfig:

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.progress import Prices
+from ttrl.system.files import json_line
 from ttrl.text import si
 
 
@@ -165,6 +166,14 @@ class TaskResults(Sequence[TaskResult]):
     def to_jsonl_rows(self) -> list[dict[str, Any]]:
         """Return one JSON object per sample, as rollouts.jsonl holds them."""
         return [sample.to_json() for sample in self.samples]
+
+    def to_jsonl_lines(self) -> Iterator[bytes]:
+        """Yield the same rows as JSON; those that a rollout worker wrote already, as it did."""
+        for result in self._results:
+            if result.prepared is not None:
+                yield from result.prepared.lines
+            else:
+                yield from (json_line(sample.to_json()) for sample in result.samples)
 
     @property
     def stats(self) -> RolloutStats:

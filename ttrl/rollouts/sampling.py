@@ -128,18 +128,22 @@ class Sampling:
     def jobs(self, tasks: Iterable[Task]) -> Iterator[SamplingJob]:
         """Yield the tasks with what an earlier call sampled of them, and with the numbers that tell equal ones apart."""
         times: Counter[str] = Counter()
-        logged = self.requests_log is not None or self.sample_logs is not None
-        numbered = logged or self.cache is not None or self.request.seed is not None
         tasks = iter(tasks)
         begun = list(itertools.islice(tasks, len(self.kept)))
         self._check_begun(begun)
         for position, task in enumerate(map(self.check, itertools.chain(begun, tasks))):
             kept = self.kept[position] if position < len(self.kept) else None
-            digest = request_digest(self._identity, self.cache_body(task.messages)) if numbered else None
+            digest = self.digest(task)
             first = times[digest] * self.n if digest is not None else 0
             if digest is not None:
                 times[digest] += 1
             yield SamplingJob(position, task, first, digest, kept)
+
+    def digest(self, task: Task) -> str | None:
+        """Return what names a task's request, for seeds, cache keys and logs; None where there is none of these."""
+        logged = self.requests_log is not None or self.sample_logs is not None
+        numbered = logged or self.cache is not None or self.request.seed is not None
+        return request_digest(self._identity, self.cache_body(task.messages)) if numbered else None
 
     def _check_begun(self, tasks: Sequence[Task]) -> None:
         """Check all of `unfinished` before the first request: a mistake must cost no samples, and none may be left out."""

@@ -29,6 +29,7 @@ MAY_CHANGE = {
     "servers", "joined_servers", "joined_key_file", "joined_run", "adapters", "trainer", "trainer_memory", "trainer_restarts",
     "cluster", "rdzv_endpoint", "join_timeout", "start_timeout", "training.collective_timeout", "training.sampler_rows",
     "loggers", "drift", "drift_limits", "server.gpu_memory_utilization", "server.max_num_seqs",
+    "sampling_workers",
 }  # fmt: skip
 # What another machine brings along by itself. It changes no more than the rounding of sums, so it is said, not refused.
 MAY_CHANGE_WITH_A_NOTE = {"num_threads": "sums are rounded otherwise, so results are no longer the same bit for bit"}

@@ -16,7 +16,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -226,8 +226,10 @@ def remove_folder(folder: str | os.PathLike[str]) -> None:
 
 def write_text(path: str | os.PathLike[str], text: str, *, durable: bool = True) -> None:
     """Write a text file atomically. durable: see `atomic_file`."""
-    data = text.encode()
+    _write_bytes(path, text.encode(), durable=durable)
 
+
+def _write_bytes(path: str | os.PathLike[str], data: bytes, *, durable: bool = True) -> None:
     def write() -> None:
         with atomic_file(path, len(data), durable=durable) as temporary:
             temporary.write_bytes(data)
@@ -287,15 +289,20 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def write_jsonl(path: str | os.PathLike[str], rows: list[dict[str, Any]]) -> None:
-    """Write one JSON object per line, atomically."""
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as it stands in a jsonl file, without the end of the line. NaN is refused: it is not JSON."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
 
 
-def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any], durable: bool = True) -> None:
+def write_jsonl(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any] | bytes]) -> None:
+    """Write one JSON object per line, atomically. Rows of bytes are JSON already (`json_line`)."""
+    _write_bytes(path, _lines(rows))
+
+
+def append_jsonl(path: str | os.PathLike[str], *rows: Mapping[str, Any] | bytes, durable: bool = True) -> None:
     """Append a line for each row, after cutting off a torn last line; fsync them, unless a later call will (not `durable`)."""
     path = Path(path)
-    data = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
+    data = _lines(rows)
     try:
         make_folders(path.parent)
         is_new = not path.exists()
@@ -326,6 +333,10 @@ def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any], durable: b
             fsync_folder(path.parent)
     except OSError as error:
         raise _storage_error(error, path, len(data)) from error
+
+
+def _lines(rows: Iterable[Mapping[str, Any] | bytes]) -> bytes:
+    return b"".join((row if isinstance(row, bytes) else json_line(row)) + b"\n" for row in rows)
 
 
 def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dict[str, Any]]:

@@ -457,6 +457,22 @@ def test_a_server_that_answers_probes_but_fails_requests_rests() -> None:
     assert bad.requests < 60
 
 
+def test_what_a_server_broke_off_goes_to_another_one_next() -> None:
+    """With the same affinity too: who breaks every second request off is emptier than the others, and answers probes."""
+
+    async def main() -> None:
+        bad, good = Fake(lambda number: RESET if number % 2 else 5.0, "bad"), Fake(lambda number: 5.0, "good")
+        async with Servers([bad, good], concurrency=None) as pool:
+            for affinity in range(20):
+                before = good.requests
+                failed = bad.requests % 2 == 0  # where the next one would be broken off
+                await send(pool, affinity=affinity, max_retries=1)
+                assert good.requests == before + 1 or not failed
+        assert bad.requests and good.requests
+
+    virtual(main())
+
+
 def test_a_server_that_asks_for_a_pause_does_not_hold_up_the_other() -> None:
     busy, free = Fake(in_turn(status(429, retry_after=100.0)), "busy"), Fake(name="free")
 

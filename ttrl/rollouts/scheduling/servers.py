@@ -133,6 +133,16 @@ class Servers:
         made = sum(room.generated(now) for room in rooms)
         return max(0.0, min(sum(room.tokens_in_flight(now) for room in rooms), made - finished))
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a server that has room."""
+        return len(self._queue)
+
+    @property
+    def away_seconds(self) -> float:
+        """For how long no server has answered; 0 while one does."""
+        return 0.0 if self._nobody_since is None else asyncio.get_running_loop().time() - self._nobody_since
+
     async def __aenter__(self) -> "Servers":
         # A server that is slow to say what it has room for is used as one that does not say.
         starts = [asyncio.create_task(server.start()) for server in self.servers]
@@ -196,6 +206,8 @@ class Servers:
                 raise _with_attempts(error, attempts + 1) from error
             others = self._others(lease.server)
             is_out = await lease.server.failed(_copied(error, str(error)), has_others=others)
+            if others and affinity is not None:  # who breaks some of its requests off is soon the emptiest again
+                self._last_served[affinity] = self._another(lease.server)
             if is_out and moves < _MOST_MOVES:
                 moves += 1
                 continue
@@ -281,6 +293,11 @@ class Servers:
             return None
         last = self._last_served.get(affinity) if affinity is not None else None
         return self._emptiest.choose(load, asyncio.get_running_loop().time(), last, _AFFINITY_SLACK)
+
+    def _another(self, server: Server) -> Server:
+        """Return any other server that is open, the same one where there is none by now."""
+        now = asyncio.get_running_loop().time()
+        return random.choice([other for other in self.servers if other is not server and other.is_open(now)] or [server])
 
     def _others(self, server: Server) -> bool:
         now = asyncio.get_running_loop().time()

@@ -1,0 +1,140 @@
+"""A run's sampling workers on a cluster: an actor on a CPU for each, with the runner and its share of the servers.
+
+They sample, grade and tokenize; the lead hands out tasks (`ttrl.rollouts.divided`) and gets groups as arrays in the object store.
+Ray starts one that dies again, where it likes; it then takes its share on anew.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, from_words
+from ttrl.configs.run import TrainConfig
+from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
+from ttrl.errors import ServerDiedError
+from ttrl.records import Endpoint, TaskResult, TokenizedResult
+from ttrl.rollouts.divided import Worker, divided_servers
+from ttrl.rollouts.settings import Client, SamplingSettings
+from ttrl.rollouts.worker import Job, Turn, WorkerCall
+
+_SERVERS_EACH = 16
+_FEW_SERVERS = 32
+"""Up to which the lead does it all."""
+_FIND_SECONDS = 1.0
+"""For the actors that have just been started to say where they are; those that are slower get whatever servers are left."""
+
+
+class SamplingWorker:
+    """One worker: the runner, for any number of calls at once."""
+
+    def __init__(self, model: Path) -> None:
+        self._tokenize, self._calls = tokenized_by(model), dict[str, WorkerCall]()
+
+    def where(self) -> str:
+        """Return its machine."""
+        return str(ray.util.get_node_ip_address())
+
+    async def open(self, name: str, settings: SamplingSettings) -> Words | None:
+        """Begin a call anew; return what is wrong with it."""
+        try:
+            await self.close(name)
+            call = WorkerCall(settings, self._tokenize)
+            await call.start()
+            self._calls[name] = call
+        except Exception as error:  # noqa: BLE001 - told to the lead
+            return as_words(error)
+        return None
+
+    async def turn(self, name: str, jobs: Sequence[Job], more: bool) -> Turn | Words | None:
+        """See `WorkerCall.turn`. Returns what went wrong; None for a call that it does not know, as it was started anew."""
+        if name not in self._calls:
+            return None
+        try:
+            return await self._calls[name].turn(jobs, more=more)
+        except Exception as error:  # noqa: BLE001 - told to the lead
+            return as_words(error)
+
+    async def close(self, name: str) -> None:
+        """End a call, if there is one."""
+        if (call := self._calls.pop(name, None)) is not None:
+            await call.close()
+
+
+class WorkerActor:
+    """The lead's side of a worker (`ttrl.rollouts.divided.Worker`)."""
+
+    def __init__(self, number: int, actor: Any) -> None:
+        self.name, self.actor = f"sampling worker {number}", actor
+
+    async def open(self, call: str, settings: SamplingSettings) -> None:
+        if (words := await self._ask(self.actor.open, call, settings)) is not None:
+            raise from_words(words)
+
+    async def turn(self, call: str, jobs: Sequence[Job], more: bool) -> Turn:
+        answer = await self._ask(self.actor.turn, call, jobs, more)
+        if answer is None:
+            raise ServerDiedError(f"{self.name} was started again")
+        if isinstance(answer, Turn):
+            return answer
+        raise from_words(answer)
+
+    async def close(self, call: str) -> None:
+        await self._ask(self.actor.close, call)
+
+    async def _ask(self, method: Any, *arguments: Any) -> Any:
+        try:
+            return await asyncio.wait_for(method.remote(*arguments), ASK_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise ServerDiedError(f"{self.name} does not answer: {type(error).__name__}: {error}") from error
+
+
+def worker_count(config: TrainConfig) -> int:
+    """Return how many workers a run has."""
+    servers = config.replicas + len(config.joined_servers)
+    if config.tokens_per_iteration is not None:  # a budget is of all servers together
+        return 0
+    if config.sampling_workers is None:
+        return math.ceil(servers / _SERVERS_EACH) if servers > _FEW_SERVERS else 0
+    return min(config.sampling_workers, servers)
+
+
+def start_workers(config: TrainConfig, model: Path) -> Callable[[Sequence[Endpoint]], list[tuple[Worker, Client]]] | None:
+    """Begin to start workers, spread over the cluster; return what gives them their servers, None without any. They end with the
+    process that began them."""
+    if not (count := worker_count(config)):
+        return None
+    options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
+    workers = [WorkerActor(number, ray.remote(SamplingWorker).options(**options).remote(model)) for number in range(count)]
+
+    def shares(endpoints: Sequence[Endpoint]) -> list[tuple[Worker, Client]]:
+        asked = [worker.actor.where.remote() for worker in workers]
+        known, _ = ray.wait(asked, num_returns=count, timeout=_FIND_SECONDS)
+        places = [_answer(one) if one in known else None for one in asked]
+        return [(worker, share) for worker, share in zip(workers, divided_servers(endpoints, places), strict=True) if share]
+
+    return shares
+
+
+def _answer(asked: Any) -> str | None:
+    try:
+        return str(ray.get(asked))
+    except ray.exceptions.RayError:
+        return None
+
+
+def tokenized_by(model: Path) -> Callable[[TaskResult], tuple[list[TokenizedResult], dict[str, int]]]:
+    """Return what tokenizes a group for `Prepared.sequences`, with the tokenizer of a model's folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def tokenize(result: TaskResult) -> tuple[list[TokenizedResult], dict[str, int]]:
+        tokenizing = TaskResultTokenizer(tokenizer)
+        sequences = tokenizing(result, [0.0] * len(result.graded))
+        return [as_arrays(sequence) for sequence in sequences], vars(tokenizing.counts)
+
+    return tokenize

@@ -1,0 +1,244 @@
+"""Sampling that is divided among workers: `get_divided_results` returns what `get_task_results` would, for one process less.
+
+Each worker has some of the servers, for itself (worker.py). Tasks are handed out as workers have room for them, and groups are
+taken as they come. A worker that is gone, or whose servers are all gone, has its unfinished tasks given to others, and is asked
+again when it is back. A group counts when it comes from the worker that has its task now, so none counts twice.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from ttrl.errors import ServerDiedError, describe
+from ttrl.records import Endpoint, Sample, TaskResult
+from ttrl.rollouts.group import TaskOutcome
+from ttrl.rollouts.progress import Progress, screen
+from ttrl.rollouts.results import TaskResults, TaskUsage
+from ttrl.rollouts.settings import Client, SamplingSettings
+from ttrl.rollouts.worker import FlatGroup, Job, Turn
+from ttrl.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+
+MOST_DEATHS = 5
+"""Of workers that had a task when they died; then it counts as failed, as it may be what kills them."""
+_SUSPECT = 2
+"""After so many deaths a worker has no more than one such task at a time, which is then blamed alone."""
+_PAUSE = 1.0
+"""Seconds before a worker that is gone is asked again."""
+_NEW_SECONDS = 30.0
+"""For which a worker that was asked anew does not count as one that works, where all others are gone."""
+_CLOSE_SECONDS = 5.0
+
+
+class Worker(Protocol):
+    """A process that samples. Its methods raise ServerDiedError where it is gone, or does not know the call."""
+
+    name: str
+
+    async def open(self, call: str, settings: SamplingSettings) -> None:
+        """Make a `WorkerCall`, in place of one with this name."""
+
+    async def turn(self, call: str, jobs: Sequence[Job], more: bool) -> Turn:
+        """See `WorkerCall.turn`."""
+
+    async def close(self, call: str) -> None:
+        """Drop a call."""
+
+
+async def get_divided_results(
+    tasks: Sequence[Task],
+    workers: Sequence[tuple[Worker, Client]],
+    settings: SamplingSettings,
+    on_task_done: Callable[[TaskResult], None] | None = None,
+) -> TaskResults:
+    """Sample and grade tasks as `get_task_results` does with `settings`; results come back in the order of the tasks.
+
+    workers: each with its servers, in place of those of `settings`, which must have neither token budget nor callbacks that
+    belong to this process. `settings.max_downtime`: seconds to wait for any worker to be back, when all of them are gone.
+
+    Raises ServerDiedError where none is, UserError for what is wrong with the settings.
+    """
+    assert workers and settings.token_budget is None and not settings.unfinished
+    call = _Call(tasks, workers, settings, on_task_done)
+    with call.progress:
+        return await call.run()
+
+
+class _Share:
+    """One worker's part."""
+
+    def __init__(self, worker: Worker, settings: SamplingSettings) -> None:
+        self.worker, self.settings = worker, settings
+        self.jobs: dict[int, Job] = {}
+        """What it has to do, by position."""
+        self.opened = math.inf
+        """Since when it has been at work."""
+        self.grading_seconds: dict[float, float] = {}
+        """By `opened`: a worker that was started again counts anew."""
+
+
+class _Call:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        workers: Sequence[tuple[Worker, Client]],
+        settings: SamplingSettings,
+        on_task_done: Callable[[TaskResult], None] | None,
+    ) -> None:
+        self._name, self._settings, self._on_task_done = uuid.uuid4().hex, settings, on_task_done
+        self._shares = [_Share(worker, dataclasses.replace(settings, client=client, pbar=False)) for worker, client in workers]
+        self._pending, self._suspects = deque(_jobs(tasks, settings.n)), deque[Job]()
+        self._tasks = len(tasks)
+        self._done: dict[int, TaskOutcome] = {}
+        self._deaths: Counter[int] = Counter()
+        self._over = asyncio.Event()
+        self._heard = time.monotonic()
+        """When a group last came."""
+        shown = screen() if settings.pbar else None
+        self.progress = Progress(self._tasks * settings.n, settings.description, shown)
+
+    async def run(self) -> TaskResults:
+        began = time.monotonic()
+        drivers = [asyncio.create_task(self._drive(share), name=share.worker.name) for share in self._shares]
+        over = asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait([over, *drivers], return_when=asyncio.FIRST_COMPLETED)
+            for driver in drivers:
+                if driver.done():
+                    driver.result()
+        finally:
+            for one in (over, *drivers):
+                one.cancel()
+            await asyncio.gather(over, *drivers, return_exceptions=True)
+            await asyncio.gather(*map(self._close, self._shares))
+        outcomes = [self._done[position] for position in range(self._tasks)]
+        results = TaskResults(
+            [outcome.result for outcome in outcomes],
+            seconds=time.monotonic() - began,
+            grading_seconds=sum(sum(share.grading_seconds.values()) for share in self._shares),
+            usage=[outcome.usage for outcome in outcomes],
+        )
+        stats = results.stats
+        logger.info("%s: %s", self._settings.description, stats.summary())
+        if stats.exceptions:
+            logger.warning("%s: failures: %s", self._settings.description, stats.failures())
+        return results
+
+    async def _close(self, share: _Share) -> None:
+        with contextlib.suppress(ServerDiedError, TimeoutError):
+            await asyncio.wait_for(share.worker.close(self._name), _CLOSE_SECONDS)
+
+    async def _drive(self, share: _Share) -> None:
+        """Keep a worker at work until all is done."""
+        while True:
+            try:
+                await share.worker.open(self._name, share.settings)
+                share.opened = time.monotonic()
+                await self._turns(share)
+                if self._over.is_set():
+                    return
+                why, died = f"{share.worker.name}: none of its servers answers", False
+            except ServerDiedError as error:
+                why, died = describe(error), True
+            had, share.opened = self._take_back(share, died), math.inf
+            if had:
+                logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
+            now = time.monotonic()
+            works = any(now - other.opened > _NEW_SECONDS for other in self._shares)
+            if not works and now - self._heard > self._settings.max_downtime:
+                raise ServerDiedError(f"no sampling worker has been at work for {now - self._heard:.0f} s; the last words: {why}")
+            await asyncio.sleep(_PAUSE)
+
+    async def _turns(self, share: _Share) -> None:
+        """Give it tasks and take groups, until all is done or its servers are away."""
+        wanted = 0
+        while not self._over.is_set():
+            fair = -(-len(self._pending) // len(self._shares))
+            jobs = [self._pending.popleft() for _ in range(min(wanted, fair))]
+            if wanted and self._suspects and not self._suspects_of(share):
+                jobs.append(self._suspects.popleft())
+            share.jobs |= {job.position: job for job in jobs}
+            more = bool(self._pending or (self._suspects and not self._suspects_of(share)))
+            turn = await share.worker.turn(self._name, jobs, more)
+            share.grading_seconds[share.opened] = turn.grading_seconds
+            for group in turn.groups:
+                self._take(share, group)
+            if turn.is_away:
+                return
+            wanted = turn.wanted
+
+    def _take(self, share: _Share, group: FlatGroup) -> None:
+        assert group.position in share.jobs and group.position not in self._done
+        del share.jobs[group.position]
+        self._heard = time.monotonic()
+        self._count(group.outcome())
+
+    def _count(self, outcome: TaskOutcome) -> None:
+        self._done[outcome.position] = outcome
+        self.progress.add_tokens(outcome.usage.new_completion, outcome.usage.new_prompt)
+        for sample in outcome.result.samples:
+            self.progress.add_sample(sample, cached=sample.cached)
+        if self._on_task_done is not None:
+            self._on_task_done(outcome.result)
+        if len(self._done) == self._tasks:
+            self._over.set()
+
+    def _take_back(self, share: _Share, died: bool) -> int:
+        """Return how many tasks wait again that a worker had."""
+        if died:
+            self._deaths.update(self._suspects_of(share) or list(share.jobs))
+        jobs, share.jobs = share.jobs, {}
+        for position, job in reversed(jobs.items()):
+            if self._deaths[position] >= MOST_DEATHS:
+                self._count(self._failed(job))
+            else:
+                (self._suspects if self._deaths[position] >= _SUSPECT else self._pending).appendleft(job)
+        return len(jobs)
+
+    def _suspects_of(self, share: _Share) -> list[int]:
+        return [position for position in share.jobs if self._deaths[position] >= _SUSPECT]
+
+    def _failed(self, job: Job) -> TaskOutcome:
+        why = f"ServerDiedError: {MOST_DEATHS} sampling workers died while they had this task"
+        task, version = job.task, self._settings.weights_version
+        messages = [dict(message) for message in task.messages]
+        samples = [
+            Sample(task_id=task.id, sample=k, messages=messages, weights_version=version, error=why)
+            for k in range(self._settings.n)
+        ]
+        return TaskOutcome(job.position, TaskResult(task_id=task.id, messages=messages, samples=samples), TaskUsage(), None)
+
+
+def _jobs(tasks: Sequence[Task], n: int) -> list[Job]:
+    """Return the tasks with the numbers that tell equal ones apart: they may go to different workers."""
+    times: Counter[str] = Counter()
+    jobs = []
+    for position, task in enumerate(tasks):
+        key = json.dumps(task.messages, sort_keys=True)
+        jobs.append(Job(position, task, times[key] * n))
+        times[key] += 1
+    return jobs
+
+
+def divided_servers(endpoints: Sequence[Endpoint], places: Sequence[str | None]) -> list[list[Endpoint]]:
+    """Return each worker's servers, about as many for each: those of its own machine first. places: the workers' machines."""
+    most = -(-len(endpoints) // len(places))
+    left = sorted(endpoints, key=lambda endpoint: endpoint.base_url)
+    shares: list[list[Endpoint]] = []
+    for place in places:
+        near = [endpoint for endpoint in left if urlsplit(endpoint.base_url).hostname == place][:most]
+        left = [endpoint for endpoint in left if endpoint not in near]
+        shares.append(near)
+    for endpoint in left:
+        min(shares, key=len).append(endpoint)
+    return shares

@@ -1,0 +1,221 @@
+"""The worker's side of sampling that is divided: the runner in a process near some of the servers, given tasks a few at a time.
+
+A call of `get_task_results` has all of its tasks from the beginning; here they come as this worker's servers have room for more,
+so that no worker has many left when the others are done. The other side, which divides them, is divided.py.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ttrl.errors import TokenizationError, describe
+from ttrl.records import Prepared, Sample, TaskResult, TokenizedResult
+from ttrl.rollouts.client.attempts import Attempt
+from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.group import Group, TaskOutcome
+from ttrl.rollouts.ledger import Ledger
+from ttrl.rollouts.results import TaskUsage
+from ttrl.rollouts.sampling import Sampling, SamplingJob
+from ttrl.rollouts.settings import SamplingSettings
+from ttrl.rollouts.task_results import LIVE_SAMPLES
+from ttrl.system.files import json_line
+from ttrl.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 2.0
+"""Seconds after which a turn ends in which nothing happens: tasks that another worker left may be waiting by then."""
+AWAY_SECONDS = 8.0
+"""Without an answer of any of its servers, after which a worker leaves its tasks to others; a runner of its own fails them after
+10 s, where they have never answered, or later."""
+GATHER_SECONDS = (0.5, 0.2)
+"""For which finished groups wait for others to travel with, as each turn costs the lead some CPU: while there are more tasks to
+come, and when there are none."""
+_LOOK_SECONDS = 0.02
+_TASKS_AHEAD = 2
+"""Waiting for each server, besides what it works on: what it gets while the next ones are being asked for."""
+
+Tokenize: TypeAlias = Callable[[TaskResult], tuple[list[TokenizedResult], dict[str, int]]]
+"""Makes `Prepared.sequences` and `Prepared.counts`; what it raises (TokenizationError) is raised again where rows are packed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One task for a worker."""
+
+    position: int
+    """Among the tasks of all workers."""
+    task: Task
+    first: int
+    """The number of its first sample, see `ttrl.rollouts.sampling.SamplingJob`."""
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """A finished group whose long lists are a few arrays, which travel between processes without being looked at."""
+
+    position: int
+    usage: TaskUsage
+    result: TaskResult
+    """Without what is in the arrays."""
+    arrays: dict[str, np.ndarray]
+    lengths: dict[str, list[int]]
+    """Of each sample, by the names of `arrays`; -1 for None."""
+
+    @classmethod
+    def of(cls, outcome: TaskOutcome, prepared: Prepared) -> "FlatGroup":
+        """Return the group with its lists taken out."""
+        result, arrays, lengths = outcome.result, {}, {}
+        nothing: dict[str, Any] = dict.fromkeys(_LISTS)
+        bare = [dataclasses.replace(sample, messages=[], **nothing) for sample in result.samples]
+        for name, dtype in _LISTS.items():
+            values: list[list[Any] | None] = [getattr(sample, name) for sample in result.samples]
+            if name == "prompt_token_ids":  # mostly the same for all
+                values = [None if known is None else [] if known == values[0] and k else known for k, known in enumerate(values)]
+            lengths[name] = [-1 if value is None else len(value) for value in values]
+            arrays[name] = np.array([number for value in values for number in value or ()], dtype=dtype)
+        group = TaskResult(task_id=result.task_id, messages=result.messages, samples=bare, prepared=prepared)
+        return cls(outcome.position, outcome.usage, group, arrays, lengths)
+
+    def outcome(self) -> TaskOutcome:
+        """Return the group as it was. Nothing of it refers to the memory in which it came, which others may be waiting for."""
+        samples, messages = self.result.samples, self.result.messages
+        for name in _LISTS:
+            begin, values = 0, self.arrays[name].tolist()
+            for sample, length in zip(samples, self.lengths[name], strict=True):
+                setattr(sample, name, None if length < 0 else values[begin : begin + length])
+                begin += max(0, length)
+        for sample in samples:
+            sample.messages = messages
+            if sample.prompt_token_ids == []:
+                sample.prompt_token_ids = samples[0].prompt_token_ids
+        if self.result.prepared is not None and self.result.prepared.sequences is not None:
+            self.result.prepared.sequences = [_copied(sequence) for sequence in self.result.prepared.sequences]
+        return TaskOutcome(self.position, self.result, self.usage, None)
+
+
+_LISTS = {"prompt_token_ids": np.int32, "token_ids": np.int32, "logprobs": np.float64}
+"""The fields of a Sample that are as long as it is. 64 bits, as rewards may be shaped by log-probabilities."""
+
+
+def _copied(sequence: TokenizedResult) -> TokenizedResult:
+    arrays: dict[str, Any] = {name: value.copy() for name, value in vars(sequence).items() if isinstance(value, np.ndarray)}
+    return dataclasses.replace(sequence, **arrays)
+
+
+@dataclass
+class Turn:
+    """What a worker has to say since it was last asked."""
+
+    groups: list[FlatGroup] = field(default_factory=list)
+    wanted: int = 0
+    """How many more tasks it has room for."""
+    is_away: bool = False
+    """None of its servers answers; it has dropped its tasks, for others to do."""
+    grading_seconds: float = 0.0
+    """Of all grades of the call so far."""
+
+
+class _Watched(Ledger):
+    """Tells when the first request of a task is made: until then it is not seen among those that wait."""
+
+    def __init__(self, sampling: Sampling, job: SamplingJob, young: set[int]) -> None:
+        super().__init__(sampling, job)
+        self._young = young
+
+    async def send(self, attempt: Attempt, samples: Sequence[Sample], *rest: Any, **more: Any) -> list[Answer | None]:
+        self._young.discard(self.job.position)
+        return await super().send(attempt, samples, *rest, **more)
+
+
+class WorkerCall:
+    """A worker's part of one sampling call."""
+
+    def __init__(self, settings: SamplingSettings, tokenize: Tokenize | None = None) -> None:
+        """settings: for this worker's servers. Raises UserError for what is wrong with them."""
+        self._sampling, self._tokenize = Sampling(settings, None), tokenize
+        self._running: set[asyncio.Task[TaskOutcome]] = set()
+        self._finished: list[TaskOutcome] = []
+        self._fault: BaseException | None = None
+        self._young: set[int] = set()
+        self._ends = contextlib.AsyncExitStack()
+        self._ahead = max(4, _TASKS_AHEAD * len(settings.clients))
+        self._live = max(256, LIVE_SAMPLES // settings.n)
+        self._requests_each = -(-settings.n // self._sampling.samples_per_request)
+
+    async def start(self) -> None:
+        """Begin to look after the servers."""
+        await self._ends.enter_async_context(self._sampling.running())
+
+    async def turn(self, jobs: Iterable[Job], *, more: bool, patience: float = PATIENCE) -> Turn:
+        """Take tasks on; return a little after some are finished, or when there is room for more and there are `more`."""
+        for job in jobs:
+            self._begin(job)
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        deadline, gathered = now + patience, now + GATHER_SECONDS[not more]
+        while not (self._fault or (more and 2 * self._wanted() >= self._ahead) or now >= deadline):
+            if self._finished and now >= gathered:
+                break
+            if self._sampling.servers.away_seconds > AWAY_SECONDS and not self._finished:
+                await self._drop()
+                return Turn(is_away=True, grading_seconds=self._sampling.graders.seconds)
+            await asyncio.sleep(_LOOK_SECONDS)
+            now = loop.time()
+        if self._fault is not None:
+            raise self._fault
+        finished, self._finished = self._finished, []
+        groups = [FlatGroup.of(outcome, self._prepared(outcome.result)) for outcome in finished]
+        return Turn(groups, self._wanted(), grading_seconds=self._sampling.graders.seconds)
+
+    async def close(self) -> None:
+        """End all requests."""
+        await self._drop()
+        await self._ends.aclose()
+
+    async def _drop(self) -> None:
+        running, self._running = self._running, set()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._finished, self._young = [], set()
+
+    def _wanted(self) -> int:
+        """Return how many tasks it takes for every server to have a few that wait."""
+        if self._sampling.servers.away_seconds:
+            return 0
+        waiting = -(-self._sampling.servers.waiting // self._requests_each) + len(self._young)
+        return max(0, min(self._ahead - waiting, self._live - len(self._running)))
+
+    def _begin(self, job: Job) -> None:
+        sampling = self._sampling
+        one = SamplingJob(job.position, sampling.check(job.task), job.first, sampling.digest(job.task), None)
+        self._young.add(job.position)
+        task = asyncio.create_task(Group(_Watched(sampling, one, self._young)).run(), name=f"task {job.task.id}")
+        self._running.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[TaskOutcome]) -> None:
+        if task not in self._running:  # dropped
+            return
+        self._running.discard(task)
+        if (fault := task.exception()) is not None:  # it can only be one of ours
+            self._fault = fault
+        else:
+            self._young.discard(task.result().position)
+            self._finished.append(task.result())
+
+    def _prepared(self, result: TaskResult) -> Prepared:
+        prepared = Prepared(lines=[json_line(sample.to_json()) for sample in result.samples])
+        if self._tokenize is not None and result.graded:
+            try:
+                prepared.sequences, prepared.counts = self._tokenize(result)
+            except TokenizationError as error:
+                logger.debug("task %r is not tokenized here: %s", result.task_id, describe(error))
+        return prepared
