@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.agents.task import end, turns
-from ttrl.agents.tools import Tools
+from ttrl.agents.tools import Tools, cut
 from ttrl.errors import RolloutError, TaskError, TtrlError, describe
 from ttrl.system.processes import ChildProcess
 from ttrl.tasks.task import Chat
@@ -269,8 +269,7 @@ def tool_text(result: Any, most: int) -> str:
         parts.append(text if isinstance(text, str) else f"[{block.type} {getattr(inner, 'uri', None) or kind or ''}]")
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    whole = "\n".join(parts)
-    return whole if len(whole) <= most else f"{whole[:most]}\n[{len(whole) - most} characters more are left out]"
+    return cut("\n".join(parts), most)
 
 
 def _sdk() -> Any:

@@ -83,6 +83,11 @@ class Tools:
         return result if isinstance(result, str) else _text(result)
 
 
+def cut(text: str, most: int) -> str:
+    """Return a text, or its beginning and how much is left out."""
+    return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} characters more are left out]"
+
+
 def _text(result: object) -> str:
     try:
         return json.dumps(result, ensure_ascii=False)
