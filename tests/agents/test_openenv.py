@@ -132,5 +132,5 @@ def test_what_is_refused() -> None:
         get_openenv_tasks("file:///etc")
     with pytest.raises(TaskError, match=r"\{port\}"):
         get_openenv_tasks([sys.executable, "-c", ""])
-    with pytest.raises(TaskError, match="(?s)did not start:.*no server here"):
+    with pytest.raises(TaskError, match=r"(?s)did not start:.*no server here"):
         get_openenv_tasks([sys.executable, "-c", "exit('no server here {port}')"])
