@@ -138,7 +138,7 @@ def test_the_example_of_a_game_reads_its_moves(monkeypatch: pytest.MonkeyPatch) 
     names: dict[str, object] = {}
     exec(compile(code, "docs/multi_turn.md", "exec"), names)
     assert made == [{"render_mode": "ansi", "is_slippery": False}] and len(names["tasks"]) == 100
-    move = names["tasks"][0].rollout.action
+    move = names["tasks"][0].rollout.game.action
     assert [move("I go down"), move("Up")] == [1, 3]
     with pytest.raises(ValueError):
         move("I go down.")

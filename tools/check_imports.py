@@ -121,7 +121,9 @@ HOUSE = {
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
     "judges": _room("tasks", "openai"),
-    "agents": _room("run_folder rollouts rollouts.client rollouts.graders tasks records", "aiohttp reasoning_gym"),
+    "agents": _room(
+        "run_folder rollouts rollouts.client rollouts.graders tasks records", "aiohttp anyio httpx2 mcp reasoning_gym"
+    ),
     "evaluation": _room(
         "intervals agents rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
     ),

@@ -5,6 +5,7 @@ Every sample of a task begins in the same state, by the same seed, since a group
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -63,34 +64,31 @@ def gym_tasks(
         Task(
             question(prompt),
             id=f"{name}/{seed}",
-            rollout=GymRollout(make, name, seed, action, observe, options),
+            rollout=GymRollout(make, Game(name, seed, action, observe, options)),
             limits=limits or RolloutLimits(),
         )
         for seed in range(first_seed, first_seed + n)
     ]
 
 
-@dataclass(frozen=True)
-class GymRollout:
-    """Plays one game. The environment's calls run in threads, one after the other."""
+class NoAction(ValueError):  # noqa: N818 - what a model wrote is no error of ours
+    """Says why an environment does not take an action: raised by its `step`, it is told to the model."""
 
-    make: MakeEnvironment
+
+@dataclass(frozen=True)
+class Game:
+    """Plays an environment whose methods are Gymnasium's, or coroutine functions that give the same."""
+
     name: str
     seed: int
     action: Callable[[str], Any]
     observe: Callable[[Any], str]
-    options: Mapping[str, Any] | None
+    options: Mapping[str, Any] | None = None
 
-    async def __call__(self, chat: Chat) -> tuple[float, dict[str, float]]:
-        environment = await asyncio.to_thread(self.make)
-        try:
-            return await self._play(chat, environment)
-        finally:
-            await asyncio.shield(asyncio.to_thread(_close, environment))
-
-    async def _play(self, chat: Chat, environment: Any) -> tuple[float, dict[str, float]]:
-        observation, _ = self._parts(await asyncio.to_thread(environment.reset, seed=self.seed, options=self.options), 2)
-        chat.messages[-1] = {**chat.messages[-1], "content": f"{chat.messages[-1]['content']}\n\n{self.observe(observation)}"}
+    async def play(self, chat: Chat, environment: Any) -> tuple[float, dict[str, float]]:
+        """Return the rewards' sum, and metrics."""
+        observation, _ = self._parts(await _called(environment.reset, seed=self.seed, options=self.options), 2)
+        show(chat, self.observe(observation))
         total, steps, invalid, ended, told = 0.0, 0, 0, False, None
         while not ended:
             try:
@@ -104,7 +102,11 @@ class GymRollout:
             except ValueError as error:
                 invalid, told = invalid + 1, f"That is no action: {error}"
                 continue
-            found = await asyncio.to_thread(environment.step, action)
+            try:
+                found = await _called(environment.step, action)
+            except NoAction as error:
+                invalid, told = invalid + 1, f"That is no action: {error}"
+                continue
             observation, reward, terminated, truncated, _ = self._parts(found, 5)
             if not is_number(reward):
                 raise RolloutError(f"environment {self.name}: step gave the reward {reward!r}; it gives a finite number")
@@ -118,6 +120,32 @@ class GymRollout:
             method = "reset" if count == 2 else "step"
             raise RolloutError(f"environment {self.name}: {method} gave {short(found, 80)}; Gymnasium's gives {names}")
         return found
+
+
+@dataclass(frozen=True)
+class GymRollout:
+    """Plays one game in an environment of its own. Its calls run in threads, one after the other."""
+
+    make: MakeEnvironment
+    game: Game
+
+    async def __call__(self, chat: Chat) -> tuple[float, dict[str, float]]:
+        environment = await asyncio.to_thread(self.make)
+        try:
+            return await self.game.play(chat, environment)
+        finally:
+            await asyncio.shield(asyncio.to_thread(_close, environment))
+
+
+def show(chat: Chat, text: str) -> None:
+    """Add what an environment shows at first to the task's last message."""
+    chat.messages[-1] = {**chat.messages[-1], "content": f"{chat.messages[-1]['content']}\n\n{text}"}
+
+
+async def _called(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    if inspect.iscoroutinefunction(method):
+        return await method(*arguments, **options)
+    return await asyncio.to_thread(method, *arguments, **options)
 
 
 def _close(environment: Any) -> None:

@@ -97,7 +97,7 @@ class _AgentRollout:
     async def __call__(self, chat: Chat) -> "GraderOutput | None":
         if callable(self.agent):
             return await self._play(chat)
-        turn = _turns(self.at_once)
+        turn = turns(self.at_once)
         with chat.idle():
             await turn.acquire()
         try:
@@ -139,7 +139,7 @@ class _AgentRollout:
 _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]" = weakref.WeakKeyDictionary()
 
 
-def _turns(at_once: int | None) -> asyncio.Semaphore:
+def turns(at_once: int | None = None) -> asyncio.Semaphore:
     """Return what lets so many programs run at the same time."""
     count = at_once or 4 * (os.cpu_count() or 1)
     return _of_loops.setdefault(asyncio.get_running_loop(), {}).setdefault(count, asyncio.Semaphore(count))
@@ -163,10 +163,10 @@ async def _run_command(command: Sequence[str], session: Session, place: str, pos
             if status:
                 raise RolloutError(f"{place}: the agent {command[0]!r} ended with status {status}:\n{child.log_tail(10)}")
         finally:
-            await asyncio.shield(_end(child, starting))
+            await asyncio.shield(end(child, starting))
 
 
-async def _end(child: ChildProcess, starting: "asyncio.Task[ChildProcess]") -> None:
+async def end(child: ChildProcess, starting: "asyncio.Task[ChildProcess]") -> None:
     """End a program that may still be starting."""
     await asyncio.wait([starting])
     await asyncio.to_thread(child.stop, 2.0)

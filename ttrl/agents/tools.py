@@ -1,8 +1,9 @@
 """Python functions as tools of a rollout: what the model is told of them, and what becomes of its calls.
 
 A function is described by its type hints and its docstring, in Google's style (`Args:`). What it raises, and arguments that are
-no JSON or do not fit, are told to the model as {"error": …}: it may try again. Functions that are no coroutines run in a thread,
-one call of a rollout after the other, so that they hold up no other rollout; nothing can end such a thread.
+no JSON or do not fit, are told to the model as {"error": …}: it may try again; a RolloutError fails the sample. Functions that
+are no coroutines run in a thread, one call of a rollout after the other, so that they hold up no other rollout; nothing can end
+such a thread.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Union
 
-from ttrl.errors import TaskError
+from ttrl.errors import RolloutError, TaskError
 from ttrl.tasks.task import Chat, Choice
 
 _SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", tuple: "array", dict: "object"}
@@ -31,13 +32,18 @@ class Tools:
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
-        for function in functions:
-            name = function.__name__
-            if name in self.functions:
-                raise TaskError(f"two tools are named {name}; rename one of them")
-            self.functions[name] = function
-        self.descriptions = [describe_tool(function) for function in self.functions.values()]
+        self.descriptions: list[dict[str, Any]] = []
         self.calls = self.failures = 0
+        for function in functions:
+            self.add(function, describe_tool(function))
+
+    def add(self, function: Callable[..., Any], description: dict[str, Any]) -> None:
+        """Let the model call a function that is described in the form of OpenAI's API. Raises TaskError."""
+        name = description["function"]["name"]
+        if name in self.functions:
+            raise TaskError(f"two tools are named {name}; rename one of them")
+        self.functions[name] = function
+        self.descriptions.append(description)
 
     async def answer(self, choice: Choice) -> list[dict[str, Any]]:
         """Call what the model asks for, in its order; return the messages that answer it, [] where it calls nothing."""
@@ -69,10 +75,17 @@ class Tools:
                 result = await function(**given)
             else:
                 result = await asyncio.to_thread(function, **given)
+        except RolloutError:
+            raise  # it was no doing of the model's
         except Exception as error:  # noqa: BLE001 - of a tool, whatever it is: the model is told
             self.failures += 1
             return json.dumps({"error": str(error) or type(error).__name__}, ensure_ascii=False)
         return result if isinstance(result, str) else _text(result)
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text, or its beginning and how much is left out."""
+    return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} characters more are left out]"
 
 
 def _text(result: object) -> str:

@@ -43,6 +43,7 @@ class ChildProcess:
     log_path: gets stdout and stderr, appended; `log_path` + ".pids.json" is next to it while the child may be alive.
     env: the child's whole environment, as for `subprocess.Popen`; None inherits ours. Never written to a file or command line.
     cwd: the folder to start in.
+    pipes: descriptors for the child's stdin and stdout, which the caller closes after the start; by default it reads nothing.
 
     An object belongs to one thread at a time. A child that nobody stops is ended when our process ends.
     """
@@ -53,6 +54,7 @@ class ChildProcess:
         log_path: str | os.PathLike[str],
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
+        pipes: tuple[int, int] | None = None,
     ) -> None:
         self.command = [os.fspath(part) for part in command]
         self.log_path = Path(log_path).absolute()
@@ -63,6 +65,7 @@ class ChildProcess:
         """The child's exit code, negative for a signal; None until it and its descendants are gone."""
         self._env = dict(os.environ if env is None else env)
         self._cwd = None if cwd is None else os.fspath(cwd)
+        self._pipes = pipes
         self._mark = secrets.token_hex(16)
         self._guard: subprocess.Popen[bytes] | None = None
         self._orders = self._reports = -1  # our ends of the two pipes
@@ -87,8 +90,8 @@ class ChildProcess:
             # -I and -S: nothing of the user's environment or site-packages is loaded; the guard needs only the standard library.
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", process_guard.__file__, str(orders_read), str(reports_write)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdin=subprocess.DEVNULL if self._pipes is None else self._pipes[0],
+                stdout=log if self._pipes is None else self._pipes[1],
                 stderr=log,
                 pass_fds=(orders_read, reports_write),
                 start_new_session=True,  # Ctrl-C in the terminal is ours to handle

@@ -1,0 +1,300 @@
+"""Servers of OpenEnv (Meta, BSD; read: openenv-core 0.3.0) as rollouts. Its package is not needed here: the server has it.
+
+A rollout is a session, a WebSocket of its own: `reset` with the task's seed, then a `step` for each action, until the environment
+says that it is done. The rewards of all steps are added up. Where the environment's actions are calls of tools, the model is
+given the tools; else its reply becomes an action as the server's schema says: the only field's value, or a JSON object.
+
+What the schema refuses is told to the model. What fails in the environment fails the sample. A server that has no session left
+(they have one, by default) is asked again until it has.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import socket
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from ttrl.agents.gym import Game, NoAction, show, tagged_or_last_line
+from ttrl.agents.tools import Tools, cut
+from ttrl.errors import RolloutError, RolloutLimitError, TaskError, TtrlError, describe
+from ttrl.rollouts.graders.processes import hidden
+from ttrl.system.processes import ChildProcess
+from ttrl.tasks.datasets import check_count
+from ttrl.tasks.task import Chat, RolloutLimits, Task, question
+from ttrl.text import is_number, short
+
+LONGEST_MESSAGE = 16 * 2**20
+"""Bytes of a server's message."""
+MOST_CHARACTERS = 20_000
+"""Of what the model is shown of an observation."""
+_PATIENCE = 120.0
+"""Seconds for a server to start."""
+_ASK_AGAIN = 0.5
+"""Seconds until a server without a free session is asked again."""
+
+
+def get_openenv_tasks(
+    server: str | Sequence[str],
+    split: str = "train",
+    n: int = 32,
+    seed: int = 0,
+    *,
+    prompt: str | None = None,
+    action: Callable[[str], Any] | None = None,
+    observe: Callable[[Any], str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+    limits: RolloutLimits | None = None,
+) -> list[Task]:
+    """Return `n` tasks of an environment, each with a seed of its own.
+
+    server: its address, "http://127.0.0.1:8000"; or the command that starts it, with {port} where the port stands,
+        ["python", "-m", "uvicorn", "server.app:app", "--port", "{port}"]: it is started once, and ends with this process.
+    split: "train", whose tasks `seed` decides, or another, which is the same for every seed.
+    prompt: the rules, and how to give an action; by default the server's description of itself, and its actions' schema.
+    action: makes an action (a dict) of a reply; a ValueError of it is told to the model. observe: makes a text of an observation.
+    options: for `reset`. headers: of requests, for a server that wants a key.
+    limits: a game that reaches them has the rewards that it got so far.
+
+    The reward is the sum of the steps'; metrics: `steps`, `invalid` (replies or calls that were no action), `ended`.
+    Raises TaskError for what cannot be reached, or is no such server.
+    """
+    check_count(n)
+    address = server.rstrip("/") if isinstance(server, str) else _started(tuple(server))
+    if not address.startswith(("http://", "https://")):
+        raise TaskError(f"OpenEnv server {short(server, 80)}: give its address, http://…, or the command that starts it")
+    own = dict(headers or {})
+    described, schema = _get(address, "/metadata", own), _get(address, "/schema", own).get("action")
+    if not isinstance(schema, dict):
+        raise TaskError(f"OpenEnv server {address}: /schema says nothing of actions; is it a server of OpenEnv?")
+    name = str(described.get("name") or "environment")
+    if prompt is None:
+        prompt = "\n\n".join(filter(None, [str(described.get("description") or name), _how(schema) if action is None else ""]))
+    first = int.from_bytes(hashlib.sha256(f"{split} {seed if split == 'train' else ''}".encode()).digest()[:4], "big") >> 2
+    with_tools = action is None and _is_tools(schema)
+    act = action or functools.partial(read_action, schema=schema)
+    return [
+        Task(
+            question(prompt),
+            id=f"openenv/{name}/{one}",
+            rollout=OpenEnvRollout(address, own, Game(name, one, act, observe or observation_text, options), with_tools),
+            limits=limits or RolloutLimits(),
+        )
+        for one in range(first, first + n)
+    ]
+
+
+def observation_text(observation: Any) -> str:
+    """Return what an observation says: its only text, or all that it has, as JSON."""
+    if isinstance(observation, Mapping):
+        known = {name: value for name, value in observation.items() if value is not None}
+        observation = next(iter(known.values())) if len(known) == 1 else known
+    return cut(observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False), MOST_CHARACTERS)
+
+
+def read_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the action that a reply gives in its last `<answer>` tags, or its last line. Raises ValueError."""
+    given, fields = tagged_or_last_line(text), _fields(schema)
+    if len(fields) == 1:
+        ((name, kind),) = fields.items()
+        return {name: given if kind.get("type") == "string" else json.loads(given)}
+    action = json.loads(given)
+    if not isinstance(action, dict):
+        raise ValueError(f"it must be a JSON object with {', '.join(fields)}")
+    return action
+
+
+@dataclass(frozen=True)
+class OpenEnvRollout:
+    """Plays one game in a session of its own."""
+
+    address: str
+    headers: Mapping[str, str] = field(repr=False)
+    game: Game
+    with_tools: bool
+
+    async def __call__(self, chat: Chat) -> tuple[float, dict[str, float]]:
+        options = {"seed": self.game.seed, **(self.game.options or {})}
+        where = f"task {chat.task_id!r}, sample {chat.sample}: OpenEnv server {self.address}"
+        async with aiohttp.ClientSession(headers=dict(self.headers)) as http:
+            while True:
+                try:
+                    connection = await http.ws_connect(f"{self.address}/ws", max_msg_size=LONGEST_MESSAGE)
+                except aiohttp.ClientError as error:
+                    raise RolloutError(f"{where} cannot be reached: {describe(error)}") from None
+                async with connection:
+                    session = _Session(where, connection)
+                    with contextlib.suppress(_Busy):
+                        session.begun = await session.ask("reset", options)
+                        return await (self._call_tools(chat, session) if self.with_tools else self.game.play(chat, session))
+                with chat.idle():
+                    await asyncio.sleep(_ASK_AGAIN)
+
+    async def _call_tools(self, chat: Chat, session: "_Session") -> tuple[float, dict[str, float]]:
+        show(chat, self.game.observe(session.begun["observation"]))
+        total, ended, tools = 0.0, False, Tools(())
+
+        async def step(name: str, arguments: dict[str, Any]) -> str:
+            nonlocal total, ended
+            if ended:
+                raise ValueError("the environment is done")
+            observation, reward, ended, _, _ = await session.step(
+                {"type": "call_tool", "tool_name": name, "arguments": arguments}
+            )
+            total += reward
+            if failure := observation.get("error"):
+                if failure.get("error_type") in ("transport_error", "timeout"):
+                    raise session.failed(f"failed in its tool {name}: {failure.get('message')}")
+                raise ValueError(failure.get("message"))
+            result = observation.get("result")
+            return self.game.observe(result["data"] if isinstance(result, dict) and "data" in result else result)  # FastMCP's
+
+        def caller(name: str) -> Callable[..., Any]:
+            async def call(**arguments: Any) -> str:
+                return await step(name, arguments)
+
+            return call
+
+        for tool in (await session.step({"type": "list_tools"}))[0].get("tools", []):
+            name, parameters = tool["name"], tool.get("input_schema") or {"type": "object", "properties": {}}
+            described = {"name": name, "description": tool.get("description", ""), "parameters": parameters}
+            tools.add(caller(name), {"type": "function", "function": described})
+        if not tools.functions:
+            raise session.failed("has no tools")
+        try:
+            choice = await chat(tools=tools.descriptions)
+            while not ended and (told := await tools.answer(choice)) and not ended:
+                choice = await chat(told)
+        except RolloutLimitError:
+            if not tools.calls:
+                raise
+        return total, {"steps": tools.calls - tools.failures, "invalid": tools.failures, "ended": float(ended)}
+
+
+class _Session:
+    """A connection of one rollout, with Gymnasium's methods."""
+
+    def __init__(self, where: str, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._where, self._socket = where, socket
+        self.begun: dict[str, Any] = {}
+
+    async def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        return self.begun["observation"], {}
+
+    async def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        data = await self.ask("step", action)
+        reward = data.get("reward")
+        if reward is not None and not isinstance(reward, bool) and not is_number(reward):
+            raise self.failed(f"gave the reward {short(reward, 40)}")
+        return data["observation"], float(reward or 0.0), bool(data.get("done")), False, {}
+
+    async def ask(self, kind: str, data: Any) -> dict[str, Any]:
+        """Return what the server answers. Raises NoAction, _Busy, RolloutError."""
+        with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # a server without a free session has said so, and left
+            await self._socket.send_json({"type": kind, "data": data})
+        message = await self._socket.receive()
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise self.failed(f"ended the session ({message.type.name.lower()} {self._socket.close_code or ''})")
+        try:
+            answer = json.loads(message.data)
+            found, is_error = dict(answer["data"]), answer["type"] == "error"
+            if not is_error and not isinstance(found["observation"], dict):
+                raise TypeError("its observation is no object")
+        except (ValueError, KeyError, TypeError) as error:
+            raise self.failed(f"answered {short(message.data, 120)}, which is not OpenEnv's: {describe(error)}") from None
+        if is_error and found.get("code") == "CAPACITY_REACHED":
+            raise _Busy
+        if is_error and found.get("code") == "VALIDATION_ERROR":
+            raise NoAction("; ".join(f"{_dotted(one.get('loc'))}: {one.get('msg')}" for one in found.get("errors", [])))
+        if is_error:
+            raise self.failed(f"failed: {found.get('message')} ({found.get('code')})")
+        return found
+
+    def failed(self, what: str) -> RolloutError:
+        return RolloutError(f"{self._where} {what}")
+
+
+def _dotted(place: Any) -> str:
+    return ".".join(map(str, place or ()))
+
+
+class _Busy(Exception):  # noqa: N818 - it is waited for
+    """The server has no session left."""
+
+
+# What is known of a server before anything is played
+
+
+def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an action must have, or may have, where it must have nothing."""
+    known = {name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"}
+    return {name: kind for name, kind in known.items() if name in schema.get("required", ())} or known
+
+
+def _is_tools(schema: Mapping[str, Any]) -> bool:
+    return not _fields(schema) or "tool_name" in _fields(schema)
+
+
+def _how(schema: Mapping[str, Any]) -> str:
+    if _is_tools(schema):
+        return ""
+    fields = _fields(schema)
+    if len(fields) == 1:
+        ((name, kind),) = fields.items()
+        what = f"{name} ({kind.get('description') or kind.get('type', 'JSON')})"
+    else:
+        what = f"an action, as a JSON object of the schema {json.dumps({'properties': fields}, ensure_ascii=False)}"
+    return f"End each reply with {what}, in <answer> </answer> tags."
+
+
+def _get(address: str, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    request = urllib.request.Request(address + path, headers=dict(headers))  # noqa: S310 - http(s) alone, checked by the caller
+    try:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(request, timeout=30) as answer:
+            found = json.loads(answer.read(LONGEST_MESSAGE))
+    except (OSError, ValueError) as error:
+        raise TaskError(f"OpenEnv server {address}{path} cannot be read: {describe(error)}") from None
+    if not isinstance(found, dict):
+        raise TaskError(f"OpenEnv server {address}{path} answered {short(found, 80)}; is it a server of OpenEnv?")
+    return found
+
+
+_running: list[tuple[ChildProcess, tempfile.TemporaryDirectory[str]]] = []
+
+
+@functools.lru_cache(16)
+def _started(command: tuple[str, ...]) -> str:
+    """Start a server that is not started yet; return its address. It ends with this process. Raises TaskError."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    if not any("{port}" in part for part in command):
+        raise TaskError(f"OpenEnv server {' '.join(command)!r}: write {{port}} where its port stands")
+    folder = tempfile.TemporaryDirectory(prefix="ttrl-openenv-")
+    own = {name: value for name, value in os.environ.items() if not hidden(name)}
+    child = ChildProcess([part.replace("{port}", str(port)) for part in command], Path(folder.name, "server.log"), own)
+    _running.append((child, folder))
+    try:
+        child.start()
+    except TtrlError as error:
+        raise TaskError(f"OpenEnv server: {error}") from None
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline and child.poll() is None:
+        with contextlib.suppress(TaskError):
+            _get(address, "/health", {})
+            return address
+        time.sleep(0.1)
+    child.stop()
+    raise TaskError(f"OpenEnv server {' '.join(command)!r} did not start:\n{child.log_tail(10)}")
