@@ -178,6 +178,15 @@ class Host:
         return os.getpid(), time.process_time()
 
 
+def seconds_of(hosts: Sequence[Any]) -> dict[int, float]:
+    """Return the CPU time of each process with workers, also of one that is being started again."""
+    while True:
+        try:
+            return dict(ray.get([host.seconds.remote() for host in hosts]))
+        except ray.exceptions.ActorUnavailableError:
+            time.sleep(0.5)
+
+
 class Counted(cluster_workers.WorkerActor):
     """Counts its turns."""
 
@@ -245,7 +254,7 @@ class Bench:
         settings: dict[str, Any] = {"model": "m", "n": o.samples, "params": {"max_tokens": tokens}, "pbar": False}
         settings |= {"client": self.endpoints, "weights_version": 1}
         came: list[str] = []
-        before = {pid: spent for pid, spent in ray.get([host.seconds.remote() for host in hosts])}
+        before = seconds_of(hosts)
         began, lead, Counted.turns = time.perf_counter(), time.process_time(), 0
         with FinishedGroups(self.folder / f"partial{self.loads}.jsonl", dict(enumerate(tasks)), ()) as finished:
 
@@ -264,7 +273,7 @@ class Bench:
             else:
                 results = asyncio.run(get_task_results(tasks, **settings, on_task_done=done))
         lead, wall = time.process_time() - lead, time.perf_counter() - began
-        after = {pid: spent for pid, spent in ray.get([host.seconds.remote() for host in hosts])}
+        after = seconds_of(hosts)
         in_workers = sum(spent - before.get(pid, 0.0) for pid, spent in after.items())
         assert sorted(came) == sorted(task.id for task in tasks), "a task was lost, or came twice"
         assert results.stats.num_graded == o.tasks * o.samples, results.stats.failures()

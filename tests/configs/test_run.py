@@ -169,8 +169,8 @@ def test_resolved_does_not_depend_on_the_cores_beyond_one():
 OLD_CONFIG = """
 {drift: "warn", drift_limits: {"mean": 0.1, "ess": null}, loggers: ["stdout"], trainer: "resident", trainer_memory: "keep",
 trainer_restarts: 1, keep_best: 1, keep_every: 10, mirror: "s3://bucket/runs/old", servers: 1, joined_servers: [],
-joined_key_file: null, joined_run: null, adapters: "auto", weight_check: "all", off_policy_steps: 1, nnodes: 2, rdzv_endpoint:
-"10.0.0.7:29400", join_timeout: 600, run: "runs/old", model: "models/m", iterations: 3, tasks_per_iteration: 32,
+joined_key_file: null, joined_run: null, adapters: "auto", weight_check: "all", off_policy_steps: 1, nnodes: 1, rdzv_endpoint:
+null, join_timeout: 600, run: "runs/old", model: "models/m", iterations: 3, tasks_per_iteration: 32,
 samples_per_task: 16, max_tokens: 1024, tokens_per_iteration: null, max_staleness: null, temperature: 1.0, sampling: {},
 cache: [], validation_samples: 1, validation_temperature: null, validation_metric: "reward", stop_at: null, advantages: "std",
 advantage_std_floor: 0.05, advantage_clip: null, reward_power: 1.0, surprise_bonus: 0.0, surprise_until: null,
@@ -183,7 +183,11 @@ num_threads: 2, device: "cpu", dtype: "fp32", weight_sync: "reload", server: {},
 def test_config_yaml_of_an_older_version_means_the_same():
     values = yaml.safe_load(OLD_CONFIG)
     read, plain = TrainConfig.parse(values, "config.yaml").to_dict(), TrainConfig.defaults()
-    assert read == {name: plain.get(name) for name in read} | values
+    assert read == {name: plain.get(name) for name in read} | {
+        name: values[name] for name in values if name not in TrainConfig.gone
+    }
+    with pytest.raises(ConfigError, match=r"rdzv_endpoint is gone: several machines train on a Ray cluster"):
+        TrainConfig.parse(values | {"rdzv_endpoint": "10.0.0.7:29400"}, "config.yaml")
 
 
 @pytest.mark.parametrize(

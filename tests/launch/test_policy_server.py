@@ -108,13 +108,13 @@ class Syncs:
         server.check()
         server.policy_folder = folder
 
-    def sync(self, server, folder, *, mode, compare=True, remote_folder=None, asleep=False, handover=None):
+    def sync(self, server, folder, *, mode, compare=True, asleep=False, handover=None):
         if mode == "restart":
             server.stop()
             server.model_folder = folder
             server.start()
         how = (" from sleep" if asleep else "") + (" from memory" if handover else "")
-        self.step(f"sync by {mode}{how}", server, remote_folder or folder)
+        self.step(f"sync by {mode}{how}", server, folder)
         return SyncReport(mode, 0.5, 1e-6, None, WeightComparison(7, 1))
 
     def sleep(self, server):
@@ -446,12 +446,11 @@ def key(monkeypatch):
 
 
 def test_all_are_synced_and_used(make, syncs, key, tmp_path):
-    server = make(servers=2, joined_run="/there", run=str(tmp_path), **JOINED)
+    server = make(servers=2, run=str(tmp_path), **JOINED)
     checkpoint = tmp_path / "iterations/0001/checkpoint"
     facts = server.serve(checkpoint)
     assert (facts["servers"], facts["left_out"]) == (4, {})
-    there = "/there/iterations/0001/checkpoint"
-    assert sorted(syncs.events) == sorted([("verify", str(checkpoint))] * 2 + [("sync by reload", there)] * 2)
+    assert sorted(syncs.events) == sorted([("verify", str(checkpoint))] * 2 + [("sync by reload", str(checkpoint))] * 2)
     clients = asked(server)
     assert [client.base_url for client, _ in clients] == ["http://server-0/v1", "http://server-1/v1", *JOINED["joined_servers"]]
     assert {version for _, version in clients} == {client.version for client, _ in clients}
@@ -608,22 +607,13 @@ def test_a_family_that_stores_matrices_as_one_needs_more_of_vllms_rank(tmp_path,
 # Settings
 
 
-def test_keys_of_joined_servers(tmp_path, monkeypatch):
+def test_the_key_of_joined_servers(monkeypatch):
     monkeypatch.delenv("TTRL_SERVER_KEY", raising=False)
-    file = tmp_path / "keys"
-    config = config_of(joined_key_file=str(file), **JOINED)
-    assert "cannot be used" in config.server_problems()[0]
-    file.write_text("http://one:1/v1 first\n")
-    file.chmod(0o644)  # as cp and editors leave it
-    assert "others can read it: mode 644" in config.server_problems()[0]
-    file.chmod(0o600)
-    assert config.server_problems() == [f"joined_servers: there is no key for http://two:2/v1 in {file}"]
-    file.write_text("http://one:1/v1 first\nother\n")
-    assert config.joined_keys() == {"http://one:1": "first", "http://two:2/v1": "other"}
-    assert "other" not in str(config.to_dict())
-    assert "TTRL_SERVER_KEY" in config_of(**JOINED).server_problems()[0]
+    [problem] = config_of(**JOINED).server_problems()
+    assert "no key for http://one:1, http://two:2/v1; export TTRL_SERVER_KEY=" in problem
     monkeypatch.setenv("TTRL_SERVER_KEY", " secret\r\n")
     assert config_of(**JOINED).joined_keys() == {"http://one:1": "secret", "http://two:2/v1": "secret"}
+    assert "secret" not in str(config_of(**JOINED).to_dict())
     monkeypatch.setenv("TTRL_SERVER_KEY", "two\nlines")
     [problem] = config_of(**JOINED).server_problems()
     assert "is not one ASCII word" in problem and "two\n" not in problem

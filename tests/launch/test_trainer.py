@@ -12,7 +12,9 @@ from support.pretended_tune import PretendedTune
 
 from ttrl import TrainConfig
 from ttrl.errors import StorageError, TrainerDiedError, TrainerError
+from ttrl.launch.nodes import torchrun_arguments
 from ttrl.launch.trainer import Trainer
+from ttrl.launch.tune import TrainerProcess, tune_command
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
@@ -65,9 +67,9 @@ def made(tmp_path, monkeypatch):
     trainers = []
     PretendedTune(monkeypatch, tmp_path).runs(RECIPE)
 
-    def make(form="resident", **settings):
+    def make(form="resident", elsewhere=None, **settings):
         config = TrainConfig(run=str(tmp_path / "run"), model="m", iterations=3, trainer=form, **settings)
-        trainers.append(Trainer(config, RunFolder(tmp_path / "run"), Console(quiet=True)))
+        trainers.append(Trainer(config, RunFolder(tmp_path / "run"), Console(quiet=True), elsewhere))
         return trainers[-1]
 
     def config(number, **more):
@@ -340,9 +342,14 @@ def test_the_progress_of_the_iteration_before_is_not_shown_again(made):
 
 
 def test_machines_that_do_not_come(made):
-    """torchrun ends with that error then; it has to be said who is missing, and another start would not mend it."""
-    trainer = made(nnodes=2, rdzv_endpoint="127.0.0.1:29400", join_timeout=90)
+    """torchrun ends with that error then; it has to be said what is wrong, and another start would not mend it."""
+
+    def elsewhere(config, path, log, variables):
+        torchrun = torchrun_arguments(2, "127.0.0.1:29400", path.name, leads=True, join_timeout=90)
+        return TrainerProcess(tune_command(path / "start.yaml", torchrun_args=torchrun), log, path / "progress", variables)
+
+    trainer = made(nnodes=2, cluster="auto", join_timeout=90, elsewhere=elsewhere)
     trainer.start(made.config(1, do_at_start="sys.exit('torch.distributed…api.RendezvousTimeoutError')"))
-    with pytest.raises(TrainerError, match=r"of 2 machines only 1 were there within 90 s .* run `ttrl join .*run` on") as raised:
+    with pytest.raises(TrainerError, match=r"not all of 2 machines were there within 90 s \(join_timeout\)") as raised:
         wait_until(trainer.check)
     assert type(raised.value) is TrainerError  # not one that is started again

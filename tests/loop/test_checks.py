@@ -49,8 +49,8 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             ["lr is -1.0", "did you mean 'kl_in'?", "did you mean 'iterations'?"],
         ),
         (
-            {"servers": 0, "nnodes": 2, "rdzv_endpoint": "here", "tasks_per_iteration": 64},
-            ["nobody would sample", "must be HOST:PORT", "there are only 2 tasks"],
+            {"servers": 0, "nnodes": 2, "tasks_per_iteration": 64},
+            ["nobody would sample", "needs a Ray cluster", "there are only 2 tasks"],
         ),
         (
             {"mirror": " ", "advantage_clip": 0, "model": "a/folder/deep/down"},

@@ -284,7 +284,7 @@ def test_keys_and_passwords_are_left_out(tmp_path: Path) -> None:
     headers = {"Authorization": "Bearer hush-1", "X-Api-Key": "hush-2"}
     server = {"hf_token": "hush-3", "max_tokens": "seen-1", "hf-token": True}
     loggers = [{"name": "wandb", "api_key": "hush-4", "project": "seen-2"}]
-    config = {"sampling": {"extra_headers": headers}, "server": server, "loggers": loggers, "joined_key_file": "seen-3"}
+    config = {"sampling": {"extra_headers": headers}, "server": server, "loggers": loggers, "mirror": "seen-3"}
     (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
     html = write_report(folder).read_text(encoding="utf-8")
     assert "hush" not in html and all(f"seen-{number}" in html for number in (1, 2, 3))

@@ -37,7 +37,6 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     "sweep": (sweep.add_sweep, "run a grid of settings and seeds, and compare what came of them"),
     "serve": (machine.add_serve, "start a server that a run on another host joins"),
     "proxy": (proxy.add_proxy, "collect what agents ask a model, as rollouts to train on"),
-    "join": (machine.add_join, "train together with a run that another machine leads"),
     "cache": (cache.add_cache, "look into a cache of completions, export it, clear it"),
     "tasks": (tasks.add_tasks, "make puzzles, start a task of your own, try it before training"),
 }

@@ -1,4 +1,4 @@
-"""`ttrl doctor`, `ttrl serve` and `ttrl join`: what this machine can do, and what it does for a run on another one."""
+"""`ttrl doctor` and `ttrl serve`: what this machine can do, and what it does for a run on another one."""
 
 import argparse
 import logging
@@ -71,18 +71,4 @@ def run_serve(arguments: argparse.Namespace) -> int:
         arguments=given,
         say=say,
     )
-    return 0
-
-
-def add_join(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, on a file system that all nodes share")
-    patience = "how long to wait for a trainer to come up before giving up (600)"
-    parser.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help=patience)
-    parser.set_defaults(run_command=run_join)
-
-
-def run_join(arguments: argparse.Namespace) -> int:
-    from ttrl.launch.nodes import join
-
-    join(arguments.run, patience=arguments.patience, say=say)
     return 0

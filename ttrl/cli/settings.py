@@ -53,9 +53,7 @@ def _promised(file: Path) -> dict[str, Any]:
         found["seq_len"] = int(rows[1])
     if gpus := re.match(r"# (\d+) x \d+ GB GPU(?: in (\d+) machines)?", first):
         nodes = int(gpus[2] or 1)
-        found |= {"nproc_per_node": int(gpus[1]) // nodes} | (
-            {"nnodes": nodes, "rdzv_endpoint": "HOST:29500"} if nodes > 1 else {}
-        )
+        found |= {"nproc_per_node": int(gpus[1]) // nodes} | ({"nnodes": nodes, "cluster": "auto"} if nodes > 1 else {})
     return found
 
 

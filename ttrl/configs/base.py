@@ -116,6 +116,9 @@ class Config:
     _is_part: typing.ClassVar[bool] = False
     """Whether its constructor leaves misspelt names to the config that it is a part of, which names all mistakes at once."""
 
+    gone: typing.ClassVar[Mapping[str, str]] = {}
+    """Settings of earlier versions, which null in a file of theirs does no harm, with what takes their place."""
+
     def problems(self) -> list[str]:
         """Return what is wrong with the values beyond their types, one line each."""
         return []
@@ -155,7 +158,9 @@ class Config:
         found: list[str] = []
         meant = set()
         for key in values:
-            if key not in fields:
+            if key in cls.gone:
+                found += [] if values[key] is None else [f"{key} is gone: {cls.gone[key]}"]
+            elif key not in fields:
                 near = cls.elsewhere(str(key)) or next(iter(difflib.get_close_matches(str(key), fields, n=1)), None)
                 meant.add(near)
                 listed = f"known keys: {', '.join(fields)}" if len(fields) <= 20 else "`ttrl config` lists all that there are"

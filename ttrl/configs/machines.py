@@ -1,16 +1,14 @@
-"""Addresses and keys: of servers that others have started, of the meeting point of several machines, and of a machine's GPUs."""
+"""Addresses and keys of servers that others have started, and a machine's GPUs."""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from ttrl.errors import ConfigError
-from ttrl.system.files import read_private
 
 SERVER_KEY_VARIABLE = "TTRL_SERVER_KEY"
-"""Holds the key of joined servers that no file names."""
-_SLURM_PORTS = range(20_000, 30_000)
+"""Holds the key of joined servers."""
 
 
 def server_address_problems(urls: Sequence[str]) -> list[str]:
@@ -27,36 +25,29 @@ def server_address_problems(urls: Sequence[str]) -> list[str]:
     return found
 
 
-def joined_problems(urls: Sequence[str], key_file: str | None) -> list[str]:
-    """Return what is wrong with joined servers, addresses and keys, one line each."""
+def joined_problems(urls: Sequence[str]) -> list[str]:
+    """Return what is wrong with joined servers, addresses and key, one line each."""
     found = server_address_problems(urls)
     if urls and not found:
         try:
-            server_keys(urls, key_file)
+            server_keys(urls)
         except ConfigError as error:
             found += error.problems
     return found
 
 
-def server_keys(urls: Sequence[str], key_file: str | None) -> dict[str, str]:
-    """Return the key of each joined server, from `key_file` or the environment. Raises ConfigError where one is not known."""
-    keys, common = {}, os.environ.get(SERVER_KEY_VARIABLE, "").strip()  # files and secrets often end with a newline
-    where = f"the environment variable {SERVER_KEY_VARIABLE}"
-    if key_file is not None:
-        where = key_file
-        try:
-            words = [line.split() for line in read_private(key_file).splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("TrainConfig", [f"joined_key_file: {key_file} cannot be used ({error})"]) from None
-        common = next((line[0] for line in words if len(line) == 1), common)
-        keys = {_without_path(line[0]): line[1] for line in words if len(line) == 2}
-    found = {url: keys.get(_without_path(url), common) for url in urls}
-    if missing := [url for url, key in found.items() if not key]:
-        raise ConfigError("TrainConfig", [f"joined_servers: there is no key for {', '.join(missing)} in {where}"])
-    if wrong := [url for url, key in found.items() if not (key.isascii() and key.isprintable()) or " " in key]:
+def server_keys(urls: Sequence[str]) -> dict[str, str]:
+    """Return the key of each joined server, from the environment. Raises ConfigError where it is not known."""
+    key = os.environ.get(SERVER_KEY_VARIABLE, "").strip()  # files and secrets often end with a newline
+    if urls and not key:
+        raise ConfigError(
+            "TrainConfig",
+            [f"joined_servers: no key for {', '.join(urls)}; export {SERVER_KEY_VARIABLE}=$(cat FILE)"],
+        )
+    if not (key.isascii() and key.isprintable()) or " " in key:
         # Refused here, because the HTTP client's own error would repeat the key.
-        raise ConfigError("TrainConfig", [f"joined_servers: the key for {', '.join(wrong)} in {where} is not one ASCII word"])
-    return found
+        raise ConfigError("TrainConfig", [f"joined_servers: the key in {SERVER_KEY_VARIABLE} is not one ASCII word"])
+    return dict.fromkeys(urls, key)
 
 
 def _has_valid_port(url: str) -> bool:
@@ -68,41 +59,6 @@ def _has_valid_port(url: str) -> bool:
 
 def _without_path(url: str) -> str:
     return re.sub(r"/(v1/?)?$", "", url.strip())
-
-
-def slurm_endpoint(environment: Mapping[str, str]) -> str | None:
-    """Return HOST:PORT of this node within a SLURM job, with a port derived from the job's number; None outside of one."""
-    host, job = environment.get("SLURMD_NODENAME"), environment.get("SLURM_JOB_ID", "")
-    if not host or not job.isdigit():
-        return None
-    return f"{host}:{_SLURM_PORTS[int(job) % len(_SLURM_PORTS)]}"
-
-
-def meeting_problems(nnodes: int, endpoint: str | None, environment: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with how several machines meet, one line each."""
-    found = []
-    if endpoint is None:
-        # Without it, torchrun would quietly train on each node alone.
-        found.append(
-            f"nnodes is {nnodes}, but where they meet is not known; set rdzv_endpoint to this machine's address in your private "
-            'network and a free port, such as "10.0.0.7:29400" (in a SLURM job it is found by itself)'
-        )
-    elif problem := endpoint_problem(endpoint):
-        found.append(problem)
-    slurm_nodes = environment.get("SLURM_JOB_NUM_NODES", "")
-    if slurm_nodes.isdigit() and int(slurm_nodes) < nnodes:
-        found.append(f"nnodes is {nnodes}, but this SLURM job has {slurm_nodes}; ask for more with sbatch --nodes")
-    return found
-
-
-def endpoint_problem(endpoint: str) -> str | None:
-    """Return what is wrong with a meeting point HOST:PORT, or None."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):([0-9]{1,5})", endpoint)
-    if match is None:
-        return f"rdzv_endpoint is {endpoint!r}; it must be HOST:PORT, such as 10.0.0.7:29400"
-    if not 0 < int(match[2]) < 65536:
-        return f"rdzv_endpoint is {endpoint!r}; a port is a number from 1 to 65535"
-    return None
 
 
 def divided_devices(devices: list[str], trainers: int) -> tuple[list[str], list[str]]:

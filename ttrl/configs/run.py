@@ -3,14 +3,14 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 
 from ttrl.configs.base import Config, absent_folder, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
-from ttrl.configs.machines import joined_problems, meeting_problems, server_keys, slurm_endpoint
+from ttrl.configs.machines import joined_problems, server_keys
 from ttrl.configs.recipe import OTHER_NAMES, GRPOConfig, TrainingConfig, read_settings
 from ttrl.configs.vllm_arguments import (
     LORA_RANKS,
@@ -193,12 +193,8 @@ class TrainConfig(Config):
     run that was killed trains again from the last that was written, to the same bits; nothing is sampled again for it. What is
     kept of checkpoints (`keep_best`, too) is kept of those."""
     joined_servers: list[str] = field(default_factory=list)
-    """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their keys are never written here: see
-    `joined_key_file`."""
-    joined_key_file: str | None = None
-    """A file with the key of the joined servers, or with lines "URL KEY"; None: the environment variable TTRL_SERVER_KEY."""
-    joined_run: str | None = None
-    """Where the joined servers' hosts find this run folder, on a file system that both share; None: at the same path."""
+    """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their hosts find
+    this run folder at the same path. Their key is in the environment variable TTRL_SERVER_KEY, and never written here."""
     adapters: Literal["auto", "merged"] = "auto"
     """With `training["lora_rank"]`: "auto", servers keep the starting model and receive each iteration's adapter, where vLLM can
     do so (not with DoRA, 4 bits, adapters on the head, or joined servers); "merged", they receive merged weights."""
@@ -217,12 +213,7 @@ class TrainConfig(Config):
     """On a `cluster`: processes that sample, grade and tokenize for the run, each with a share of the servers. 0: the run does it
     itself, as always with `tokens_per_iteration`. None: 1 for 16 servers, 0 where there are no more than 32 of them."""
     nnodes: int = 1
-    """Machines that train together, this one included; the others run `ttrl join RUN` on the same run folder, which lies on a
-    file system that all of them share. On a `cluster`: machines of it."""
-    rdzv_endpoint: str | None = None
-    """With more than one node: HOST:PORT where they meet. The host is this machine's address in a network that is private to the
-    nodes: torch.distributed asks for no key and encrypts nothing. None: within a SLURM job, this node's name there and a port
-    derived from the job's number."""
+    """Machines of the `cluster` that train together. The run folder lies on a file system that all of them share."""
     join_timeout: int = 600
     """Seconds that the trainer waits for all nodes when it starts; after that the run ends, and the same command continues it."""
 
@@ -249,6 +240,12 @@ class TrainConfig(Config):
     """Where each iteration's metrics go besides metrics.jsonl: "stdout", "tensorboard", "wandb", or a mapping with arguments,
     such as {"name": "wandb", "project": "sorting", "mode": "offline"} or, with torchtune's names for its own loggers,
     {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md."""
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "rdzv_endpoint": "several machines train on a Ray cluster (`cluster`), where they find each other",
+        "joined_key_file": "the key is in the environment variable TTRL_SERVER_KEY",
+        "joined_run": "servers on other hosts find the run folder at the same path; mount it there, or make a symbolic link",
+    }
 
     def __post_init__(self) -> None:
         if isinstance(self.training, str) and isinstance(found := read_settings(self.training), dict):
@@ -373,7 +370,7 @@ class TrainConfig(Config):
 
     def server_problems(self) -> list[str]:
         """Return what is wrong with the servers that are to be started or joined, one line each."""
-        found = joined_problems(self.joined_servers, self.joined_key_file)
+        found = joined_problems(self.joined_servers)
         if self.cluster is None and self.sampling_workers:
             found.append(f"sampling_workers is {self.sampling_workers}, but there is no cluster; leave it out")
         if self.cluster is not None and self.weight_sync not in ("auto", "reload"):
@@ -390,17 +387,13 @@ class TrainConfig(Config):
         """Return the model where it can only be a folder and is none, in a line."""
         return absent_folder(self.model)
 
-    def node_problems(self, environment: Mapping[str, str] = os.environ) -> list[str]:
+    def node_problems(self) -> list[str]:
         """Return what is wrong with training on several machines, one line each."""
         found = self.at_least(1, "nnodes", "join_timeout")
         if self.nnodes <= 1:
-            if self.rdzv_endpoint is not None:
-                found.append(f"rdzv_endpoint is {self.rdzv_endpoint!r}, but nnodes is {self.nnodes}: nobody would be met there")
             return found
         if self.cluster is None:
-            found += meeting_problems(self.nnodes, self.endpoint(environment), environment)
-        elif self.rdzv_endpoint is not None:
-            found.append(f"rdzv_endpoint is {self.rdzv_endpoint!r}, but machines of a cluster meet at an address of their own")
+            found.append(f"nnodes is {self.nnodes}, which needs a Ray cluster: set `cluster` (docs/several_machines.md)")
         if self.trainer != "resident":
             found.append(f"nnodes is {self.nnodes}, which needs trainer: resident; the other nodes follow it")
         return found
@@ -485,13 +478,9 @@ class TrainConfig(Config):
         if self.cache and not all_of_them:
             yield "the cache goes by what files hold"
 
-    def endpoint(self, environment: Mapping[str, str] = os.environ) -> str | None:
-        """Return `rdzv_endpoint`, or what SLURM's variables say in its place; None where neither is known."""
-        return self.rdzv_endpoint if self.rdzv_endpoint is not None else slurm_endpoint(environment)
-
     def joined_keys(self) -> dict[str, str]:
         """Return the key of each joined server. Raises ConfigError where one is not known."""
-        return server_keys(self.joined_servers, self.joined_key_file)
+        return server_keys(self.joined_servers)
 
     def policy_of_rollouts(self, number: int) -> int:
         """Return the iteration whose policy samples the rollouts of iteration `number`."""

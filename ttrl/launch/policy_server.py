@@ -239,9 +239,8 @@ class PolicyServer:
         others += [] if tools.elsewhere is None else tools.elsewhere(model_folder, self._logs)
         mode: Literal["reload", "restart", "sleep"] = "sleep" if config.server_sleeps else "reload"
         mode = "restart" if config.weight_sync == "restart" else mode
-        remote = None if config.joined_run is None else (Path(config.run), Path(config.joined_run))
         return [ServerMember(server, mode=mode, compare=compare, tools=tools) for server in own] + [
-            ServerMember(server, mode="reload", compare=compare, remote_run=remote, tools=tools) for server in others
+            ServerMember(server, mode="reload", compare=compare, tools=tools) for server in others
         ]
 
     def _base(self, model_folder: Path) -> Path:

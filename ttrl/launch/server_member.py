@@ -37,7 +37,6 @@ class ServerMember:
     """A server, and which policy it was proven to have. Its methods are called with `lock` held.
 
     compare: whether its weights are compared with the files after each sync.
-    remote_run: (run folder here, run folder on its host), where they differ.
     """
 
     def __init__(
@@ -46,10 +45,9 @@ class ServerMember:
         *,
         mode: Literal["reload", "restart", "sleep"],
         compare: bool,
-        remote_run: tuple[Path, Path] | None = None,
         tools: ServerTools,
     ) -> None:
-        self.server, self._mode, self._compare, self._remote_run, self._tools = server, mode, compare, remote_run, tools
+        self.server, self._mode, self._compare, self._tools = server, mode, compare, tools
         self.lock = threading.RLock()
         self.proven: Path | None = None
         """The checkpoint that it was proven to compute with; None: nobody may use it."""
@@ -174,7 +172,6 @@ class ServerMember:
             cause = self.problem.__cause__
             raise cause if isinstance(cause, UserError) else self.problem
         fresh, asleep, self._fresh, self._asleep = self._fresh, self._asleep, False, False
-        there = self._there(checkpoint)
         try:
             server.check()
             if not self.is_fenced:
@@ -185,7 +182,7 @@ class ServerMember:
                 return facts
             restarts = self._mode == "restart" and self.ours is not None and not fresh
             mode: Literal["reload", "restart"] = "restart" if restarts else "reload"
-            how: dict[str, Any] = {"mode": mode, "compare": self._compare, "remote_folder": there, "asleep": asleep}
+            how: dict[str, Any] = {"mode": mode, "compare": self._compare, "asleep": asleep}
             if handover is not None and self.ours is not None:
                 how["handover"] = handover
             return _facts(self._tools.sync(server, checkpoint, **how))
@@ -226,13 +223,6 @@ class ServerMember:
         except ServerDiedError as error:
             raise WeightSyncError(f"the server died again after it was started anew: {error}") from died
         return _facts(report) | {"fell_back": reason}
-
-    def _there(self, checkpoint: Path) -> Path | None:
-        """Return the checkpoint's path on the server's host; None where that is the same."""
-        if self._remote_run is None:
-            return None
-        here, there = self._remote_run
-        return there / checkpoint.absolute().relative_to(here.absolute())
 
     def serve_merged(self) -> None:
         """Stop it; from its next start on it is given merged weights, and no adapters."""

@@ -19,7 +19,7 @@ from typing import Any
 from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
-from ttrl.launch.nodes import PROGRESS_FILE, arrived, is_loopback, network_environment, torchrun_arguments, write_meeting
+from ttrl.launch.nodes import PROGRESS_FILE
 from ttrl.launch.tune import TrainerProcess, checkpoint_of, meeting_here, tune, tune_command, visible_devices, write_recipe_config
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.transfer import Handover
@@ -39,7 +39,7 @@ class Trainer:
         trainer.stop()
 
     With `config.trainer` "once", `start` does nothing and each training has a process of its own: the same files, bit for bit.
-    With `config.nnodes` above 1, other machines join it (`ttrl.launch.nodes`). An object belongs to one thread at a time.
+    With `config.nnodes` above 1 it is started on machines of a cluster (`elsewhere`). An object belongs to one thread at a time.
     """
 
     def __init__(
@@ -78,22 +78,9 @@ class Trainer:
             return self._elsewhere(self._config, path, self._log, variables).start(), RequestFolder(path)
         self._leave_meeting()
         self._private = tempfile.TemporaryDirectory(prefix="ttrl-")
-        if self._config.nnodes == 1:
-            torchrun, private = meeting_here(Path(self._private.name), self._config.processes_here)
-            variables |= private
-        else:
-            endpoint = self._config.endpoint()
-            assert endpoint is not None  # checked with the config
-            nnodes, timeout = self._config.nnodes, self._config.join_timeout
-            torchrun = torchrun_arguments(nnodes, endpoint, path.name, leads=True, join_timeout=timeout)
-            variables |= network_environment(endpoint)
-            write_meeting(path, self._config, self._config.processes_here)
-            self._console.line(
-                f"the trainer waits at {endpoint} for {nnodes - 1} more of {nnodes} machines, {timeout} s at most; on each of "
-                f"them: ttrl join {self._folder.path}"
-            )
-            if is_loopback(endpoint):
-                self._console.line(f"note: {endpoint} is this machine's loopback; name an address that the others can reach")
+        assert self._config.nnodes == 1  # checked with the config
+        torchrun, private = meeting_here(Path(self._private.name), self._config.processes_here)
+        variables |= private
         command = tune_command(path / "start.yaml", nproc_per_node=self._config.processes_here, torchrun_args=torchrun)
         process = TrainerProcess(command, self._log, path / PROGRESS_FILE, variables).start()
         return process, RequestFolder(path)
@@ -207,7 +194,7 @@ class Trainer:
         """Raise TrainerError, and forget the resident process, where it has ended: well, and the file `unless` is not there, or
         in any other way."""
         assert self._resident is not None
-        process, requests = self._resident
+        process, _ = self._resident
         try:
             if process.ended() and not (unless is not None and unless.exists()):
                 raise TrainerError(f"the resident trainer ended by itself {when}; see {log}")
@@ -216,9 +203,7 @@ class Trainer:
             if isinstance(error, TrainerDiedError) and self._config.nnodes > 1 and "RendezvousTimeoutError" in str(error):
                 # Another start would not mend that.
                 raise TrainerError(
-                    f"of {self._config.nnodes} machines only {1 + arrived(requests.path)} were there within "
-                    f"{self._config.join_timeout} s (join_timeout); run `ttrl join {self._folder.path}` on the others, and start "
-                    f"the same command again. Each machine must reach the first one at {self._config.endpoint()}, and the others "
-                    "at any port"
+                    f"not all of {self._config.nnodes} machines were there within {self._config.join_timeout} s (join_timeout); "
+                    "each of them must reach the others at any port"
                 ) from error
             raise

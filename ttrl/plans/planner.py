@@ -42,7 +42,7 @@ _NO_SECONDS = {
     *("run", "iterations", "stop_at", "seed", "keep_checkpoints", "keep_best", "keep_every", "mirror", "loggers", "drift"),
     *("sample_files", "requests_log"),
     *("drift_limits", "validation_metric", "validation_temperature", "training.lr", "training.kl_coefficient"),
-    *("trainer_restarts", "join_timeout", "start_timeout", "joined_key_file", "joined_run", "sampling_workers"),
+    *("trainer_restarts", "join_timeout", "start_timeout", "sampling_workers"),
 }
 """Settings that hardly change what an iteration takes."""
 

@@ -32,7 +32,7 @@ from ttrl.text import compact, duration, si_spaced
 By = Literal["iteration", "flops", "tokens", "seconds"]
 BY: tuple[By, ...] = ("iteration", "flops", "tokens", "seconds")
 UNITS = {"iteration": "iteration", "flops": "FLOP", "tokens": "answer tokens", "seconds": "seconds"}
-_OURS = frozenset({"run", "seed", "cache", "loggers", "mirror", "joined_key_file", "sample_files", "requests_log"})
+_OURS = frozenset({"run", "seed", "cache", "loggers", "mirror", "sample_files", "requests_log"})
 """Settings that make no other arm."""
 _TOLERANCE = 0.01
 """By how much a run of a named arm may have spent more than the other arms' runs of its seed."""

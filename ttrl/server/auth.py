@@ -70,7 +70,7 @@ class RequireKey:
         if not self._has_key(scope):
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
-            places = "OpenAI's clients and ttrl take it from OPENAI_API_KEY, a run from joined_key_file or TTRL_SERVER_KEY"
+            places = "OpenAI's clients and ttrl take it from OPENAI_API_KEY, a run from TTRL_SERVER_KEY"
             message = f"Unauthorized: this server wants its key; {places}"
             return await _answer(send, 401, _error(message, 401), (b"www-authenticate", b"Bearer"))
         if scope.get("path") in _WITHOUT_V1:

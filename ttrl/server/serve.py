@@ -1,8 +1,7 @@
 """Run `ttrl serve`: a vLLM server on another host, which a run joins (`joined_servers` in its config).
 
 It starts with any model of the right shape, and answers for no weights until a run has synced it. The run names checkpoint
-folders by their paths, so this host must find the run folder on a file system that both share (`joined_run`, if the paths
-differ).
+folders by their paths, so this host must find the run folder at the same path, on a file system that both share.
 
 Whoever has the key can make the server load any folder that it can read, and more: vLLM's development endpoints run methods of
 the worker. So every path but /health asks for the key, the key is in a file that only its owner can read, and other hosts can
@@ -113,7 +112,7 @@ def serve(
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights
-        say(f'a run joins it with joined_servers=["{address}"] and a copy of that file as joined_key_file')
+        say(f'a run joins it with joined_servers=["{address}"] and that key in TTRL_SERVER_KEY')
         keep_serving(server, say, address=address, look_seconds=look_seconds, most_restarts=most_restarts)
 
 

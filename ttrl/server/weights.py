@@ -82,7 +82,6 @@ def sync_weights(
     *,
     mode: Literal["reload", "restart"] = "reload",
     compare: bool = True,
-    remote_folder: str | os.PathLike[str] | None = None,
     asleep: bool = False,
     handover: Handover | None = None,
 ) -> SyncReport:
@@ -90,7 +89,6 @@ def sync_weights(
     requests that name weights.
 
     compare: False checks the canary alone.
-    remote_folder: where the server's host finds that folder; None: at the same path.
     asleep: the server sleeps (`sleep`) and is woken: the weights first, the KV cache after they were loaded.
     handover: the same weights in the trainer's memory, from where they are taken if the server can; else, and where that fails,
         they are read from the folder, as soon as the trainer has written it.
@@ -107,7 +105,6 @@ def sync_weights(
         handover.wait_for_files(folder)
         handover = None
     canary = Canary.load(folder) if handover is None else Canary.of(handover.canary)
-    there = folder if remote_folder is None else Path(remote_folder)
     no_memory = fell_back = None
     if mode == "reload":
         if handover is not None:
@@ -117,7 +114,7 @@ def sync_weights(
             logger.warning("weights are read from files, as they were not taken from memory: %s", no_memory)
             handover.wait_for_files(folder)
             canary = Canary.load(folder)
-        report, comparison, fell_back = _reload(server, folder, canary, source=there, compare=compare, asleep=asleep)
+        report, comparison, fell_back = _reload(server, folder, canary, source=folder, compare=compare, asleep=asleep)
         if fell_back is None:
             way: Mode = "adapter" if server.has_adapter else "reload"
             seconds = time.monotonic() - start
