@@ -179,6 +179,8 @@ def test_difficulty() -> None:
         ]
 
     assert set(terms(level=0)) == {2} and 4 in terms(level=2) and max(terms(level=2)) == 4
+    for family in ("aiw", "word_sorting", "time_intervals", "rearc"):  # their configs hold enums, dates and objects
+        assert one(family, level=1).expected
     assert set(terms(min_terms=5, max_terms=5)) == set(terms(level=1, min_terms=5, max_terms=5)) == {5}
 
 

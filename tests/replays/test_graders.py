@@ -1,6 +1,9 @@
 """Graders and tasks by their names, and everything that is refused before anything is graded."""
 
+import re
+
 import pytest
+from support.chat_server import ChatHandler, threaded
 
 from ttrl import Task
 from ttrl.errors import GraderError, RunFolderError, TaskError, UserError
@@ -136,3 +139,71 @@ def test_folders_that_are_something_else(run, tmp_path):
     for output in (tmp_path / "letters", run.folder.path):
         with pytest.raises(RunFolderError, match="is not a replay; give another --output"):
             run.replay(inverse, output=output)
+
+
+# Of groups
+
+
+def shortest(choices):
+    """1 for the replies that no other one is shorter than."""
+    least = min(len(choice.message.content) for choice in choices)
+    return [(float(len(choice.message.content) == least), {"of": float(len(choices))}) for choice in choices]
+
+
+def test_a_grader_of_groups_by_the_name_of_its_argument(run, place):
+    place("groups", "def shortest(choices):\n    return [float(len(c.message.content) == 2) for c in choices]")
+    for grader in (shortest, "groups:shortest"):
+        result = run.replay(grader)
+        assert [row["reward"] for row in run.rows(result, 2)] == [0.0, 1.0, 1.0, 1.0] * 2
+        assert result.total.rollouts == 24 and result.total.mean_after == 0.5
+    again = run.replay("groups:shortest")
+    assert again.folder == result.folder and again.total == result.total
+
+
+def test_graders_of_groups_of_tasks_are_added_to_their_own(run):
+    def own(choice):
+        if choice.message.content == "yes":
+            raise ValueError("not this one")
+        return 0.25
+
+    messages = [run.sample(1, task, 0).messages for task in (0, 1)]
+    tasks = [Task(messages[0], own, id="task/0", group_grader=shortest), Task(messages[1], id="task/1", group_grader=shortest)]
+    result = run.replay(tasks=tasks)
+    rows = run.rows(result, 1)
+    assert [row["reward"] for row in rows] == [None, None, 1.25, 1.25, 0.0, 0.0, 1.0, 1.0]
+    assert [row["metrics"].get("of") for row in rows] == [None, None, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0]  # without those that failed
+    assert rows[0]["error"].startswith("GraderError") and "not this one" in rows[0]["error"]
+
+
+def test_what_a_grader_of_groups_gets_wrong_costs_its_group(run):
+    def picky(choices):
+        if choices[0].message.content == "maybe":
+            raise KeyError("first")
+        return [1.0, GraderError("no verdict"), 0.0, 0.0]
+
+    run.change(3, 4, text="maybe")
+    rows = run.rows(run.replay(picky), 3)
+    assert [row["reward"] for row in rows] == [1.0, None, 0.0, 0.0] + [None] * 4
+    assert rows[1]["error"] == "GraderError: no verdict" and all("KeyError: 'first'" in row["error"] for row in rows[4:])
+
+
+def test_a_judge_that_compares_replies(run, place):
+    class Prefers(ChatHandler):
+        """The reply that says no, in whatever order it is shown."""
+
+        def reply(self, body):
+            first, second = re.findall(r"Reply \d:\s*<[^>]*>\s*(\w+)", body["messages"][0]["content"])
+            return f"Better: {'tie' if first == second else 1 if first == 'no' else 2}", "stop"
+
+    with threaded(Prefers) as url:
+        place(
+            "judged",
+            f"""
+            from ttrl.judges.relative import Pairwise
+            judge = Pairwise(model="m", base_url="{url}", rubric="Does it say no?")
+            """,
+        )
+        result = run.replay("judged:judge", iterations=[1])
+    rows = run.rows(result, 1)
+    assert [row["reward"] for row in rows] == pytest.approx([1 / 6, 1 / 6, 5 / 6, 5 / 6] * 2)
+    assert all(row["metrics"]["position_bias"] == 0.0 for row in rows)

@@ -7,6 +7,7 @@ import pytest
 from support.chat_server import Kit
 
 from ttrl.errors import GraderError, TaskError
+from ttrl.rollouts.partial import TokenBudget
 from ttrl.tasks.task import Grade, Task
 
 ASK = [{"role": "user", "content": "P"}]
@@ -107,3 +108,43 @@ def test_what_is_no_group_grader() -> None:
         Task(ASK, group_grader=3)
     with pytest.raises(TaskError, match="grader is None"):
         Task(ASK)
+
+
+def test_with_a_token_budget_it_is_asked_once_when_the_group_is_whole() -> None:
+    """A group is cut off, and continued by a later call: what was finished before keeps its own grade and waits."""
+    scripts = [[*b"ab", 0], [*b"abcdefg", 0], [*b"uvwxyz", 0]]
+
+    def say(body, attempt):
+        if "tokens" in body:  # /detokenize
+            return Kit.Reply({"prompt": "".join(chr(i) for i in body["tokens"] if i)})
+        had = body["prompt"][len(Kit.prompt_ids) :] if "prompt" in body else []
+        choices = []
+        for k in [next(k for k in (1, 2) if scripts[k][: len(had)] == had)] if had else range(body["n"]):
+            ids = scripts[k][len(had) :][: body["max_tokens"]]
+            text = "".join(chr(i) for i in ids if i)
+            more = {"token_ids": ids, "finish_reason": "stop" if ids[-1] == 0 else "length"}
+            logprobs = {"tokens": [""] * len(ids), "token_logprobs": [-1.0] * len(ids), "top_logprobs": None}
+            choices.append({"index": 0, "text": text, "logprobs": logprobs, **more} if had else Kit.choice(k, text, **more))
+            if not had:
+                choices[-1]["logprobs"]["content"] = choices[-1]["logprobs"]["content"][: len(ids)]
+        return Kit.completion(choices)
+
+    asked, alone = [], []
+
+    def longest(choices):
+        asked.append([choice.message.content for choice in choices])
+        return [(float(len(choice.message.content) == max(map(len, asked[-1]))), {"group": 1.0}) for choice in choices]
+
+    def own(choice):
+        alone.append(choice.message.content)
+        return 0.25, {"own": 1.0}
+
+    given = task(longest, own)
+    budget = {"token_budget": TokenBudget(per_sample=4), "params": {"max_tokens": 20}}
+    (first,) = Kit.run(say, [given], n=3, **budget)[0]
+    assert [sample.finish_reason for sample in first.samples] == ["stop", "unfinished", "unfinished"]
+    assert first.samples[0].reward == 0.25 and asked == [] and alone == ["ab"]
+    (second,) = Kit.run(say, [given], n=3, unfinished=[first], **budget)[0]
+    assert [sample.text for sample in second.samples] == ["ab", "abcdefg", "uvwxyz"] == asked[0] and len(asked) == 1
+    assert [sample.reward for sample in second.samples] == [0.25, 1.25, 0.25] and sorted(alone) == ["ab", "abcdefg", "uvwxyz"]
+    assert all(sample.metrics == {"own": 1.0, "group": 1.0} for sample in second.samples)

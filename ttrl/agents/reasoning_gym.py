@@ -192,7 +192,9 @@ def _options(family: str, level: int | None, options: Mapping[str, Any]) -> str:
             raise TaskError(f"level is {level!r}; reasoning_gym:{family} has levels 0 to {highest}")
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration()
-        given = {name: getattr(config, name) for name in known} | given
+        default = config_class()  # what a level leaves as it is may be of a type that JSON has no word for
+        changed = {name: getattr(config, name) for name in known if getattr(config, name) != getattr(default, name)}
+        given = changed | given
     try:
         text = json.dumps(given, sort_keys=True)
         _dataset(family, text, 0, 1)

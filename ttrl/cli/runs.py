@@ -60,7 +60,7 @@ def run_view(arguments: argparse.Namespace) -> int:
 def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help=_RUN)
     how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--grader", metavar="MODULE:NAME", help="grader(choice) or grader(choice, sample); also FILE.py:NAME")
+    how.add_argument("--grader", metavar="MODULE:NAME", help="grader(choice), (choice, sample) or (choices); also FILE.py:NAME")
     how.add_argument("--tasks", metavar="MODULE:NAME", help="a list of tasks with graders, or a function that returns one")
     parser.add_argument("--iterations", metavar="3-5,8", help="which ones (all)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where the replay goes (RUN/replays/NAME)")

@@ -11,7 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ttrl.errors import TaskError, UserError
 from ttrl.loop.carried import task_key
@@ -22,7 +22,8 @@ from ttrl.tasks.reference import load_reference, tasks_of
 from ttrl.tasks.task import Task, WithSample
 
 ReplayGrader = Callable[..., Any]
-"""`grader(choice)`, as in training, or `grader(choice, sample)`: the sample has task id, messages, old reward and metrics."""
+"""`grader(choice)`, as in training, or `grader(choice, sample)`: the sample has task id, messages, old reward and metrics. One
+whose argument is named `choices` grades the samples of a task together, as a group_grader does."""
 
 
 class Regrader:
@@ -41,16 +42,16 @@ class Regrader:
         found, module = load_reference(given, f"--{self.kind}") if isinstance(given, str) else (given, None)
         sources: list[Any] = [found]
         if tasks is None:
-            self._grader, self._takes_sample = found, _takes_sample(found, self.reference)
+            self._grader, self._arguments = found, _arguments(found, self.reference)
         else:
             listed = tasks_of(found, f"--tasks {self.reference}")
-            if without := [task.id for task in listed if task.grader is None]:
+            if without := [task.id for task in listed if task.grader is None and task.group_grader is None]:
                 raise TaskError(
                     f"--tasks {self.reference}: {len(without)} of {len(listed)} have no grader, such as {without[0]!r}, as their "
                     "rollout returns the reward; to grade their conversations again give a grader: --grader, or Task(grader=…)"
                 )
             self._tasks = {task_key(task.id, task.messages): task for task in reversed(listed)}  # of equal ones the first
-            sources += [task.grader for task in listed]
+            sources += [grader for task in listed for grader in (task.grader, task.group_grader) if grader is not None]
         self.name = given.rpartition(":")[2].split(".")[-1] if isinstance(given, str) else getattr(found, "__name__", "grader")
         self._paths = _source_files(sources if module is None else [module, *sources])
 
@@ -79,7 +80,9 @@ class Regrader:
         if self._grader is None:
             return self._tasks.get(task_key(sample.task_id, sample.messages))
         grader = self._grader
-        if self._takes_sample:
+        if self._arguments == "choices":
+            return Task(messages=sample.messages, group_grader=grader, id=sample.task_id)
+        if self._arguments == "choice, sample":
             # A copy: the rollouts that are compared with afterwards are not the grader's to change.
             grader = WithSample(grader, dataclasses.replace(sample, metrics=dict(sample.metrics)))
         return Task(messages=sample.messages, grader=grader, id=sample.task_id)
@@ -102,8 +105,8 @@ def _relative(path: Path) -> str:
     return path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _takes_sample(grader: Any, shown: str) -> bool:
-    """Return True for a grader of (choice, sample), False for one of (choice). Raises UserError for what is neither."""
+def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "choices"]:
+    """Return what a grader is called with. Raises UserError for what is none."""
     if inspect.isclass(grader):
         raise UserError(f"grader {shown} is a class; give an instance of it, or a function")
     if not callable(grader):
@@ -111,7 +114,7 @@ def _takes_sample(grader: Any, shown: str) -> bool:
     try:
         signature = inspect.signature(grader)
     except (TypeError, ValueError):  # some built-in functions have no signature
-        return False
+        return "choice"
 
     def accepts(count: int) -> bool:
         try:
@@ -123,7 +126,9 @@ def _takes_sample(grader: Any, shown: str) -> bool:
     names = list(signature.parameters)
     if not accepts(1) and not accepts(2):
         raise UserError(f"grader {shown} takes ({', '.join(names)}); a grader takes (choice), or (choice, sample)")
-    return accepts(2) and (not accepts(1) or names[1:2] == ["sample"])
+    if names[:1] == ["choices"] and accepts(1):
+        return "choices"
+    return "choice, sample" if accepts(2) and (not accepts(1) or names[1:2] == ["sample"]) else "choice"
 
 
 def _source_files(objects: Iterable[Any]) -> list[Path]:

@@ -15,6 +15,7 @@ from ttrl.records import Sample, TaskResult
 from ttrl.replays.graders import Regrader
 from ttrl.rollouts.client.choices import choice_of_sample, writable
 from ttrl.rollouts.graders.grading import Graders
+from ttrl.rollouts.group import grade_together
 from ttrl.rollouts.results import TaskResults, is_unfinished
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console, clock
@@ -42,21 +43,33 @@ def grade(
     """
     with graders, tqdm(desc="grading", unit=" rollouts", leave=False, disable=console.quiet or not sys.stderr.isatty()) as bar:
 
-        async def regraded(old: Sample, free: asyncio.Semaphore) -> Sample:
+        async def graded_alone(old: Sample, free: asyncio.Semaphore) -> Sample:
             new = dataclasses.replace(old, metrics=dict(old.metrics))
             if not _to_grade(old):
                 return new
-            async with free:
-                task = regrader.task(old)
-                assert task is not None
-                new.reward, new.metrics, new.error = None, {}, None
-                try:
-                    graded = await graders.grade(task, choice_of_sample(old), old.where)
-                    new.reward, new.metrics = graded.reward, graded.metrics
-                except GraderError as error:
-                    new.error = writable(f"GraderError: {error}")
+            new.reward, new.metrics, new.error = None, {}, None
+            task = regrader.task(old)
+            assert task is not None
+            if task.grader is not None:
+                async with free:
+                    try:
+                        graded = await graders.grade(task, choice_of_sample(old), old.where)
+                        new.reward, new.metrics = graded.reward, graded.metrics
+                    except GraderError as error:
+                        new.error = writable(f"GraderError: {error}")
             bar.update()
             return new
+
+        async def regraded(group: TaskResult, free: asyncio.Semaphore) -> list[Sample]:
+            async with asyncio.TaskGroup() as tasks:
+                jobs = [tasks.create_task(graded_alone(sample, free)) for sample in group.samples]
+            after = [job.result() for job in jobs]
+            task = regrader.task(group.samples[0])
+            assert task is not None
+            if task.group_grader is not None and not any(map(is_unfinished, after)):
+                async with free:
+                    await grade_together(task, after, graders)
+            return after
 
         async def grade_all() -> None:
             for number in numbers:
@@ -66,8 +79,8 @@ def grade(
                 bar.total = (bar.total or 0) + sum(len(group.samples) for group in kept)
                 free = asyncio.Semaphore(_AT_ONCE)
                 async with asyncio.TaskGroup() as tasks:
-                    jobs = [tasks.create_task(regraded(sample, free)) for group in kept for sample in group.samples]
-                after = [job.result() for job in jobs]
+                    jobs = [tasks.create_task(regraded(group, free)) for group in kept]
+                after = [sample for job in jobs for sample in job.result()]
                 try:
                     TaskResults.from_samples(filter(_to_grade, after)).raise_if_all_failed()
                 except GraderError as error:

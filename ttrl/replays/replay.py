@@ -76,8 +76,9 @@ def replay(
 ) -> ReplayResult:
     """Grade the rollouts of `run` again, show what changed, and with `train` train on the new grades; nothing is sampled.
 
-    grader: `grader(choice)`, as in training, or `grader(choice, sample)`, whose sample (`ttrl.Sample`) has task id, messages, old
-        reward and metrics; or the name of one: "module:name", "path/to/file.py:name".
+    grader: `grader(choice)`, as in training, `grader(choice, sample)`, whose sample (`ttrl.Sample`) has task id, messages, old
+        reward and metrics, or `grader(choices)` of the replies of a task; or the name of one: "module:name",
+        "path/to/file.py:name".
     tasks: instead of a grader: a list of Task, or the name of one or of a function that returns one. Each rollout is graded by
         the task with its id and messages.
     iterations: which ones: "3-5", "3,5", or numbers; None: all that have rollouts.

@@ -16,13 +16,13 @@ from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.attempts import ChatAttempt
 from ttrl.rollouts.client.choices import choice_of_sample, openai_choice, read_choice, writable
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.graders.grading import type_and_message
+from ttrl.rollouts.graders.grading import Graders, type_and_message
 from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.partial import ContinueAttempt, extend
 from ttrl.rollouts.play import Play
 from ttrl.rollouts.results import TaskUsage, is_unfinished
 from ttrl.rollouts.scheduling.servers import Size
-from ttrl.tasks.task import Grade
+from ttrl.tasks.task import Grade, Task
 
 
 @dataclass
@@ -198,20 +198,9 @@ class Group:
         """Grade the samples that have not failed with each other, unless some are to be continued first."""
         if any(is_unfinished(sample) for sample in self.samples):
             return
-        ready = [sample for sample in self.samples if sample.error is None]
-        grades: list[Grade | GraderError] = []
-        try:
-            if ready:
-                choices = [choice_of_sample(sample) for sample in ready]
-                grades = await self.s.graders.grade_group(self.job.task, choices, f"task {self.job.task.id!r}")
-        except Exception as error:  # noqa: BLE001 - as above
-            grades = [GraderError(str(error))] * len(ready)
-        for sample, grade in zip(ready, grades, strict=True):
-            if isinstance(grade, GraderError):
-                sample.error, sample.reward = writable(type_and_message(grade)), None
-            else:
-                sample.reward = grade.reward + (sample.reward or 0.0)
-                sample.metrics = {**sample.metrics, **grade.metrics}
+        waiting = [sample for sample in self.samples if self.ledger.waits(sample)]
+        await grade_together(self.job.task, self.samples, self.s.graders)
+        for sample in waiting:
             self.ledger.count(sample)
 
     def _is_cut_off(self, sample: Sample, new: int) -> bool:
@@ -234,6 +223,23 @@ class Group:
             sample.finish_reason = None
         sample.error = writable(type_and_message(error))
         self.ledger.done(sample)
+
+
+async def grade_together(task: Task, samples: Sequence[Sample], graders: Graders) -> None:
+    """Grade those of a task's samples that have not failed with each other, once; add that to their rewards and metrics."""
+    ready = [sample for sample in samples if sample.error is None]
+    grades: Sequence[Grade | GraderError] = []
+    try:
+        if ready:
+            grades = await graders.grade_group(task, [choice_of_sample(sample) for sample in ready], f"task {task.id!r}")
+    except Exception as error:  # noqa: BLE001 - one bad group never costs another
+        grades = [GraderError(str(error))] * len(ready)
+    for sample, grade in zip(ready, grades, strict=True):
+        if isinstance(grade, GraderError):
+            sample.error, sample.reward = writable(type_and_message(grade)), None
+        else:
+            sample.reward = grade.reward + (sample.reward or 0.0)
+            sample.metrics = {**sample.metrics, **grade.metrics}
 
 
 def _neighbours(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
