@@ -122,10 +122,9 @@ HOUSE = {
     ),
     "judges": _room("tasks", "openai"),
     "agents": _room(
-        "agents.workers run_folder rollouts rollouts.client rollouts.graders tasks records",
-        "aiohttp anyio httpx2 mcp reasoning_gym textarena",
+        "run_folder rollouts rollouts.client rollouts.graders tasks records",
+        "aiohttp anyio httpx2 inspect_ai mcp reasoning_gym textarena verifiers",
     ),
-    "agents.workers": _room("", "inspect_ai verifiers"),
     "evaluation": _room(
         "intervals agents rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
     ),
@@ -139,7 +138,7 @@ HOUSE = {
     ),
 }
 
-ELSEWHERE = {"inspect_ai", "verifiers"}  # of another environment: a file that is run by path, by its Python, imports them
+ELSEWHERE = {"inspect_ai", "verifiers"}  # of another environment: ttrl.agents.worker, which is run by path, imports them
 DISTRIBUTIONS = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # where the module's name is not the project's
 
 NAMED_IN = ("ttrl/**/*.py", "tests/**/*.py", "tools/*.py", "recipes/*.py", "docs/*.md", "README.md", "*.toml", "Makefile")

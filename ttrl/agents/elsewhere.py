@@ -1,7 +1,7 @@
 """Packages that live in a Python of their own, since they pin what ttrl cannot have: asked there which tasks they have.
 
-A worker is a file of ttrl that is run by path and imports the package, not ttrl. `{"do": "list", …}` has it write a JSON line for
-each task; `{"do": "play", …}` plays one, as the program of an `agent_task`.
+The worker (`ttrl.agents.worker`) is run by path and imports the package, not ttrl. `{"do": "list", …}` has it write a JSON line
+for each task; `{"do": "play", …}` plays one, as the program of an `agent_task`.
 """
 
 import functools
@@ -11,8 +11,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ttrl.agents.task import TASK_VARIABLE
 from ttrl.errors import TaskError
 from ttrl.rollouts.graders.processes import hidden
 from ttrl.text import harmless
@@ -22,12 +24,17 @@ _SECONDS = 600.0
 _LAST_ERROR = re.compile(r"^(?=[\w.]+(?:Error|Exception|Exit)\b)", re.MULTILINE)
 
 
-def worker_program(package: str, python: str | None, worker: str) -> list[str]:
-    """Return the command of a worker: by the Python that is given, or TTRL_PACKAGE_PYTHON of the environment, or this one.
+def worker_program(package: str, python: str | None) -> list[str]:
+    """Return the worker's command: by the Python that is given, or TTRL_PACKAGE_PYTHON of the environment, or this one.
 
     -P, as the worker's folder has files that are named like libraries.
     """
-    return [python or os.environ.get(variable(package)) or sys.executable, "-P", worker]
+    return [python or os.environ.get(variable(package)) or sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
+
+
+def playing(program: Sequence[str], order: Mapping[str, Any], **row: Any) -> list[str]:
+    """Return the command that plays one task."""
+    return [*program, json.dumps({**order, **row, "do": "play", "task_variable": TASK_VARIABLE})]
 
 
 def variable(package: str) -> str:

@@ -1,17 +1,15 @@
 """Tasks of inspect_ai (UK AISI, MIT; read: 0.3.285) in `ttrl eval`, run by inspect itself behind an endpoint of ours.
 
 Its packages pin what ttrl may not be able to have, so it may live in a Python of its own: `python=`, or TTRL_INSPECT_AI_PYTHON.
-A sample is a process of it (`ttrl.agents.workers.play_inspect`). Models that a task asks beside (graders) are the policy, as
+A sample is a process of it (`ttrl.agents.worker`). Models that a task asks beside (graders) are the policy, as
 inspect has it where no role is given, so these tasks are for evaluation: in training, a grader's words would be trained, too.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from ttrl.agents.elsewhere import list_rows, worker_program
+from ttrl.agents.elsewhere import list_rows, playing, worker_program
 from ttrl.agents.task import agent_task
-from ttrl.agents.workers import play_inspect
 from ttrl.tasks.datasets import check_count, check_name
 from ttrl.tasks.task import RolloutLimits, Task, question
 
@@ -43,12 +41,13 @@ def get_inspect_tasks(
     if n is not None:
         check_count(n)
     limits = limits or RolloutLimits(seconds=300.0)
-    program = worker_program("inspect_ai", python, play_inspect.__file__)
-    order = {"id": name.replace(".py:", ".py@"), "options": options, "turns": limits.turns, "tokens": limits.tokens}
+    program = worker_program("inspect_ai", python)
+    order: dict[str, Any] = {"package": "inspect_ai", "id": name.replace(".py:", ".py@"), "options": options}
+    order |= {"turns": limits.turns, "tokens": limits.tokens}
     rows = list_rows(program, {**order, "do": "list", "most": _MOST}, f"inspect_ai:{name}")
     return [
         agent_task(
-            [*program, json.dumps({**order, "do": "play", "idx": row["idx"]})],
+            playing(program, order, idx=row["idx"]),
             messages=question(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"],
             id=f"inspect_ai/{row['name']}/{row['idx']}",
             limits=limits,

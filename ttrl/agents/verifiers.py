@@ -2,18 +2,16 @@
 
 verifiers pins an openai and an mcp that ttrl cannot have, so it has a Python of its own, with the tasksets installed beside it:
 `python=`, or the environment variable TTRL_VERIFIERS_PYTHON. A sample is a process of it
-(`ttrl.agents.workers.play_verifiers`), which starts the harness, its tools, scores the trace, and posts the reward; what is asked
+(`ttrl.agents.worker`), which starts the harness, its tools, scores the trace, and posts the reward; what is asked
 of the model on the way is the rollout.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from typing import Any
 
-from ttrl.agents.elsewhere import list_rows, worker_program
+from ttrl.agents.elsewhere import list_rows, playing, worker_program
 from ttrl.agents.task import agent_task
-from ttrl.agents.workers import play_verifiers
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import check_count, check_name
 from ttrl.tasks.task import RolloutLimits, Task
@@ -54,8 +52,8 @@ def get_verifiers_tasks(
     if n is not None:
         check_count(n)
     limits = limits or RolloutLimits(seconds=300.0)
-    program = worker_program("verifiers", python, play_verifiers.__file__)
-    order: dict[str, Any] = {"id": name, "harness": harness, "runtime": runtime, "options": options}
+    program = worker_program("verifiers", python)
+    order: dict[str, Any] = {"package": "verifiers", "id": name, "harness": harness, "runtime": runtime, "options": options}
     order |= {"turns": limits.turns, "tokens": limits.tokens}
     most = 20 * n + 100 if n is not None else 1000
     rows = [row for row in list_rows(program, {**order, "do": "list", "most": most}, f"verifiers:{name}") if _is_of(row, split)]
@@ -65,7 +63,7 @@ def get_verifiers_tasks(
         raise TaskError(f"verifiers:{name} has no {split} tasks")
     return [
         agent_task(
-            [*program, json.dumps({**order, "do": "play", "idx": row["idx"], "key": row["key"]})],
+            playing(program, order, idx=row["idx"], key=row["key"]),
             messages=_messages(row),
             id=f"verifiers/{name.rpartition('/')[2]}/{row['key'][:16]}",
             limits=limits,

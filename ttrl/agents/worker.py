@@ -1,23 +1,25 @@
-"""Plays tasks of verifiers in an environment of its own: run by path, by a Python that has verifiers and need not have ttrl.
+"""Plays tasks of packages that pin what ttrl cannot have: run by path, by a Python that has the package and need not have ttrl.
 
-    python -P play_verifiers.py '{"do": "list", "id": "gsm8k-v1", …}'   → a JSON line for each task
-    python -P play_verifiers.py '{"do": "play", "idx": 3, "key": …}'    → the reward is posted, as agents of ttrl do
+    python -P worker.py '{"package": "verifiers", "do": "list", …}'  → a JSON line for each task
+    python -P worker.py '{"package": "inspect_ai", "do": "play", …}' → the reward is posted, as agents of ttrl do
 
-A task is played as verifiers itself plays it (`Env.run_episode`): its harness talks to verifiers' interception server, and that
-to ttrl's endpoint. Only where a harness's program runs differs: verifiers would have uv install its dependencies, which this
-Python has. What fails, in whichever stage, ends this process with a status.
+Each package plays its tasks itself, and asks ttrl's endpoint for the model. What fails there ends this process with a status.
+
+verifiers (`Env.run_episode`): only where the program of a harness runs differs. verifiers would have uv install its dependencies,
+all of which this Python has. inspect_ai (`eval`, of one sample): the task's solver, sandbox, limits and scorers.
 """
 
 import asyncio
 import hashlib
 import json
+import math
 import os
 import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-_MOST_LISTED = 100_000
+# verifiers
 
 
 def make_environment(order: dict[str, Any]) -> Any:
@@ -40,16 +42,16 @@ def make_environment(order: dict[str, Any]) -> Any:
     return load_environment(config(taskset={"id": order["id"], **order["options"]}, **roles))
 
 
-def list_tasks(order: dict[str, Any]) -> None:
+def list_verifiers(order: dict[str, Any]) -> None:
     """Write a line for each task."""
     taskset = make_environment(order).taskset
-    for task in taskset.take(min(order["most"], _MOST_LISTED)) if not taskset.bounded else taskset:
+    for task in taskset.take(order["most"]) if not taskset.bounded else taskset:
         row = task.data.model_dump(mode="json")
         told = {"idx": row["idx"], "key": task.key, "prompt": row["prompt"], "system_prompt": row["system_prompt"]}
         sys.stdout.write(json.dumps(told) + "\n")
 
 
-async def play(order: dict[str, Any]) -> dict[str, Any]:
+async def play_verifiers(order: dict[str, Any]) -> dict[str, Any]:
     """Play a task; return {"reward", "metrics"}. Raises RuntimeError for an episode that failed."""
     from verifiers.v1 import EvalClientConfig, ModelContext
     from verifiers.v1.types import SamplingConfig
@@ -75,7 +77,7 @@ async def play(order: dict[str, Any]) -> dict[str, Any]:
     metrics = {name: value for name, value in {**trace.metrics, **scores}.items() if value is not None}
     return {
         "reward": trace.reward,
-        "metrics": {**metrics, "stopped": float(trace.stop_condition not in (None, "agent_completed"))},
+        "metrics": {**metrics, "stopped": float(trace.stop_condition not in (None, "agent_completed", "user_closed"))},
     }
 
 
@@ -101,17 +103,82 @@ def use_this_python() -> None:
     SubprocessRuntime.prepare_uv_script = prepare
 
 
+# inspect_ai
+
+
+def load_task(order: dict[str, Any]) -> Any:
+    """Return the one task that is named."""
+    from inspect_ai._eval.loader import load_tasks
+
+    found = load_tasks([order["id"]], order["options"])
+    if len(found) != 1:
+        raise RuntimeError(f"{order['id']} names {len(found)} tasks ({', '.join(one.name for one in found)})")
+    return found[0]
+
+
+def list_inspect(order: dict[str, Any]) -> None:
+    """Write a line for each sample."""
+    task = load_task(order)
+    for number, sample in zip(range(order["most"]), task.dataset, strict=False):
+        given = sample.input
+        prompt = given if isinstance(given, str) else [{"role": message.role, "content": message.text} for message in given]
+        told = {"idx": sample.id if sample.id is not None else number + 1, "name": task.name, "prompt": prompt}
+        sys.stdout.write(json.dumps(told) + "\n")
+
+
+def play_inspect(order: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run one sample; return {"reward", "metrics"}. Raises RuntimeError where it failed."""
+    from inspect_ai import eval as evaluate
+    from inspect_ai.model import get_model
+
+    model = get_model(
+        "openai-api/ttrl/policy", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"], stream=False
+    )
+    limits = {"turn_limit": order["turns"], "token_limit": order["tokens"]}
+    options = {"log_dir": str(folder / "logs"), "log_format": "json", "display": "none", "score_display": False}
+    (log,) = evaluate(load_task(order), model, sample_id=order["idx"], epochs=1, max_retries=0, **limits, **options)
+    error = log.error or next((sample.error for sample in log.samples or [] if sample.error is not None), None)
+    if error is not None or log.status != "success" or len(log.samples or []) != 1:
+        raise RuntimeError(error.message if error is not None else f"inspect ended with {log.status}")
+    (sample,) = log.samples
+    numbers: dict[str, float] = {}
+    for scorer, score in (sample.scores or {}).items():
+        values = score.value if isinstance(score.value, dict) else {"": score.value}
+        numbers |= {f"{scorer}/{name}".rstrip("/"): number(value, f"{scorer}'s score {name}") for name, value in values.items()}
+    if not numbers:
+        raise RuntimeError("no scorer has scored it")
+    return {"reward": next(iter(numbers.values())), "metrics": {**numbers, "stopped": float(sample.limit is not None)}}
+
+
+def number(value: Any, what: str) -> float:
+    """Return a score's value as inspect counts it: C is 1, P a half, I and N are 0."""
+    from inspect_ai.scorer import value_to_float
+
+    if isinstance(value, list) or value is None:
+        raise RuntimeError(f"{what} is {value!r}, which is no number")
+    found = float(value_to_float()(value))
+    if not math.isfinite(found):
+        raise RuntimeError(f"{what} is {value!r}, which is no number: the sample was not scored")
+    return found
+
+
+# Both
+
+
 def main() -> None:
     """Run the command line."""
     order = json.loads(sys.argv[1])
-    use_this_python()
+    is_verifiers = order["package"] == "verifiers"
+    if is_verifiers:
+        use_this_python()
     if order["do"] == "list":
-        return list_tasks(order)
-    told = json.loads(Path(os.environ["TTRL_AGENT_TASK"]).read_text())
-    body = json.dumps(asyncio.run(play(order))).encode()
+        return list_verifiers(order) if is_verifiers else list_inspect(order)
+    place = Path(os.environ[order["task_variable"]])
+    told = json.loads(place.read_text())
+    result = asyncio.run(play_verifiers(order)) if is_verifiers else play_inspect(order, place.parent)
     headers = {"Authorization": f"Bearer {told['reward_key']}", "Content-Type": "application/json"}
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    direct.open(urllib.request.Request(told["reward_url"], body, headers), timeout=60).close()  # noqa: S310 - ttrl's own address
+    request = urllib.request.Request(told["reward_url"], json.dumps(result).encode(), headers)  # noqa: S310 - ttrl's own address
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60).close()
     return None
 
 
