@@ -5,6 +5,7 @@ Every sample of a task begins in the same state, by the same seed, since a group
 """
 
 import asyncio
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -140,6 +141,13 @@ class GymRollout:
 def show(chat: Chat, text: str) -> None:
     """Add what an environment shows at first to the task's last message."""
     chat.messages[-1] = {**chat.messages[-1], "content": f"{chat.messages[-1]['content']}\n\n{text}"}
+
+
+def seeds(split: str, n: int, seed: int) -> range:
+    """Return `n` seeds of games: those of "train" are decided by `seed`, those of other splits are always the same."""
+    digest = hashlib.sha256(f"{split} {seed if split == 'train' else ''}".encode()).digest()
+    first = int.from_bytes(digest[:4], "big") >> 2
+    return range(first, first + n)
 
 
 async def _called(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -11,7 +11,6 @@ What the schema refuses is told to the model. What fails in the environment fail
 import asyncio
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import socket
@@ -25,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from ttrl.agents.gym import Game, NoAction, show, tagged_or_last_line
+from ttrl.agents.gym import Game, NoAction, seeds, show, tagged_or_last_line
 from ttrl.agents.tools import Tools, cut
 from ttrl.errors import RolloutError, RolloutLimitError, TaskError, TtrlError, describe
 from ttrl.rollouts.graders.processes import hidden
@@ -81,7 +80,6 @@ def get_openenv_tasks(
     name = str(described.get("name") or "environment")
     if prompt is None:
         prompt = "\n\n".join(filter(None, [str(described.get("description") or name), _how(schema) if action is None else ""]))
-    first = int.from_bytes(hashlib.sha256(f"{split} {seed if split == 'train' else ''}".encode()).digest()[:4], "big") >> 2
     with_tools = action is None and _is_tools(schema)
     act = action or functools.partial(read_action, schema=schema)
     return [
@@ -91,7 +89,7 @@ def get_openenv_tasks(
             rollout=OpenEnvRollout(address, own, Game(name, one, act, observe or observation_text, options), with_tools),
             limits=limits or RolloutLimits(),
         )
-        for one in range(first, first + n)
+        for one in seeds(split, n, seed)
     ]
 
 

@@ -322,7 +322,8 @@ def _named(asked: Sequence[str], config: EvalConfig, n: int | None) -> tuple[lis
     used: set[str] = set()
     for text in asked:
         try:
-            if text.partition("=")[0].endswith(".py") or ".py:" in text:
+            is_family = text.partition(":")[0].replace("-", "_") in FAMILIES
+            if not is_family and (text.partition("=")[0].endswith(".py") or ".py:" in text):
                 sets.append(NamedTasks(text, "reward", load_tasks(text, n if n is not None else GENERATED_BY_DEFAULT)))
                 continue
             spec = TaskSpec.parse(text)

@@ -62,10 +62,13 @@ FAMILIES: dict[str, Family] = {
     "structured_output": Family("structured_output:get_structured_output_tasks", "exact"),
     "spelling": Family("spelling:get_spelling_tasks", "exact"),
     "reasoning_gym": Family("reasoning_gym:get_reasoning_gym_tasks", "exact", example="chain_sum"),
+    "inspect_ai": Family("inspect:get_inspect_tasks", "reward", "test", example="package/task"),
     "openenv": Family("openenv:get_openenv_tasks", "reward", example="http://127.0.0.1:8000"),
+    "textarena": Family("textarena:get_textarena_tasks", "reward", example="TowerOfHanoi-v0"),
+    "verifiers": Family("verifiers:get_verifiers_tasks", "reward", example="gsm8k-v1"),
 }
 _MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # generated, or from a file that is given
-_SPEC = re.compile(r"([A-Za-z0-9_-]+)(?::(https?://[^@=\s]+|[A-Za-z0-9_.-]+))?(?:@([A-Za-z0-9_-]+))?(?:=(.+))?")
+_SPEC = re.compile(r"([A-Za-z0-9_-]+)(?::([^@=\s]+))?(?:@([A-Za-z0-9_-]+))?(?:=(.+))?")
 _GIVEN_ELSEWHERE = ("name", "server", "split", "n", "seed", "path")
 
 

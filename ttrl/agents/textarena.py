@@ -1,0 +1,127 @@
+"""Games of TextArena (MIT; pip install 'ttrl[textarena]'; read: 0.7.4), as rollouts.
+
+The games draw from Python's global random numbers, which they seed. So that games that go on at the same time are the same each
+time, and nobody else's numbers change, each has a state of its own, which is in place only while it moves, one at a time.
+"""
+
+import functools
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ttrl.agents.gym import Game, GymRollout, seeds
+from ttrl.errors import TaskError, describe
+from ttrl.tasks.answers import after_thinking, find_tagged
+from ttrl.tasks.datasets import check_count
+from ttrl.tasks.task import RolloutLimits, Task, question
+
+ASK = "Play the game. Think first; then give your move, in the form that the game asks for, in <answer> </answer> tags."
+_moving = threading.Lock()
+
+
+def get_textarena_tasks(
+    name: str,
+    split: str = "train",
+    n: int = 32,
+    seed: int = 0,
+    *,
+    opponent: Callable[[str], str] | None = None,
+    players: int | None = None,
+    prompt: str = ASK,
+    limits: RolloutLimits | None = None,
+    **options: Any,
+) -> list[Task]:
+    """Return `n` games, such as of "TowerOfHanoi-v0", each with a seed of its own: the split's, and in "train" the seed's.
+
+    opponent: plays all other players of a game for several: a function of what a player is shown, which returns a move. The model
+        is player 0. players: how many there are; by default 1, or 2 with an opponent.
+    options: of the game, such as `num_disks`.
+
+    The reward is what the game gives player 0 at its end; metrics: `steps`, `ended`.
+    Raises TaskError without the package, for unknown games and options, and for games that need what is not there.
+    """
+    check_count(n)
+    count = players or (1 if opponent is None else 2)
+    if count > 1 and opponent is None:
+        raise TaskError(f"textarena:{name} for {count} players needs an opponent, a function of what a player is shown")
+
+    def make() -> "TextArenaGame":
+        return TextArenaGame(name, count, opponent, options)
+
+    try:
+        make().reset(seed=0)
+    except ImportError as error:
+        raise TaskError(f"games of TextArena need the package textarena: pip install 'ttrl[textarena]' ({error})") from None
+    except Exception as error:
+        raise TaskError(f"textarena:{name} cannot be played: {describe(error)}") from error
+    return [
+        Task(
+            question(prompt),
+            id=f"textarena/{name}/{one}",
+            rollout=GymRollout(make, Game(f"textarena:{name}", one, read_move, str)),
+            limits=limits or RolloutLimits(),
+        )
+        for one in seeds(split, n, seed)
+    ]
+
+
+def read_move(text: str) -> str:
+    """Return a reply's move: what stands in its last `<answer>` tags, else all after its thinking; in brackets, as games want."""
+    text = after_thinking(text)
+    place = find_tagged(text)
+    move = (text[place[0] : place[1]] if place is not None else text).strip()
+    return move if "[" in move else f"[{move}]"
+
+
+class TextArenaGame:
+    """One game with Gymnasium's methods, seen by player 0. Its moves are made one at a time, with random numbers of its own."""
+
+    def __init__(self, name: str, players: int, opponent: Callable[[str], str] | None, options: dict[str, Any]) -> None:
+        import textarena
+
+        self._players, self._opponent, self._own_move = players, opponent, ""
+        self._random = random.Random(0).getstate()
+        # Without the wrappers, which repeat all that was said so far in each observation.
+        self._game: Any = self._moved(lambda: textarena.make(f"{name.removesuffix('-raw')}-raw", **options))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        self._moved(lambda: self._game.reset(num_players=self._players, seed=seed))
+        shown, done = self._until_own_move(False)
+        if done:
+            raise ValueError("the game is over before it began")
+        return shown, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._own_move = action
+        done, _ = self._moved(lambda: self._game.step(action=action))
+        shown, done = self._until_own_move(done)
+        rewards = self._game.close()[0] if done else None
+        return shown, float((rewards or {}).get(0, 0.0)), done, False, {}
+
+    def _until_own_move(self, done: bool) -> tuple[str, bool]:
+        """Let the others move; return what player 0 is shown, and whether the game is over."""
+        while not done:
+            player, messages = self._game.get_observation()
+            if player == 0:
+                return _text(messages, self._own_move), False
+            assert self._opponent is not None
+            move = self._opponent(_text(messages, None))
+            done, _ = self._moved(functools.partial(self._game.step, action=move))
+        return "", True
+
+    def _moved(self, move: Callable[[], Any]) -> Any:
+        with _moving:
+            others = random.getstate()
+            random.setstate(self._random)
+            try:
+                return move()
+            finally:
+                self._random = random.getstate()
+                random.setstate(others)
+
+
+def _text(messages: Any, own_move: str | None) -> str:
+    """Return what the game and other players said, without the player's own move."""
+    said = [str(text) for _, text, kind in messages if kind.name != "PLAYER_ACTION" or str(text) != own_move]
+    return "\n".join(said).strip()
