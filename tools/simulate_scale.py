@@ -2,10 +2,10 @@
 
     python tools/simulate_scale.py [--out docs/scale.svg]
 
-A discrete-event simulation of iterations: samples of lognormal lengths (a long tail) go to the emptiest of n replicas, which fail
-and come back; whoever sends the requests is a queue with one server, its CPU; then the trainer works, and weights go to all
-replicas. The trainer grows with the replicas, so that it takes half as long as sampling would without tails. docs/scale.md says
-where the constants are from, and what is left out.
+A discrete-event simulation of iterations: samples of lognormal lengths (a long tail) go to the emptiest of n replicas, which
+fail and come back; whoever sends the requests is a queue with one server, its CPU, and so is the lead of several. Then rows are
+packed, the trainer works, and weights go to all replicas. The trainer grows with the replicas, so that it takes half as long as
+sampling would without tails. docs/scale.md says where the constants are from, and what is left out.
 """
 
 import argparse
@@ -31,12 +31,8 @@ class World:
     """Of the lognormal lengths; cut at 8 times the mean."""
     waves: int = 4
     """Samples per iteration, in slots."""
-    lead_request: float = 250e-6
-    """CPU of the process that samples, per request: choice of the server, HTTP, JSON, grading, tokens."""
-    lead_token: float = 2e-6
-    """And per token."""
     look: float = 400e-6
-    """And per look at a server's /metrics, once a second."""
+    """CPU per look at a server's /metrics, once a second."""
     file_bytes: float = 15e9
     """Of a checkpoint."""
     file_rate: float = 5e9
@@ -46,6 +42,24 @@ class World:
     mean_life: float = 24 * 3600.0
     """Between failures of one replica."""
     repair: float = 300.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds of a process, for each sample and for each of its tokens."""
+
+    sample: float
+    token: float
+
+    def of(self, tokens: float, samples: int = 1) -> float:
+        """Return the seconds for so many tokens of so many samples."""
+        return samples * self.sample + tokens * self.token
+
+
+ALONE, ALONE_AFTER = Cost(500e-6, 1.5e-6), Cost(130e-6, 1.1e-6)
+"""One process for all: while it samples (choice of the server, HTTP, JSON, grading), and afterwards (lines of files, rows)."""
+WORKER, LEAD, LEAD_AFTER = Cost(900e-6, 1.3e-6), Cost(145e-6, 0.1e-6), Cost(36e-6, 0.3e-6)
+"""A worker; the lead meanwhile, and afterwards. tools/bench_workers.py measures all of these, for requests of 8 samples."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +86,8 @@ def broadcast(world: World, count: int) -> float:
 
 
 DESIGNS = [
-    Design("one process, files (today)", math.inf, through_files),
-    Design("a worker per 16 replicas, files", 16, through_files),
+    Design("one process, files", math.inf, through_files),
+    Design("a worker per 16 replicas, files (today)", 16, through_files),
     Design("a worker per 16 replicas, broadcast", 16, broadcast),
     Design("the same, one policy behind", 16, broadcast, overlapped=True),
 ]
@@ -84,8 +98,8 @@ def sampling_seconds(world: World, count: int, per_process: float, generator: np
     samples = world.waves * world.slots * count
     tokens = np.minimum(generator.lognormal(math.log(world.mean_tokens) - world.sigma**2 / 2, world.sigma, samples), 8000.0)
     processes = max(1, math.ceil(count / per_process))
-    share = count / processes
-    cpu_free = [0.0] * processes
+    share, has_workers = count / processes, math.isfinite(per_process)
+    cpu_free, lead_free = [0.0] * processes, 0.0
     slow = 1.0 / max(1e-3, 1.0 - share * world.look)  # what looking at /metrics leaves of a process
     fails_at = generator.exponential(world.mean_life, count)
     free = [(0.0, slot % count) for slot in range(world.slots * count)]
@@ -96,8 +110,9 @@ def sampling_seconds(world: World, count: int, per_process: float, generator: np
         at, replica = heapq.heappop(free)
         length = waiting.pop()
         process = replica % processes
-        cost = (world.lead_request + length * world.lead_token) * slow
-        begin = cpu_free[process] = max(at, cpu_free[process]) + cost
+        if has_workers:
+            at = lead_free = max(at, lead_free) + LEAD.of(length)
+        begin = cpu_free[process] = max(at, cpu_free[process]) + (WORKER if has_workers else ALONE).of(length) * slow
         done = begin + length * world.token_seconds
         if begin < fails_at[replica] + world.repair and done > fails_at[replica]:
             back = fails_at[replica] + world.repair
@@ -119,6 +134,8 @@ def throughput(world: World, design: Design, count: int, *, iterations: int = 3,
     for _ in range(iterations):
         sampling, made, lost = sampling_seconds(world, count, design.servers_per_process, generator)
         sync = design.weights(world, count)
+        after = LEAD_AFTER if math.isfinite(design.servers_per_process) else ALONE_AFTER
+        sampling += after.of(made, world.waves * world.slots * count)
         seconds += (max(sampling, training) if design.overlapped else sampling + training) + sync
         tokens, again = tokens + made, again + lost
     return tokens / seconds, again

@@ -107,10 +107,21 @@ class ClusterTrainer(TrainerProcess):
         return self
 
     def ended(self) -> bool:
-        """See `TrainerProcess.ended`; looks twice a second."""
+        """See `TrainerProcess.ended`; looks twice a second. Gives the machines back where it has, however it ended: another start
+        needs them."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + _LOOK_SECONDS
+        try:
+            ended = self._have_ended()
+        except TtrlError:
+            self.stop()
+            raise
+        if ended:
+            self.stop()
+        return ended
+
+    def _have_ended(self) -> bool:
         answers = [self._ask(number, node.ended.remote) for number, node in enumerate(self._nodes)]
         wrong = [from_words(words) for _, words in answers if words is not None]
         if wrong:  # what a process said of itself before what the others say of its end
