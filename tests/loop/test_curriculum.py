@@ -15,6 +15,7 @@ from ttrl.errors import ConfigError, TaskError
 from ttrl.loop.checks import checked
 from ttrl.loop.task_stream import Curriculum, TaskStream
 from ttrl.records import Sample, TaskResult
+from ttrl.replays.replay import replay
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.task import in_levels, question
@@ -296,3 +297,9 @@ def test_a_curriculum_may_begin_or_end_later(mixed, monkeypatch):
     mixed.train(given, **RUN | {"curriculum": False, "iterations": 9})
     plain = TaskStream(mixed.config(tasks_per_iteration=3), RunFolder(mixed.run), given).tasks_from(24, 3)
     assert asked(mixed, 9) == [task.id for task in plain]
+
+
+def test_a_run_with_a_curriculum_is_replayed_and_trained_again(mixed):
+    mixed.train(in_levels(mixed.tasks(9), mixed.tasks(3, "hard")), **RUN | {"iterations": 2})
+    result = replay(mixed.run, grader=lambda choice, sample: sample.reward, train=True, quiet=True)
+    assert result.total.changed == 0 and result.checkpoint is not None

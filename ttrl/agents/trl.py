@@ -5,6 +5,7 @@
 - a prompt that is a string is a user's message, and the model's reply the completion: ttrl talks to a chat template;
 - functions are called for one completion at a time, so `prompts` and `completions` have one element: what compares the
   completions of a batch belongs into a `group_grader`;
+- an environment that makes its own tasks (no `train_dataset`) needs `n`, as there is no `max_steps`;
 - there is no `trainer_state`, and a reward function cannot be a model's name (serve it: see docs/tasks.md);
 - where all functions return None, the sample has no reward and fails, instead of being trained with an advantage of 0.
 """
@@ -12,6 +13,7 @@
 import asyncio
 import hashlib
 import inspect
+import itertools
 import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -45,7 +47,8 @@ def trl_tasks(
     """Return a task for each row of a data set that was made for TRL's GRPOTrainer.
 
     train_dataset: rows, such as a `datasets.Dataset` or a list of dicts, or where they are: a file (parquet, jsonl, json, csv), a
-        folder, or a name on the hub, with `split` and `config`. Column `prompt`: a string, or chat messages.
+        folder, or a name on the hub, with `split` and `config`. Column `prompt`: a string, or chat messages. None, with `n`: the
+        environment makes the tasks, in `reset`.
     reward_funcs: functions or coroutine functions, whose rewards are added up, times `reward_weights`; None leaves one out. Each
         is a metric, with those that it gives to `log_metric`.
     tools: functions that the model may call, with type hints and docstrings.
@@ -66,6 +69,10 @@ def trl_tasks(
     if factories is None and not functions:
         raise TaskError("there are no reward_funcs; give at least one function of (prompts, completions, **columns)")
     given = load_rows(train_dataset, dict, splits=(split,), config=config) if _is_place(train_dataset) else train_dataset
+    if given is None:
+        if n is None or factories is None or None not in factories:
+            raise TaskError("there is no train_dataset; give one, or an environment_factory whose reset makes the tasks, and n")
+        given = itertools.repeat({}, n)
     Tools(tools)
     tasks, names = [], dict[str, int]()
     for number, row in enumerate(given):
@@ -83,7 +90,8 @@ def trl_tasks(
             name = columns.get("environment") if None not in factories else None
             if name not in factories:
                 raise TaskError(f"row {number}: its environment is {name!r}; there are {', '.join(map(repr, factories))}")
-            rollout = EnvironmentRollout(factories[name], tuple(tools), rewards)
+            row = {column: value for column, value in columns.items() if column != "environment" or None in factories}
+            rollout = EnvironmentRollout(factories[name], tuple(tools), rewards, row)
         elif tools:
             rollout = ToolRollout(tuple(tools))
         text = json.dumps(columns, sort_keys=True, default=str)
@@ -155,7 +163,7 @@ class TrlGrader:
         if isinstance(self.prompt, list) or environment is not None:
             said = getattr(choice, "messages", None)
             begun = max(1, len(self.prompt)) if isinstance(self.prompt, list) else 1
-            completion = said[begun:] if said else [{"role": "assistant", "content": completion}]
+            completion = _as_trl(said[begun:]) if said else [{"role": "assistant", "content": completion}]
         ids = list(getattr(choice, "token_ids", None) or ())
         given: dict[str, Any] = {name: [value] for name, value in self.columns.items() if name not in _NOT_COLUMNS}
         given |= {"prompts": [self.prompt], "completions": [completion], "completion_ids": [ids]}
@@ -187,10 +195,12 @@ class EnvironmentRollout:
     factory: EnvironmentFactory
     tools: tuple[Callable[..., Any], ...]
     rewards: TrlGrader
+    row: Mapping[str, Any] = field(repr=False)
+    """What `reset` is given."""
 
     async def __call__(self, chat: Chat) -> "GraderOutput":
         environment = self.factory()
-        told = environment.reset(**self.rewards.columns)
+        told = environment.reset(**self.row)
         if told is not None:
             if not isinstance(told, str):
                 raise TaskError(f"{type(environment).__name__}.reset returned {short(told, 80)}; it returns a text, or None")
@@ -242,6 +252,29 @@ def _check(function: Any) -> None:
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _as_trl(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with what TRL's have: arguments of calls that are read already, and the name of the tool that answers."""
+    names, told = dict[str, str](), []
+    for message in messages:
+        one = dict(message)
+        if one.get("tool_calls"):
+            one["tool_calls"] = [{**call, "function": _read(call["function"])} for call in one["tool_calls"]]
+            names |= {call["id"]: call["function"]["name"] for call in one["tool_calls"]}
+        elif one.get("role") == "tool" and one.get("tool_call_id") in names:
+            one["name"] = names[one["tool_call_id"]]
+        told.append(one)
+    return told
+
+
+def _read(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a called function with its arguments as a dict; as they are, where they are no JSON object."""
+    try:
+        arguments = json.loads(function["arguments"])
+    except (TypeError, ValueError):
+        arguments = None
+    return {**function, "arguments": arguments if isinstance(arguments, dict) else function["arguments"]}
 
 
 def _is_place(given: Any) -> bool:

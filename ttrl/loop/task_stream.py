@@ -60,7 +60,8 @@ class TaskStream:
     def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
         self._config, self._folder, self._tasks = config, folder, tasks
         chooses = config.curriculum or len({task.level for task in tasks}) > 1
-        self._curriculum = Curriculum(config, folder, tasks) if chooses else None
+        # A replay packs and trains what was sampled, and has no tasks.
+        self._curriculum = Curriculum(config, folder, tasks) if tasks and chooses else None
 
     def tasks_from(self, first: int, count: int) -> list[Task]:
         """Return some of the stream, where nothing measured decides."""

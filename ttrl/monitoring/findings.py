@@ -281,7 +281,7 @@ def _named(iterations: Sequence[int]) -> str:
     return f"iteration {texts[0]}" if len(texts) == 1 else f"iterations {', '.join(texts[:-1])} and {texts[-1]}"
 
 
-@rule("warn", "More samples per task, tasks of another difficulty, a finer reward, or dynamic_sampling.", "wrong")
+@rule("warn", "More samples per task, tasks of another difficulty, a finer reward, a curriculum, or dynamic_sampling.", "wrong")
 def nothing_trained(h: History) -> tuple[Severity, str] | None:
     numbers = [row["iteration"] for row in h.iterations if row.get("trained") is False]
     if not numbers:
@@ -388,7 +388,11 @@ def too_hard(h: History) -> str | None:
     return said + (f" The grader's metrics: {metrics}." if metrics else "")
 
 
-@rule("note", "There is little left to learn from these tasks: harder ones, or dynamic_sampling, or an end by stop_at.", "right")
+@rule(
+    "note",
+    "There is little left to learn from these tasks: harder ones, a curriculum, dynamic_sampling, or an end by stop_at.",
+    "right",
+)
 def too_easy(h: History) -> str | None:
     # A run that ends well has half to three quarters of its groups all right; above four fifths too little is left.
     share = h.share("groups.all_right", "groups.total") or 0.0
