@@ -161,6 +161,25 @@ def test_a_rollout_that_is_cancelled_or_late_leaves_no_process(tmp_path: Path) -
     assert "worked for more than 4 s" in asyncio.run(main(RolloutLimits(seconds=4), tmp_path / "late", False))
 
 
+def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    program = (
+        "import asyncio, sys\n"
+        "from ttrl.agents.mcp import McpServer, mcp_tools\n"
+        "from ttrl.tasks.task import Chat\n"
+        "async def main():\n"
+        "    async with mcp_tools(Chat(None, [], 't', 0), McpServer(sys.argv[2:])) as tools:\n"
+        "        await tools.functions['hang'](marks=sys.argv[1])\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(marks), *SERVER]) as process:
+        while not (marks.exists() and " " in marks.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    asyncio.run(_gone(marks))
+
+
 def test_tools_in_a_rollout_of_ones_own() -> None:
     async def rollout(chat):
         async with mcp_tools(chat, McpServer(SERVER)) as tools:

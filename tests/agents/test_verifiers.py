@@ -92,6 +92,22 @@ def test_tools_of_a_taskset() -> None:
 
 
 @needs_verifiers
+def test_tools_whose_state_the_reward_reads() -> None:
+    def taking(body):
+        told = [message["content"] for message in body["messages"] if message["role"] == "tool"]
+        if len(told) == 3:
+            return f"{told[1]}, {told[2]}" if "there is none" not in told[2] else "?"
+        thing = ["milk", "moon", "eggs"][len(told)]
+        (name,) = (tool["function"]["name"] for tool in body["tools"])
+        call = {"id": f"c{len(told)}", "type": "function", "function": {"name": name, "arguments": json.dumps({"thing": thing})}}
+        return f"call {thing}", {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+
+    results = play(taking, get_verifiers_tasks("basket-v1", "all"), n=2)  # each with a server, and a state, of its own
+    assert [(sample.error, sample.reward) for sample in results[0].samples] == [(None, 1.0)] * 2
+    assert all(sample.text.endswith("2 taken") and len(sample.turns) == 4 for sample in results[0].samples)
+
+
+@needs_verifiers
 def test_stages_and_files_of_the_runtime() -> None:
     results = play(lambda body: "so it is", get_verifiers_tasks("files-v1", "all", 1))
     (sample,) = results[0].samples

@@ -289,6 +289,13 @@ def test_the_table_of_families() -> None:
         TaskSpec.parse("countdown:small")
 
 
+def test_a_file_of_a_family_is_none_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TTRL_INSPECT_AI_PYTHON", str(tmp_path / "python"))
+    for name in ("inspect_ai:my_evals.py:sums", "inspect-ai:my_evals.py"):
+        with pytest.raises(ConfigError, match=f"No such file or directory: '{tmp_path}/python'"):
+            evaluate("http://127.0.0.1:9/v1", name, pbar=False)
+
+
 def test_a_family_of_families() -> None:
     spec = TaskSpec.parse("reasoning-gym:chain_sum@train").with_option("max_terms", 2)
     assert str(spec) == "reasoning_gym:chain_sum@train"

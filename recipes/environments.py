@@ -1,0 +1,49 @@
+"""Other people's environments, by the names that `ttrl eval --tasks` takes: one, or several that are mixed.
+
+    python recipes/environments.py --tasks textarena:TowerOfHanoi-v0
+    python recipes/environments.py --tasks openenv:http://127.0.0.1:8000,verifiers:my-taskset
+    python recipes/environments.py --tiny  # tries everything out, on a laptop
+
+What each name needs is in docs/environments.md; without --tasks these are sums of reasoning-gym. Environments with tools want a
+parser of calls: --set 'server={"enable_auto_tool_choice": true, "tool_call_parser": "hermes"}'. `ttrl eval MODEL --tasks NAME`
+says how hard an environment is for a model before it is trained. The settings are for one GPU with 80 GB; they have not been run.
+"""
+
+from ttrl import TrainConfig
+from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.evaluation.families import TaskSpec
+
+TASKS = "reasoning_gym:chain_sum"
+
+
+def add_options(parser):
+    parser.add_argument("--tasks", default=TASKS, help=f"names, separated by commas ({TASKS})")
+    parser.add_argument("--n", type=int, default=1024, help="tasks to train on (1024)")
+
+
+if __name__ == "__main__":
+    arguments = script_arguments(
+        __doc__, run="runs/environments", iterations=100, model="Qwen/Qwen2.5-3B-Instruct", options=add_options
+    )
+    config = TrainConfig(
+        run=str(arguments.run),
+        model=arguments.model,
+        iterations=arguments.iterations,
+        tasks_per_iteration=32,
+        samples_per_task=8,
+        max_tokens=1024,
+        seq_len=8192,
+        advantages="mean",
+        training={"lr": 1e-6, "updates_per_iteration": 1},
+        seed=arguments.seed,
+        weight_sync=arguments.weight_sync,
+        nproc_per_node=arguments.nproc_per_node,
+    )
+    names = arguments.tasks.split(",")
+    tasks = [
+        task
+        for name in names
+        for task in TaskSpec.parse(f"{name}@train").tasks(max(1, arguments.n // len(names)), arguments.seed)
+    ]
+    held_out = [task for name in names for task in TaskSpec.parse(f"{name}@validation").tasks(max(1, 128 // len(names)))]
+    print(run_recipe(arguments, config, tasks, held_out, "reward"))
