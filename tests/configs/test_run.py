@@ -165,6 +165,13 @@ def test_resolved_does_not_depend_on_the_cores_beyond_one():
     assert config(nproc_per_node=10_000).resolved(cuda=False).num_threads == 1
 
 
+def test_servers_are_counted_wherever_they_are():
+    """A share of the work is divided by their number, so it is never 0."""
+    joined = {"joined_servers": ["http://10.0.0.7:8000"]}
+    assert [config(**one).servers_in_all for one in ({}, {"servers": 2}, {"servers": 0, **joined}, joined)] == [1, 2, 1, 2]
+    assert [config(cluster="auto", **one).servers_in_all for one in ({}, {"servers": 8}, {"servers": 8, **joined})] == [1, 8, 9]
+
+
 # Written by a version whose settings lay in seven classes, in another order; every setting is there.
 OLD_CONFIG = """
 {drift: "warn", drift_limits: {"mean": 0.1, "ess": null}, loggers: ["stdout"], trainer: "resident", trainer_memory: "keep",

@@ -94,7 +94,7 @@ class WorkerActor:
 
 def worker_count(config: TrainConfig) -> int:
     """Return how many workers a run has."""
-    servers = config.replicas + len(config.joined_servers)
+    servers = config.servers_in_all
     if config.tokens_per_iteration is not None:  # a budget is of all servers together
         return 0
     if config.sampling_workers is None:

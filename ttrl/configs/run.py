@@ -375,7 +375,7 @@ class TrainConfig(Config):
             found.append(f"sampling_workers is {self.sampling_workers}, but there is no cluster; leave it out")
         if self.cluster is not None and self.weight_sync not in ("auto", "reload"):
             found.append(f"weight_sync is {self.weight_sync!r}, but the servers of a cluster read files: auto or reload")
-        if self.servers_here + self.replicas + len(self.joined_servers) < 1:
+        if self.servers_in_all < 1:
             found.append("servers is 0 and joined_servers is empty; nobody would sample")
         return found
 
@@ -445,6 +445,11 @@ class TrainConfig(Config):
     def replicas(self) -> int:
         """Servers that are started on machines of the cluster."""
         return 0 if self.cluster is None else 1 if self.servers is None else self.servers
+
+    @property
+    def servers_in_all(self) -> int:
+        """Servers of the run, wherever they are."""
+        return self.servers_here + self.replicas + len(self.joined_servers)
 
     @property
     def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep", "memory"]:

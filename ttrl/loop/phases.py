@@ -275,7 +275,7 @@ class Phases:
             return flops
         per_second = self.timeline.served(began, clock(), flops["prefill"] + flops["decode"])
         each = [config.server.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline")]
-        gpus = (config.servers_here + len(config.joined_servers)) * math.prod(each) if config.device == "cuda" else 1
+        gpus = config.servers_in_all * math.prod(each) if config.device == "cuda" else 1
         return flops | {"per_second": per_second / gpus}
 
     @functools.cached_property

@@ -103,7 +103,7 @@ def rough_seconds(
     if parks(config, recipe, cuda=machine.cuda):
         train += 2 * memory.host.get(PARKED, 0.0) / config.processes_here / _PARKED  # there and back
     # Several on one CPU divide its cores; on GPUs, each has its own.
-    servers = max(1, (config.servers_here if machine.cuda else min(1, config.servers_here)) + len(config.joined_servers))
+    servers = max(1, config.servers_in_all - (0 if machine.cuda else max(0, config.servers_here - 1)))
     sample = _sampling(machine, memory, flops.sampling, work.completion_tokens, work.samples, work, servers)
     validate = _sampling(machine, memory, flops.validation, work.validation_tokens, work.validation_samples, work, servers)
     sync = _FIXED["sync"] + (memory.held_out or disk_bytes / 3) / _SYNCED[machine.cuda]  # a checkpoint has a third of all bytes
