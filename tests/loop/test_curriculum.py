@@ -299,7 +299,10 @@ def test_a_curriculum_may_begin_or_end_later(mixed, monkeypatch):
     assert asked(mixed, 9) == [task.id for task in plain]
 
 
-def test_a_run_with_a_curriculum_is_replayed_and_trained_again(mixed):
+def test_a_run_with_levels_shows_them_and_is_replayed_and_trained_again(mixed, capsys):
     mixed.train(in_levels(mixed.tasks(9), mixed.tasks(3, "hard")), **RUN | {"iterations": 2})
+    row = mixed.rows()[1]["curriculum"]
+    assert row["level"] == 0 and f"level 0 (reward {row['level_score']:.3f})" in capsys.readouterr().out
+    assert "<b>Level</b>" in (mixed.run / "report.html").read_text()
     result = replay(mixed.run, grader=lambda choice, sample: sample.reward, train=True, quiet=True)
     assert result.total.changed == 0 and result.checkpoint is not None
