@@ -17,7 +17,7 @@ from ttrl.agents.mcp import McpRollout, McpServer, mcp_tools
 from ttrl.errors import TaskError
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.system.process_guard import process_id
-from ttrl.tasks.task import RolloutLimits, Task
+from ttrl.tasks.task import Task
 
 pytest.importorskip("mcp")
 SERVER = [sys.executable, str(Path(__file__).parents[1] / "support" / "mcp_server.py")]
@@ -42,9 +42,9 @@ def said(choice):
     return float(len(choice.message.content))
 
 
-def play(*calls, servers=None, n=1, limits=None):
+def play(*calls, servers=None, n=1):
     rollout = McpRollout(*(servers or [McpServer(SERVER)]))
-    task = Task([{"role": "user", "content": "Go on."}], said, rollout=rollout, limits=limits or RolloutLimits())
+    task = Task([{"role": "user", "content": "Go on."}], said, rollout=rollout)
     results, server = Kit.run(calling(*calls), [task], n=n, token_ids=False)
     return results[0].samples, server.requests
 
@@ -140,25 +140,34 @@ async def _gone(marks: Path) -> None:
     raise AssertionError(f"still there: {pids}")
 
 
-def test_a_rollout_that_is_cancelled_or_late_leaves_no_process(tmp_path: Path) -> None:
-    """The server has started a program that left its session and its process group."""
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_rollout_that_ends_early_leaves_no_process(how: str, tmp_path: Path) -> None:
+    """The server has started a program that left its session and its process group. What is late is cancelled, too."""
+    marks = tmp_path / "marks"
 
-    async def main(limits: RolloutLimits, marks: Path, cancel: bool) -> str | None:
-        task = Task([{"role": "user", "content": "x"}], said, rollout=McpRollout(McpServer(SERVER)), limits=limits)
-        async with Kit.serving(calling(("hang", {"marks": str(marks)}))) as server, server.client() as client:
-            running = asyncio.create_task(get_task_results([task], client, "m", token_ids=False, pbar=False))
+    async def rollout(chat):
+        async with mcp_tools(chat, McpServer(SERVER)) as tools:
+            await chat()
+            hanging = asyncio.create_task(tools.functions["hang"](marks=str(marks)))
             while not (marks.exists() and " " in marks.read_text()):
+                assert not hanging.done()
                 await asyncio.sleep(0.02)
-                assert not running.done() or running.result()[0].samples[0].error is None, running.result()[0].samples[0].error
-            if cancel:
-                running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                results = await running
-            await _gone(marks)
-            return None if cancel else results[0].samples[0].error
+            if how == "failed":
+                raise RuntimeError("it broke")
+            running.cancel()
+            await hanging
 
-    assert asyncio.run(main(RolloutLimits(), tmp_path / "cancelled", True)) is None
-    assert "worked for more than 4 s" in asyncio.run(main(RolloutLimits(seconds=4), tmp_path / "late", False))
+    async def main() -> None:
+        nonlocal running
+        task = Task([{"role": "user", "content": "x"}], said, rollout=rollout)
+        async with Kit.serving(calling()) as server, server.client() as client:
+            running = asyncio.create_task(get_task_results([task], client, "m", token_ids=False, pbar=False))
+            await asyncio.wait([running])
+            await _gone(marks)
+            assert running.cancelled() if how == "cancelled" else "it broke" in running.result()[0].samples[0].error
+
+    running: asyncio.Task
+    asyncio.run(main())
 
 
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:

@@ -161,15 +161,6 @@ class _Connection:
         loop = asyncio.get_running_loop()
         with tempfile.TemporaryDirectory(prefix="ttrl-mcp-") as folder:
             (stdin, to_child), (from_child, stdout) = os.pipe(), os.pipe()
-            environment = {**get_default_environment(), **self.server.env}
-            self._child = child = ChildProcess(command, Path(folder, "server.log"), environment, pipes=(stdin, stdout))
-            starting = asyncio.create_task(asyncio.to_thread(child.start))
-
-            def started(_: object) -> None:
-                os.close(stdin)
-                os.close(stdout)
-
-            starting.add_done_callback(started)
             reader = asyncio.StreamReader(LONGEST_MESSAGE)
             readable, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(from_child, "rb"))
             writable, protocol = await loop.connect_write_pipe(
@@ -197,8 +188,16 @@ class _Connection:
                         writer.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
                         await writer.drain()
 
+            def started(_: object) -> None:
+                os.close(stdin)
+                os.close(stdout)
+
+            environment = {**get_default_environment(), **self.server.env}
+            self._child = child = ChildProcess(command, Path(folder, "server.log"), environment, pipes=(stdin, stdout))
+            starting = asyncio.create_task(asyncio.to_thread(child.start))
+            starting.add_done_callback(started)
             tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
-            try:
+            try:  # nothing is awaited between the start and here
                 await asyncio.shield(starting)
                 yield said, told
             finally:
