@@ -154,6 +154,14 @@ def test_the_tasks_of_a_worker_that_dies_go_to_others_and_nothing_that_came_is_s
     assert Counter(group.task_id for group in done) == Counter(task.id for task in make_tasks(40))  # none twice
 
 
+def test_a_worker_that_never_comes_is_named_once_and_the_others_do_all(alone, caplog):
+    workers = [Here("a"), Here("b")]
+    workers[1].gone = True
+    results, _ = call(make_tasks(40), workers, each=2)
+    assert seen(results) == seen(alone)
+    assert [r.message for r in caplog.records if "b is gone" in r.message] == ["b is gone; its 2 servers stand idle meanwhile"]
+
+
 def test_a_worker_without_servers_leaves_its_tasks_to_others(alone, monkeypatch):
     monkeypatch.setattr(worker, "AWAY_SECONDS", 0.3)
     results, _ = call(make_tasks(40), [Here("a"), Here("b")], down=[0], max_downtime=30.0)

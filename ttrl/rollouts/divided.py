@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from ttrl.errors import ServerDiedError, describe
+from ttrl.errors import ServerDiedError
 from ttrl.records import Endpoint, Sample, TaskResult
 from ttrl.rollouts.group import TaskOutcome
 from ttrl.rollouts.progress import Progress, screen
@@ -83,6 +83,8 @@ class _Share:
         """What it has to do, by position."""
         self.opened = math.inf
         """Since when it has been at work."""
+        self.is_missed = False
+        """Whether that was said."""
         self.grading_seconds: dict[float, float] = {}
         """By `opened`: a worker that was started again counts anew."""
 
@@ -149,10 +151,13 @@ class _Call:
                     return
                 why, died = f"{share.worker.name}: none of its servers answers", False
             except ServerDiedError as error:
-                why, died = describe(error), True
+                why, died = str(error).split("\n", 1)[0], True
             had, share.opened = self._take_back(share, died), math.inf
             if had:
                 logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
+            elif not share.is_missed:
+                logger.warning("%s; its %d servers stand idle meanwhile", why, len(share.settings.clients))
+            share.is_missed = True
             now = time.monotonic()
             works = any(now - other.opened > _NEW_SECONDS for other in self._shares)
             if not works and now - self._heard > self._settings.max_downtime:
