@@ -206,6 +206,13 @@ def test_workers_tokenize_and_nothing_stays_in_the_memory_in_which_it_came():
             assert all(getattr(one, name) == getattr(other, name) for name in names)
 
 
+def test_each_worker_logs_its_requests_in_a_file_of_its_own(tmp_path):
+    call(make_tasks(12), [Here("a"), Here("b")], requests_log=tmp_path / "requests.jsonl")
+    logs = sorted(tmp_path.iterdir())
+    assert [path.name for path in logs] == ["requests.0.jsonl", "requests.1.jsonl"]
+    assert sum(len(path.read_text().splitlines()) for path in logs) == 12
+
+
 def test_equal_tasks_are_sampled_with_numbers_of_their_own():
     """They go to different workers, and share neither seeds nor cache entries."""
     same = [Task([{"role": "user", "content": "same"}], lambda choice: 1.0, id="same") for _ in range(6)]

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -98,7 +99,10 @@ class _Call:
         on_task_done: Callable[[TaskResult], None] | None,
     ) -> None:
         self._name, self._settings, self._on_task_done = uuid.uuid4().hex, settings, on_task_done
-        self._shares = [_Share(worker, dataclasses.replace(settings, client=client, pbar=False)) for worker, client in workers]
+        self._shares = [
+            _Share(worker, dataclasses.replace(settings, client=client, pbar=False, requests_log=_log_of(settings, number)))
+            for number, (worker, client) in enumerate(workers)
+        ]
         self._pending, self._suspects = deque(_jobs(tasks, settings.n)), deque[Job]()
         self._tasks = len(tasks)
         self._done: dict[int, TaskOutcome] = {}
@@ -222,6 +226,12 @@ class _Call:
             for k in range(self._settings.n)
         ]
         return TaskOutcome(job.position, TaskResult(task_id=task.id, messages=messages, samples=samples), TaskUsage(), None)
+
+
+def _log_of(settings: SamplingSettings, number: int) -> Path | None:
+    """Return a worker's own log of requests: what several machines append to one file of a network file system may be lost."""
+    path = None if settings.requests_log is None else Path(settings.requests_log)
+    return None if path is None else path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def _jobs(tasks: Sequence[Task], n: int) -> list[Job]:
