@@ -195,6 +195,7 @@ def test_config_yaml_of_an_older_version_means_the_same():
     }
     with pytest.raises(ConfigError, match=r"rdzv_endpoint is gone: several machines train on a Ray cluster"):
         TrainConfig.parse(values | {"rdzv_endpoint": "10.0.0.7:29400"}, "config.yaml")
+    assert TrainConfig(**values) == TrainConfig.parse(values, "config.yaml")
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,14 @@ def test_the_tasks_of_a_worker_that_dies_go_to_others_and_nothing_that_came_is_s
     assert Counter(group.task_id for group in done) == Counter(task.id for task in make_tasks(40))  # none twice
 
 
+def test_a_worker_that_never_comes_is_named_once_and_the_others_do_all(alone, caplog):
+    workers = [Here("a"), Here("b")]
+    workers[1].gone = True
+    results, _ = call(make_tasks(40), workers, each=2)
+    assert seen(results) == seen(alone)
+    assert [r.message for r in caplog.records if "b is gone" in r.message] == ["b is gone; its 2 servers stand idle meanwhile"]
+
+
 def test_a_worker_without_servers_leaves_its_tasks_to_others(alone, monkeypatch):
     monkeypatch.setattr(worker, "AWAY_SECONDS", 0.3)
     results, _ = call(make_tasks(40), [Here("a"), Here("b")], down=[0], max_downtime=30.0)
@@ -196,6 +204,13 @@ def test_workers_tokenize_and_nothing_stays_in_the_memory_in_which_it_came():
             assert np.array_equal(np.array(one.logprobs, np.float32), np.array(other.logprobs, np.float32), equal_nan=True)
             names = ("task_id", "sample", "reward", "advantage", "prompt_length", "weights_version", "finish_reason", "share")
             assert all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def test_each_worker_logs_its_requests_in_a_file_of_its_own(tmp_path):
+    call(make_tasks(12), [Here("a"), Here("b")], requests_log=tmp_path / "requests.jsonl")
+    logs = sorted(tmp_path.iterdir())
+    assert [path.name for path in logs] == ["requests.0.jsonl", "requests.1.jsonl"]
+    assert sum(len(path.read_text().splitlines()) for path in logs) == 12
 
 
 def test_equal_tasks_are_sampled_with_numbers_of_their_own():

@@ -31,7 +31,7 @@ def settings(cls: type[_C]) -> type[_C]:
     @functools.wraps(plain)
     def init(self: _C, *unnamed: Any, **given: Any) -> None:
         own = {field.name: field for field in dataclasses.fields(made)}
-        unknown = {name: value for name, value in given.items() if name not in own}
+        unknown = {name: value for name, value in given.items() if name not in own and not (name in made.gone and value is None)}
         alone = [f"{value!r} stands alone; settings are given by name, such as {next(iter(own))}=…" for value in unnamed]
         if alone or (unknown and not made._is_part) or any(_has_no_default(own[name]) for name in own.keys() - given.keys()):
             config, found = made.examine(given)

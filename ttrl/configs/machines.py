@@ -38,8 +38,10 @@ def joined_problems(urls: Sequence[str]) -> list[str]:
 
 def server_keys(urls: Sequence[str]) -> dict[str, str]:
     """Return the key of each joined server, from the environment. Raises ConfigError where it is not known."""
+    if not urls:
+        return {}
     key = os.environ.get(SERVER_KEY_VARIABLE, "").strip()  # files and secrets often end with a newline
-    if urls and not key:
+    if not key:
         raise ConfigError(
             "TrainConfig",
             [f"joined_servers: no key for {', '.join(urls)}; export {SERVER_KEY_VARIABLE}=$(cat FILE)"],

@@ -98,7 +98,8 @@ class TrainConfig(Config):
     on: tail -F. A task that comes up again in the same iteration replaces its files. Completions are streamed for it, which
     costs the client several times the CPU."""
     requests_log: bool = False
-    """Append a line for each request, what it cost and how it ended, to logs/requests.jsonl."""
+    """Append a line for each request, what it cost and how it ended, to logs/requests.jsonl; of sampling workers to
+    logs/requests.N.jsonl, one for each."""
 
     # Validation
 

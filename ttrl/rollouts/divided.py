@@ -15,10 +15,11 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from ttrl.errors import ServerDiedError, describe
+from ttrl.errors import ServerDiedError
 from ttrl.records import Endpoint, Sample, TaskResult
 from ttrl.rollouts.group import TaskOutcome
 from ttrl.rollouts.progress import Progress, screen
@@ -83,6 +84,8 @@ class _Share:
         """What it has to do, by position."""
         self.opened = math.inf
         """Since when it has been at work."""
+        self.is_missed = False
+        """Whether that was said."""
         self.grading_seconds: dict[float, float] = {}
         """By `opened`: a worker that was started again counts anew."""
 
@@ -96,7 +99,10 @@ class _Call:
         on_task_done: Callable[[TaskResult], None] | None,
     ) -> None:
         self._name, self._settings, self._on_task_done = uuid.uuid4().hex, settings, on_task_done
-        self._shares = [_Share(worker, dataclasses.replace(settings, client=client, pbar=False)) for worker, client in workers]
+        self._shares = [
+            _Share(worker, dataclasses.replace(settings, client=client, pbar=False, requests_log=_log_of(settings, number)))
+            for number, (worker, client) in enumerate(workers)
+        ]
         self._pending, self._suspects = deque(_jobs(tasks, settings.n)), deque[Job]()
         self._tasks = len(tasks)
         self._done: dict[int, TaskOutcome] = {}
@@ -149,10 +155,13 @@ class _Call:
                     return
                 why, died = f"{share.worker.name}: none of its servers answers", False
             except ServerDiedError as error:
-                why, died = describe(error), True
+                why, died = str(error).split("\n", 1)[0], True
             had, share.opened = self._take_back(share, died), math.inf
             if had:
                 logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
+            elif not share.is_missed:
+                logger.warning("%s; its %d servers stand idle meanwhile", why, len(share.settings.clients))
+            share.is_missed = True
             now = time.monotonic()
             works = any(now - other.opened > _NEW_SECONDS for other in self._shares)
             if not works and now - self._heard > self._settings.max_downtime:
@@ -217,6 +226,12 @@ class _Call:
             for k in range(self._settings.n)
         ]
         return TaskOutcome(job.position, TaskResult(task_id=task.id, messages=messages, samples=samples), TaskUsage(), None)
+
+
+def _log_of(settings: SamplingSettings, number: int) -> Path | None:
+    """Return a worker's own log of requests: what several machines append to one file of a network file system may be lost."""
+    path = None if settings.requests_log is None else Path(settings.requests_log)
+    return None if path is None else path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def _jobs(tasks: Sequence[Task], n: int) -> list[Job]:
