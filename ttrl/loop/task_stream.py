@@ -135,7 +135,7 @@ class Curriculum:
     2 rounds later, and after more such turns in a row 3 or 4, 5 to 8, 9 to 16: by chance, so that those that were solved in one
     round do not all come back in one. What is due first comes first, and what was never sampled is due in round 0. So every task
     is sampled again and again, one that teaches something up to 16 times as often as one that does not (stride scheduling,
-    Waldspurger 1995), and as long as all of them do, this is the plain stream.
+    Waldspurger 1995), and as long as all of them do, the rounds are those of the plain stream.
 
     The marker of an iteration's rollouts holds what was measured in it; all else follows from the markers before and the seed.
     """
@@ -182,7 +182,7 @@ class Curriculum:
 
         unseen, solved, hopeless, between: how many tasks were never graded, and what the others' last grades say; of those whose
         samples all got the same reward, solved are those that are all right by `validation_metric`. level: the highest that is
-        open; level_score: how well it is known.
+        open; level_score: the mean score of its tasks.
         """
         self._read_until(number - 1)
         turns: dict[str, Turn] = {}
