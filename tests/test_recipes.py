@@ -14,6 +14,7 @@ import pytest
 from ttrl import Task, TrainConfig
 from ttrl.cli.recipe_script import with_plain_template
 from ttrl.errors import ConfigError, UserError
+from ttrl.loop.checks import checked
 from ttrl.plans.choices import choose
 from ttrl.tiny_model import make_tiny_model
 
@@ -255,6 +256,41 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     assert "held-out" not in (out := capsys.readouterr().out) and "of the 5 tasks that it was trained on" in out
     with pytest.raises(UserError, match="--overfit is 0, and there are 4096 tasks"):
         run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")
+
+
+def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overfitting on the first tasks, and trying out on the shortest, mix levels and know none."""
+
+    def puzzles(name, split, n, seed, *, level):
+        return [Task([{"role": "user", "content": f"{name} {split} {seed} {level} {k}"}], float) for k in range(n)]
+
+    seen: list[tuple[TrainConfig, list[int]]] = []
+
+    def train(config, *, tasks, validation_tasks):
+        checked(config, tasks, validation_tasks, model=False)
+        seen.append((config, [task.level for task in tasks]))
+        return types.SimpleNamespace(metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)])
+
+    monkeypatch.setattr("ttrl.agents.reasoning_gym.get_reasoning_gym_tasks", puzzles)
+    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
+    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
+    arguments = [
+        "--run",
+        str(tmp_path),
+        "--families",
+        "number_sorting",
+        "--level",
+        "0",
+        "2",
+        "--set",
+        "level_up_at=0.5",
+        "curriculum=true",
+    ]
+    for more in ([], ["--overfit", "2060"], ["--tiny"]):
+        run("reasoning_puzzles", monkeypatch, *arguments, *more)
+    (whole, levels), (overfit, none), (_, tiny) = seen
+    assert (whole.curriculum, whole.level_up_at, levels.count(0), levels.count(1)) == (True, 0.5, 2048, 2048)
+    assert (overfit.curriculum, set(none), len(none), tiny) == (False, {0}, 2060, [0, 0])
 
 
 def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
