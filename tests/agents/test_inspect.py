@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from support.agent_sessions import Kit, server
 
+from ttrl import TrainConfig
 from ttrl.agents.inspect import get_inspect_tasks
-from ttrl.errors import TaskError
+from ttrl.errors import ConfigError, TaskError
 from ttrl.evaluation.families import TaskSpec
+from ttrl.loop.checks import checked
 
 PYTHON = os.environ.get("TTRL_TEST_INSPECT_PYTHON")
 EVALS = str(Path(__file__).parents[1] / "support" / "inspect_evals.py")
@@ -67,6 +69,14 @@ def test_what_fails_there_fails_the_sample() -> None:
     assert sample.reward is None and "the scales are broken" in sample.error
     with pytest.raises(TaskError, match="nothing_like_it"):
         get_inspect_tasks(f"{EVALS}:nothing_like_it")
+
+
+def test_training_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"idx": 1, "name": "sums", "prompt": "What is 1 + 1?"}, {"idx": 2, "name": "sums", "prompt": "What is 1 + 2?"}]
+    monkeypatch.setattr("ttrl.agents.inspect.list_rows", lambda *_: rows)
+    tasks, config = get_inspect_tasks("package/sums"), TrainConfig(run="r", model="tiny", iterations=1, tasks_per_iteration=2)
+    with pytest.raises(ConfigError, match=r"2 of 2 tasks \(such as 'inspect_ai/sums/1'\) are for evaluation alone: a scorer of"):
+        checked(config, tasks, [], model=False)
 
 
 def test_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

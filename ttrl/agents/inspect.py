@@ -2,9 +2,10 @@
 
 Its packages pin what ttrl may not be able to have, so it may live in a Python of its own: `python=`, or TTRL_INSPECT_AI_PYTHON.
 A sample is a process of it (`ttrl.agents.worker`). Models that a task asks beside (graders) are the policy, as
-inspect has it where no role is given, so these tasks are for evaluation: in training, a grader's words would be trained, too.
+inspect has it where no role is given, so training refuses these tasks.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from ttrl.tasks.datasets import check_count, check_name
 from ttrl.tasks.task import RolloutLimits, Task, question
 
 _MOST = 100_000
+_ONLY_EVALUATES = "a scorer of inspect that asks a model asks the policy, whose verdicts would be trained as answers"
 
 
 def get_inspect_tasks(
@@ -45,7 +47,7 @@ def get_inspect_tasks(
     order: dict[str, Any] = {"package": "inspect_ai", "id": name.replace(".py:", ".py@"), "options": options}
     order |= {"turns": limits.turns, "tokens": limits.tokens}
     rows = list_rows(program, {**order, "do": "list", "most": _MOST}, f"inspect_ai:{name}")
-    return [
+    tasks = [
         agent_task(
             playing(program, order, idx=row["idx"]),
             messages=question(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"],
@@ -55,3 +57,7 @@ def get_inspect_tasks(
         )
         for row in rows[:n]
     ]
+    for task in tasks:
+        rollout: Any = task.rollout
+        task.rollout = dataclasses.replace(rollout, only_evaluates=_ONLY_EVALUATES)
+    return tasks

@@ -93,6 +93,8 @@ class _AgentRollout:
     beside: "Mapping[str, str | Endpoint]"
     posts_reward: bool
     at_once: int | None
+    only_evaluates: str = ""
+    """Why its tasks are not to be trained on; empty for those that are."""
 
     async def __call__(self, chat: Chat) -> "GraderOutput | None":
         if callable(self.agent):

@@ -67,6 +67,11 @@ def checked(
     return config, tasks, validation_tasks
 
 
+def _why_not_trained(task: Task) -> str:
+    """Return what its grader or rollout says of it; empty for a task to train on."""
+    return next((str(why) for one in (task.grader, task.rollout) if (why := getattr(one, "only_evaluates", ""))), "")
+
+
 def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: list[Task], said: str) -> list[str]:
     found = []
     if not tasks:
@@ -79,10 +84,11 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
             there = f"the lowest level, with which a run begins, has only {counted(len(first), 'task')}"
         if len(first) < config.tasks_per_iteration:
             found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
-    if untrainable := [task for task in tasks if getattr(task.grader, "only_evaluates", "")]:
+    if untrainable := [(task, why) for task in tasks if (why := _why_not_trained(task))]:
+        count, (one, why) = len(untrainable), untrainable[0]
         found.append(
-            f"{len(untrainable)} of {len(tasks)} tasks (such as {untrainable[0].id!r}) are for evaluation alone: "
-            f"{getattr(untrainable[0].grader, 'only_evaluates', '')}; give them as validation_tasks, or to `ttrl eval`"
+            f"{count} of {len(tasks)} tasks (such as {one.id!r}) are for evaluation alone: {why}; give them as "
+            "validation_tasks, or to `ttrl eval`"
         )
     if config.tokens_per_iteration is not None and (several := [task.id for task in tasks if task.rollout]):
         found.append(

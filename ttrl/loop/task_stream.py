@@ -244,7 +244,7 @@ class Curriculum:
 def _state(turn: Turn | None) -> str:
     if turn is None or turn.score is None:
         return "unseen"
-    return "between" if not turn.without else "solved" if turn.score is not None and turn.score >= _RIGHT else "hopeless"
+    return "between" if not turn.without else "solved" if turn.score >= _RIGHT else "hopeless"
 
 
 def _digest(task_id: str, messages: list[dict[str, Any]]) -> str:
