@@ -10,8 +10,9 @@ Two things are watched in the one backward pass that there is:
               positions is left out, as it cannot be told apart there by sample
 
 The sketch only divides the noise between prompts and samples. After the top layer it would be wrong: samples seemed to make 44%
-of a noise of which they made 17% (tools/check_noise.py). A norm reads each gradient once, which is little beside the products
-that made it; `seconds` says how much (on a GPU, of the CPU that launched it).
+of a noise of which they make about a quarter (tools/check_noise.py; single samples weigh so much that 64 batches do not settle
+it). A norm reads each gradient once, which is little beside the products that made it; `seconds` says how much (on a GPU, of the
+CPU that launched it).
 
 Shapes: B rows, T tokens, N trained positions of a microbatch, D width, S samples, L lines (one for each sample of each
 microbatch), d depths, r and q = SKETCH. Has run on CPU, alone and over gloo; CUDA: never run on a GPU.
