@@ -1,14 +1,15 @@
 """The gradient's noise as a run measures it, against batches that are drawn again. `python tools/check_noise.py CHECKPOINT`
 
-A policy stands still. Many batches of its answers are sampled, each to other tasks, and as many in a few sets, to the same tasks
-in each batch of a set; all are graded, packed and differentiated as a run's first optimizer step is. Then
+A policy stands still. Many batches of its answers are sampled in a few sets, each batch to other tasks, and as many again, to the
+same tasks in each batch of a set; all are graded, packed and differentiated as a run's first optimizer step is. Then
 
-    noise      the scatter of the gradients, Σ|g - ḡ|²/(batches - 1), against what one step's microbatches say of it
-    signal     |ḡ|² - noise/batches, against the same
+    noise      the scatter of the gradients in a set, Σ|g - ḡ|²/(batches - 1), against what one step's microbatches say of it
+    signal     |ḡ|² - noise/batches, over all sets, against the same
     scale      their ratio in batches (S/(B|G|²)); also of the sketch alone, which is of layers between the decoder's
     samples    the share of the noise that is left where the tasks stay the same, against the share that the sketch gives
 
-and how long looking took, as a share of the step. Every figure is a mean over all batches.
+and what looking costs, as CPU time of steps with and without it in alternation. Intervals are of 95%: single samples weigh so
+much in a batch that little is settled without them.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from ttrl import Task, TaskResults, TrainConfig, get_task_results
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.instruments.gradient_noise import step_noise
+from ttrl.intervals import Ratio, ratio_of_means
 from ttrl.loop.pack import pack
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import RunFolder
@@ -68,59 +70,100 @@ def sampled(server: VLLMServer, tasks: Sequence[Task], config: TrainConfig) -> T
     return asyncio.run(main())
 
 
-def gradients(
-    policy: Policy, batches: Iterable[list[TaskResult]], config: TrainConfig, arguments: argparse.Namespace, folder: Path
-) -> tuple[list[dict[str, Any]], float, float]:
-    """Differentiate each batch; return what a run would log of it, the scatter of the gradients, and |mean|²."""
-    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
-    rows: list[dict[str, Any]] = []
-    total = [torch.zeros_like(p) for p in policy.parameters()]
-    squares = 0.0
-    for number, groups in enumerate(batches):
-        iteration = RunFolder(folder).iteration(number)
+class Batches:
+    """Packs batches and differentiates each as a run's first optimizer step is."""
+
+    def __init__(self, policy: Policy, config: TrainConfig, arguments: argparse.Namespace, folder: Path) -> None:
+        self._policy, self._config, self._arguments, self._folder = policy, config, arguments, folder
+        self._tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
+        self._packed = 0
+
+    def packed(self, groups: list[TaskResult]) -> Path:
+        iteration = RunFolder(self._folder).iteration(self._packed)
         iteration.path.mkdir(parents=True)
-        pack(iteration, groups, config, arguments.checkpoint, tokenizer)
-        path = iteration.path / "packed.safetensors"
-        values = {"model": str(arguments.checkpoint), "packed": str(path), "output_dir": str(folder), "device": "cpu"}
-        own = GRPOConfig.parse(values | {"rows_per_microbatch": arguments.rows, "seed": number}, "tools/check_noise.py")
-        (step,) = updates(PackedTensors.load(path), 1, (0, 0), HERE, policy.decoder.config)
-        pieces = GradientPieces(policy, own, HERE)
-        policy.zero_grad()
-        began = time.perf_counter()
-        step_of = GradientStep(policy, own, HERE, Stopwatch(HERE.device), TrainProgress(0, HERE), pieces=pieces)
+        self._packed += 1
+        pack(iteration, groups, self._config, self._arguments.checkpoint, self._tokenizer)
+        return iteration.path / "packed.safetensors"
+
+    def differentiate(self, path: Path, seed: int, looks: bool = True) -> dict[str, Any] | None:
+        """Leave the batch's gradient in the parameters; return what a run would log of its noise."""
+        values = {"model": str(self._arguments.checkpoint), "packed": str(path), "output_dir": str(path.parent), "device": "cpu"}
+        own = GRPOConfig.parse(values | {"rows_per_microbatch": self._arguments.rows, "seed": seed}, "tools/check_noise.py")
+        (step,) = updates(PackedTensors.load(path), 1, (0, 0), HERE, self._policy.decoder.config)
+        pieces = GradientPieces(self._policy, own, HERE) if looks else None
+        self._policy.zero_grad()
+        step_of = GradientStep(self._policy, own, HERE, Stopwatch(HERE.device), TrainProgress(0, HERE), pieces=pieces)
         seen = step_of.accumulate(step, objective_from(own)).pieces
-        seconds = time.perf_counter() - began
-        pieces.close()
-        assert seen is not None
-        rows.append(step_noise(seen) | {"step_seconds": seconds})
-        for sum_, p in zip(total, policy.parameters(), strict=True):
-            assert p.grad is not None
-            sum_ += p.grad
-            squares += float(p.grad.double().square().sum())
-    mean = sum(float((sum_.double() / len(rows)).square().sum()) for sum_ in total)
-    return rows, (squares - len(rows) * mean) / (len(rows) - 1), mean
+        if pieces is not None:
+            pieces.close()
+        return None if seen is None else step_noise(seen)
+
+    def scatter(self, batches: Sequence[list[TaskResult]], total: list[torch.Tensor]) -> tuple[list[dict[str, Any]], float]:
+        """Return what a run would log of each, and the scatter of their gradients, which are added to `total`."""
+        rows: list[dict[str, Any]] = []
+        mean = [torch.zeros_like(p) for p in total]
+        squares = 0.0
+        for groups in batches:
+            row = self.differentiate(self.packed(groups), self._packed)
+            assert row is not None
+            rows.append(row)
+            for sum_, p in zip(mean, self._policy.parameters(), strict=True):
+                assert p.grad is not None
+                sum_ += p.grad
+                squares += float(p.grad.double().square().sum())
+        for all_, sum_ in zip(total, mean, strict=True):
+            all_ += sum_
+        return rows, (squares - _square(mean) / len(rows)) / (len(rows) - 1)
+
+    def cost(self, groups: list[TaskResult]) -> float:
+        """Return the CPU time of a step that looks over that of one that does not, on one thread; the least of several each."""
+        path, threads = self.packed(groups), torch.get_num_threads()
+        torch.set_num_threads(1)
+        took: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(20):
+            for looks, times in took.items():
+                began = time.process_time()
+                self.differentiate(path, 0, looks)
+                times.append(time.process_time() - began)
+        torch.set_num_threads(threads)
+        return min(took[True]) / min(took[False])
 
 
-def report(rows: list[dict[str, Any]], noise: float, mean: float, within: float) -> str:
-    """Compare what the steps say with what was drawn again."""
-    signal = mean - noise / len(rows)
-    nested = {name: statistics.fmean(row["nested"][name] for row in rows) for name in ("prompts", "samples", "signal")}
-    sketched = nested["prompts"] + nested["samples"]
-    looking = sum(row["seconds"] for row in rows) / sum(row["step_seconds"] for row in rows)
-    lines = [f"{'':28} {'measured':>12} {'drawn again':>12} {'ratio':>7}"]
+def _square(tensors: Iterable[torch.Tensor]) -> float:
+    return sum(float(tensor.double().square().sum()) for tensor in tensors)
 
-    def line(name: str, measured: float, true: float) -> None:
-        lines.append(f"{name:28} {measured:>12.4g} {true:>12.4g} {measured / true:>7.3f}")
 
-    if all("noise" in row for row in rows):
-        own, own_signal = (statistics.fmean(row[name] for row in rows) for name in ("noise", "signal"))
-        line("noise of a batch", own, noise)
-        line("signal |G|²", own_signal, signal)
-        line("scale, in batches", own / own_signal, noise / signal)
-    line("scale by the sketch alone", sketched / nested["signal"], noise / signal)
-    line("share of the noise, samples", nested["samples"] / sketched, within / noise)
-    line("share of the noise, prompts", nested["prompts"] / sketched, 1 - within / noise)
-    lines.append(f"{len(rows)} batches, {rows[0]['pieces']} microbatches in the first; looking took {looking:.2%} of the step")
+def report(fresh: list[dict[str, Any]], again: list[dict[str, Any]], noise: list[float], within: list[float], mean: float) -> str:
+    """Compare what the steps say with what was drawn again. noise, within: scatter of each set; mean: |ḡ|² of `fresh`."""
+    drawn = statistics.fmean(noise)
+    signal = mean - drawn / len(fresh)
+    nested = {name: [row["nested"][name] for row in fresh + again] for name in ("prompts", "samples", "signal")}
+    sketched = [prompts + samples for prompts, samples in zip(nested["prompts"], nested["samples"], strict=True)]
+    lines = [f"{'':28} {'measured':>10} {'':19} {'drawn again':>11} {'':19} {'ratio':>7}"]
+
+    def line(name: str, measured: Ratio, true: Ratio) -> None:
+        parts = []
+        for one in (measured, true):
+            assert one.value is not None
+            known = one.low is not None and one.high is not None
+            parts.append(f"{one.value:>11.4g} {f'({one.low:.3g} to {one.high:.3g})' if known else '':19}")
+        assert measured.value is not None and true.value is not None
+        lines.append(f"{name:27} {' '.join(parts)} {measured.value / true.value:>7.3f}")
+
+    def alone(value: float) -> Ratio:
+        return Ratio(value, None, None)
+
+    scale = ratio_of_means(noise, [signal] * len(noise))
+    if all("noise" in row for row in fresh):
+        own, own_signal = ([row[name] for row in fresh] for name in ("noise", "signal"))
+        line("noise of a batch", ratio_of_means(own, [1.0] * len(own)), ratio_of_means(noise, [1.0] * len(noise)))
+        line("signal |G|²", ratio_of_means(own_signal, [1.0] * len(own)), alone(signal))
+        line("scale, in batches", ratio_of_means(own, own_signal), scale)
+    line("scale by the sketch alone", ratio_of_means(sketched, nested["signal"]), scale)
+    left = [whole - part for whole, part in zip(noise, within, strict=True)]
+    line("share of the noise, samples", ratio_of_means(nested["samples"], sketched), ratio_of_means(within, noise))
+    line("share of the noise, prompts", ratio_of_means(nested["prompts"], sketched), ratio_of_means(left, noise))
+    lines.append(f"{len(fresh)} batches in {len(noise)} sets and as many again, {fresh[0]['pieces']} microbatches in the first")
     return "\n".join(lines)
 
 
@@ -140,7 +183,7 @@ def main() -> None:
             run=str(folder / "run"), model=str(arguments.checkpoint), iterations=1, advantages=arguments.advantages, **sizes
         ).resolved(False)
         size, repeats = config.tasks_per_iteration, arguments.batches // arguments.sets
-        tasks = make(size * arguments.batches)
+        tasks = make(size * repeats * arguments.sets)
         fresh = [dataclasses.replace(task, id=f"{number}") for number, task in enumerate(tasks)]
         first = [tasks[size * place : size * (place + 1)] for place in range(arguments.sets)]
         again = [dataclasses.replace(task, id=f"{task.id} again {k}") for one in first for k in range(repeats) for task in one]
@@ -149,12 +192,17 @@ def main() -> None:
         cut = [[some[place : place + size] for place in range(0, len(some), size)] for some in results]
         values = {"model": str(arguments.checkpoint), "packed": "", "output_dir": "", "device": "cpu"}
         policy = load_policy(GRPOConfig.parse(values, "tools/check_noise.py"), HERE)
-        rows, noise, mean = gradients(policy, cut[0], config, arguments, folder / "fresh")
-        scatter = [
-            gradients(policy, cut[1][place * repeats : (place + 1) * repeats], config, arguments, folder / f"again{place}")[1]
-            for place in range(arguments.sets)
-        ]
-    print(report(rows, noise, mean, statistics.fmean(scatter)))
+        batches = Batches(policy, config, arguments, folder / "packs")
+        rows: list[list[dict[str, Any]]] = [[], []]
+        scatter: list[list[float]] = [[], []]
+        total = [[torch.zeros_like(p) for p in policy.parameters()] for _ in cut]
+        for place in range(0, repeats * arguments.sets, repeats):
+            for kind, some in enumerate(cut):
+                seen, noise = batches.scatter(some[place : place + repeats], total[kind])
+                rows[kind] += seen
+                scatter[kind].append(noise)
+        print(report(rows[0], rows[1], scatter[0], scatter[1], _square(total[0]) / len(rows[0]) ** 2))
+        print(f"Looking costs {batches.cost(cut[0][0]) - 1:.2%} of a step's CPU time.")
 
 
 if __name__ == "__main__":
