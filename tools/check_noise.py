@@ -88,7 +88,8 @@ class Batches:
     def differentiate(self, path: Path, seed: int, looks: bool = True) -> dict[str, Any] | None:
         """Leave the batch's gradient in the parameters; return what a run would log of its noise."""
         values = {"model": str(self._arguments.checkpoint), "packed": str(path), "output_dir": str(path.parent), "device": "cpu"}
-        own = GRPOConfig.parse(values | {"rows_per_microbatch": self._arguments.rows, "seed": seed}, "tools/check_noise.py")
+        rows = {} if self._arguments.rows is None else {"rows_per_microbatch": self._arguments.rows}
+        own = GRPOConfig.parse(values | rows | {"seed": seed}, "tools/check_noise.py")
         (step,) = updates(PackedTensors.load(path), 1, (0, 0), HERE, self._policy.decoder.config)
         pieces = GradientPieces(self._policy, own, HERE) if looks else None
         self._policy.zero_grad()
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--advantages", choices=("std", "mean"), default="std")
     parser.add_argument("--batches", type=int, default=64)
     parser.add_argument("--sets", type=int, default=8, help="of tasks that stay the same, over which as many batches are divided")
-    parser.add_argument("--rows", type=int, default=1, help="of a microbatch")
+    parser.add_argument("--rows", type=int, help="of a microbatch; as many as a run takes if left out")
     arguments = parser.parse_args()
     make, sizes = RECIPES[arguments.recipe]
     with tempfile.TemporaryDirectory(prefix="ttrl-noise-") as name:

@@ -78,10 +78,10 @@ class GradientPieces:
     ) -> Callable[[int, Tensor], None]:
         """Return what is to be given each layer's number and the hidden states [B, T, D] that leave it, in a microbatch's forward
         pass. keys: (task, sample) of each sample; trained: where the labels are, rows laid end to end."""
-        like: dict[str, Any] = {"dtype": torch.float64, "device": weights_N.device}
-        weights_S = torch.zeros(len(keys), **like).index_add_(0, sample_ids_N, weights_N.double())
+        device = weights_N.device
+        weights_S = torch.zeros(len(keys), dtype=torch.float64, device=device).index_add_(0, sample_ids_N, weights_N.double())
         # Each depth's numbers lie together, which makes adding to them 40 times as fast.
-        sums_dSr = torch.zeros(len(self._depths), len(keys), SKETCH**2, **like)
+        sums_dSr = torch.zeros(len(self._depths), len(keys), SKETCH**2, device=device)
         piece = torch.full_like(keys[:, :1], len(self._norms))
         self._lines.append((torch.cat([piece, keys], dim=1), weights_S, sums_dSr))
 
@@ -101,7 +101,7 @@ class GradientPieces:
                 began = time.perf_counter()
                 gradient_ND = gradient_BTD.flatten(0, 1).index_select(0, trained_N).float()
                 outer_N = torch.einsum("nr,nq->nrq", gradient_ND @ left, seen_Nr).flatten(1)
-                sums_dSr[depth].index_add_(0, sample_ids_N, outer_N.double())
+                sums_dSr[depth].index_add_(0, sample_ids_N, outer_N)
                 self.seconds += time.perf_counter() - began
 
             h_BTD.register_hook(note)
