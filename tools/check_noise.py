@@ -48,15 +48,17 @@ from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 
 HERE = Ranks(0, 1, torch.device("cpu"))
-# Of each quickstart: its tasks, and what of its settings a batch depends on.
-RECIPES: dict[str, tuple[Callable[[int], list[Task]], dict[str, Any]]] = {
+# Of each quickstart: its tasks, what of its settings a batch depends on, and rows of a microbatch.
+RECIPES: dict[str, tuple[Callable[[int], list[Task]], dict[str, Any], int]] = {
     "sort_letters": (
         lambda n: get_sort_letters_tasks("train", n=n, length_exponent=2),
         {"tasks_per_iteration": 32, "samples_per_task": 16, "max_tokens": 12, "seq_len": 512},
+        8,
     ),
     "structured_output": (
         lambda n: get_structured_output_tasks("train", n=n),
         {"tasks_per_iteration": 8, "samples_per_task": 8, "max_tokens": 48, "seq_len": 1024},
+        4,
     ),
 }
 
@@ -88,8 +90,8 @@ class Batches:
     def differentiate(self, path: Path, seed: int, looks: bool = True) -> dict[str, Any] | None:
         """Leave the batch's gradient in the parameters; return what a run would log of its noise."""
         values = {"model": str(self._arguments.checkpoint), "packed": str(path), "output_dir": str(path.parent), "device": "cpu"}
-        rows = {} if self._arguments.rows is None else {"rows_per_microbatch": self._arguments.rows}
-        own = GRPOConfig.parse(values | rows | {"seed": seed}, "tools/check_noise.py")
+        rows = self._arguments.rows or RECIPES[self._arguments.recipe][2]
+        own = GRPOConfig.parse(values | {"rows_per_microbatch": rows, "seed": seed}, "tools/check_noise.py")
         (step,) = updates(PackedTensors.load(path), 1, (0, 0), HERE, self._policy.decoder.config)
         pieces = GradientPieces(self._policy, own, HERE) if looks else None
         self._policy.zero_grad()
@@ -121,7 +123,7 @@ class Batches:
         path, threads = self.packed(groups), torch.get_num_threads()
         torch.set_num_threads(1)
         took: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(20):
+        for _ in range(60):
             for looks, times in took.items():
                 began = time.process_time()
                 self.differentiate(path, 0, looks)
@@ -175,9 +177,9 @@ def main() -> None:
     parser.add_argument("--advantages", choices=("std", "mean"), default="std")
     parser.add_argument("--batches", type=int, default=64)
     parser.add_argument("--sets", type=int, default=8, help="of tasks that stay the same, over which as many batches are divided")
-    parser.add_argument("--rows", type=int, help="of a microbatch; as many as a run takes if left out")
+    parser.add_argument("--rows", type=int, help="of a microbatch; as many as the quickstart takes if left out")
     arguments = parser.parse_args()
-    make, sizes = RECIPES[arguments.recipe]
+    make, sizes, _ = RECIPES[arguments.recipe]
     with tempfile.TemporaryDirectory(prefix="ttrl-noise-") as name:
         folder = Path(name)
         config = TrainConfig(

@@ -28,6 +28,11 @@ class Hosts:
         """What to put in front of a command to run it there."""
         return ["ip", "netns", "exec", self._namespace(name)]
 
+    def pids(self, name: str) -> list[int]:
+        """All processes there."""
+        listed = subprocess.run(["ip", "netns", "pids", self._namespace(name)], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
     def cut(self, name: str) -> None:
         """Pulls its cable: packets get lost, and nobody is told."""
         self._ip("-n", self._namespace("switch"), "link", "set", f"to-{self.names.index(name)}", "down")

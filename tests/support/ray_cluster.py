@@ -1,9 +1,12 @@
-"""Raylets on this machine, as machines of a Ray cluster with a token of its own; they can be killed one by one."""
+"""Raylets on this machine, as machines of a Ray cluster with a token of its own; they can be killed one by one.
+
+Either all with the machine's own network, or each on a host of its own (`support.network_hosts`), whose cable can be pulled."""
 
 import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +14,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from support.network_hosts import Hosts
 
 
 class RayCluster:
@@ -85,3 +90,45 @@ def cluster_of(folder: Path, nodes: dict[str, int], **environment: str) -> Itera
             cluster.process.wait(30)
         cluster.process.kill()
         shutil.rmtree(short, ignore_errors=True)
+
+
+class RayHosts(RayCluster):
+    """Hosts with a raylet each, of one CPU; the first one is the head."""
+
+    def __init__(self, short: str, hosts: Hosts, log: Path) -> None:
+        super().__init__(short, {})
+        self.hosts, self._log = hosts, log
+        self.address = f"{hosts.address(hosts.names[0])}:6379"
+
+    def add(self, name: str) -> None:
+        """Switch a host on."""
+        own = self.hosts.address(name)
+        head = name == self.hosts.names[0]
+        where = ["--head", "--port=6379", "--include-dashboard=false"] if head else [f"--address={self.address}"]
+        common = [f"--node-ip-address={own}", "--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+        command = [*self.hosts.on(name), sys.executable, "-m", "ray.scripts.scripts", "start", *where, *common]
+        with open(self._log, "a") as log:
+            done = subprocess.run(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, self._log.read_text()[-4000:]
+
+    def kill(self, name: str) -> None:
+        """Switch a host off: all of its processes end at once."""
+        for pid in self.hosts.pids(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def ray_hosts(folder: Path, names: list[str], later: list[str]) -> Iterator[RayHosts]:
+    """Yield a cluster of hosts; those of `later` are there, and switched off. Needs root and ip(8)."""
+    short = tempfile.mkdtemp(prefix="ray-")
+    with Hosts([*names, *later]) as hosts:
+        cluster = RayHosts(short, hosts, folder / "cluster.log")
+        try:
+            for name in names:
+                cluster.add(name)
+            yield cluster
+        finally:
+            for name in hosts.names:
+                cluster.kill(name)
+            shutil.rmtree(short, ignore_errors=True)
