@@ -23,8 +23,9 @@ SCRIPT = textwrap.dedent(
 
     folder, address = sys.argv[1:]
 
-    def work(folder, take_over):
+    def work(folder, tasks, take_over):
         import os, time
+        assert len(tasks) == 4000
         from pathlib import Path
         import ray
         place = f"{ray.get_runtime_context().get_node_id()} {os.getpid()} {take_over}"
@@ -36,7 +37,8 @@ SCRIPT = textwrap.dedent(
         return place
 
     config = TrainConfig(run=folder + "/run", model="tiny", iterations=1, cluster=address)
-    print("result", run_detached(config, work, {"folder": folder}, Console(quiet=True)), flush=True)
+    tasks = [f"{n} " * 50 for n in range(4000)]  # what is large stays with the driver, if Ray has it as an argument
+    print("result", run_detached(config, work, {"folder": folder, "tasks": tasks}, Console(quiet=True)), flush=True)
     """
 )
 
@@ -73,6 +75,9 @@ def test_one_lead_that_outlives_its_machine_and_its_driver(tmp_path: Path) -> No
         stranger = driver(tmp_path, cluster, RAY_AUTH_TOKEN="f" * 64)
         assert "cannot be used" in stranger.communicate(timeout=90)[0] and stranger.returncode
         assert len(begun(tmp_path)) == 1
+        # The driver dies, and then the lead's machine.
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
         nodes = cluster.ask("look")["nodes"]
         home = begun(tmp_path)[0].split()[0]
         victim = next(name for name, node in nodes.items() if node == home)
@@ -82,8 +87,6 @@ def test_one_lead_that_outlives_its_machine_and_its_driver(tmp_path: Path) -> No
         place, _, take_over = begun(tmp_path)[1].split()
         assert place != home and take_over == "True"
         assert not os.path.exists(f"/proc/{pid}")  # two were never there at once
-        first.send_signal(signal.SIGKILL)
-        first.communicate()
         (tmp_path / "gate").touch()
         wait_for((tmp_path / "finished").exists)
         (tmp_path / "gate").unlink()
@@ -118,3 +121,12 @@ def test_errors_travel_as_words() -> None:
     both = connection.from_words(connection.as_words(ConfigError("config", ["a", "b"])))
     assert isinstance(both, UserError) and "2 problems" in str(both)
     assert "ZeroDivisionError: by 0" in str(connection.from_words(connection.as_words(ZeroDivisionError("by 0"))))
+
+
+def test_tasks_too_large_for_a_cluster_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from ttrl.cluster import lead
+
+    monkeypatch.setattr(lead, "_LARGEST", 1000)
+    with pytest.raises(UserError, match=r"at most 0 MB of a run; let tasks hold less"):
+        lead._lead_of(print, {"tasks": [os.urandom(2000)]}, False)

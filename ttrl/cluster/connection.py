@@ -1,6 +1,7 @@
 """To a Ray cluster and back: how it is reached, and how its actors say what went wrong."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ from ttrl.errors import TtrlError, UserError
 NAMESPACE = "ttrl"
 ASK_SECONDS = 30.0
 """For an actor's answer; Ray itself finds a dead machine in about as many."""
+_begun: list[Any] = []
 Words = tuple[str, str]
 """An error's class and message: some of our exceptions cannot be pickled, and their causes need not be there on both sides."""
 
@@ -29,6 +31,18 @@ def connect(address: str) -> None:
             "--address=HOST:6379`; its token (`ray get-auth-token --generate`) has to be in ~/.ray/auth_token on each machine, "
             "this one too, or in RAY_AUTH_TOKEN"
         ) from error
+
+
+def begin_actor(kind: type, options: Mapping[str, Any], *arguments: Any) -> Any:
+    """Start an actor, which ends with this process, or before with `end_actors`."""
+    _begun.append(ray.remote(kind).options(**options).remote(*arguments))
+    return _begun[-1]
+
+
+def end_actors() -> None:
+    """End all actors that this process began; their machines are free for others."""
+    while _begun:
+        ray.kill(_begun.pop())
 
 
 def has_gpus(config: TrainConfig) -> bool:

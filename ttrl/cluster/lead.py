@@ -7,13 +7,16 @@ Ray starts it again elsewhere when its machine dies. It then takes the run over,
 import os
 import threading
 import time
+import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from ttrl.cluster import AUTHENTICATION
-from ttrl.cluster.connection import ASK_SECONDS, NAMESPACE, Words, as_words, connect, from_words, has_gpus
+from ttrl.cluster.connection import ASK_SECONDS, NAMESPACE, Words, as_words, connect, end_actors, from_words, has_gpus
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, TrainerError, UserError
 from ttrl.system.console import Console
@@ -21,6 +24,8 @@ from ttrl.system.console import Console
 _TAKE_OVER_SECONDS = 120.0
 """For which one that was started again waits for the owner before to fall silent."""
 _LOOK_SECONDS = 0.5
+_LARGEST = 90 * 1000**2
+"""Bytes of an actor's class; Ray takes 95 MB."""
 
 
 class Lead:
@@ -28,7 +33,8 @@ class Lead:
 
     def __init__(self, work: Callable[..., Any], arguments: Mapping[str, Any], accepts_open: bool) -> None:
         self._done: tuple[Any, Words | None] | None = None
-        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of what Ray calls within
+            again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         threading.Thread(target=self._run, args=(work, dict(arguments), accepts_open, again), name="run", daemon=True).start()
 
     def _run(self, work: Callable[..., Any], arguments: dict[str, Any], accepts_open: bool, again: bool) -> None:
@@ -42,13 +48,16 @@ class Lead:
             arguments["take_over"] = again or arguments.get("take_over", False)
             while True:
                 try:
-                    self._done = work(**arguments), None
+                    result = work(**arguments)
+                    end_actors()  # also where nobody asks for the result any more
+                    self._done = result, None
                     return
                 except RunFolderError:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(_LOOK_SECONDS)
         except BaseException as error:  # noqa: BLE001 - told to whoever asks
+            end_actors()
             self._done = None, as_words(error)
 
     def done(self) -> tuple[Any, Words | None] | None:
@@ -96,15 +105,33 @@ def _ask(actor: Any, config: TrainConfig) -> tuple[Any, Words | None] | None:
     return done
 
 
+def _lead_of(*given: Any) -> type[Lead]:
+    """Return the class of a lead that has its arguments within. Ray keeps classes in the cluster's head, while arguments of some
+    size stay with who gave them, after whose death the lead could not be started again. Raises UserError for too large ones."""
+    packed = zlib.compress(cloudpickle.dumps(given))
+    if len(packed) > _LARGEST:
+        raise UserError(
+            f"the tasks take {len(packed) / 1e6:.0f} MB, compressed, and a cluster keeps at most {_LARGEST / 1e6:.0f} MB of a "
+            "run; let tasks hold less, and graders read what is large from files that all machines see"
+        )
+
+    class RunLead(Lead):
+        def __init__(self) -> None:
+            super().__init__(*cloudpickle.loads(zlib.decompress(packed)))
+
+    return RunLead
+
+
 def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Start the run's actor. Raises RunFolderError where there is one that is not done."""
-    name, accepts_open = lead_name(config.run), os.environ["RAY_AUTH_MODE"] != "token"
+    """Start the run's actor. Raises RunFolderError where there is one that is not done, and what `_lead_of` raises."""
+    name = lead_name(config.run)
+    lead = ray.remote(_lead_of(work, arguments, os.environ["RAY_AUTH_MODE"] != "token"))
     trains = config.processes_here if config.nnodes == 1 else 0  # one machine's trainer is the lead's own
     gpus = {"num_gpus": trains} if trains and has_gpus(config) else {}
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 1, **gpus}
     for _ in range(20):
         try:
-            return ray.remote(Lead).options(**options).remote(work, arguments, accepts_open)
+            return lead.options(**options).remote()
         except ValueError:  # the name is taken
             try:
                 other = ray.get_actor(name, namespace=NAMESPACE)

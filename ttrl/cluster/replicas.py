@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, from_words, has_gpus
+from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, begin_actor, from_words, has_gpus
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError
 from ttrl.launch.policy_server import MODEL_NAME, make_server
@@ -83,6 +83,6 @@ def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[Replica
     found = []
     for number in range(config.replicas):
         options = {"max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD", **takes}
-        actor = ray.remote(Replica).options(**options).remote(config, model, logs / f"server_{number}.log", key)
+        actor = begin_actor(Replica, options, config, model, logs / f"server_{number}.log", key)
         found.append(ReplicaServer(number, actor, key, "bfloat16" if config.dtype == "bf16" else "float32", patience))
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, from_words
+from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, begin_actor, from_words
 from ttrl.configs.run import TrainConfig
 from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
 from ttrl.errors import ServerDiedError
@@ -103,12 +103,11 @@ def worker_count(config: TrainConfig) -> int:
 
 
 def start_workers(config: TrainConfig, model: Path) -> Callable[[Sequence[Endpoint]], list[tuple[Worker, Client]]] | None:
-    """Begin to start workers, spread over the cluster; return what gives them their servers, None without any. They end with the
-    process that began them."""
+    """Begin to start workers, spread over the cluster; return what gives them their servers, None without any."""
     if not (count := worker_count(config)):
         return None
     options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-    workers = [WorkerActor(number, ray.remote(SamplingWorker).options(**options).remote(model)) for number in range(count)]
+    workers = [WorkerActor(number, begin_actor(SamplingWorker, options, model)) for number in range(count)]
 
     def shares(endpoints: Sequence[Endpoint]) -> list[tuple[Worker, Client]]:
         asked = [worker.actor.where.remote() for worker in workers]
