@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 S3_SERVER := $(VENV)/s3/bin/moto_server
+RAY := $(VENV)/ray/bin/ray
 
-.PHONY: help install quickstart quickstart-tiny test test-quick bench lint types audit clean
+.PHONY: help install quickstart quickstart-tiny test test-quick test-e2e test-cluster bench lint types audit clean
 
 help:
 	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (6 to 12 minutes on 2 cores)"
@@ -33,7 +34,13 @@ quickstart-tiny: install
 	$(RUN) recipes/sort_letters.py $(ARGS)
 
 test: test-quick
-	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e $(E2E_OPTIONS)
+	@$(MAKE) --no-print-directory test-e2e test-cluster
+
+test-e2e: install
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e --ignore tests/cluster $(E2E_OPTIONS)
+
+test-cluster: $(RAY)
+	$(VENV)/ray/bin/python -m pytest tests/cluster $(E2E_OPTIONS)
 
 test-quick: install $(S3_SERVER)
 	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e"
@@ -42,6 +49,14 @@ test-quick: install $(S3_SERVER)
 $(S3_SERVER): tests/s3_server.txt | install
 	$(PYTHON) -m venv $(VENV)/s3
 	$(VENV)/s3/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# Over the other one, as Ray's command "tune" would replace torchtune's there.
+$(RAY): tests/ray.txt | install
+	$(PYTHON) -m venv $(VENV)/ray
+	echo "import site; site.addsitedir('$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > "$$($(VENV)/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ttrl.pth"
+	$(VENV)/ray/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 bench: install

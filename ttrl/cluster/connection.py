@@ -33,14 +33,21 @@ def connect(address: str) -> None:
         ) from error
 
 
+def actor_class(kind: type, **options: Any) -> Any:
+    """Return a class of actors whose child processes are ended by their guards (`ttrl.system.process_guard`). Ray would kill the
+    guards, as they are an actor's own children, and leave what they guard, such as an engine of vLLM with all of its memory."""
+    variables = {"RAY_kill_child_processes_on_worker_exit": "false"}
+    return ray.remote(kind).options(runtime_env={"env_vars": variables}, **options)
+
+
 def begin_actor(kind: type, options: Mapping[str, Any], *arguments: Any) -> Any:
     """Start an actor, which ends with this process, or before with `end_actors`."""
-    _begun.append(ray.remote(kind).options(**options).remote(*arguments))
+    _begun.append(actor_class(kind, **options).remote(*arguments))
     return _begun[-1]
 
 
 def end_actors() -> None:
-    """End all actors that this process began; their machines are free for others."""
+    """End all actors that this process began."""
     while _begun:
         ray.kill(_begun.pop())
 

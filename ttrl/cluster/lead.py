@@ -16,7 +16,17 @@ import ray
 from ray import cloudpickle
 
 from ttrl.cluster import AUTHENTICATION
-from ttrl.cluster.connection import ASK_SECONDS, NAMESPACE, Words, as_words, connect, end_actors, from_words, has_gpus
+from ttrl.cluster.connection import (
+    ASK_SECONDS,
+    NAMESPACE,
+    Words,
+    actor_class,
+    as_words,
+    connect,
+    end_actors,
+    from_words,
+    has_gpus,
+)
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, TrainerError, UserError
 from ttrl.system.console import Console
@@ -125,13 +135,13 @@ def _lead_of(*given: Any) -> type[Lead]:
 def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Start the run's actor. Raises RunFolderError where there is one that is not done, and what `_lead_of` raises."""
     name = lead_name(config.run)
-    lead = ray.remote(_lead_of(work, arguments, os.environ["RAY_AUTH_MODE"] != "token"))
+    kind = _lead_of(work, arguments, os.environ["RAY_AUTH_MODE"] != "token")
     trains = config.processes_here if config.nnodes == 1 else 0  # one machine's trainer is the lead's own
     gpus = {"num_gpus": trains} if trains and has_gpus(config) else {}
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 1, **gpus}
     for _ in range(20):
         try:
-            return lead.options(**options).remote()
+            return actor_class(kind, **options).remote()
         except ValueError:  # the name is taken
             try:
                 other = ray.get_actor(name, namespace=NAMESPACE)

@@ -12,13 +12,15 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, begin_actor, from_words, has_gpus
+from ttrl.cluster.connection import Words, as_words, begin_actor, from_words, has_gpus
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError
 from ttrl.launch.policy_server import MODEL_NAME, make_server
 from ttrl.server.connection import JoinedServer
 from ttrl.server.serve import keep_serving
 from ttrl.server.vllm import seconds_to_start
+
+_ANSWER_SECONDS = 5.0
 
 
 class Replica:
@@ -50,6 +52,7 @@ class ReplicaServer(JoinedServer):
     def __init__(self, number: int, actor: Any, key: str, dtype: str, start_timeout: float) -> None:
         super().__init__(f"replica-{number}", served_model_name=MODEL_NAME, dtype=dtype, api_key=key)
         self._actor, self._patience = actor, start_timeout
+        self._asked: Any = None  # what it has not answered yet
 
     def check(self) -> None:
         """Raise ServerDiedError where it is gone, or being started again. The first time, wait until it has started."""
@@ -63,9 +66,15 @@ class ReplicaServer(JoinedServer):
         super().check()
 
     def _find(self) -> str | None:
+        seconds = _ANSWER_SECONDS if self._asked is None else 0.0  # one whose machine is cut off delays the run once
+        self._asked = self._asked or self._actor.state.remote()
+        asked = self._asked
         try:
-            url, words = ray.get(self._actor.state.remote(), timeout=ASK_SECONDS)
-        except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+            if not ray.wait([asked], timeout=seconds)[0]:
+                return None
+            self._asked = None
+            url, words = ray.get(asked)
+        except ray.exceptions.ActorUnavailableError:
             return None
         except ray.exceptions.RayError as error:
             raise ServerDiedError(f"{self.root_url}: its actor is gone: {error}") from error

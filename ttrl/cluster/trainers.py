@@ -148,5 +148,6 @@ class ClusterTrainer(TrainerProcess):
     def _ask(self, number: int, method: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return ray.get(method(*arguments), timeout=ASK_SECONDS)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise TrainerDiedError(f"trainer machine {number} of {self._config.nnodes} is gone: {error}") from error
+        except ray.exceptions.RayError as error:
+            what = f"has not answered for {ASK_SECONDS:.0f} s" if isinstance(error, TimeoutError) else f"is gone: {error}"
+            raise TrainerDiedError(f"trainer machine {number} of {self._config.nnodes} {what}") from error
