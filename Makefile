@@ -6,6 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 S3_SERVER := $(VENV)/s3/bin/moto_server
 RAY := $(VENV)/ray/bin/ray
+CLUSTER_TESTS ?= tests/cluster
 
 .PHONY: help install quickstart quickstart-tiny test test-quick test-e2e test-cluster bench lint types audit clean
 
@@ -40,7 +41,7 @@ test-e2e: install
 	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e --ignore tests/cluster $(E2E_OPTIONS)
 
 test-cluster: $(RAY)
-	$(VENV)/ray/bin/python -m pytest tests/cluster $(E2E_OPTIONS)
+	$(VENV)/ray/bin/python -m pytest $(CLUSTER_TESTS) $(E2E_OPTIONS)
 
 test-quick: install $(S3_SERVER)
 	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e"
