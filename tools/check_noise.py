@@ -8,13 +8,14 @@ same tasks in each batch of a set; all are graded, packed and differentiated as 
     scale      their ratio in batches (S/(B|G|²)); also of the sketch alone, which is of layers between the decoder's
     samples    the share of the noise that is left where the tasks stay the same, against the share that the sketch gives
 
-and what looking costs, as CPU time of steps with and without it in alternation. Intervals are of 95%: single samples weigh so
-much in a batch that little is settled without them.
+and what looking costs, as CPU time of steps with and without it in alternation. The ratios' intervals are of 95%: single samples
+weigh so much in a batch that little is settled without them.
 """
 
 import argparse
 import asyncio
 import dataclasses
+import math
 import statistics
 import tempfile
 import time
@@ -30,7 +31,7 @@ from ttrl import Task, TaskResults, TrainConfig, get_task_results
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.instruments.gradient_noise import step_noise
-from ttrl.intervals import Ratio, ratio_of_means
+from ttrl.intervals import t_quantile
 from ttrl.loop.pack import pack
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import RunFolder
@@ -101,22 +102,20 @@ class Batches:
             pieces.close()
         return None if seen is None else step_noise(seen)
 
-    def scatter(self, batches: Sequence[list[TaskResult]], total: list[torch.Tensor]) -> tuple[list[dict[str, Any]], float]:
-        """Return what a run would log of each, and the scatter of their gradients, which are added to `total`."""
+    def scatter(self, batches: Sequence[list[TaskResult]]) -> tuple[list[dict[str, Any]], float, list[torch.Tensor]]:
+        """Return what a run would log of each, the scatter of their gradients, and the sum of these."""
         rows: list[dict[str, Any]] = []
-        mean = [torch.zeros_like(p) for p in total]
+        total = [torch.zeros_like(p) for p in self._policy.parameters()]
         squares = 0.0
         for groups in batches:
             row = self.differentiate(self.packed(groups), self._packed)
             assert row is not None
             rows.append(row)
-            for sum_, p in zip(mean, self._policy.parameters(), strict=True):
+            for sum_, p in zip(total, self._policy.parameters(), strict=True):
                 assert p.grad is not None
                 sum_ += p.grad
                 squares += float(p.grad.double().square().sum())
-        for all_, sum_ in zip(total, mean, strict=True):
-            all_ += sum_
-        return rows, (squares - _square(mean) / len(rows)) / (len(rows) - 1)
+        return rows, (squares - _product(total, total) / len(rows)) / (len(rows) - 1), total
 
     def cost(self, groups: list[TaskResult]) -> float:
         """Return the CPU time of a step that looks over that of one that does not, on one thread; the least of several each."""
@@ -132,42 +131,60 @@ class Batches:
         return min(took[True]) / min(took[False])
 
 
-def _square(tensors: Iterable[torch.Tensor]) -> float:
-    return sum(float(tensor.double().square().sum()) for tensor in tensors)
+def _product(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
+    return sum(float((one.double() * other).sum()) for one, other in zip(some, others, strict=True))
 
 
-def report(fresh: list[dict[str, Any]], again: list[dict[str, Any]], noise: list[float], within: list[float], mean: float) -> str:
-    """Compare what the steps say with what was drawn again. noise, within: scatter of each set; mean: |ḡ|² of `fresh`."""
-    drawn = statistics.fmean(noise)
-    signal = mean - drawn / len(fresh)
-    nested = {name: [row["nested"][name] for row in fresh + again] for name in ("prompts", "samples", "signal")}
-    sketched = [prompts + samples for prompts, samples in zip(nested["prompts"], nested["samples"], strict=True)]
-    lines = [f"{'':28} {'measured':>10} {'':19} {'drawn again':>11} {'':19} {'ratio':>7}"]
+@dataclasses.dataclass
+class Set:
+    """Batches that were drawn for the same tasks, and as many to other tasks each."""
 
-    def line(name: str, measured: Ratio, true: Ratio) -> None:
-        parts = []
-        for one in (measured, true):
-            assert one.value is not None
-            known = one.low is not None and one.high is not None
-            parts.append(f"{one.value:>11.4g} {f'({one.low:.3g} to {one.high:.3g})' if known else '':19}")
-        assert measured.value is not None and true.value is not None
-        lines.append(f"{name:27} {' '.join(parts)} {measured.value / true.value:>7.3f}")
+    rows: list[dict[str, Any]]
+    """What a run would log of all of them."""
+    noise: float
+    """The scatter of those to other tasks."""
+    within: float
+    """The scatter of those to the same tasks."""
+    products: list[float]
+    """Of the sum of the gradients to other tasks with those of all sets before, and with itself."""
 
-    def alone(value: float) -> Ratio:
-        return Ratio(value, None, None)
 
-    scale = ratio_of_means(noise, [signal] * len(noise))
-    if all("noise" in row for row in fresh):
-        own, own_signal = ([row[name] for row in fresh] for name in ("noise", "signal"))
-        line("noise of a batch", ratio_of_means(own, [1.0] * len(own)), ratio_of_means(noise, [1.0] * len(noise)))
-        line("signal |G|²", ratio_of_means(own_signal, [1.0] * len(own)), alone(signal))
-        line("scale, in batches", ratio_of_means(own, own_signal), scale)
-    line("scale by the sketch alone", ratio_of_means(sketched, nested["signal"]), scale)
-    left = [whole - part for whole, part in zip(noise, within, strict=True)]
-    line("share of the noise, samples", ratio_of_means(nested["samples"], sketched), ratio_of_means(within, noise))
-    line("share of the noise, prompts", ratio_of_means(nested["prompts"], sketched), ratio_of_means(left, noise))
-    lines.append(f"{len(fresh)} batches in {len(noise)} sets and as many again, {fresh[0]['pieces']} microbatches in the first")
-    return "\n".join(lines)
+def compared(sets: Sequence[Set], places: Sequence[int], each: int) -> dict[str, tuple[float, float]]:
+    """Return what steps say and what was drawn again, from these of the sets, of `each` batches."""
+    chosen = [sets[place] for place in places]
+    noise, within = (statistics.fmean(getattr(one, name) for one in chosen) for name in ("noise", "within"))
+    total = sum(sets[max(i, j)].products[min(i, j)] for i in places for j in places)
+    signal = total / (each * len(chosen)) ** 2 - noise / (each * len(chosen))
+    rows = [row for one in chosen for row in one.rows]
+    prompts, samples, sketched = (statistics.fmean(row["nested"][name] for row in rows) for name in ("prompts", "samples", "signal"))
+    found = {
+        "scale by the sketch alone": ((prompts + samples) / sketched, noise / signal),
+        "share of the noise, samples": (samples / (prompts + samples), within / noise),
+        "share of the noise, prompts": (prompts / (prompts + samples), 1 - within / noise),
+    }
+    if all("noise" in row for row in rows):
+        own, own_signal = (statistics.fmean(row[name] for row in rows) for name in ("noise", "signal"))
+        whole = {"noise of a batch": (own, noise), "signal |G|²": (own_signal, signal)}
+        found = whole | {"scale, in batches": (own / own_signal, noise / signal)} | found
+    return found
+
+
+def report(sets: Sequence[Set], each: int) -> str:
+    """Compare what steps say with what was drawn again; intervals by leaving out one set at a time (the jackknife of logarithms)."""
+    count = len(sets)
+    without = [compared(sets, [place for place in range(count) if place != left], each) for left in range(count)]
+    lines = [f"{'':28} {'measured':>10} {'drawn again':>12} {'ratio':>7}"]
+    for name, (measured, drawn) in compared(sets, range(count), each).items():
+        ratios = [one[name][0] / one[name][1] for one in without]
+        interval = ""
+        if min(ratios) > 0 and measured * drawn > 0:
+            logs = [math.log(ratio) for ratio in ratios]
+            half = t_quantile(0.975, count - 1) * math.sqrt((count - 1) * statistics.pvariance(logs))
+            middle = math.log(measured / drawn)
+            interval = f"({math.exp(middle - half):.2f} to {math.exp(middle + half):.2f})"
+        lines.append(f"{name:28} {measured:>10.4g} {drawn:>12.4g} {measured / drawn:>7.3f} {interval}")
+    pieces = sets[0].rows[0]["pieces"]
+    return "\n".join([*lines, f"{count} sets of {each} batches and as many again, {pieces} microbatches in the first"])
 
 
 def main() -> None:
@@ -196,15 +213,13 @@ def main() -> None:
         values = {"model": str(arguments.checkpoint), "packed": "", "output_dir": "", "device": "cpu"}
         policy = load_policy(GRPOConfig.parse(values, "tools/check_noise.py"), HERE)
         batches = Batches(policy, config, arguments, folder / "packs")
-        rows: list[list[dict[str, Any]]] = [[], []]
-        scatter: list[list[float]] = [[], []]
-        total = [[torch.zeros_like(p) for p in policy.parameters()] for _ in cut]
+        sets: list[Set] = []
+        sums: list[list[torch.Tensor]] = []
         for place in range(0, repeats * arguments.sets, repeats):
-            for kind, some in enumerate(cut):
-                seen, noise = batches.scatter(some[place : place + repeats], total[kind])
-                rows[kind] += seen
-                scatter[kind].append(noise)
-        print(report(rows[0], rows[1], scatter[0], scatter[1], _square(total[0]) / len(rows[0]) ** 2))
+            (rows, noise, total), (others, within, _) = (batches.scatter(some[place : place + repeats]) for some in cut)
+            sums.append(total)
+            sets.append(Set(rows + others, noise, within, [_product(total, one) for one in sums]))
+        print(report(sets, repeats))
         print(f"Looking costs {batches.cost(cut[0][0]) - 1:.2%} of a step's CPU time.")
 
 

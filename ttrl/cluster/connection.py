@@ -13,6 +13,8 @@ from ttrl.errors import TtrlError, UserError
 NAMESPACE = "ttrl"
 ASK_SECONDS = 30.0
 """For an actor's answer; Ray itself finds a dead machine in about as many."""
+START_SECONDS = 300.0
+"""For an actor to be there at all: imports take minutes on a machine with much to do, or from a slow disk."""
 _begun: list[Any] = []
 Words = tuple[str, str]
 """An error's class and message: some of our exceptions cannot be pickled, and their causes need not be there on both sides."""

@@ -15,7 +15,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, begin_actor, from_words, has_gpus
+from ttrl.cluster.connection import ASK_SECONDS, START_SECONDS, Words, as_words, begin_actor, from_words, has_gpus
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError, UserError
 from ttrl.launch.nodes import PROGRESS_FILE, network_environment, torchrun_arguments
@@ -95,6 +95,7 @@ class ClusterTrainer(TrainerProcess):
                 takes = {f"num_{kind.lower()}s": config.processes_here}
                 options = {"num_cpus": 0, **takes, "scheduling_strategy": place}
                 self._nodes.append(begin_actor(TrainerNode, options))
+            ray.wait([node.__ray_ready__.remote() for node in self._nodes], num_returns=count, timeout=START_SECONDS)
             endpoint = self._ask(0, self._nodes[0].endpoint.remote)
             for number, node in enumerate(self._nodes):
                 log = self._log if number == 0 else self._log.with_name(f"{self._log.stem}-node{number}.log")

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.connection import ASK_SECONDS, Words, as_words, begin_actor, from_words
+from ttrl.cluster.connection import ASK_SECONDS, START_SECONDS, Words, as_words, begin_actor, from_words
 from ttrl.configs.run import TrainConfig
 from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
 from ttrl.errors import ServerDiedError
@@ -25,7 +25,7 @@ _SERVERS_EACH = 16
 _FEW_SERVERS = 32
 """Up to which the lead does it all."""
 _FIND_SECONDS = 1.0
-"""For the actors that have just been started to say where they are; those that are slower get whatever servers are left."""
+"""For the other actors when the first one is up; those that are slower get whatever servers are left."""
 
 
 class SamplingWorker:
@@ -110,7 +110,8 @@ def start_workers(config: TrainConfig, model: Path) -> Callable[[Sequence[Endpoi
     workers = [WorkerActor(number, begin_actor(SamplingWorker, options, model)) for number in range(count)]
 
     def shares(endpoints: Sequence[Endpoint]) -> list[tuple[Worker, Client]]:
-        asked = [worker.actor.where.remote() for worker in workers]
+        asked = [worker.actor.where.options(max_task_retries=-1).remote() for worker in workers]  # also while it starts again
+        ray.wait(asked, timeout=START_SECONDS)
         known, _ = ray.wait(asked, num_returns=count, timeout=_FIND_SECONDS)
         places = [_answer(one) if one in known else None for one in asked]
         return [(worker, share) for worker, share in zip(workers, divided_servers(endpoints, places), strict=True) if share]
