@@ -156,7 +156,9 @@ def compared(sets: Sequence[Set], places: Sequence[int], each: int) -> dict[str,
     total = sum(sets[max(i, j)].products[min(i, j)] for i in places for j in places)
     signal = total / (each * len(chosen)) ** 2 - noise / (each * len(chosen))
     rows = [row for one in chosen for row in one.rows]
-    prompts, samples, sketched = (statistics.fmean(row["nested"][name] for row in rows) for name in ("prompts", "samples", "signal"))
+    prompts, samples, sketched = (
+        statistics.fmean(row["nested"][name] for row in rows) for name in ("prompts", "samples", "signal")
+    )
     found = {
         "scale by the sketch alone": ((prompts + samples) / sketched, noise / signal),
         "share of the noise, samples": (samples / (prompts + samples), within / noise),
@@ -170,7 +172,7 @@ def compared(sets: Sequence[Set], places: Sequence[int], each: int) -> dict[str,
 
 
 def report(sets: Sequence[Set], each: int) -> str:
-    """Compare what steps say with what was drawn again; intervals by leaving out one set at a time (the jackknife of logarithms)."""
+    """Compare what steps say with what was drawn again; intervals by the jackknife: one set at a time is left out."""
     count = len(sets)
     without = [compared(sets, [place for place in range(count) if place != left], each) for left in range(count)]
     lines = [f"{'':28} {'measured':>10} {'drawn again':>12} {'ratio':>7}"]

@@ -1,6 +1,7 @@
 """A run on a Ray cluster of several raylets on this machine: two trainers, two servers, and what is lost meanwhile."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -176,6 +177,7 @@ def test_hosts_of_a_network_die_and_are_cut_off(tmp_path: Path) -> None:
         hosts.cut(cut)
         run.go_on()
         run.reaches(5, child)
+        assert re.search(rf"//{hosts.address(cut)}:\d+\S* is (taken|left) out", run.log.read_text())
         hosts.mend(cut)
         # The program that began the run is killed; the run goes on, and the same command waits for it.
         assert run.owner() == leads
