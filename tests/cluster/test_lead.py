@@ -21,7 +21,7 @@ SCRIPT = textwrap.dedent(
     from ttrl.cluster.lead import run_detached
     from ttrl.system.console import Console
 
-    folder, address = sys.argv[1:]
+    folder, address, iterations = sys.argv[1:]
 
     def work(folder, tasks, take_over):
         import os, time
@@ -36,9 +36,9 @@ SCRIPT = textwrap.dedent(
         Path(folder, "finished").write_text(place)
         return place
 
-    config = TrainConfig(run=folder + "/run", model="tiny", iterations=1, cluster=address)
+    config = TrainConfig(run=folder + "/run", model="tiny", iterations=int(iterations), cluster=address)
     tasks = [f"{n} " * 50 for n in range(4000)]  # what is large stays with the driver, if Ray has it as an argument
-    print("result", run_detached(config, work, {"folder": folder, "tasks": tasks}, Console(quiet=True)), flush=True)
+    print("result", run_detached(config, work, {"folder": folder, "tasks": tasks}, Console()), flush=True)
     """
 )
 
@@ -55,10 +55,10 @@ def begun(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def driver(folder: Path, cluster: RayCluster, **environment: str) -> subprocess.Popen[str]:
+def driver(folder: Path, cluster: RayCluster, iterations: int = 1, **environment: str) -> subprocess.Popen[str]:
     (folder / "drive.py").write_text(SCRIPT)
     return subprocess.Popen(
-        [sys.executable, str(folder / "drive.py"), str(folder), cluster.address],
+        [sys.executable, str(folder / "drive.py"), str(folder), cluster.address, str(iterations)],
         env=cluster.environment | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def test_one_lead_that_outlives_its_machine_and_its_driver(tmp_path: Path) -> No
         first = driver(tmp_path, cluster)
         wait_for(lambda: begun(tmp_path))
         second = driver(tmp_path, cluster)
-        assert "is being run by this cluster already" in second.communicate(timeout=90)[0] and second.returncode
+        assert "another program waits for it; to end it: ray kill-" in second.communicate(timeout=90)[0] and second.returncode
         stranger = driver(tmp_path, cluster, RAY_AUTH_TOKEN="f" * 64)
         assert "cannot be used" in stranger.communicate(timeout=90)[0] and stranger.returncode
         assert len(begun(tmp_path)) == 1
@@ -93,8 +93,17 @@ def test_one_lead_that_outlives_its_machine_and_its_driver(tmp_path: Path) -> No
         # Nobody asked for the result: the same command takes the name over, and goes on where the run is.
         third = driver(tmp_path, cluster)
         wait_for(lambda: len(begun(tmp_path)) == 3)
+        # That one dies, too: the same command waits for the run in its place; one that wants another run does not.
+        third.send_signal(signal.SIGKILL)
+        third.communicate()
+        time.sleep(10.5)
+        other = driver(tmp_path, cluster, iterations=2)
+        assert "it has other settings" in other.communicate(timeout=90)[0] and other.returncode
+        fourth = driver(tmp_path, cluster)
+        assert fourth.stdout is not None and any("the run runs already" in line for line in fourth.stdout)
         (tmp_path / "gate").touch()
-        assert "result" in third.communicate(timeout=90)[0] and third.returncode == 0
+        assert "result" in fourth.communicate(timeout=90)[0] and fourth.returncode == 0
+        assert len(begun(tmp_path)) == 3
 
 
 @pytest.mark.e2e
@@ -129,4 +138,4 @@ def test_tasks_too_large_for_a_cluster_are_refused(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(lead, "_LARGEST", 1000)
     with pytest.raises(UserError, match=r"at most 0 MB of a run; let tasks hold less"):
-        lead._lead_of(print, {"tasks": [os.urandom(2000)]}, False)
+        lead._lead_of(None, print, {"tasks": [os.urandom(2000)]}, False)

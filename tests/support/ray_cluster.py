@@ -32,7 +32,8 @@ class RayCluster:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_memory_monitor_refresh_ms": "0",
                 "RAY_TMPDIR": short,  # sockets' names have at most 107 bytes
-                "RAY_worker_register_timeout_seconds": "300",  # the machine has much to do
+                "RAY_worker_niceness": "0",  # with 15, Ray's, actors take minutes to start beside other tests
+                "RAY_worker_register_timeout_seconds": "300",
                 "RAY_health_check_period_ms": "500",
                 "RAY_health_check_failure_threshold": "8",
             }

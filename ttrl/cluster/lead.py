@@ -34,6 +34,8 @@ from ttrl.system.console import Console
 _TAKE_OVER_SECONDS = 120.0
 """For which one that was started again waits for the owner before to fall silent."""
 _LOOK_SECONDS = 0.5
+_LEFT_SECONDS = 10.0
+"""After which a run that nobody asked for is left alone, and another program may wait for it."""
 _LARGEST = 90 * 1000**2
 """Bytes of an actor's class; Ray takes 95 MB."""
 
@@ -41,7 +43,8 @@ _LARGEST = 90 * 1000**2
 class Lead:
     """Runs `work(**arguments)` in a thread; also again, when Ray starts it anew."""
 
-    def __init__(self, work: Callable[..., Any], arguments: Mapping[str, Any], accepts_open: bool) -> None:
+    def __init__(self, config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any], accepts_open: bool) -> None:
+        self._config, self._asked = config, time.monotonic()
         self._done: tuple[Any, Words | None] | None = None
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of what Ray calls within
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -72,7 +75,14 @@ class Lead:
 
     def done(self) -> tuple[Any, Words | None] | None:
         """Return (result, what went wrong), or None while it runs."""
+        self._asked = time.monotonic()
         return self._done
+
+    def looked_at(self, config: TrainConfig) -> tuple[bool, str | None]:
+        """Return whether it is done, and why a program with this config may not wait for it, or None."""
+        if time.monotonic() - self._asked < _LEFT_SECONDS:
+            return self._done is not None, "another program waits for it"
+        return self._done is not None, None if config == self._config else "it has other settings"
 
     def where(self) -> tuple[str, int]:
         """Return its machine and process."""
@@ -87,15 +97,17 @@ def lead_name(run: str | os.PathLike[str]) -> str:
 def run_detached(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any], console: Console) -> Any:
     """Run `work(**arguments)`, the run of `config`, as an actor of the cluster; return its result when it is done.
 
-    Ctrl-C ends the run; when this process is killed it goes on. Raises RunFolderError where the run is running already, and what
-    it raises.
+    Ctrl-C ends the run; when this process is killed it goes on, and the next one waits for it. Raises RunFolderError where the
+    run is running already and another process waits, and what it raises.
     """
     assert config.cluster is not None
     connect(config.cluster)
-    actor = _begin(config, work, arguments)
+    actor, is_new = _begin(config, work, arguments)
+    if not is_new:
+        console.line(f"the run runs already, and nobody waited for it; what it says from now on is in {config.run}/report.html")
     console.line(f"the run is led by the actor {lead_name(config.run)!r} of the cluster; it goes on when this process is killed")
     try:
-        while (done := _ask(actor, config)) is None:
+        while (done := _answer(config, actor.done.remote(), None)) is None:
             time.sleep(_LOOK_SECONDS)
     finally:  # also after Ctrl-C
         ray.kill(actor)
@@ -105,14 +117,14 @@ def run_detached(config: TrainConfig, work: Callable[..., Any], arguments: Mappi
     return result
 
 
-def _ask(actor: Any, config: TrainConfig) -> tuple[Any, Words | None] | None:
+def _answer(config: TrainConfig, asked: Any, silent: Any) -> Any:
+    """Return a lead's answer, or `silent` while it is being started again elsewhere."""
     try:
-        done: tuple[Any, Words | None] | None = ray.get(actor.done.remote(), timeout=ASK_SECONDS)
-    except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):  # being started again elsewhere
-        return None
+        return ray.get(asked, timeout=ASK_SECONDS)
+    except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+        return silent
     except ray.exceptions.RayError as error:
         raise TrainerError(f"the lead of {config.run} is gone for good: {error}; the same command continues the run") from error
-    return done
 
 
 def _lead_of(*given: Any) -> type[Lead]:
@@ -132,27 +144,32 @@ def _lead_of(*given: Any) -> type[Lead]:
     return RunLead
 
 
-def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Start the run's actor. Raises RunFolderError where there is one that is not done, and what `_lead_of` raises."""
+def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return the run's actor, and whether it was started now: one that nobody waits for any more is joined. Raises RunFolderError
+    where there is one that may not be, and what `_lead_of` raises."""
     name = lead_name(config.run)
-    kind = _lead_of(work, arguments, os.environ["RAY_AUTH_MODE"] != "token")
+    kind = _lead_of(config, work, arguments, os.environ["RAY_AUTH_MODE"] != "token")
     trains = config.processes_here if config.nnodes == 1 else 0  # one machine's trainer is the lead's own
     gpus = {"num_gpus": trains} if trains and has_gpus(config) else {}
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 1, **gpus}
     for _ in range(20):
         try:
-            return actor_class(kind, **options).remote()
+            return actor_class(kind, **options).remote(), True
         except ValueError:  # the name is taken
             try:
                 other = ray.get_actor(name, namespace=NAMESPACE)
             except ValueError:
                 time.sleep(_LOOK_SECONDS)
                 continue
-        if _ask(other, config) is None:
+        is_done, why_not = _answer(config, other.looked_at.remote(config), (False, "it does not answer just now"))
+        if is_done:
+            ray.kill(other)  # done, and nobody asked
+            time.sleep(_LOOK_SECONDS)
+        elif why_not is None:
+            return other, False
+        else:
             raise RunFolderError(
-                f"{config.run} is being run by this cluster already, by its actor {name!r}; to end it: "
+                f"{config.run} is being run by this cluster already, by its actor {name!r}, and {why_not}; to end it: "
                 f"ray kill-actor --name {name!r} --namespace {NAMESPACE} --force --no-restart"
             )
-        ray.kill(other)  # done, and nobody asked
-        time.sleep(_LOOK_SECONDS)
     raise RunFolderError(f"the name {name!r} of an actor that is done stays taken; try again, or restart the cluster")
