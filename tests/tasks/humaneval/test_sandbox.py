@@ -24,7 +24,7 @@ LIMITS = SandboxLimits(seconds=100, cpu_seconds=50, memory=256 * 2**20)
     "source",
     [
         "import math, re, collections, hashlib, typing, random, heapq, datetime, decimal, json; assert math.pi > 3",
-        "open('a', 'w').write('x' * 1000); assert open('/work/a').read() == 'x' * 1000",
+        "open('a', 'w').write('x' * 1000); assert open('/home/a').read() == 'x' * 1000",
         "import os; os.kill(1, 9); os.kill(1, 15)",  # the first process of the namespace hears nothing from inside
         "x = bytearray(100 * 2**20)",
         "print('x' * 10**6); import sys; sys.stderr.write('x' * 10**6)",
@@ -72,7 +72,7 @@ FORBIDDEN = [
 ]
 ATTEMPTS = [
     ("open('/etc/passwd')", "FileNotFoundError"),
-    ("open('/work/../../etc/passwd')", "FileNotFoundError"),
+    ("open('/home/../../etc/passwd')", "FileNotFoundError"),
     ("open('/proc/self/status')", "FileNotFoundError"),
     ("open('/dev/sda')", "FileNotFoundError"),
     ("open('/x', 'w')", "OSError 30"),
@@ -87,7 +87,7 @@ ATTEMPTS = [
     ("socket.create_connection(('1.1.1.1', 53), 2)", "OSError 101"),
     ("subprocess.run(['/bin/ls'])", "OSError 38"),
     ("assert libc.unshare(0x10000000) == 0", "AssertionError"),
-    ("assert libc.mount(b't', b'/work', b'tmpfs', 0, None) == 0", "AssertionError"),
+    ("assert libc.mount(b't', b'/home', b'tmpfs', 0, None) == 0", "AssertionError"),
     ("assert libc.mount(None, b'/usr/lib', None, 32 | 4096, None) == 0", "AssertionError"),
     ("assert libc.shmget(0, 10**6, 0o1777) >= 0", "AssertionError"),
     ("assert libc.msgget(0, 0o1777) >= 0", "AssertionError"),

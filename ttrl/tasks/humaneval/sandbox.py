@@ -107,7 +107,7 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={"PATH": "", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+        env={"PATH": "", "HOME": "/home", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
         cwd="/",
         start_new_session=True,
     ) as done:

@@ -119,15 +119,15 @@ def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
     for path in devices:
         os.close(os.open(place + path, os.O_CREAT | os.O_WRONLY))
         _mount(f"/proc/self/fd/{opened[path]}", place + path, None, _BIND)
-    os.mkdir(place + "/work")
-    _mount("tmpfs", place + "/work", "tmpfs", _NOSUID | _NODEV, f"size={disk},nr_inodes=1000,mode=777")
+    os.mkdir(place + "/home")
+    _mount("tmpfs", place + "/home", "tmpfs", _NOSUID | _NODEV, f"size={disk},nr_inodes=1000,mode=777")
     _mount(None, place, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     for descriptor in opened.values():
         os.close(descriptor)
     os.chdir(place)
     _call("pivot_root", b".", b".", what="a root folder of its own (pivot_root)")
     _call("umount2", b".", _DETACH, what="leaving the old root folder (umount2)")
-    os.chdir("/work")
+    os.chdir("/home")
 
 
 def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
