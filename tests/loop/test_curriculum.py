@@ -220,7 +220,7 @@ def test_levels_are_whole_numbers_and_part_of_what_a_run_remembers():
     assert (easy.level, hard.level) == (0, 1) and easy.as_json() == tasks(1)[0].as_json() != hard.as_json()
 
 
-def test_what_is_wrong_with_levels_is_said_at_once(tmp_path):
+def test_what_is_wrong_with_levels_is_said_at_once():
     given = in_levels(tasks(3), tasks(9, "hard"))
     config = TrainConfig(run="r", model="tiny", iterations=1, tasks_per_iteration=4)
     with pytest.raises(ConfigError) as caught:
@@ -232,7 +232,7 @@ def test_what_is_wrong_with_levels_is_said_at_once(tmp_path):
         TrainConfig(run="r", model="tiny", curriculum="yes", level_up_at="high").check("config")
     assert [line.partition(";")[0] for line in caught.value.problems][:2] == ["iterations is missing", "curriculum is 'yes'"]
     assert caught.value.problems[2] == "level_up_at is 'high'; it must be a number"
-    config = dataclasses.replace(config, level_up_at=0.5, model=str(tmp_path))
+    config = dataclasses.replace(config, level_up_at=0.5)
     with pytest.raises(ConfigError, match=r"level_up_at is 0\.5, but all tasks are of one level"):
         checked(config, tasks(9), [], model=False)
     checked(config, in_levels(tasks(9), tasks(9, "hard")), [], model=False)
