@@ -26,7 +26,8 @@ SCRIPT = textwrap.dedent(
     sys.path.insert(0, sys.argv[3])
     from support import bad_server
     from ttrl import Task, TrainConfig
-    from ttrl.cluster.connection import connect
+    import ray
+    from ttrl.cluster.connection import actor_class, connect
     from ttrl.cluster.trainers import ClusterTrainer
     from ttrl.cluster.workers import start_workers
     from ttrl.errors import UserError
@@ -37,7 +38,8 @@ SCRIPT = textwrap.dedent(
 
     model, address = sys.argv[1:3]
     connect(address)
-    config = TrainConfig(run="run", model=model, iterations=1, cluster=address, servers=4, sampling_workers=2)
+    config = TrainConfig(run="run", model=model, iterations=1, cluster=address, servers=4, sampling_workers=2,
+                         device="cpu")
     shares = start_workers(config, Path(model))
 
     def grade(choice):
@@ -54,6 +56,13 @@ SCRIPT = textwrap.dedent(
         if len(done) >= 10 and not killed and pid != os.getpid():
             killed.append(pid)
             os.kill(pid, signal.SIGKILL)
+
+    class Devices:
+        def seen(self):
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def devices(count):
+        return ray.get(actor_class(Devices, num_cpus=0, num_gpus=count).remote().seen.remote())
 
     def start_trainer():
         nowhere = Path("nowhere").absolute()
@@ -76,7 +85,9 @@ SCRIPT = textwrap.dedent(
         print(json.dumps({
             "same": rows(alone) == rows(results), "killed": len(killed), "once": sorted(done) == sorted(t.id for t in tasks),
             "lead_grades": os.getpid() in pids, "workers": len(pids),
-            "trainer": (await trainer).split(";")[-1], "tokenized": sum(len(group.prepared.sequences or ()) for group in results),
+            "devices": [await asyncio.to_thread(devices, count) for count in (0, 2)],
+            "trainer": (await trainer).split(";")[-1],
+            "tokenized": sum(len(group.prepared.sequences or ()) for group in results),
         }), flush=True)
 
     asyncio.run(main())
@@ -98,6 +109,7 @@ def test_a_worker_is_killed_and_nothing_is_lost_where_they_start_slowly(tmp_path
     found = json.loads(ended.stdout.splitlines()[-1])
     # One of the groups has strings of tokens that are not this tokenizer's: it is left to whoever packs.
     assert found.pop("workers") in (2, 3) and found.pop("tokenized") >= 59 * 3, found
+    assert [len((found_ or "").split(",")) * bool(found_) for found_ in found.pop("devices")] == [0, 2]
     assert found.pop("trainer") == " the run folder must lie where all machines see it"
     assert found == {"same": True, "killed": 1, "once": True, "lead_grades": False}
 

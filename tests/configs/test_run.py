@@ -9,6 +9,7 @@ import yaml
 
 from ttrl import TrainConfig
 from ttrl.configs import GRPOConfig
+from ttrl.configs.machines import gpus_of_a_server
 from ttrl.errors import ConfigError
 
 
@@ -170,6 +171,19 @@ def test_servers_are_counted_wherever_they_are():
     joined = {"joined_servers": ["http://10.0.0.7:8000"]}
     assert [config(**one).servers_in_all for one in ({}, {"servers": 2}, {"servers": 0, **joined}, joined)] == [1, 2, 1, 2]
     assert [config(cluster="auto", **one).servers_in_all for one in ({}, {"servers": 8}, {"servers": 8, **joined})] == [1, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor-parallel-size": 4}, 4),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 3}, 6),
+        ({"dtype": "half"}, 1),
+    ],
+)
+def test_the_gpus_of_a_server(arguments, gpus):
+    assert gpus_of_a_server(arguments) == gpus
 
 
 # Written by a version whose settings lay in seven classes, in another order; every setting is there.

@@ -667,6 +667,7 @@ def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_pat
         assert policy_server._environments(config) == [{"CUDA_VISIBLE_DEVICES": share} for share in expected]
     trainer = Trainer(config, RunFolder(tmp_path), Console(quiet=True))
     assert trainer._variables() == {"CUDA_VISIBLE_DEVICES": "4,GPU-x"}
-    assert Trainer(config_of(nproc_per_node=2), RunFolder(tmp_path), Console(quiet=True))._variables() == {}
+    for settings in ({}, {"placement": "split", "servers": None, "cluster": "auto"}):  # there, Ray gives out the devices
+        assert Trainer(config_of(nproc_per_node=2, **settings), RunFolder(tmp_path), Console(quiet=True))._variables() == {}
     with pytest.raises(ConfigError, match="none is left to serve"):
         policy_server._environments(config_of(placement="split", nproc_per_node=4))

@@ -198,6 +198,14 @@ def test_both_at_the_same_time_get_gpus_of_their_own_where_there_are_several():
     assert (large.nproc_per_node, large.servers) == (6, 1)  # more than half train, where that does not fit
 
 
+@pytest.mark.parametrize("nnodes", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2.5_0.5b", "qwen2.5_7b", "qwen2.5_32b"])
+def test_servers_elsewhere_have_their_gpus_for_themselves(name, nnodes):
+    made = choose(MODELS[name], config_of(cluster="auto", nnodes=nnodes, servers=2), [80 * GB] * 8)
+    assert value_of(made.config, "server.gpu_memory_utilization") >= 0.8 and made.config.placement == "colocated"
+    assert made.config.resolved(cuda=True).trainer_memory == "keep"  # nobody needs the trainer's GPUs meanwhile
+
+
 def test_a_context_for_which_the_cache_has_no_room_becomes_that_of_a_row():
     adapters = {"lora_rank": 32, "lora_base_dtype": "nf4"}
     made = choose(MODELS["llama3.1_8b"], config_of(training=adapters), [24 * GB])  # its context is of 131,072 tokens

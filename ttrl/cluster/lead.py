@@ -4,6 +4,7 @@ Ray starts it again elsewhere when its machine dies. It then takes the run over,
 (`ttrl.run_folder.lock`): whatever that one still writes belongs to an older epoch, and counts for nothing.
 """
 
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from ttrl.cluster import AUTHENTICATION
 from ttrl.cluster.connection import (
     ASK_SECONDS,
     NAMESPACE,
+    START_SECONDS,
     Words,
     actor_class,
     as_words,
@@ -31,8 +33,12 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, TrainerError, UserError
 from ttrl.system.console import Console
 
+logger = logging.getLogger(__name__)
+
 _TAKE_OVER_SECONDS = 120.0
 """For which one that was started again waits for the owner before to fall silent."""
+_KILLED_SECONDS = 20.0
+"""For which a new one waits: an owner that Ctrl-C killed looks alive from another machine for 16 s."""
 _LOOK_SECONDS = 0.5
 _LEFT_SECONDS = 10.0
 """After which a run that nobody asked for is left alone, and another program may wait for it."""
@@ -57,8 +63,8 @@ class Lead:
                     "this Ray cluster asks for no token: whoever reaches its ports can run programs as you. Start it with "
                     "RAY_AUTH_MODE=token on each machine, or say RAY_AUTH_MODE=disabled here to accept that"
                 )
-            deadline = time.monotonic() + (_TAKE_OVER_SECONDS if again else 0.0)
-            arguments["take_over"] = again or arguments.get("take_over", False)
+            deadline = time.monotonic() + (_TAKE_OVER_SECONDS if again else _KILLED_SECONDS)
+            arguments["take_over"] = True  # the name admits one lead; an owner that lives is refused all the same
             while True:
                 try:
                     result = work(**arguments)
@@ -69,7 +75,8 @@ class Lead:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(_LOOK_SECONDS)
-        except BaseException as error:  # noqa: BLE001 - told to whoever asks
+        except BaseException as error:
+            logger.exception("the run ended")
             end_actors()
             self._done = None, as_words(error)
 
@@ -102,7 +109,10 @@ def run_detached(config: TrainConfig, work: Callable[..., Any], arguments: Mappi
     """
     assert config.cluster is not None
     connect(config.cluster)
-    actor, is_new = _begin(config, work, arguments)
+    actor, is_new = _begin(config, work, arguments, console)
+    if is_new and not ray.wait([actor.__ray_ready__.remote()], timeout=max(config.join_timeout, START_SECONDS))[0]:
+        ray.kill(actor)
+        raise TrainerError(f"no machine of the cluster has had room for the run's lead: {_wanted(config)}; see `ray status`")
     if not is_new:
         console.line(f"the run runs already, and nobody waited for it; what it says from now on is in {config.run}/report.html")
     console.line(f"the run is led by the actor {lead_name(config.run)!r} of the cluster; it goes on when this process is killed")
@@ -144,14 +154,17 @@ def _lead_of(*given: Any) -> type[Lead]:
     return RunLead
 
 
-def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+def _wanted(config: TrainConfig) -> dict[str, int]:
+    """Return what a lead takes of its machine: one machine's trainer is its own."""
+    return {"num_cpus": 1, "num_gpus": config.processes_here if config.nnodes == 1 and has_gpus(config) else 0}
+
+
+def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any], console: Console) -> tuple[Any, bool]:
     """Return the run's actor, and whether it was started now: one that nobody waits for any more is joined. Raises RunFolderError
     where there is one that may not be, and what `_lead_of` raises."""
     name = lead_name(config.run)
     kind = _lead_of(config, work, arguments, os.environ["RAY_AUTH_MODE"] != "token")
-    trains = config.processes_here if config.nnodes == 1 else 0  # one machine's trainer is the lead's own
-    gpus = {"num_gpus": trains} if trains and has_gpus(config) else {}
-    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 1, **gpus}
+    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, **_wanted(config)}
     for _ in range(20):
         try:
             return actor_class(kind, **options).remote(), True
@@ -163,6 +176,9 @@ def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str
                 continue
         is_done, why_not = _answer(config, other.looked_at.remote(config), (False, "it does not answer just now"))
         if is_done:
+            _, words = _answer(config, other.done.remote(), (None, None))
+            if words is not None:
+                console.line(f"note: the run ended while nobody waited for it: {words[1]}")
             ray.kill(other)  # done, and nobody asked
             time.sleep(_LOOK_SECONDS)
         elif why_not is None:

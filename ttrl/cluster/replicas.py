@@ -4,6 +4,7 @@ To the run they are servers that somebody else started (`ttrl.server.connection.
 canary and comparison of weights are the same. One that comes back at another address serves from the next sampling phase on.
 """
 
+import logging
 import secrets
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import ray
 
 from ttrl.cluster.connection import Words, as_words, begin_actor, from_words, has_gpus
+from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError
 from ttrl.launch.policy_server import MODEL_NAME, make_server
@@ -20,7 +22,11 @@ from ttrl.server.connection import JoinedServer
 from ttrl.server.serve import keep_serving
 from ttrl.server.vllm import seconds_to_start
 
+logger = logging.getLogger(__name__)
+
 _ANSWER_SECONDS = 5.0
+_PAUSE_SECONDS = 30.0
+"""After which a server that did not start is tried again: its GPU may not be free yet, or its disk slow."""
 
 
 class Replica:
@@ -34,12 +40,16 @@ class Replica:
         threading.Thread(target=self._serve, name="server", daemon=True).start()
 
     def _serve(self) -> None:
-        try:
-            self._server.start()
-            self._url = self._server.root_url
-            keep_serving(self._server)
-        except BaseException as error:  # noqa: BLE001 - told to the lead
-            self._url, self._problem = None, as_words(error)
+        while True:
+            try:
+                self._server.start()
+                self._url, self._problem = self._server.root_url, None
+                keep_serving(self._server)
+            except Exception as error:
+                logger.exception("the server is started again in %.0f s", _PAUSE_SECONDS)
+                self._url, self._problem = None, as_words(error)
+            self._server.stop()
+            time.sleep(_PAUSE_SECONDS)
 
     def state(self) -> tuple[str | None, Words | None]:
         """Return (address, what went wrong); neither while it starts."""
@@ -67,8 +77,7 @@ class ReplicaServer(JoinedServer):
 
     def _find(self) -> str | None:
         seconds = _ANSWER_SECONDS if self._asked is None else 0.0  # one whose machine is cut off delays the run once
-        self._asked = self._asked or self._actor.state.remote()
-        asked = self._asked
+        asked = self._asked = self._asked or self._actor.state.remote()
         try:
             if not ray.wait([asked], timeout=seconds)[0]:
                 return None
@@ -86,8 +95,7 @@ class ReplicaServer(JoinedServer):
 def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[ReplicaServer]:
     """Begin to start `config.replicas` servers, spread over the cluster; they end with the process that did."""
     key = secrets.token_urlsafe(32)
-    each = int(config.server.get("tensor_parallel_size") or 1) * int(config.server.get("pipeline_parallel_size") or 1)
-    takes = {"num_cpus": 1, "num_gpus": each} if has_gpus(config) else {"num_cpus": 1}
+    takes = {"num_cpus": 1, "num_gpus": gpus_of_a_server(config.server)} if has_gpus(config) else {"num_cpus": 1}
     patience = config.start_timeout or seconds_to_start(model)
     found = []
     for number in range(config.replicas):

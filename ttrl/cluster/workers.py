@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.connection import ASK_SECONDS, START_SECONDS, Words, as_words, begin_actor, from_words
+from ttrl.cluster.connection import ASK_SECONDS, START_SECONDS, Words, as_words, begin_actor, from_words, last_line
 from ttrl.configs.run import TrainConfig
 from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
 from ttrl.errors import ServerDiedError
@@ -89,7 +89,7 @@ class WorkerActor:
         try:
             return await asyncio.wait_for(method.remote(*arguments), ASK_SECONDS)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            raise ServerDiedError(f"{self.name} does not answer: {type(error).__name__}: {error}") from error
+            raise ServerDiedError(f"{self.name} does not answer: {type(error).__name__}: {last_line(error)}") from error
 
 
 def worker_count(config: TrainConfig) -> int:

@@ -1,8 +1,10 @@
 """Addresses and keys of servers that others have started, and a machine's GPUs."""
 
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from ttrl.errors import ConfigError
@@ -63,6 +65,12 @@ def _without_path(url: str) -> str:
     return re.sub(r"/(v1/?)?$", "", url.strip())
 
 
+def gpus_of_a_server(arguments: Mapping[str, Any]) -> int:
+    """Return how many GPUs a server takes, by vLLM's arguments, which may be written with dashes."""
+    given = {name.replace("-", "_"): value for name, value in arguments.items()}
+    return math.prod(int(given.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data"))
+
+
 def divided_devices(devices: list[str], trainers: int) -> tuple[list[str], list[str]]:
     """Return which of a machine's GPUs train and which serve, where no GPU does both. Raises ConfigError where none is left."""
     if trainers >= len(devices):
@@ -82,7 +90,7 @@ def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
         raise ConfigError(
             "TrainConfig",
             [
-                f"servers is {servers}, with {each} GPUs each (tensor_parallel_size × pipeline_parallel_size), but there are "
+                f"servers is {servers}, with {each} GPUs each (vLLM's parallel sizes multiplied), but there are "
                 f"{len(devices)} GPUs; ask for fewer, or set CUDA_VISIBLE_DEVICES"
             ],
         )

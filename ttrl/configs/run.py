@@ -172,7 +172,7 @@ class TrainConfig(Config):
     process for each iteration. Both produce the same weights."""
     trainer_memory: Literal["auto", "keep", "free"] = "auto"
     """What a resident trainer does between iterations: "keep" everything in place, or "free" the GPU's memory for the servers
-    (model and optimizer wait in the CPU's). "auto": "free" where both share GPUs; "keep" on CPU."""
+    (model and optimizer wait in the CPU's). "auto": "free" where both share GPUs; "keep" on CPU and on a cluster."""
     trainer_restarts: int = 2
     """How often in an iteration a trainer that was killed, or lost contact to another machine, is restarted."""
 
@@ -514,7 +514,7 @@ class TrainConfig(Config):
         """Return what `trainer_memory` means on a device, "cpu" or "cuda"."""
         if self.trainer_memory != "auto":
             return self.trainer_memory
-        return "free" if device == "cuda" and self.placement != "split" else "keep"
+        return "free" if device == "cuda" and self.placement != "split" and self.servers_here else "keep"
 
     def advantage_config(self) -> AdvantageConfig:
         """Return how rewards become advantages. Raises ConfigError."""

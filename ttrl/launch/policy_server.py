@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from ttrl.configs.machines import divided_devices, shares_of_devices
+from ttrl.configs.machines import divided_devices, gpus_of_a_server, shares_of_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import LORA_RANKS, lora_rank_there
 from ttrl.errors import ServerDiedError, ServerError
@@ -351,11 +351,9 @@ def _environments(config: TrainConfig) -> list[dict[str, str]]:
         return [{} for _ in range(servers)]
     if is_cpu_build():
         return [thread_variables(servers) for _ in range(servers)]
-    arguments = {name.replace("_", "-"): value for name, value in config.server.items()}
-    if arguments.get("distributed-executor-backend") == "ray":  # Ray gives out the devices
+    if "ray" in (config.server.get(f"distributed{dash}executor{dash}backend") for dash in "_-"):  # it gives out the devices
         return [{} for _ in range(servers)]
-    each = (arguments.get("tensor-parallel-size") or 1) * (arguments.get("pipeline-parallel-size") or 1)
     devices = visible_devices()
     if split:
         devices = divided_devices(devices, config.processes_here)[1]
-    return [{"CUDA_VISIBLE_DEVICES": share} for share in shares_of_devices(servers, each, devices)]
+    return [{"CUDA_VISIBLE_DEVICES": share} for share in shares_of_devices(servers, gpus_of_a_server(config.server), devices)]

@@ -87,7 +87,7 @@ class Trainer:
 
     def _variables(self) -> dict[str, str]:
         """Return what keeps the processes from the servers' GPUs, where they have some of their own. Never run on a GPU."""
-        if self._config.placement != "split":
+        if self._config.placement != "split" or not self._config.servers_here:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(divided_devices(visible_devices(), self._config.processes_here)[0])}
 

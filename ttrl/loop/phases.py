@@ -14,13 +14,13 @@ import dataclasses
 import functools
 import json
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import sampling_flops
 from ttrl.costs.parameters import ModelShape, model_shape
@@ -274,8 +274,7 @@ class Phases:
         if results.stats.seconds is None:
             return flops
         per_second = self.timeline.served(began, clock(), flops["prefill"] + flops["decode"])
-        each = [config.server.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline")]
-        gpus = config.servers_in_all * math.prod(each) if config.device == "cuda" else 1
+        gpus = config.servers_in_all * gpus_of_a_server(config.server) if config.device == "cuda" else 1
         return flops | {"per_second": per_second / gpus}
 
     @functools.cached_property

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.loop.checks import checked
+from ttrl.run_folder.config_changes import allowed_names
 from ttrl.run_folder.mirror import with_local_run
+from ttrl.run_folder.redo import redo_asked
 from ttrl.system.console import Console
 from ttrl.tasks.task import Task
 
@@ -63,6 +65,7 @@ def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) ->
         ) from error
     model = os.path.abspath(config.model) if os.path.isdir(config.model) else config.model
     config = replace(config, run=os.path.abspath(config.run), model=model)  # other machines start elsewhere
+    given |= {"redo": redo_asked(given["redo"]), "allow_changes": allowed_names(given["allow_changes"])}  # in our environment
     with console.interruptible(f"the same command continues {config.run}"):
         result: RunResult = run_detached(config, _lead, given | {"config": config}, console)
         return result

@@ -162,7 +162,7 @@ def _dtype(config: TrainConfig, cuda: bool) -> str:
 
 def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:
     """Return whether trainer and server are in the same memory at the same time: the machine's, or on CUDA that of a GPU."""
-    if cuda and config.placement == "split":
+    if cuda and (config.placement == "split" or not config.servers_here):
         return False
     # Each gives way while the other works; on a CPU, sleep frees nothing.
     server_goes = config.server_stops and (config.weight_sync == "restart" or cuda)

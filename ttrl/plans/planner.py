@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
@@ -227,7 +228,7 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
 
 def _gpus(machine: Machine, config: TrainConfig) -> list[float]:
     """Return the bytes of each GPU: of those that are named, or else as many as the config asks for."""
-    each = int(argument(config, "tensor_parallel_size", 1)) * int(argument(config, "pipeline_parallel_size", 1))
+    each = gpus_of_a_server(config.server)
     serving, training = config.servers_here * each, config.processes_here
     asked = serving + training if config.placement == "split" else max(serving, training)
     return [machine.memory] * (machine.gpus if machine.gpus > 1 else asked)
