@@ -99,3 +99,5 @@ def test_without_a_command_there_is_the_list_of_them(capsys):
 def test_what_goes_on_is_a_plain_line_and_what_is_wrong_says_where(level, said):
     record = logging.LogRecord("ttrl.plans", level, __file__, 1, "preparing the %s", ("tasks",), None)
     assert Lines("%(levelname)s %(name)s: %(message)s").format(record) == said
+    record.args = ("tasks\x1b[2J",)
+    assert "\x1b" not in Lines("%(levelname)s %(name)s: %(message)s").format(record)

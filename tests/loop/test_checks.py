@@ -11,6 +11,7 @@ from ttrl import GRPOConfig, Task, TrainConfig, train
 from ttrl.errors import ConfigError, ModelFolderError
 from ttrl.loop import checks
 from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem
+from ttrl.tasks.rewards import gated, weighted
 
 RIGHT = {"run": "runs/not_made", "model": "tiny", "iterations": 1, "tasks_per_iteration": 2}
 TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) for number in range(2)]
@@ -105,6 +106,9 @@ def test_tests_that_a_program_can_read_are_no_training_reward():
     ):
         checks.checked(config, [*TASKS, *for_evaluation], [], model=False)
     assert len(checks.checked(config, TASKS, for_evaluation, model=False)[2]) == 1
+    for wrapped in (weighted(code=(1.0, HumanEvalGrader(problem))), gated(HumanEvalGrader(problem), lambda _: 1.0)):
+        with pytest.raises(ConfigError, match=r"1 of 3 tasks \(such as 'x/2'\) are for evaluation alone"):
+            checks.checked(config, [*TASKS, Task([{"role": "user", "content": "Add."}], wrapped, id="x/2")], [], model=False)
 
 
 def test_one_task_is_a_task():

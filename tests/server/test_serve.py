@@ -126,6 +126,16 @@ def test_one_that_dies_in_the_middle_of_an_answer_is_gone(answer):
         thread.join()
 
 
+def test_one_that_has_proven_itself_is_given_its_own_key_alone(monkeypatch):
+    def answers(self, method, path, body, timeout, *, with_key=True):
+        number = path.partition("?")[2]
+        return 200, json.dumps({"name": "one", "proof": derived("k" * 20, "proof", number, "one")})
+
+    monkeypatch.setattr(JoinedServer, "_http", answers)
+    server = JoinedServer("http://there", served_model_name="m", dtype="float32", api_key="k" * 20)
+    assert server._prove() is None and server.api_key == derived("k" * 20, "key", "one") != "k" * 20
+
+
 @pytest.mark.parametrize("redirects", [False, True])
 def test_whoever_has_taken_its_address_is_told_no_key(redirects):
     """A program that plays its part with a proof of yesterday, or sends us to another server for one."""

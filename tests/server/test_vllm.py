@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError
-from ttrl.server.vllm import VLLMServer, seconds_to_start
+from ttrl.server.vllm import VLLMServer, own_argument_problems, seconds_to_start
 
 
 def test_start_ask_and_stop(fake_server, tmp_path):
@@ -198,6 +198,7 @@ def test_the_command(checkpoints, tmp_path):
     environment = server._environment()
     assert environment["VLLM_API_KEY"] == server.api_key
     assert environment["VLLM_RPC_BASE_PATH"] == str(server._private)  # sockets go with the server
+    assert "hf-token would be on a command line" in own_argument_problems(["hf_token"])[0]
     with pytest.raises(ConfigError, match=r"api-key is set by ttrl(?s:.)*host is set by ttrl"):
         VLLMServer("m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"})
 

@@ -114,7 +114,7 @@ def test_a_vision_tower_is_kept_as_it_was(native, with_vision_tower, tmp_path):
     assert read_config(tmp_path / "out").model_type == "gemma3_text"
 
 
-@pytest.mark.parametrize("link", ["notes.txt", "additional_chat_templates", "additional_chat_templates/tool.jinja"])
+@pytest.mark.parametrize("link", ["notes.txt", "extra.gguf", "additional_chat_templates", "additional_chat_templates/tool.jinja"])
 def test_nothing_is_published_that_a_model_folder_only_links_to(link, model_folder, load_policy, tmp_path):
     """Archives and git bring such links; what they lead to would be in the checkpoint, and on the hub."""
     secrets = tmp_path / "home" / ".ssh"

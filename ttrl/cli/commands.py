@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from ttrl.cli import cache, config, evaluate, machine, models, plan, proxy, runs, sweep, tasks
 from ttrl.errors import TtrlError
 from ttrl.system.console import speak_in_lines
+from ttrl.text import harmless
 from ttrl.version import __version__
 
 SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
@@ -47,7 +48,7 @@ class Lines(logging.Formatter):
     """Writes what goes on as it is, and what is wrong with its origin."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return record.getMessage() if record.levelno == logging.INFO else super().format(record)
+        return harmless(record.getMessage() if record.levelno == logging.INFO else super().format(record))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -38,6 +38,7 @@ from ttrl.errors import RunFolderError, StorageError
 from ttrl.system.files import again, create_text, json_text, make_folders, write_text
 from ttrl.system.object_store import redact
 from ttrl.system.process_guard import boot_id, process_id
+from ttrl.text import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def parse_owner(data: bytes | str | None) -> dict[str, Any] | None:
 
 def in_words(owner: dict[str, Any]) -> str:
     """Return who an owner is, for messages; {} is one who has left."""
-    known = {name: owner.get(name, "unknown") for name in ("pid", "host", "user", "started", "command")}
+    known = {name: harmless(str(owner.get(name, "unknown"))) for name in ("pid", "host", "user", "started", "command")}
     return "pid {pid} on {host}, user {user}, since {started}: {command}".format(**known) if owner else "which has ended since"
 
 

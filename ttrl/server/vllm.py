@@ -46,6 +46,7 @@ WORKER_EXTENSION = "ttrl.vllm_worker.WeightSync"
 _OWN_ARGUMENTS = frozenset(
     {"model", "model-tag", "host", "port", "uds", "api-key", "served-model-name", "dtype", "max-model-len", "seed"}
 )
+_SECRETS = {"hf-token": "export HF_TOKEN", "ssl-keyfile-password": "take a key file without one"}
 _OTHER_MACHINES = ("nnodes", "data-parallel-address", "data-parallel-hybrid-lb", "distributed-executor-backend")
 _PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "distributed-executor-backend")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -55,9 +56,12 @@ _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): 
 
 
 def own_argument_problems(names: Iterable[str]) -> list[str]:
-    """Return a problem for each argument of vLLM that is ttrl's to set, one line each."""
-    refused = sorted(_OWN_ARGUMENTS & {name.replace("_", "-") for name in names})
-    return [f"{name} is set by ttrl; there is an argument for it" for name in refused]
+    """Return a problem for each argument of vLLM that is ttrl's to set, or a secret that all users could read in the list of
+    processes, one line each."""
+    given = {name.replace("_", "-") for name in names}
+    own = [f"{name} is set by ttrl; there is an argument for it" for name in sorted(_OWN_ARGUMENTS & given)]
+    shown = "would be on a command line, which all users of the machine can read"
+    return own + [f"{name} {shown}; {way}" for name, way in _SECRETS.items() if name in given]
 
 
 def seconds_to_start(model_folder: str | os.PathLike[str]) -> float:

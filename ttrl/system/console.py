@@ -48,7 +48,7 @@ def errors_in_lines(*kinds: type[BaseException]) -> None:
 def note(text: str) -> None:
     """Write a line to standard error, around any progress bar: what a person should know wherever logging goes, and programs that
     read the output should not meet there."""
-    tqdm.write(text, file=sys.stderr)
+    tqdm.write(harmless(text), file=sys.stderr)
 
 
 class Console:

@@ -412,13 +412,23 @@ def model_files(folder: Path) -> list[Path]:
     for path in [*found, templates]:
         real = path.resolve()
         home, cache = real.parent, real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
-        weights = path.name.endswith(WEIGHT_SUFFIXES)
+        weights = path.name.endswith(WEIGHT_SUFFIXES) and _is_weights(real)  # which a mirror stores
         if path.is_symlink() and not (weights or cache or real.is_relative_to(folder.resolve()) or _is_model(home)):
             raise ModelFolderError(
                 f"{path} is a link to {real}, which is no file of a model; it would be copied into each checkpoint: put the file "
                 "itself there, or remove the link"
             )
     return [path for path in found if path.is_file() and path.name[0] != "." and not path.name.endswith(WEIGHT_SUFFIXES)]
+
+
+def _is_weights(path: Path) -> bool:
+    """Return whether a file is called weights, or begins as safetensors do: with the length of a header in JSON."""
+    if path.name.endswith(WEIGHT_SUFFIXES):
+        return True
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        start = file.read(9)
+        return start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size
+    return False
 
 
 def _is_model(folder: Path) -> bool:

@@ -22,6 +22,11 @@ class Weighted:
 
     parts: tuple[tuple[str, float, Grader], ...]
 
+    @property
+    def only_evaluates(self) -> str:
+        """Why a part of it is no training reward; empty where all of them are."""
+        return _only_evaluates(*(grader for _, _, grader in self.parts))
+
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return the sum of the parts; an awaitable of it, where one of them is."""
         outputs = [grader(choice) for _, _, grader in self.parts]
@@ -44,6 +49,11 @@ class Gated:
     gate: Grader
     least: float
     otherwise: float
+
+    @property
+    def only_evaluates(self) -> str:
+        """Why it is no training reward; empty where it is one."""
+        return _only_evaluates(self.grader, self.gate)
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return the grader's output where the gate is open, else `otherwise`, without asking the grader."""
@@ -84,6 +94,10 @@ class LengthPenalty:
             raise TaskError("length_penalty counts tokens, and the server gave no token ids (token_ids=True)")
         over = min(1.0, max(0.0, (len(ids) - self.free) / (self.most - self.free)))
         return 0.0 - over, {"tokens": float(len(ids))}
+
+
+def _only_evaluates(*graders: Grader) -> str:
+    return next((str(why) for grader in graders if (why := getattr(grader, "only_evaluates", ""))), "")
 
 
 def weighted(**parts: tuple[float, Grader]) -> Weighted:

@@ -135,6 +135,14 @@ def test_events():
     assert events.end() == (b"5", b"data: 5")
 
 
+def test_a_long_event_is_joined_once(monkeypatch):
+    """A server may send what it likes within the limit; the lead has one loop for all servers."""
+    events, part = Events(), b"x" * 2**16
+    assert events.feed(b"data: ") == [] and not any(events.feed(part) for _ in range(2**10))
+    assert len(events._parts) == 2**10 + 1
+    assert [len(one) for one in events.feed(b"\n\ndata")] == [2**26] and events.end() == (b"", b"data")
+
+
 def test_choices_late_out_of_order_and_wrongly_numbered():
     late = events_of([spoken(1, "b")], usage=False, done=False) + events_of([spoken(0, "a")])
     assert [said(a)[0] for a in run(as_bytes(late), n=2)] == ["a", "b"]

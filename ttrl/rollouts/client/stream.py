@@ -24,26 +24,34 @@ class Events:
     """Splits a stream of bytes, cut anywhere, into the data of its server-sent events."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parts: list[bytes] = []  # of an event that is not complete: one that comes in many parts is joined once
+        self._held = b""
         self._is_first = True
 
     def feed(self, part: bytes) -> list[bytes]:
         """Return the data of the events that are complete now."""
-        buffer = self._rest + part if self._rest else part
-        if self._is_first and len(buffer) >= 3:
-            buffer, self._is_first = buffer.removeprefix(b"\xef\xbb\xbf"), False
-        held = b""
-        if b"\r" in buffer:  # within JSON it is escaped, so it only ends lines
-            if buffer.endswith(b"\r"):  # perhaps half of a line end
-                buffer, held = buffer[:-1], b"\r"
-            buffer = buffer.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *blocks, rest = buffer.split(b"\n\n")
-        self._rest = rest + held
+        part, self._held = self._held + part, b""
+        if self._is_first:
+            if len(part) < 3:
+                self._held = part
+                return []
+            part, self._is_first = part.removeprefix(b"\xef\xbb\xbf"), False
+        if b"\r" in part:  # within JSON it is escaped, so it only ends lines
+            if part.endswith(b"\r"):  # perhaps half of a line end
+                part, self._held = part[:-1], b"\r"
+            part = part.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        before = self._parts[-1][-1:] if self._parts else b""
+        self._parts += [part] if part else []
+        if b"\n\n" not in before + part:
+            return []
+        *blocks, rest = b"".join(self._parts).split(b"\n\n")
+        self._parts = [rest] if rest else []
         return [data for block in blocks if (data := _data(block))]
 
     def end(self) -> tuple[bytes, bytes]:
         """Return (data of an event that lacks its empty line, everything that is left)."""
-        return _data(self._rest.replace(b"\r", b"\n")), self._rest
+        rest = b"".join([*self._parts, self._held])
+        return _data(rest.replace(b"\r", b"\n")), rest
 
 
 def _data(block: bytes) -> bytes:

@@ -30,10 +30,14 @@ _PROGRAM = (
 
 
 def hidden(name: str) -> bool:
-    """Return whether graders are not given this environment variable: AWS's, and any named a key, token, secret or password."""
+    """Return whether graders are not given this environment variable: AWS's and Azure's, and any named a key, token, secret or
+    password, or an address or agent that may hold one."""
     upper = name.upper()
-    words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
-    return (upper.startswith("AWS_") or any(word in upper for word in words)) and not upper.startswith("TOKENIZERS_")
+    words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CONNECTION_STRING", "AUTH_CONFIG", "AUTH_SOCK")
+    if upper.startswith("TOKENIZERS_"):
+        return False
+    ends = ("_PAT", "_PWD", "_SAS", "DATABASE_URL", "_PROXY", "_DSN")
+    return upper.startswith(("AWS_", "AZURE_")) or upper.endswith(ends) or any(word in upper for word in words)
 
 
 class End(Exception):  # noqa: N818 - never leaves this package
