@@ -8,7 +8,8 @@ TtrlError
 │   ├── TokenizationError       tokens of a sample that are not known exactly
 │   │   └── TemplateRefusalError  a chat template raised an error for these messages
 │   ├── PackError               packed tensors that break their contract, or cannot be read
-│   └── RunFolderError          a run folder: locked by another run, made with another config, damaged
+│   └── RunFolderError          a run folder: made with another config, damaged, of an owner elsewhere
+│       └── RunFolderInUseError   another process has it, and lives
 ├── GraderError                 a grader raised, returned no number, or took too long; kept with its sample
 ├── RolloutError                a task's rollout raised, hung, or asked the model for nothing; kept with its sample
 │   └── RolloutLimitError       it has no turns or tokens left, or the conversation fills the model's context
@@ -77,6 +78,10 @@ class PackError(UserError):
 
 class RunFolderError(UserError):
     """A run folder is locked, belongs to another config, or is damaged."""
+
+
+class RunFolderInUseError(RunFolderError):
+    """Another process has a run folder, and lives."""
 
 
 class GraderError(TtrlError):

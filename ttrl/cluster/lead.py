@@ -30,7 +30,7 @@ from ttrl.cluster.connection import (
     has_gpus,
 )
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import RunFolderError, TrainerError, UserError
+from ttrl.errors import RunFolderError, RunFolderInUseError, TrainerError, UserError
 from ttrl.system.console import Console
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Lead:
                     end_actors()  # also where nobody asks for the result any more
                     self._done = result, None
                     return
-                except RunFolderError:
+                except RunFolderInUseError:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(_LOOK_SECONDS)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrl.configs.base import without_secrets
-from ttrl.errors import RunFolderError, StorageError
+from ttrl.errors import RunFolderError, RunFolderInUseError, StorageError
 from ttrl.system.files import again, create_text, json_text, make_folders, write_text
 from ttrl.system.object_store import redact
 from ttrl.system.process_guard import boot_id, process_id
@@ -204,10 +204,10 @@ class Claim(ABC):
             logger.error("%s was taken over by another process (%s); no more is written there", self._what, in_words(other))
         return self.lost_to is None
 
-    def in_use_by(self, owner: dict[str, Any] | None) -> RunFolderError:
+    def in_use_by(self, owner: dict[str, Any] | None) -> RunFolderInUseError:
         """Return what is said where `owner` is alive."""
         who = "an unknown owner" if owner is None else in_words(owner)
-        return RunFolderError(f"{self._what} is in use by another process ({who}); wait for it, or stop it")
+        return RunFolderInUseError(f"{self._what} is in use by another process ({who}); wait for it, or stop it")
 
     def _judge(self, owner: dict[str, Any], *, take_over: bool) -> None:
         """Raise RunFolderError where `owner` is alive, or where nobody can tell."""
