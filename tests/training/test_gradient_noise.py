@@ -15,7 +15,7 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.instruments.gradient_noise import step_noise
 from ttrl.system.files import read_jsonl
 from ttrl.training.batches import updates
-from ttrl.training.gradient_noise import GradientPieces
+from ttrl.training.gradient_noise import GradientPieces, _within
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import ranks
 from ttrl.training.policy.loading import load_policy
@@ -102,6 +102,33 @@ def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_
     assert seen["within"] == pytest.approx(float((x - means).square().sum()), rel=1e-4)
     assert seen["between"] == pytest.approx(float((means - x.mean(0)).square().sum()), rel=1e-4)
     assert seen["mean"] == pytest.approx(float(x.mean(0).square().sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize(("divided", "size"), [(True, 16), (True, 8), (False, 16)])
+def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_differ_by(divided, size):
+    """Rewards are 0 or 1; the score of an answer leans to its prompt's direction, by its reward, and is noise else."""
+    torch.manual_seed(size)
+    prompts, width = 6000, 8
+    chance = torch.distributions.Beta(0.5, 2.0).sample((prompts, 1)).double()
+    lean = torch.randn(prompts, 1, width, dtype=torch.float64) * 3
+
+    def drawn():
+        rewards = (torch.rand(prompts, size) < chance).double()
+        scores = lean * (rewards - chance)[..., None] + torch.randn(prompts, size, width, dtype=torch.float64)
+        advantages = rewards - rewards.mean(1, keepdim=True)
+        deviation = rewards.std(1, correction=0, keepdim=True)
+        return advantages / deviation.clamp(min=1e-6) if divided else advantages, scores
+
+    (advantages, scores), (others, other_scores) = drawn(), drawn()
+    x, y = advantages[..., None] * scores, others[..., None] * other_scores
+    truth = float((x.mean(1) - y.mean(1)).square().sum()) / 2
+    has_signal = advantages.square().sum(1) > 0.1
+    x, kept = x[has_signal], advantages[has_signal]
+    task = torch.arange(len(x)).repeat_interleave(size)
+    within = _within(x.flatten(0, 1), x.mean(1), task, kept.flatten()) / size / (size - 1)
+    plain = float((x - x.mean(1, keepdim=True)).square().sum()) / size / (size - 1)
+    assert within / truth == pytest.approx(1.0, abs=0.2), plain / truth
+    assert plain > 1.1 * within if divided else plain == pytest.approx(within)
 
 
 def pack_labels():

@@ -29,6 +29,13 @@ That is the analysis of variance of a nested design with unequal groups: with m_
 (5): Cov(m_p) = P + E/c_p, Cov(m) = a·P + E/K, Cov(m_p, m) = (c_p·P + E)/K, summed with weights c_p. Advantages r - mean(r) of a
 group make its x_ps depend on each other a little; both sides change by the same factor 1 - 1/M, to first order.
 
+**Advantages divided by the group's standard deviation** depend on each other more: whatever the rewards, their squares have the
+same sum, so the mean m_p varies less than the scatter of its samples says (simulated: E is 1.5 times too large). What it varies
+by is told by leaving out one sample after the other, which divides the rest by another deviation σ_s (the jackknife: Efron and
+Stein 1981, "The jackknife estimate of variance"; the mean's own change is left out, as E ∇log π = 0). With pseudo-values
+
+    d_ps = σ/σ_s · (c_p·m_p - x_ps),     Σ_ps |d_ps - d_p|²  takes the place of (4), and is (4) where σ_s = σ.        (6)
+
 **Split groups.** Where a prompt's samples lie in several pieces, these are not independent. By (3), with A = Σ_j Σ_p c_jp²/K²,
 E Σ|h_j|² = F|G|² + A·P + E/K, and (2) finds (A - F·a)/(1 - F)·P + E/K in the place of n. `unsplit` takes that back.
 """

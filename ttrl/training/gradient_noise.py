@@ -74,16 +74,18 @@ class GradientPieces:
             self._hooks = [leaf.register_hook(self._seen(self._slots[name])) for name, leaf in self._leaves()]
 
     def watch_layers(
-        self, keys: Tensor, sample_ids_N: Tensor, weights_N: Tensor, trained_N: Tensor
+        self, keys: Tensor, sample_ids_N: Tensor, weights_N: Tensor, advantages_N: Tensor, trained_N: Tensor
     ) -> Callable[[int, Tensor], None]:
         """Return what is to be given each layer's number and the hidden states [B, T, D] that leave it, in a microbatch's forward
         pass. keys: (task, sample) of each sample; trained: where the labels are, rows laid end to end."""
         device = weights_N.device
-        weights_S = torch.zeros(len(keys), dtype=torch.float64, device=device).index_add_(0, sample_ids_N, weights_N.double())
+        of_samples_S2 = torch.zeros(len(keys), 2, dtype=torch.float64, device=device)
+        of_samples_S2[:, 0].index_add_(0, sample_ids_N, weights_N.double())
+        of_samples_S2[sample_ids_N, 1] = advantages_N.double()  # of any token: they differ where critics are trained
         # Each depth's numbers lie together, which makes adding to them 40 times as fast.
         sums_dSr = torch.zeros(len(self._depths), len(keys), SKETCH**2, device=device)
         piece = torch.full_like(keys[:, :1], len(self._norms))
-        self._lines.append((torch.cat([piece, keys], dim=1), weights_S, sums_dSr))
+        self._lines.append((torch.cat([piece, keys], dim=1), of_samples_S2, sums_dSr))
 
         def watch(number: int, h_BTD: Tensor) -> None:
             if number not in self._depths or not h_BTD.requires_grad:
@@ -123,11 +125,9 @@ class GradientPieces:
         whole = here.sum(whole.to(here.device)).cpu()
         who = torch.cat([who.cpu() for who, _, _ in self._lines])
         who[:, 0] += here.rank * pieces
-        seen = torch.cat(
-            [torch.cat([weights[:, None], sums.transpose(0, 1).flatten(1)], dim=1).cpu() for _, weights, sums in self._lines]
-        )
+        seen = torch.cat([torch.cat([known, sums.transpose(0, 1).flatten(1)], dim=1).cpu() for _, known, sums in self._lines])
         who, seen = (here.gather(part.flatten()).view(-1, part.shape[1]) for part in (who, seen))
-        seen[:, 1:] *= scale
+        seen[:, 2:] *= scale
         found = {
             "layers": self.groups,
             "squares": here.gather(squares.flatten()).view(-1, len(self.groups)).tolist(),
@@ -193,12 +193,13 @@ def _layer_groups(names: Sequence[str], layers: int) -> list[str]:
 
 
 def _moments(who_L3: Tensor, seen: Tensor, pieces: int) -> dict[str, Any]:
-    """Return what `finish` says of shares and samples. who: (piece, task, sample) of each line; seen: its weight in the loss, and
-    its part of the sketched gradient."""
+    """Return what `finish` says of shares and samples. who: (piece, task, sample) of each line; seen: its weight in the loss, its
+    advantage, and its part of the sketched gradient."""
     shares = torch.zeros(pieces, dtype=torch.float64).index_add_(0, who_L3[:, 0], seen[:, 0])
     samples, place_L = torch.unique(who_L3[:, 2], return_inverse=True)
     count = len(samples)
-    x = torch.zeros(count, seen.shape[1] - 1, dtype=torch.float64).index_add_(0, place_L, seen[:, 1:]) * count
+    x = torch.zeros(count, seen.shape[1] - 2, dtype=torch.float64).index_add_(0, place_L, seen[:, 2:]) * count
+    advantages = torch.zeros(count, dtype=torch.float64).scatter_(0, place_L, seen[:, 1])
     tasks = torch.empty_like(samples).scatter_(0, place_L, who_L3[:, 1])
     _, task_S, counts = torch.unique(tasks, return_inverse=True, return_counts=True)
     means = torch.zeros(len(counts), x.shape[1], dtype=torch.float64).index_add_(0, task_S, x) / counts[:, None]
@@ -207,8 +208,27 @@ def _moments(who_L3: Tensor, seen: Tensor, pieces: int) -> dict[str, Any]:
     return {
         "shares": (shares / shares.sum()).tolist(),
         "counts": counts.tolist(),
-        "within": float((x - means[task_S]).square().sum()),
+        "within": _within(x, means, task_S, advantages),
         "between": float((counts * (means - mean).square().sum(dim=1)).sum()),
         "mean": float(mean.square().sum()),
         "split": float(together.square().sum() / counts.square().sum()),
     }
+
+
+def _within(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> float:
+    """Return the scatter of samples within tasks, (4); of pseudo-values, (6), where advantages have unit length."""
+
+    def of_task(values: Tensor) -> Tensor:
+        return torch.zeros(len(means), *values.shape[1:], dtype=values.dtype).index_add_(0, task_S, values)
+
+    counts = of_task(torch.ones_like(advantages))
+    spread = of_task(advantages.square()) / counts - (of_task(advantages) / counts).square()
+    if float(((spread - 1).abs() < 1e-3).double().mean()) < 0.9:
+        return float((x - means[task_S]).square().sum())
+    c = counts[task_S]
+    total, squares = (of_task(power)[task_S] for power in (advantages, advantages.square()))
+    others = (c - 1).clamp(min=1)
+    left = (squares - advantages.square()) / others - ((total - advantages) / others).square()
+    ratio = torch.where(left > 1e-6, (spread[task_S] / left.clamp(min=1e-6)).sqrt(), 0.0)
+    pseudo = torch.where(c > 2, ratio, 1.0)[:, None] * (c[:, None] * means[task_S] - x)
+    return float((pseudo - (of_task(pseudo) / counts[:, None])[task_S]).square().sum())

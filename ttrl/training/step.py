@@ -133,7 +133,8 @@ class GradientStep:
             reference = ReferenceHead(batch["reference_hidden"], weight, bias)
         watch_layers = None
         if self._pieces is not None:
-            watch_layers = self._pieces.watch_layers(batch["sample_keys"], tokens.samples, tokens.weights, tokens.trained)
+            of_tokens = tokens.samples, tokens.weights, tokens.advantages
+            watch_layers = self._pieces.watch_layers(batch["sample_keys"], *of_tokens, tokens.trained)
         return HeadOptions(
             trained=tokens.trained,
             token_loss=tokens.weighted_loss if objective.per_token else None,
@@ -194,7 +195,7 @@ class _Tokens:
             return batch[name].flatten()[trained] if name in batch else None
 
         self._objective = objective
-        self.sampled, self.weights, self._advantages, self.samples = (
+        self.sampled, self.weights, self.advantages, self.samples = (
             batch[name].flatten()[trained] for name in ("logprobs", "weights", "advantages", "sample_ids")
         )
         self.reference = of("reference_logprobs")
@@ -206,7 +207,7 @@ class _Tokens:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective's loss of the tokens in `at`, and facts about them."""
         known = {name: None if value is None else value[at] for name, value in self._extras.items()} | (extras or {})
-        return self._objective.loss(logprobs_n, self.sampled[at], self._advantages[at], self.samples[at], known)
+        return self._objective.loss(logprobs_n, self.sampled[at], self.advantages[at], self.samples[at], known)
 
     def slopes(self, out: PolicyOutput) -> tuple[Tensor, Tensor]:
         """Return the derivatives of the weighted loss, and of KL's part of it, by the log-probabilities, [N] each; of what
