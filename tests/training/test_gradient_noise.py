@@ -104,11 +104,11 @@ def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_
     assert seen["mean"] == pytest.approx(float(x.mean(0).square().sum()), rel=1e-3)
 
 
-@pytest.mark.parametrize(("divided", "size"), [(True, 16), (True, 8), (False, 16)])
-def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_differ_by(divided, size):
+@pytest.mark.parametrize("divided", [True, False])
+def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_differ_by(divided):
     """Rewards are 0 or 1; the score of an answer leans to its prompt's direction, by its reward, and is noise else."""
-    torch.manual_seed(size)
-    prompts, width = 6000, 8
+    torch.manual_seed(0)
+    prompts, size, width = 6000, 16, 8
     chance = torch.distributions.Beta(0.5, 2.0).sample((prompts, 1)).double()
     lean = torch.randn(prompts, 1, width, dtype=torch.float64) * 3
 
@@ -127,8 +127,8 @@ def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_diffe
     task = torch.arange(len(x)).repeat_interleave(size)
     within = _within(x.flatten(0, 1), x.mean(1), task, kept.flatten()) / size / (size - 1)
     plain = float((x - x.mean(1, keepdim=True)).square().sum()) / size / (size - 1)
-    assert within / truth == pytest.approx(1.0, abs=0.2), plain / truth
-    assert plain > 1.1 * within if divided else plain == pytest.approx(within)
+    assert within / truth == pytest.approx(1.0, abs=0.2)
+    assert plain / truth > 1.3 if divided else plain == pytest.approx(within)
 
 
 def pack_labels():
