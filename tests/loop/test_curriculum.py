@@ -1,6 +1,5 @@
 """A curriculum: what teaches nothing has its turn less often, levels are opened, and interrupted runs go on as they would."""
 
-import dataclasses
 import itertools
 import json
 import random
@@ -232,10 +231,6 @@ def test_what_is_wrong_with_levels_is_said_at_once():
         TrainConfig(run="r", model="tiny", curriculum="yes", level_up_at="high").check("config")
     assert [line.partition(";")[0] for line in caught.value.problems][:2] == ["iterations is missing", "curriculum is 'yes'"]
     assert caught.value.problems[2] == "level_up_at is 'high'; it must be a number"
-    config = dataclasses.replace(config, level_up_at=0.5)
-    with pytest.raises(ConfigError, match=r"level_up_at is 0\.5, but all tasks are of one level"):
-        checked(config, tasks(9), [], model=False)
-    checked(config, in_levels(tasks(9), tasks(9, "hard")), [], model=False)
 
 
 # Whole runs

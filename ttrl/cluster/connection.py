@@ -1,7 +1,6 @@
 """To a Ray cluster and back: how it is reached, and how its actors say what went wrong."""
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ ASK_SECONDS = 30.0
 """For an actor's answer; Ray itself finds a dead machine in about as many."""
 START_SECONDS = 300.0
 """For an actor to be there at all: imports take minutes on a machine with much to do, or from a slow disk."""
-_VARIABLES = ("TTRL_IGNORE_MEMORY",)
-"""Of the program that begins a run, which its actors have, too; others are those of `ray start`."""
 _begun: list[Any] = []
 Words = tuple[str, str]
 """An error's class and message: some of our exceptions cannot be pickled, and their causes need not be there on both sides."""
@@ -43,7 +40,6 @@ def actor_class(kind: type, **options: Any) -> Any:
     processes are ended by their guards (`ttrl.system.process_guard`). Ray would kill the guards, as they are an actor's own
     children, and leave what they guard, such as an engine of vLLM with all of its memory."""
     variables = {"RAY_kill_child_processes_on_worker_exit": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
-    variables |= {name: value for name in _VARIABLES if (value := os.environ.get(name))}
     return ray.remote(kind).options(runtime_env={"env_vars": variables}, **options)
 
 

@@ -96,8 +96,6 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
             f"(such as {several[0]!r}); a conversation cannot be cut off by a budget and continued later: leave "
             "tokens_per_iteration out, and limit rollouts with Task(limits=RolloutLimits(tokens=…))"
         )
-    if config.level_up_at != TrainConfig.level_up_at and len({task.level for task in tasks}) == 1:
-        found.append(f"level_up_at is {config.level_up_at}, but all tasks are of one level (see ttrl.tasks.task.in_levels)")
     if config.stop_at is not None and not validation_tasks:
         found.append("stop_at needs validation tasks")
     return found
