@@ -83,8 +83,8 @@ def test_parity_in_fp32(model, samples, judge):
     for one, other in zip(ours.logits, judge.logits, strict=True):
         assert other.abs().max() > 10 and (one - other).abs().max() < 1e-3
     assert (torch.cat(packed.logprobs) - torch.cat(judge.logprobs)).abs().max() < 1e-3
-    for found in (ours, packed):
-        assert check_parity.largest_distance(found.gradient, judge.gradient) < 1e-4
+    for found in (ours, packed):  # 1.4e-4 on a CPU without AVX-512, which adds in another order
+        assert check_parity.largest_distance(found.gradient, judge.gradient) < 2e-4
 
 
 def test_parity_in_bf16(model, samples, judge):

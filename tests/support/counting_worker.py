@@ -18,8 +18,9 @@ class Counting(WeightSync):
         """Return operations by operator; of vLLM's own operators those that do products of matrices are known."""
         found: dict[str, int] = {}
         if self._counter is None:
-            register_flop_formula(torch.ops._C.onednn_mm, get_raw=True)(_product)
-            register_flop_formula(torch.ops._C.weight_packed_linear, get_raw=True)(_packed_product)
+            for name, formula in (("onednn_mm", _product), ("weight_packed_linear", _packed_product)):
+                if hasattr(torch.ops._C, name):  # the second one needs AVX-512
+                    register_flop_formula(getattr(torch.ops._C, name), get_raw=True)(formula)
             register_flop_formula(torch.ops.vllm.unified_attention_with_output, get_raw=True)(_attention)
         else:
             self._counter.__exit__(None, None, None)
