@@ -32,7 +32,7 @@ from ttrl.training.canary import canary_tokens, compute_canary, half_precision
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.policy.loading import load_policy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400), pytest.mark.usefixtures("one_thread")]
 
 CHAT = [
     {"role": "system", "content": "Be short."},

@@ -59,6 +59,7 @@ def test_rows_are_shared_and_several(inputs):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(1200)  # tests of a high limit begin first
 @pytest.mark.parametrize("objective", list(tool.OBJECTIVES))
 def test_two_processes(objective, inputs, monkeypatch):
     monkeypatch.syspath_prepend(Path(tool.__file__).parent)  # the processes import the tool by its name
