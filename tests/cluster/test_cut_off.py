@@ -68,7 +68,7 @@ def test_a_lead_for_which_there_is_no_room_is_given_up(monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
     monkeypatch.setattr(ray, "kill", killed.append)
     config = TrainConfig(run="run", model="m", iterations=1, cluster="auto", device="cuda", nproc_per_node=8)
-    with pytest.raises(TrainerError, match=r"has had room for the run's lead: .*'num_gpus': 8.*see `ray status`"):
+    with pytest.raises(TrainerError, match=r"not started within 600 s: it takes .*'num_gpus': 8.*nproc_per_node"):
         lead.run_detached(config, print, {}, Console(quiet=True))
     assert len(killed) == 1
 

@@ -110,13 +110,16 @@ def run_detached(config: TrainConfig, work: Callable[..., Any], arguments: Mappi
     assert config.cluster is not None
     connect(config.cluster)
     actor, is_new = _begin(config, work, arguments, console)
-    if is_new and not ray.wait([actor.__ray_ready__.remote()], timeout=max(config.join_timeout, START_SECONDS))[0]:
-        ray.kill(actor)
-        raise TrainerError(f"no machine of the cluster has had room for the run's lead: {_wanted(config)}; see `ray status`")
     if not is_new:
         console.line(f"the run runs already, and nobody waited for it; what it says from now on is in {config.run}/report.html")
     console.line(f"the run is led by the actor {lead_name(config.run)!r} of the cluster; it goes on when this process is killed")
+    patience = max(config.join_timeout, START_SECONDS)
     try:
+        if is_new and not ray.wait([actor.__ray_ready__.remote()], timeout=patience)[0]:
+            raise TrainerError(
+                f"the lead of {config.run} has not started within {patience:.0f} s: it takes {_wanted(config)} of one machine, "
+                "and `ray status` shows what is free; ask for fewer GPUs (nproc_per_node), or wait longer (join_timeout)"
+            )
         while (done := _answer(config, actor.done.remote(), None)) is None:
             time.sleep(_LOOK_SECONDS)
     finally:  # also after Ctrl-C

@@ -224,7 +224,17 @@ def test_sys_path_and_folder_are_ours_and_keys_are_not_passed_on(make_bench, tmp
     (tmp_path / "lib" / "ttrl_test_on_path.py").write_text("VALUE = 0.75\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
-    for name in ("OPENAI_API_KEY", "AWS_PROFILE", "HF_TOKEN", "MY_PASSWORD", "db_secret"):
+    for name in (
+        "OPENAI_API_KEY",
+        "AWS_PROFILE",
+        "HF_TOKEN",
+        "MY_PASSWORD",
+        "db_secret",
+        "GITHUB_PAT",
+        "AZURE_STORAGE_SAS",
+        "APP_DATABASE_URL",
+        "SSH_AUTH_SOCK",
+    ):
         monkeypatch.setenv(name, "hush")
     monkeypatch.setenv("HARMLESS", "yes")
     folder = str(tmp_path)

@@ -31,12 +31,12 @@ _PROGRAM = (
 
 def hidden(name: str) -> bool:
     """Return whether graders are not given this environment variable: AWS's and Azure's, and any named a key, token, secret or
-    password, or an address or agent that may hold one."""
+    password, or the address of a database or an agent."""
     upper = name.upper()
     words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CONNECTION_STRING", "AUTH_CONFIG", "AUTH_SOCK")
     if upper.startswith("TOKENIZERS_"):
         return False
-    ends = ("_PAT", "_PWD", "_SAS", "DATABASE_URL", "_PROXY", "_DSN")
+    ends = ("_PAT", "_PWD", "_SAS", "DATABASE_URL", "_DSN")
     return upper.startswith(("AWS_", "AZURE_")) or upper.endswith(ends) or any(word in upper for word in words)
 
 
