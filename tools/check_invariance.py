@@ -1,12 +1,12 @@
 """Does an update depend on how it is computed? One of 64 samples, computed in every way, against float64 on plain sequences.
 
-    python tools/check_invariance.py [--only WORD] [--skip WORD] [--objective NAME]
+    python tools/check_invariance.py [--only WORD] [--skip WORD] [--objective NAME] [--device cuda]
 
 Processes × rows in a microbatch (fewer than all accumulate) × orders of packing × {checkpointing, compilation, both}; then other
 switches by themselves, including tensor parallelism and bf16. Printed for each: ‖g - g₆₄‖/‖g₆₄‖ over all parameters, and the same
 for the change made by one SGD step. g₆₄ is computed by transformers in float64, one plain sequence at a time, from the formulas
 of the objective written out here. The line for bf16 also shows the error of transformers under autocast. Exit status 1 if an fp32
-variant differs by 1e-5 or more.
+variant differs by 1e-5 or more. On a GPU, one process alone.
 """
 
 import argparse
@@ -74,6 +74,9 @@ class Way:
         """Whether TOLERANCE applies."""
         return self.settings.get("dtype") != "bf16"
 
+    def runs_on(self, device: str) -> bool:
+        return self.processes == 1 if device == "cuda" else not self.settings.get("activation_offloading")
+
 
 LAYERS: dict[str, dict[str, Any]] = {
     "": {},
@@ -98,6 +101,8 @@ def ways() -> Iterator[Way]:
             "checkpointing every other layer": {"activation_checkpointing": True, "checkpoint_every": 2},
             "checkpointing, products kept": {"activation_checkpointing": True, "checkpoint_keeps": "products"},
             "bf16": {"dtype": "bf16"},
+            "activations in the CPU's memory": {"activation_offloading": True},
+            "activations there, checkpointing": {"activation_offloading": True, "activation_checkpointing": True},
         }
         if processes > 1:
             switches["parameters stay gathered"] = {"reshard_after_forward": False}
@@ -225,7 +230,7 @@ def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
 
 def errors_of(way: Way, inputs: Inputs, here: Ranks) -> tuple[float, float]:
     """Of the gradient, and of the change by one SGD step, both relative. A collective."""
-    config, packed = inputs.config(way.settings), inputs.packed(way.order)
+    config, packed = inputs.config({"device": here.device.type, **way.settings}), inputs.packed(way.order)
     policy = load_policy(config, here)
     stepper = Stepper(policy, config, here)
     steps = updates(packed, 1, (0, 1), here, policy.decoder.config)
@@ -235,7 +240,7 @@ def errors_of(way: Way, inputs: Inputs, here: Ranks) -> tuple[float, float]:
     before = {name: weight.clone() for name, weight in policy.full_weights().items()}
     gradient = GradientStep(policy, config, here, Stopwatch(here.device), TrainProgress(0, here), None, prepass.reference_head)
     result = gradient.accumulate(steps[0], objective)
-    found = {name: full_tensor(p.grad) for name, p in policy.parameters_by_name().items() if p.grad is not None}
+    found = {name: full_tensor(p.grad).cpu() for name, p in policy.parameters_by_name().items() if p.grad is not None}
     stepper.take(result.sums["not_finite"], result.first_bad)
     hf_config = read_config(inputs.model)
     after = policy.full_weights()
@@ -286,11 +291,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only variants whose names contain this word")
     parser.add_argument("--skip", help="only variants whose names do not contain this word")
     parser.add_argument("--objective", choices=list(OBJECTIVES), help="all unless given")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
+    device = torch.device(arguments.device)
     torch.set_num_threads(1)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else layers are quietly no longer compiled
     disable_progress_bar()
     chosen = [way for way in ways() if arguments.only in way.name and not (arguments.skip and arguments.skip in way.name)]
+    chosen = [way for way in chosen if way.runs_on(device.type)]
     worst = 0.0
     print("objective        processes  way                                     gradient  SGD step   seconds")
     with tempfile.TemporaryDirectory() as folder:
@@ -298,7 +306,7 @@ def main() -> int:
             inputs = make_inputs(Path(folder), objective)
             for way in [way for way in chosen if way.processes == 1]:
                 began = time.perf_counter()
-                worst = max(worst, _print(objective, way, errors_of(way, inputs, Ranks(0, 1, torch.device("cpu"))), began))
+                worst = max(worst, _print(objective, way, errors_of(way, inputs, Ranks(0, 1, device)), began))
             if not all(way.exact for way in chosen):
                 error = error_of_transformers_in_bf16(inputs)
                 print(f"{objective:16} {1:9}  {'transformers in bf16':39} {error:8.1e}", flush=True)

@@ -14,6 +14,13 @@ Only what the tensors need is measured: glibc is made to map each block of 1 MB 
 does above 32 MB anyway. `--default-heap` keeps glibc's default; the figures then include what is lost between freed blocks.
 
 `--moments` adds a line for each point of the recipe: its highest resident memory, and the estimate with its parts.
+
+    python tools/check_memory.py --gpu [--moments] [--folder DIR] [NAME ...]
+
+The same on a GPU, for models of published shapes, in this process: the most that PyTorch had allocated, and what is estimated
+without context and gaps. What the allocator held and what the driver says of the process come after it; then the seconds of the
+last optimizer step, its tokens/s, and its share of what the GPU reaches in the model's largest product. Models are made in
+`--folder`, for which /dev/shm is the fastest.
 """
 
 import argparse
@@ -30,7 +37,9 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs import GRPOConfig
-from ttrl.costs.memory import MemoryEstimate, Workload, training_memory
+from ttrl.costs.memory import Device, MemoryEstimate, Workload, training_memory
+from ttrl.errors import TtrlError
+from ttrl.system.files import read_jsonl
 
 MEGABYTE = 1e6
 
@@ -88,6 +97,29 @@ CASES: dict[str, Case] = {
     "Gemma 2 (dense mask)": Case({"model_type": "gemma2", "head_dim": 64, **SMALL}, {}, length=1024),
 }
 
+NOT_ALLOCATED = ("context", "allocator's gaps")
+ARCHITECTURES = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text())
+FULL: dict[str, Any] = {"dtype": "bf16", "drift_rows": "first_update", "updates_per_iteration": 2}
+"""Of all models on a GPU; two steps, the second of which is timed."""
+RECOMPUTED = FULL | CHECKPOINTING
+LORA = RECOMPUTED | {"lora_rank": 16, "lora_merge": False}
+ON_GPU: dict[str, Case] = {
+    "0.5B, nothing recomputed": Case(ARCHITECTURES["qwen2.5_0.5b"], FULL, 8, 8192),
+    "0.5B, 4 rows of 2048": Case(ARCHITECTURES["qwen2.5_0.5b"], RECOMPUTED | {"rows_per_microbatch": 4}, 32, 2048),
+    "0.5B, KL full": Case(ARCHITECTURES["qwen2.5_0.5b"], RECOMPUTED | {"kl_coefficient": 0.1, "kl_estimator": "full"}, 8, 8192),
+    "1.5B": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED, 8, 8192),
+    "1.5B, products kept": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"checkpoint_keeps": "products"}, 8, 8192),
+    "1.5B, compiled": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"compile": True, "row_length_multiple": 8192}, 8, 8192),
+    "1.5B, 8 bits": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"optimizer": "adamw_8bit"}, 8, 8192),
+    "1.5B, activations on the CPU": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"activation_offloading": True}, 8, 8192),
+    "1.5B, optimizer on the CPU": Case(
+        ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"optimizer_on_cpu": True, "max_grad_norm": None}, 8, 8192
+    ),
+    "1.5B, everything on the CPU": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"cpu_offload": True}, 8, 8192),
+    "7B, LoRA, base in bf16": Case(ARCHITECTURES["qwen2.5_7b"], LORA | {"lora_base_dtype": "bf16"}, 8, 8192),
+    "7B, QLoRA": Case(ARCHITECTURES["qwen2.5_7b"], LORA | {"lora_base_dtype": "nf4"}, 8, 8192),
+}
+
 
 def resident(name: str) -> float:
     """Bytes: VmRSS is now, VmHWM the highest since `forget_peak`. (getrusage would also know a parent's peak.)"""
@@ -99,20 +131,25 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def make_inputs(case: Case, folder: Path) -> None:
-    """The model's folder and the packed rows."""
+def make_model(case: Case, folder: Path, device: str = "cpu") -> None:
+    """Random weights; on a GPU as such models are published, in bf16."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-    from ttrl.records import TokenizedResult
-
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
     config = AutoConfig.for_model(**(SHAPE | case.shape))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    draw, results, vocabulary = random.Random(0), [], config.vocab_size
+    with torch.device(device):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    made.save_pretrained(folder / "model")
+
+
+def make_rows(case: Case, folder: Path) -> None:
+    from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+    from ttrl.records import TokenizedResult
+
+    draw, results, vocabulary = random.Random(0), [], (SHAPE | case.shape)["vocab_size"]
     for group in range(case.rows):
         prompt = [draw.randrange(vocabulary) for _ in range(case.length // 4)]
         for number in range(8):
@@ -135,15 +172,34 @@ def make_inputs(case: Case, folder: Path) -> None:
 
 
 class Moments:
-    """Notes the highest resident memory at the end of each function that is wrapped."""
+    """Notes the highest resident memory at the end of each function that is wrapped, or the most that a GPU had allocated."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = False) -> None:
         self.base = 0.0
+        self.on_gpu = on_gpu
         self.peaks: dict[str, float] = {}
 
     def note(self, name: str) -> None:
+        if self.on_gpu:
+            import torch
+
+            self.peaks[name] = max(self.peaks.get(name, 0.0), torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            return
         self.peaks[name] = max(self.peaks.get(name, 0.0), resident("VmHWM") - self.base)
         forget_peak()
+
+    def wrap_recipe(self) -> None:
+        from ttrl import grpo_recipe
+        from ttrl.training.stepper import Stepper
+
+        self.wrap(grpo_recipe, "load_trained", "loading")
+        self.wrap(grpo_recipe.TrainLog, "__init__", "loading")
+        self.wrap(grpo_recipe.Prepass, "run", "prepass")
+        self.wrap(grpo_recipe.GradientStep, "accumulate", "gradient")
+        self.wrap(Stepper, "take", "optimizer")
+        self.wrap(grpo_recipe, "save_checkpoint", "saving")
+        self.wrap(Stepper, "save", "saving")
 
     def wrap(self, owner: Any, function: str, name: str) -> None:
         inner: Callable[..., Any] = getattr(owner, function)
@@ -165,16 +221,9 @@ def child(settings: dict[str, Any], result: Path) -> None:
     from ttrl import grpo_recipe
     from ttrl.configs import GRPOConfig
     from ttrl.training.parallel.distributed import ranks
-    from ttrl.training.stepper import Stepper
 
     moments = Moments()
-    moments.wrap(grpo_recipe, "load_trained", "loading")
-    moments.wrap(grpo_recipe.TrainLog, "__init__", "loading")
-    moments.wrap(grpo_recipe.Prepass, "run", "prepass")
-    moments.wrap(grpo_recipe.GradientStep, "accumulate", "gradient")
-    moments.wrap(Stepper, "take", "optimizer")
-    moments.wrap(grpo_recipe, "save_checkpoint", "saving")
-    moments.wrap(Stepper, "save", "saving")
+    moments.wrap_recipe()
     config = GRPOConfig.parse(settings, "check")
     with ranks(config) as here:
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -213,7 +262,7 @@ def measure(case: Case, folder: Path, default_heap: bool) -> dict[str, Any]:
     return json.loads(result.read_text())
 
 
-def estimate(case: Case, folder: Path) -> MemoryEstimate:
+def estimate(case: Case, folder: Path, device: Device = "cpu") -> MemoryEstimate:
     """What the model says of the same."""
     from ttrl.data.packing.pack import PackedTensors
 
@@ -230,25 +279,84 @@ def estimate(case: Case, folder: Path) -> MemoryEstimate:
     )
     config = json.loads((folder / "model" / "config.json").read_text())
     recipe = GRPOConfig(model="", packed="", output_dir="", **settings)
-    return training_memory(config, recipe, workload, device="cpu", ranks=case.processes)
+    return training_memory(config, recipe, workload, device=device, ranks=case.processes)
+
+
+def on_gpu(chosen: dict[str, Case], folder: Path, with_moments: bool) -> None:
+    """The recipe on this machine's GPU, one case after the other; what is written last is left out: it takes the time."""
+    import gc
+
+    import torch
+
+    from ttrl import grpo_recipe
+    from ttrl.training.parallel.distributed import ranks
+
+    moments = Moments(on_gpu=True)
+    moments.wrap_recipe()
+    grpo_recipe.write_files = lambda *_: None  # type: ignore[assignment]
+    print(torch.cuda.get_device_name(), torch.__version__)
+    columns = "reserved", "driver", "seconds", "tokens/s", "of peak"
+    print(f"{'setting':30} {'allocated':>9} {'estimate':>9} {'ratio':>6}" + "".join(f"{name:>10}" for name in columns) + "  (GB)")
+    for number, (name, case) in enumerate(chosen.items()):
+        model = folder / f"{case.shape['model_type']}-{case.shape['parameters']}"
+        try:
+            if not model.is_dir():
+                make_model(case, model, "cuda")
+            own = folder / str(number)
+            own.mkdir()
+            (own / "model").symlink_to(model / "model")
+            make_rows(case, own)
+            given = {"model": own / "model", "packed": own / "packed.safetensors", "output_dir": own / "out", "device": "cuda"}
+            if case.settings.get("kl_coefficient"):
+                given["reference_model"] = given["model"]
+            settings = {key: str(value) for key, value in given.items()} | {"rows_per_microbatch": 1} | case.settings
+            moments.peaks.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before, held = torch.cuda.memory_allocated(), 0.0
+            config = GRPOConfig.parse(settings, "check")
+            with ranks(config) as here:
+                grpo_recipe.train(config, here)
+            held = torch.cuda.memory_reserved()
+            free, total = torch.cuda.mem_get_info()
+        except (RuntimeError, TtrlError) as error:
+            print(f"{name:30} {type(error).__name__}: {str(error)[:400]}", flush=True)
+            continue
+        said = estimate(case, own, "cuda")
+        parts = said.parts.items()
+        estimated = sum(size for part, size in parts if part not in NOT_ALLOCATED)
+        measured = max(moments.peaks.values()) - before
+        row = read_jsonl(own / "out" / "train.jsonl")[-1]
+        figures = [f"{held / 1e9:10.2f}{(total - free) / 1e9:10.2f}{row['seconds']:10.2f}{row['tokens_per_second']:10.0f}"]
+        figures.append(f"{row['peak_share']:10.2f}  {row['seconds_by_part']}")
+        print(f"{name:30} {measured / 1e9:9.2f} {estimated / 1e9:9.2f} {estimated / measured:6.2f}{''.join(figures)}", flush=True)
+        if with_moments:
+            _print_moments(moments.peaks, said)
 
 
 def run(name: str, case: Case, with_moments: bool, default_heap: bool) -> float:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
-        make_inputs(case, folder)
+        make_model(case, folder)
+        make_rows(case, folder)
         found, said = measure(case, folder, default_heap), estimate(case, folder)
     measured, estimated = max(found["moments"].values()), said.resident
     ratio = estimated / measured
     print(f"{name:36} {measured / MEGABYTE:9.0f} {estimated / MEGABYTE:9.0f} {ratio:6.2f}  {said.moment}", flush=True)
     if with_moments:
-        for moment, peak in found["moments"].items():
-            if (parts := said.moments.get(moment)) is None:
-                continue  # nothing happened in it
-            total = sum(parts.values())
-            listed = ", ".join(f"{part} {size / MEGABYTE:.0f}" for part, size in parts.items() if size)
-            print(f"    {moment:30} {peak / MEGABYTE:9.0f} {total / MEGABYTE:9.0f} {total / peak:6.2f}  {listed}", flush=True)
+        _print_moments(found["moments"], said)
     return ratio
+
+
+def _print_moments(found: dict[str, float], said: MemoryEstimate) -> None:
+    for moment, peak in found.items():
+        if (parts := said.moments.get(moment)) is None:
+            continue  # nothing happened in it
+        parts = {part: size for part, size in parts.items() if size and part not in NOT_ALLOCATED}
+        total = sum(parts.values())
+        listed = ", ".join(f"{part} {size / MEGABYTE:.0f}" for part, size in parts.items())
+        print(f"    {moment:30} {peak / MEGABYTE:9.0f} {total / MEGABYTE:9.0f} {total / peak:6.2f}  {listed}", flush=True)
 
 
 def main() -> None:
@@ -256,13 +364,20 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="lines of the table, or parts of their names; all unless given")
     parser.add_argument("--moments", action="store_true")
     parser.add_argument("--default-heap", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(json.loads(args.child), args.result)
         return
-    chosen = {name: case for name, case in CASES.items() if not args.names or any(part in name for part in args.names)}
+    cases = ON_GPU if args.gpu else CASES
+    chosen = {name: case for name, case in cases.items() if not args.names or any(part in name for part in args.names)}
+    if args.gpu:
+        with tempfile.TemporaryDirectory(dir=args.folder) as root:
+            on_gpu(chosen, Path(root), args.moments)
+        return
     print(f"{'setting':36} {'measured':>9} {'estimate':>9} {'ratio':>6}  moment   (MB)")
     ratios = [run(name, case, args.moments, args.default_heap) for name, case in chosen.items()]
     worst = max(ratios, key=lambda ratio: abs(math.log(ratio)))

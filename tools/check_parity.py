@@ -239,7 +239,7 @@ def _gradient(logprobs: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
     weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part) for part in logprobs]
     model.zero_grad()
     sum((part * weight).sum() for part, weight in zip(logprobs, weights, strict=True)).backward()  # type: ignore[union-attr]
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.grad.to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
 def largest_distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -257,27 +257,30 @@ def transformers_computes(folder: Path, dtype: torch.dtype, results: list[Tokeni
         return _computed(logits, logprobs, _gradient(logprobs, reference))
 
 
-def ours_computes(folder: Path, dtype: torch.dtype, results: list[TokenizedResult], seq_len: int) -> tuple[Computed, Computed]:
+def ours_computes(
+    folder: Path, dtype: torch.dtype, results: list[TokenizedResult], seq_len: int, device: str = "cpu"
+) -> tuple[Computed, Computed]:
     """One by one, and packed into rows of that length, which has no logits. In bfloat16 as in training: parameters of float32."""
     config = read_config(folder)
     decoder = build_decoder(config)
     fill_parameters(dict(decoder.named_parameters()), folder)
     lower = dtype == torch.bfloat16
-    policy = Policy(decoder if lower else decoder.to(dtype), compute_dtype=dtype)
+    policy = Policy(decoder if lower else decoder.to(dtype), compute_dtype=dtype).to(device)
 
     logits = []
     for one in results:
-        tokens, alone = torch.tensor([one.token_ids]), torch.zeros(1, len(one.token_ids), dtype=torch.int64)
-        positions = torch.tensor([one.input_pos])
-        with torch.autocast("cpu", dtype) if lower else contextlib.nullcontext():
+        tokens, positions = torch.tensor([one.token_ids], device=device), torch.tensor([one.input_pos], device=device)
+        alone = torch.zeros_like(tokens)
+        with torch.autocast(device, dtype) if lower else contextlib.nullcontext():
             plan = attention_plan(alone, alone, positions, dtype)
-            logits.append(decoder.logits(decoder.hidden_states(tokens, positions, plan))[0])
+            logits.append(decoder.logits(decoder.hidden_states(tokens, positions, plan))[0].cpu())
     logprobs = [_chosen(part, one) for part, one in zip(logits, results, strict=True)]
     gradient = to_hugging_face_names(_gradient(logprobs, decoder), config)
     one_by_one = _computed(logits, logprobs, gradient)
 
     packed = packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, shortest_shared=1)
-    found = policy(packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos).logprobs
+    inputs = packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos
+    found = policy(*(tensor.to(device) for tensor in inputs)).logprobs.cpu()
     owners = packed.sample_ids[packed.labels >= 0]
     by_name = {(one.task_id, one.sample): n for n, one in enumerate(results)}
     logprobs = [torch.empty(0)] * len(results)
@@ -297,11 +300,13 @@ class Parity:
     gradient_packed: float
 
 
-def parity(folder: Path, dtype: torch.dtype, results: list[TokenizedResult] | None = None, seq_len: int = 48) -> Parity:
-    """Both sides in `dtype`, over `samples`, or others."""
+def parity(
+    folder: Path, dtype: torch.dtype, results: list[TokenizedResult] | None = None, seq_len: int = 48, device: str = "cpu"
+) -> Parity:
+    """Both sides in `dtype`, over `samples`, or others; ours on `device`."""
     results = results or samples()
     theirs = transformers_computes(folder, dtype, results)
-    ours, packed = ours_computes(folder, dtype, results, seq_len)
+    ours, packed = ours_computes(folder, dtype, results, seq_len, device)
     return Parity(
         largest_logit=max(float(part.abs().max()) for part in theirs.logits),
         logits=max(float((a - b).abs().max()) for a, b in zip(ours.logits, theirs.logits, strict=True)),
