@@ -14,6 +14,7 @@ from ttrl.training.batches import updates
 from ttrl.training.kernels import attention, logprobs
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy import activations
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.prepass import Prepass
 from ttrl.training.step import GradientStep
@@ -46,17 +47,61 @@ def _as_on_a_gpu(monkeypatch):
         monkeypatch.setattr(module, "free_to_look", lambda device: False)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients on CPUs
     torch._dynamo.reset()
-    kernel = attention.compiled_flex("aot_eager")
-    monkeypatch.setattr(attention, "compiled_flex", lambda: kernel)
+    compiled = attention.compiled_flex
+    monkeypatch.setattr(attention, "compiled_flex", lambda: compiled("aot_eager"))
     yield
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("settings", [{"rows_per_microbatch": 2}, {"rows_per_microbatch": 1, "activation_checkpointing": True}])
+COMPILED = {"compile": True, "row_length_multiple": tool.SEQ_LEN}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rows_per_microbatch": 2}, {"rows_per_microbatch": 1, "activation_checkpointing": True}, {**COMPILED}],
+    ids=["two rows", "checkpointing", "compiled layers"],
+)
 def test_the_gradient_is_that_of_transformers(settings, tmp_path):
     gradient, step = tool.errors_of(tool.Way("as on a GPU", settings), tool.make_inputs(tmp_path, "ppo-k3", group_size=4), HERE)
     assert gradient < tool.TOLERANCE
     assert step < tool.TOLERANCE
+
+
+class Moved(torch.autograd.graph.saved_tensors_hooks):
+    """In the place of torchtune's OffloadActivations: as strict, but nothing is moved."""
+
+    count = 0
+
+    def __init__(self):
+        self.tracker, self.forward = {}, False
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor):
+        assert self.forward or not self.tracker, "backward pass should have cleared tracker of all tensors"
+        self.forward = True
+        Moved.count += 1
+        self.tracker[Moved.count] = tensor
+        return Moved.count
+
+    def unpack(self, number):
+        self.forward = False
+        return self.tracker.pop(number)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("objective", ["ppo-k3", "gspo-entropy-kl"])
+def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(objective, checkpointing, tmp_path, monkeypatch):
+    monkeypatch.setattr(activations, "OffloadActivations", Moved)
+
+    def load(config, here):
+        policy = load_policy(config, here)
+        activations.offload_activations(policy.decoder)
+        return policy
+
+    monkeypatch.setattr(tool, "load_policy", load)
+    before, way = Moved.count, tool.Way("moved", {"rows_per_microbatch": 2, "activation_checkpointing": checkpointing})
+    assert max(tool.errors_of(way, tool.make_inputs(tmp_path, objective, group_size=4), HERE)) < tool.TOLERANCE
+    assert Moved.count > before
 
 
 @pytest.mark.parametrize(("objective", "limit"), [("ppo-k3", {}), ("gspo-entropy-kl", {"_unique2": 4})])

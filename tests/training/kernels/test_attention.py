@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.attention_trees import siblings, tensors, trees, with_gradients
 
 from ttrl.data.packing.masks import dense_mask
-from ttrl.training.kernels.attention import attend, attention_plan, dense_attend, flex_attend
+from ttrl.training.kernels.attention import attend, attend_trees, attention_plan, dense_attend, flex_attend
 from ttrl.training.kernels.split_attention import Gathered, Span, split_plan
 
 
@@ -133,7 +133,7 @@ def test_flex_attentions_masks_and_scores(seq_len, window, soft_cap):
     groups, parents, positions = trees(seq_len, seq_len=seq_len, longest=40)
     inputs = [x.detach() for x in tensors(*groups.shape, torch.float32)]
     plan = attention_plan(groups, parents, positions, torch.float32)
-    flex = flex_attend(*inputs, plan, 0.3, soft_cap, window)
+    flex = flex_attend(*inputs, plan, 0.3, soft_cap, window, attend_trees)
     torch.testing.assert_close(flex, dense_attend(*inputs, plan, 0.3, soft_cap, window), rtol=1e-5, atol=1e-5)
 
 

@@ -150,7 +150,7 @@ def attend(
         lower = torch.get_autocast_dtype(device)
         q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(lower), k_BKTE.to(lower), v_BKTE.to(lower)
     if plan.split is None:
-        return flex_attend(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window, compiled_flex())
+        return flex_attend(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window)
     if soft_cap is None and window is None:
         return split_attend(q_BHTE, k_BKTE, v_BKTE, plan.split, scale)
     return dense_attend(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window)
@@ -220,10 +220,11 @@ def flex_attend(
     scale: float,
     soft_cap: float | None,
     window: int | None,
-    kernel: Callable[..., Tensor] = attend_trees,
+    kernel: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention with FlexAttention (arXiv 2412.05496). Never run on a GPU; masks, scores and the number of graphs are
-    tested on the CPU. Raises UserError where it would have to be computed without being compiled."""
+    """Compute attention with FlexAttention (arXiv 2412.05496), by another `kernel` than `compiled_flex` where one is given. Raises
+    UserError where it would have to be computed without being compiled."""
+    kernel = compiled_flex() if kernel is None else kernel  # here, where no compiler of whole layers sees it
     B, _, T, _ = q_BHTE.shape
     mask = plan.flex(window)
     S = mask.ends.shape[1]

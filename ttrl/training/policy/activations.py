@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchtune.training import OffloadActivations
@@ -47,16 +47,17 @@ def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
         layers[number] = checkpoint_wrapper(layers[number], checkpoint_impl=CheckpointImpl.NO_REENTRANT, **settings)
 
 
-def offload_activations(policy: nn.Module) -> None:
-    """Move what the forward pass saves to pinned memory of the CPU while it goes on, and back when the backward pass nears it
-    (torchtune's OffloadActivations on a stream of its own). Never run on a GPU; it cannot be created on a machine without one."""
-    forward: Callable[..., Any] = policy.forward
+def offload_activations(decoder: Any) -> None:
+    """Move what the layers' forward pass saves to pinned memory of the CPU while it goes on, and back when the backward pass nears
+    it (torchtune's OffloadActivations on a stream of its own, which cannot be created on a machine without a GPU). Not the head's:
+    it takes gradients in its forward pass."""
+    hidden_states: Callable[..., Tensor] = decoder.hidden_states
     offloading = OffloadActivations()
 
-    def offloaded(*inputs: Any, **options: Any) -> Any:
+    def offloaded(*inputs: Any, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return forward(*inputs, **options)
+            return hidden_states(*inputs, **options)
         with offloading:
-            return forward(*inputs, **options)
+            return hidden_states(*inputs, **options)
 
-    policy.forward = offloaded
+    decoder.hidden_states = offloaded

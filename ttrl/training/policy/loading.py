@@ -55,7 +55,7 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
         fill_policy(policy, config, base)
         seed_dropout(config, ranks)
     if config.activation_offloading:
-        offload_activations(policy)
+        offload_activations(decoder)
     return policy
 
 
