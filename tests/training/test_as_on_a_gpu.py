@@ -109,7 +109,7 @@ def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
     """Twelve results at least it was before. Ratios of sequences look for the samples of a microbatch, in
     the loss, and once more where KL's share of the gradient is told."""
 
-    def dense(q, k, v, plan, scale, soft_cap, window, kernel):
+    def dense(q, k, v, plan, scale, soft_cap, window):
         assert plan.flex(window).lists  # as FlexAttention has its masks
         return attention.dense_attend(q, k, v, plan, scale, soft_cap, window)
 

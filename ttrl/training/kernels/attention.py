@@ -222,7 +222,7 @@ def flex_attend(
     window: int | None,
     kernel: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention with FlexAttention (arXiv 2412.05496), by another `kernel` than `compiled_flex` where one is given. Raises
+    """Compute attention with FlexAttention (arXiv 2412.05496): by `compiled_flex`, unless another `kernel` is given. Raises
     UserError where it would have to be computed without being compiled."""
     kernel = compiled_flex() if kernel is None else kernel  # here, where no compiler of whole layers sees it
     B, _, T, _ = q_BHTE.shape

@@ -48,9 +48,9 @@ def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
 
 
 def offload_activations(decoder: Any) -> None:
-    """Move what the layers' forward pass saves to pinned memory of the CPU while it goes on, and back when the backward pass nears
-    it (torchtune's OffloadActivations on a stream of its own, which cannot be created on a machine without a GPU). Not the head's:
-    it takes gradients in its forward pass."""
+    """Move what the layers' forward pass saves to pinned memory of the CPU while it goes on, and back when the backward pass
+    nears it (torchtune's OffloadActivations on a stream of its own, which cannot be created on a machine without a GPU). What the
+    head saves stays: it takes gradients in its forward pass."""
     hidden_states: Callable[..., Tensor] = decoder.hidden_states
     offloading = OffloadActivations()
 
