@@ -320,7 +320,7 @@ def on_gpu(chosen: dict[str, Case], folder: Path, with_moments: bool) -> None:
                 grpo_recipe.train(config, here)
             held = torch.cuda.memory_reserved()
             free, total = torch.cuda.mem_get_info()
-        except (RuntimeError, TtrlError) as error:
+        except (RuntimeError, AssertionError, TtrlError) as error:  # of one setting; the others are of use
             print(f"{name:30} {type(error).__name__}: {str(error)[:400]}", flush=True)
             continue
         said = estimate(case, own, "cuda")

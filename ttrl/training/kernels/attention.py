@@ -36,6 +36,7 @@ from ttrl.training.kernels.split_attention import SplitPlan, never_compiled, spl
 
 _LISTS = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")]
 _LARGE_TILES = 163 * 1024  # bytes of shared memory for a block, as sm_80 has; sm_86, sm_89 and sm_120 have 99 KiB
+_NARROWEST = 16  # of heads, which FlexAttention takes on GPUs; narrower ones get zeros behind them
 _GRAPHS = 64  # of compiled attention in a process: far more than its models, dtypes and kinds of scores need
 
 
@@ -225,20 +226,21 @@ def flex_attend(
     """Compute attention with FlexAttention (arXiv 2412.05496): by `compiled_flex`, unless another `kernel` is given. Raises
     UserError where it would have to be computed without being compiled."""
     kernel = compiled_flex() if kernel is None else kernel  # here, where no compiler of whole layers sees it
-    B, _, T, _ = q_BHTE.shape
+    B, _, T, E = q_BHTE.shape
     mask = plan.flex(window)
     S = mask.ends.shape[1]
+    narrow = max(0, _NARROWEST - E)
 
     def joined(x_BHTE: Tensor) -> Tensor:
         """Lay the rows end to end; a view where memory is [B, T, H, E], as after projections, and B·T a multiple of blocks."""
-        x_SHE = F.pad(x_BHTE.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, S - B * T)).contiguous()
+        x_SHE = F.pad(x_BHTE.transpose(1, 2).flatten(0, 1), (0, narrow, 0, 0, 0, S - B * T)).contiguous()
         x_1HSE = x_SHE.transpose(0, 1).unsqueeze(0)
         torch._dynamo.mark_dynamic(x_1HSE, 2)
         return x_1HSE
 
     properties: Any = torch.cuda.get_device_properties(q_BHTE.device) if q_BHTE.is_cuda else None
     shared = sys.maxsize if properties is None else properties.shared_memory_per_block_optin
-    options = kernel_options(q_BHTE.shape[-1], q_BHTE.dtype, shared)
+    options = kernel_options(E, q_BHTE.dtype, shared)
     try:
         out = kernel(joined(q_BHTE), joined(k_BKTE), joined(v_BKTE), mask, scale, soft_cap, options)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
@@ -246,7 +248,7 @@ def flex_attend(
             f"attention was compiled {_GRAPHS} times in this process, which is the limit, and is computed in no other way ({S} "
             f"tokens would have {S}×{S} scores); TORCH_LOGS=recompiles in the environment says why"
         ) from error
-    out_BTHE: Tensor = out[0].transpose(0, 1)[: B * T].unflatten(0, (B, T))
+    out_BTHE: Tensor = out[0].transpose(0, 1)[: B * T, :, :E].unflatten(0, (B, T))
     return out_BTHE.transpose(1, 2)
 
 
