@@ -107,7 +107,7 @@ ON_GPU: dict[str, Case] = {
     "0.5B, nothing recomputed": Case(ARCHITECTURES["qwen2.5_0.5b"], FULL, 8, 8192),
     "0.5B, 4 rows of 2048": Case(ARCHITECTURES["qwen2.5_0.5b"], RECOMPUTED | {"rows_per_microbatch": 4}, 32, 2048),
     "0.5B, KL full": Case(ARCHITECTURES["qwen2.5_0.5b"], RECOMPUTED | {"kl_coefficient": 0.1, "kl_estimator": "full"}, 8, 8192),
-    "1.5B": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED, 8, 8192),
+    "1.5B, checkpointing": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED, 8, 8192),
     "1.5B, products kept": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"checkpoint_keeps": "products"}, 8, 8192),
     "1.5B, compiled": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"compile": True, "row_length_multiple": 8192}, 8, 8192),
     "1.5B, 8 bits": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"optimizer": "adamw_8bit"}, 8, 8192),

@@ -181,7 +181,7 @@ def test_what_stays_in_memory_is_what_files_hold(settings, free_memory, chain, t
     kept = chain("kept", residence, free_memory=free_memory, **settings)
     assert [content(folder) for folder in by_files] == [content(folder) for folder in kept]
     held = torch.cuda.memory_allocated() - before
-    assert (held < 10_000) == free_memory, f"{held} bytes"
+    assert (held < 50_000) == free_memory, f"{held} bytes"
     trained, _, _ = residence._kept
     pinned = [state for state in trained.policy.parameters() if state.device.type == "cpu"]
     assert bool(pinned) == free_memory
@@ -214,7 +214,7 @@ def test_what_a_step_says_of_itself(chain, record_property):
 
 def test_memory_that_runs_out_says_what_would_save_some(chain, record_property):
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(0.0001)
+    torch.cuda.set_per_process_memory_fraction(1e-6)
     try:
         with pytest.raises(TrainerMemoryError, match="the GPU's memory ran out") as caught:
             chain("out")
@@ -256,7 +256,7 @@ def test_the_plan_knows_the_gpu(record_property):
 def _train_config():
     from ttrl.configs.run import TrainConfig
 
-    return TrainConfig(model="m", run="r")
+    return TrainConfig(model="m", run="r", iterations=1)
 
 
 def test_what_the_gpu_was_used_for_is_seen(monkeypatch, record_property):

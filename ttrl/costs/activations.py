@@ -8,7 +8,7 @@ product after it is one operation, which saves its two inputs.
 On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes that grow with the row's
 length as well.
 
-CUDA: from the same operations and FlexAttention's saved tensors; never run on a GPU.
+CUDA: from the same operations and FlexAttention's saved tensors; on an H100 within 5% (docs/training.md).
 
 Letters: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, T tokens of a row.
 """
@@ -60,7 +60,7 @@ def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int 
     products = feed_forward * size * (2 if not gated else 3 if decoder.silu and not how.cuda else 4)
     attention = 2 * queries * size + heads * _FP32
     if dense_length is None:
-        attention += 2 * keys * size
+        attention += 2 * (queries if how.cuda else keys) * size  # FlexAttention has them once for each query head
     else:
         attention += 2 * queries * size  # keys and values repeated for each query head
         if decoder.soft_cap:

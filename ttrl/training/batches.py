@@ -64,6 +64,8 @@ class Update:
                 tensors["reference_hidden"] = torch.cat(self.reference_hidden[start : start + size])
             tensors["sample_keys"] = sample_keys(part.samples)
             tensors["trained"] = (part.labels.flatten() != IGNORE).nonzero().squeeze(1)
+            if device.type == "cuda":  # from other memory, a copy waits for all that the GPU has yet to do
+                tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
             yield {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ttrl.configs import GRPOConfig
 from ttrl.training.parallel.distributed import Ranks, derived_generator
-from ttrl.training.parallel.sharding import local_part
+from ttrl.training.parallel.sharding import fsdp_parameters, local_part
 from ttrl.training.policy.policy import Policy
 
 SKETCH = 16
@@ -155,14 +155,11 @@ class GradientPieces:
         """Yield the tensors that autograd gives gradients to: with FSDP2, whole parameters, which the first forward pass makes
         and later ones fill again."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        sharded: list[Any] = [module for module in self._policy.modules() if isinstance(module, FSDPModule)]
-        if not sharded:
+        if not any(isinstance(module, FSDPModule) for module in self._policy.modules()):
             yield from self._parameters.items()
-        for module in sharded:
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for one in group.fsdp_params:
-                    if id(one.sharded_param) in names:
-                        yield names[id(one.sharded_param)], one._unsharded_param
+        for one in fsdp_parameters(self._policy):
+            if id(one.sharded_param) in names:
+                yield names[id(one.sharded_param)], one._unsharded_param
 
     def _by_group(self, norms: Sequence[Mapping[int, Tensor]]) -> Tensor:
         """Square and add up norms, given by the numbers of their parameters: [pieces, groups], float64, on the CPU."""

@@ -33,17 +33,20 @@ class Range:
     """The smallest and the largest of all values, over microbatches and ranks."""
 
     def __init__(self) -> None:
-        self._low, self._high = torch.tensor(math.inf), torch.tensor(-math.inf)
+        self._both: Tensor | None = None
 
     def add(self, values_N: Tensor) -> None:
         """Add values; there may be none."""
-        if len(values_N):
+        if len(values_N):  # on their device alone: to bring anything there would wait for it
             low, high = values_N.detach().float().aminmax()
-            self._low, self._high = torch.minimum(self._low.to(low.device), low), torch.maximum(self._high.to(high.device), high)
+            both = torch.stack([-low, high])
+            self._both = both if self._both is None else torch.maximum(self._both, both)
 
     def over_ranks(self, ranks: Ranks) -> tuple[float, float]:
         """Return (smallest, largest) on every rank; a collective. (inf, -inf) if there was no value."""
-        return float(ranks.gather(self._low.reshape(1)).min()), float(ranks.gather(self._high.reshape(1)).max())
+        both = torch.full((2,), -math.inf) if self._both is None else self._both
+        low, high = ranks.gather(both).view(-1, 2).amax(dim=0).tolist()
+        return -low, high
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float | None:

@@ -226,16 +226,19 @@ def flex_attend(
     """Compute attention with FlexAttention (arXiv 2412.05496): by `compiled_flex`, unless another `kernel` is given. Raises
     UserError where it would have to be computed without being compiled."""
     kernel = compiled_flex() if kernel is None else kernel  # here, where no compiler of whole layers sees it
-    B, _, T, E = q_BHTE.shape
+    B, H, T, E = q_BHTE.shape
     mask = plan.flex(window)
     S = mask.ends.shape[1]
     narrow = max(0, _NARROWEST - E)
 
     def joined(x_BHTE: Tensor) -> Tensor:
-        """Lay the rows end to end; a view where memory is [B, T, H, E], as after projections, and B·T a multiple of blocks."""
-        x_SHE = F.pad(x_BHTE.transpose(1, 2).flatten(0, 1), (0, narrow, 0, 0, 0, S - B * T)).contiguous()
-        x_1HSE = x_SHE.transpose(0, 1).unsqueeze(0)
-        torch._dynamo.mark_dynamic(x_1HSE, 2)
+        """Lay the rows end to end, heads of keys and values once for each query head that they serve."""
+        x_HSE = F.pad(x_BHTE.transpose(1, 2).flatten(0, 1), (0, narrow, 0, 0, 0, S - B * T)).transpose(0, 1)
+        if (times := H // x_HSE.shape[0]) > 1:
+            x_HSE = x_HSE.unsqueeze(1).expand(-1, times, -1, -1).flatten(0, 1)
+        else:  # a view where memory is [B, T, H, E], as after projections, and B·T a multiple of blocks
+            x_HSE = x_HSE.transpose(0, 1).contiguous().transpose(0, 1)
+        torch._dynamo.mark_dynamic(x_1HSE := x_HSE.unsqueeze(0), 2)
         return x_1HSE
 
     properties: Any = torch.cuda.get_device_properties(q_BHTE.device) if q_BHTE.is_cuda else None

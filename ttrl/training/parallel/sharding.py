@@ -10,7 +10,7 @@ Has run on CPU over gloo; CUDA and NCCL, mixed precision and CPU offload among t
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -216,13 +216,20 @@ def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ran
     fully_shard(policy, **settings)
 
 
-def reset_shards(policy: nn.Module) -> None:
-    """Have FSDP look again where its shards are, after their data was replaced."""
+def fsdp_parameters(policy: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 keeps of each parameter (PyTorch's FSDPParam); nothing where it is not used."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.reset_sharded_param()
+            state: Any = module._get_fsdp_state()
+            before_2_13 = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+            for group in getattr(state, "_fsdp_param_groups", before_2_13):
+                yield from group.fsdp_params
+
+
+def reset_shards(policy: nn.Module) -> None:
+    """Have FSDP look again where its shards are, after their data was replaced."""
+    for parameter in fsdp_parameters(policy):
+        parameter.reset_sharded_param()
 
 
 def shard(policy: Any, config: TrainingConfig, here: Ranks, between: Callable[[], None] = lambda: None) -> None:
