@@ -2,7 +2,7 @@
 
     python tools/bench_train.py [--model small large] [--workload 1024x16x60 ...] [--ways ...] [--rounds 3]
             [--slow-rounds 2] [--threads 1]
-    python tools/bench_train.py --device cuda        # the shapes of Qwen2.5 1.5B and 7B, never run on a GPU yet
+    python tools/bench_train.py --device cuda        # the shapes of Qwen2.5 1.5B and 7B
 
 A workload is prompt × samples × completion in tokens; rows are full, with as many prompts as fit. A step is forward, backward and
 a fused AdamW step over one row of each. The variants:

@@ -9,7 +9,7 @@ once the conversation continues, those are trained in sequences of their own (`t
 It ends after a number of steps, or where it has taken a number of FLOPs. With its state saved, a run in pieces is the same as a
 whole one, bit for bit. The settings: `ttrl.configs.SFTConfig`.
 
-Has run on CPU with one process and with two over gloo; CUDA and NCCL: never run on a GPU yet.
+Has run on CPU with one process and with two over gloo, and on one GPU; on several: never.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ product after it is one operation, which saves its two inputs.
 On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes that grow with the row's
 length as well.
 
-CUDA: from the same operations and FlexAttention's saved tensors; on an H100 within 5% (docs/training.md).
+CUDA: from the same operations and FlexAttention's saved tensors; held to an H100 (docs/training.md).
 
 Letters: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, T tokens of a row.
 """

@@ -1,6 +1,6 @@
 """What the machine was used for: CPU, memory, and NVIDIA's counters of each GPU (NVML), while a run sampled and trained.
 
-The whole machine is looked at once a second, whoever uses it; of GPUs those that this process may see. Never run on a GPU.
+The whole machine is looked at once a second, whoever uses it; of GPUs those that this process may see.
 """
 
 import contextlib

@@ -2,7 +2,8 @@
 
 One pure function of the model's config.json, the GPUs' memory and the config, for `train`, `plan` and `ttrl plan` alike. What the
 config sets stays as it is; on CPUs nothing is chosen. Rows are taken to be full, and adapters are advised, never chosen: they
-change what is trained. The figures are those of `ttrl.costs`; no GPU has confirmed them yet.
+change what is trained. The figures are those of `ttrl.costs`; a trainer's were held to an H100, those of trainer and server
+together to no GPU yet.
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ little beside the products that made it; `seconds` says how much (on a GPU, of t
 very small, of 100 tokens and a model of a million parameters, looking takes 5 to 7% of it.
 
 Shapes: B rows, T tokens, N trained positions of a microbatch, D width, S samples, L lines (one for each sample of each
-microbatch), d depths, r and q = SKETCH. Has run on CPU, alone and over gloo; CUDA: never run on a GPU.
+microbatch), d depths, r and q = SKETCH. Has run on CPU, alone and over gloo, and on one GPU.
 """
 
 import time

@@ -225,7 +225,7 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
 @torch.no_grad()
 def park(trained: Trained) -> None:
     """Move everything into the CPU's memory, except what is there for good. A collective. Raises StorageError where there is too
-    little of it; everything is where it was then. Has run from CPU to CPU only; never run on a GPU."""
+    little of it; everything is where it was then."""
     if trained.stepper.lives_on_cpu:
         return
     memory, found = trained.policy.host_memory, _places(trained)

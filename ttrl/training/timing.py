@@ -19,7 +19,7 @@ from ttrl.training.parallel.distributed import Ranks
 
 class Stopwatch:
     """Seconds by part, added up until they are read. On CUDA, a part is measured by events on the stream, which are waited for
-    only in `take`; never run on a GPU."""
+    only in `take`."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -108,7 +108,7 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
 def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication and an addition counted as one
     each: by each library that may compute it (on CPUs MKL and oneDNN), in this process or an earlier one of this user (see
-    `best_product`). Measured once in a process; never run on a GPU."""
+    `best_product`). Measured once in a process."""
     tokens, k, n = shape
     x, w = torch.ones(tokens, k, dtype=dtype, device=device), torch.ones(n, k, dtype=dtype, device=device)
     products: list[Callable[[], object]] = [lambda: torch.mm(x, w.T)]

@@ -79,7 +79,7 @@ def mask_rule(ends: Tensor, near: tuple[Tensor, Tensor] | None = None) -> Callab
 
 
 def block_mask(ends: Tensor, near: tuple[Tensor, Tensor] | None = None, block_size: int = DEFAULT_BLOCK_SIZE) -> BlockMask:
-    """Return `mask_rule` as a FlexAttention BlockMask, for all heads. On CUDA: never run on a GPU so far; tested on CPU.
+    """Return `mask_rule` as a FlexAttention BlockMask, for all heads.
 
     Which blocks are empty, mixed or full follows from the first and the last end in each block of keys, so neither time nor
     memory is quadratic in T (create_block_mask evaluates, and without compilation stores, all T × T entries). The mixed blocks

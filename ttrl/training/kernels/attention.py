@@ -4,7 +4,7 @@ Rows hold every prompt once for all of its completions, so the mask is not plain
 its own group and of its group's ancestors (`ttrl.data.packing.masks`). What follows from the ids alone is computed once per
 microbatch, in an `AttentionPlan`; then the device and the kind of scores decide how attention is computed:
 
-    CUDA   FlexAttention with a block mask built straight from the ids, always compiled; never run on a GPU yet
+    CUDA   FlexAttention with a block mask built straight from the ids, always compiled
     CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all; by our own kernel where it can be compiled
            (`ttrl.training.kernels.native_attention`)
     CPU, soft cap or sliding window   the exact fallback: a dense mask, quadratic in T

@@ -5,7 +5,8 @@ to become the gradient; nothing else of the vocabulary's width is made. PyTorch'
 `ttrl.training.kernels.head_blocks`) read and write it some ten times, and hold two copies in fp32; so there is room for logits in
 fp32 of products in bf16.
 
-Run by Triton's interpreter in the tests, and compiled for GPUs that are not there (tools/check_kernels.py); never run on a GPU.
+Run by Triton's interpreter in the tests, compiled for GPUs that are not there (tools/check_kernels.py), and on an H100 held to
+float64 at vocabularies of 50,257 and 151,936 (tests/gpu).
 
 Shapes: n positions of a chunk, V vocabulary (this rank's part).
 """

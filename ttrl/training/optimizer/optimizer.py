@@ -84,7 +84,7 @@ def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Opti
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
     """Make AdamW (arXiv 1711.05101), or what the config says, for a policy in its final place; weight decay on matrices only, not
-    on norms and biases. 8 bits and the CPU's memory (torchao): never run on a GPU."""
+    on norms and biases."""
     parameters = [parameter for parameter in policy.parameters_by_name().values() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -43,7 +43,7 @@ def _optimizer_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[torch.
     """Return the optimizer that has a parameter's state, and the key under which it has it."""
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer.by_parameter[parameter], parameter
-    if isinstance(optimizer, CPUOffloadOptimizer):  # never run on a GPU
+    if isinstance(optimizer, CPUOffloadOptimizer):
         if parameter in optimizer.optim_dict:
             return optimizer.optim_dict[parameter], optimizer.param_d2h_map[parameter]
         return optimizer.d_opt, parameter

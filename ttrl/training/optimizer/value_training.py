@@ -1,7 +1,7 @@
 """Train the value head: a small replicated module next to a policy that may be sharded.
 
 Every rank holds the whole head and sums the ranks' gradients explicitly. Its weights and Adam's moments are stored in the folder
-of the optimizer's state: value_head.safetensors and value_optimizer.safetensors. Has run on CPU; never run on a GPU."""
+of the optimizer's state: value_head.safetensors and value_optimizer.safetensors."""
 
 import dataclasses
 import math

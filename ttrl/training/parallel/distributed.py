@@ -2,7 +2,7 @@
 
 torchrun starts them, on one machine or several, and says so in the environment (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR). They
 form a grid, data × tensor: those in one tensor row share the layers and see the same packed rows, those in one data column hold
-the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (never run on a GPU)."""
+the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (run with one GPU only)."""
 
 import contextlib
 import hashlib

@@ -4,7 +4,6 @@ computes with another model's.
 A process's tensors lie in one piece of memory, which is page-locked where there is a GPU: the bus then copies at its full speed,
 and while other things are done. To lock pages takes long, so the piece stays, and serves again. Locked pages cannot be swapped
 out, so the machine is asked first: where it has too little, all ranks get a StorageError, and whoever asked does without.
-Page-locking and copies from a GPU: never run on one.
 """
 
 import logging

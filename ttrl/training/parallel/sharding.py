@@ -6,7 +6,7 @@ every process alike; q/k norms see only the local heads, so their gradients are 
 of an adapter's two matrices the one with the dealt-out side, while the other, of low rank, is on all.
 
 Shapes: B rows, T tokens, H heads, E dimension of a head, D width, V vocabulary.
-Has run on CPU over gloo; CUDA and NCCL, mixed precision and CPU offload among them: never run on a GPU.
+Has run on CPU over gloo, and on one GPU with CPU offload; several GPUs: never run.
 """
 
 import logging
