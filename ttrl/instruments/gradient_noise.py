@@ -36,10 +36,23 @@ Stein 1981, "The jackknife estimate of variance"; the mean's own change is left 
 
     d_ps = σ/σ_s · (c_p·m_p - x_ps),     Σ_ps |d_ps - d_p|²  takes the place of (4), and is (4) where σ_s = σ.        (6)
 
+**Rewards of two values**, such as right and wrong (`within_of_two`): a few right answers have much of the weight, and are alike,
+often the same text, which neither (4) nor (6) sees. With k right ones among c, q = k/c, and γ_1 and γ_0 the means of ∇log π over
+the right and over the wrong ones, m_p = f(q)·(γ_1 - γ_0), where f(q) = √(q(1-q)), or q(1-q) for r - mean(r). It varies by the
+scatter within both classes, and by the luck of k, which is binomial; groups without a signal have f = 0, and are not there to be
+looked at, so that those with one stand for them:
+
+    Var(m_p) = Σ_i (n_i/c)² tr Cov(x | class i)/n_i + Var f(k/c) / (P(0 < k < c)·f(q)²) · |E m_p|².                   (7)
+
+Of a class with one member nothing is known but its length; its scatter is taken to be the share of it that it is in the other
+groups. In simulated groups of 8 and 16 with all kinds of chances, (4) gives 1.0 to 1.6 times the truth, (6) 1.0 to 1.3, and (7)
+0.8 to 1.1, mostly 0.97 to 1.02.
+
 **Split groups.** Where a prompt's samples lie in several pieces, these are not independent. By (3), with A = Σ_j Σ_p c_jp²/K²,
 E Σ|h_j|² = F|G|² + A·P + E/K, and (2) finds (A - F·a)/(1 - F)·P + E/K in the place of n. `unsplit` takes that back.
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -93,6 +106,58 @@ def nested_noise(counts: Sequence[int], within: float, between: float, whole: fl
     samples = within / (total - groups)
     prompts = (between - (groups - 1) * samples) / (total - total * share)
     return Nested(whole - share * prompts - samples / total, share * prompts, samples / total)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """The samples of a prompt that have the same reward."""
+
+    count: int
+    squares: float
+    """Σ|x|²"""
+    together: float
+    """|Σx|²"""
+
+    @property
+    def scatter(self) -> float | None:
+        """tr Cov(x), unbiased; None of one."""
+        return (self.squares - self.together / self.count) / (self.count - 1) if self.count > 1 else None
+
+
+def within_of_two(groups: Sequence[tuple[Alike, Alike, float]], unit: bool) -> float | None:
+    """Estimate by (7) what (4) is in `nested_noise`. groups: of each prompt the samples with the higher and those with the lower
+    reward, of which there may be none, and |m_p|². unit: advantages are divided by the group's standard deviation. None where no
+    two samples are alike."""
+    shares: list[float | None] = []
+    for side in range(2):
+        members = [group[:2][side] for group in groups]
+        known = [(one.scatter, one.squares / one.count) for one in members if one.scatter is not None]
+        of_all = math.fsum(length for _, length in known)
+        shares.append(math.fsum(scatter for scatter, _ in known) / of_all if of_all > 0 else None)
+    if shares == [None, None]:
+        return None
+    total, variances = 0, 0.0
+    for high, low, length in groups:
+        count = high.count + low.count
+        own = 0.0
+        for one, share, other in ((high, shares[0], shares[1]), (low, shares[1], shares[0])):
+            guess = (share if share is not None else other or 0.0) * one.squares
+            own += one.count * (guess if one.scatter is None else one.scatter) / count**2
+        total += count
+        variances += count**2 * (own + _luck(high.count, count, unit) * max(length - own, 0.0))
+    return variances * (total - len(groups)) / total
+
+
+@functools.cache
+def _luck(right: int, count: int, unit: bool) -> float:
+    """Return Var f(k/c) / (P(0 < k < c)·f(q)²)."""
+    if right in (0, count):
+        return 0.0
+    q = right / count
+    chances = [math.comb(count, k) * q**k * (1 - q) ** (count - k) for k in range(count + 1)]
+    values = [math.pow(k * (count - k) / count**2, 0.5 if unit else 1.0) for k in range(count + 1)]
+    first, second = (math.fsum(p * f**power for p, f in zip(chances, values, strict=True)) for power in (1, 2))
+    return (second - first**2) / math.fsum(chances[1:-1]) / values[right] ** 2
 
 
 def unsplit(found: Noise, nested: Nested, shares: Sequence[float], split: float) -> Noise:

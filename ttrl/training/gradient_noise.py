@@ -28,11 +28,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ttrl.configs import GRPOConfig
+from ttrl.instruments.gradient_noise import Alike, within_of_two
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.sharding import fsdp_parameters, local_part
 from ttrl.training.policy.policy import Policy
 
 SKETCH = 16
+_ENDS = ((-torch.inf, "amax"), (torch.inf, "amin"))
 _BLOCKS = 4  # into which layers are divided, at most
 
 
@@ -214,14 +216,27 @@ def _moments(who_L3: Tensor, seen: Tensor, pieces: int) -> dict[str, Any]:
 
 
 def _within(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> float:
-    """Return the scatter of samples within tasks, (4); of pseudo-values, (6), where advantages have unit length."""
+    """Return the scatter of samples within tasks: by (7) where rewards have two values, by (6) where advantages have unit length,
+    else (4)."""
 
     def of_task(values: Tensor) -> Tensor:
         return torch.zeros(len(means), *values.shape[1:], dtype=values.dtype).index_add_(0, task_S, values)
 
     counts = of_task(torch.ones_like(advantages))
     spread = of_task(advantages.square()) / counts - (of_task(advantages) / counts).square()
-    if float(((spread - 1).abs() < 1e-3).double().mean()) < 0.9:
+    unit = float(((spread - 1).abs() < 1e-3).double().mean()) >= 0.9
+    high, low = (torch.full_like(counts, bound).scatter_reduce(0, task_S, advantages, how) for bound, how in _ENDS)
+    is_high, is_low = ((advantages - end[task_S]).abs() <= 1e-4 * (high - low)[task_S] for end in (high, low))
+    if bool((is_high | is_low).all()):
+        sides = [torch.zeros(len(means), 2 + x.shape[1], dtype=x.dtype) for _ in range(2)]
+        facts = torch.cat([torch.ones_like(x[:, :1]), x.square().sum(dim=1, keepdim=True), x], dim=1)
+        for side, chosen in zip(sides, (is_high & ~is_low, is_low), strict=True):
+            side.index_add_(0, task_S[chosen], facts[chosen])
+        alike = [[Alike(int(one[0]), float(one[1]), float(one[2:].square().sum())) for one in side] for side in sides]
+        found = within_of_two(list(zip(*alike, means.square().sum(dim=1).tolist(), strict=True)), unit)
+        if found is not None:
+            return found
+    if not unit:
         return float((x - means[task_S]).square().sum())
     c = counts[task_S]
     total, squares = (of_task(power)[task_S] for power in (advantages, advantages.square()))
