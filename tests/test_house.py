@@ -227,21 +227,31 @@ UNPICKLES = {
     # Between us and processes that we started, through a pipe that nobody else has.
     "ttrl/rollouts/graders/worker.py": "ttrl's own graders",
     "ttrl/rollouts/graders/pickling.py": "the other end of it",
+    # Between processes of a cluster that only its token lets in, and in which Ray unpickles what every one of them sends.
+    "ttrl/cluster/lead.py": "the program's tasks, for the actor that leads its run",
 }
 PICKLES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.distributed.checkpoint", "torch.package")
 
 
 def unpickling(path: Path) -> Iterator[str]:
     """Yield the places at which a file could run what it reads, or what another machine sends."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
-        if bad := [name for name in names if any(f"{name}.".startswith(f"{one}.") for one in PICKLES)]:
-            yield f"{node.lineno}: {bad[0]}"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    meant: dict[str, str] = {}
+    """By name in this file, what it was imported as."""
+    for node in ast.walk(tree):
+        whence = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if alias.asname or whence:
+                meant[alias.asname or alias.name] = whence + alias.name
+            if any(f".{one}." in f".{whence}{alias.name}." for one in PICKLES):  # ray has a cloudpickle of its own
+                yield f"{node.lineno}: {whence}{alias.name}"
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+            meant |= {ast.unparse(target): ast.unparse(node.value) for target in node.targets}
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        called = ast.unparse(node.func)
+        first, dot, rest = ast.unparse(node.func).partition(".")
+        called = meant.get(first, first) + dot + rest
         given = {word.arg: ast.unparse(word.value) for word in node.keywords}
         collective = called.split(".")[-1].endswith(("_object", "_object_list")) and "distributed" in called
         unsafe = called == "torch.load" and given.get("weights_only") != "True"
@@ -263,6 +273,13 @@ def test_what_unpickles_is_found(tmp_path: Path) -> None:
         *("import pickle", "from cloudpickle import loads", "import torch.distributed.checkpoint as dcp", "torch.load(path)"),
         *("distributed.all_gather_object(a, b)", "torch.distributed.broadcast_object_list(a)", "yaml.load(a, Loader=b)"),
         *("numpy.load(a, allow_pickle=True)", "AutoModel.from_pretrained(a, trust_remote_code=True)"),
+        *(
+            "from ray import cloudpickle",
+            "import torch as t; t.load(a)",
+            "from torch import load; load(a)",
+            "f = torch.load; f(a)",
+        ),
+        *("from torch import distributed as dist; dist.all_gather_object(a, b)", "from yaml import unsafe_load as u; u(a)"),
     ]
     (tmp_path / "a.py").write_text("\n".join([*lines, "torch.load(a, weights_only=True)", "json.load(a)", "read_object(a)"]))
     assert sorted(int(place.split(":")[0]) for place in unpickling(tmp_path / "a.py")) == list(range(1, len(lines) + 1))

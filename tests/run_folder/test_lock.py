@@ -212,6 +212,10 @@ def test_the_heartbeat(tmp_path):
 def test_a_command_shows_no_secrets(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/me/run.py", "--api-key", "sesame", "--token=abc", "--lr", "1"])
     assert lock.describe_process()["command"] == "run.py --api-key *** --token=*** --lr 1"
+    words = ["--header", "X-Own: sesame", "--pat", "sesame", "--set", "judge={headers: {X-Own: sesame}, n: 1}", "--lr", "1"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    shown = lock.describe_process()["command"]
+    assert "sesame" not in shown and shown.startswith("run.py --header") and shown.endswith("--lr 1") and "X-Own" in shown
     secret = ["--set", "server.api_key=sesame", "max_tokens=7", 'loggers=[{"name": "wandb", "api_key": "sesame"}]', "lr=1"]
     addresses = ["cache=s3://b/x?secret_access_key=sesame&region=r", "https://sesame@host/v1", "az://c@account/x"]
     monkeypatch.setattr(sys, "argv", ["run.py", *secret, *addresses])

@@ -12,10 +12,10 @@ from torch import multiprocessing
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.instruments.gradient_noise import step_noise
+from ttrl.instruments.gradient_noise import Alike, step_noise, within_of_two
 from ttrl.system.files import read_jsonl
 from ttrl.training.batches import updates
-from ttrl.training.gradient_noise import GradientPieces, _within
+from ttrl.training.gradient_noise import GradientPieces, _alike, _within
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import ranks
 from ttrl.training.policy.loading import load_policy
@@ -131,7 +131,13 @@ def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_diffe
     has_signal = advantages.square().sum(1) > 0.01
     x, kept = x[has_signal], advantages[has_signal]
     task = torch.arange(len(x)).repeat_interleave(size)
-    within = _within(x.flatten(0, 1), x.mean(1), task, kept.flatten()) / size / (size - 1)
+    given = x.flatten(0, 1), x.mean(1), task, kept.flatten()
+    alike, within = _alike(*given), _within(*given)
+    assert (alike is not None) == (values == 2)
+    if alike is not None:
+        assert alike["unit"] == divided
+        within = within_of_two([(Alike(*row[:3]), Alike(*row[3:6]), row[6]) for row in alike["tasks"]], divided)
+    within /= size * (size - 1)
     plain = float((x - x.mean(1, keepdim=True)).square().sum()) / size / (size - 1)
     if values == 2:
         assert within / truth == pytest.approx(1.0, abs=0.1)

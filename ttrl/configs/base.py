@@ -218,14 +218,14 @@ class Config:
 
 
 HIDDEN = "***"
-_SECRET = re.compile(r"(?i)(^|[-_.])(api-?key|key|token|secret|password|passwd|authorization|credentials?|cookie)$")
+_SECRET = re.compile(r"(?i)(^|[-_.])(api-?key|key|token|secret|password|passwd|authorization|credentials?|cookie|headers?|pat)$")
 """Matches the names of secret settings: "hf_token", "X-Api-Key"; not "max_tokens", "key_file"."""
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
     """Return plain values in which each string whose name says that it is a secret is replaced by HIDDEN."""
-    if isinstance(values, Mapping):
-        return {key: without_secrets(value, str(key)) for key, value in values.items()}
+    if isinstance(values, Mapping):  # of what is secret as a whole, such as headers, every part
+        return {key: without_secrets(value, name if _SECRET.search(name) else str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):
         return [without_secrets(value, name) for value in values]
     return HIDDEN if isinstance(values, str) and values and _SECRET.search(name) else values

@@ -112,7 +112,7 @@ def nested_noise(counts: Sequence[int], within: float, between: float, whole: fl
 class Alike:
     """The samples of a prompt that have the same reward."""
 
-    count: int
+    count: float
     squares: float
     """Σ|x|²"""
     together: float
@@ -136,7 +136,7 @@ def within_of_two(groups: Sequence[tuple[Alike, Alike, float]], unit: bool) -> f
         shares.append(math.fsum(scatter for scatter, _ in known) / of_all if of_all > 0 else None)
     if shares == [None, None]:
         return None
-    total, variances = 0, 0.0
+    total = variances = 0.0
     for high, low, length in groups:
         count = high.count + low.count
         own = 0.0
@@ -144,7 +144,7 @@ def within_of_two(groups: Sequence[tuple[Alike, Alike, float]], unit: bool) -> f
             guess = (share if share is not None else other or 0.0) * one.squares
             own += one.count * (guess if one.scatter is None else one.scatter) / count**2
         total += count
-        variances += count**2 * (own + _luck(high.count, count, unit) * max(length - own, 0.0))
+        variances += count**2 * (own + _luck(round(high.count), round(count), unit) * max(length - own, 0.0))
     return variances * (total - len(groups)) / total
 
 
@@ -179,7 +179,11 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
     total = sum(counts)
     row: dict[str, Any] = {"pieces": len(shares), "samples": total, "seconds": seen["seconds"]}
     row["prompts"] = total**2 / sum(count * count for count in counts)
-    nested = nested_noise(counts, seen["within"], seen["between"], seen["mean"])
+    within = None
+    if (alike := seen.get("alike")) is not None:
+        groups = [(Alike(*task[:3]), Alike(*task[3:6]), task[6]) for task in alike["tasks"]]
+        within = within_of_two(groups, alike["unit"])
+    nested = nested_noise(counts, seen["within"] if within is None else within, seen["between"], seen["mean"])
     if nested is not None:
         row["nested"] = vars(nested)
 

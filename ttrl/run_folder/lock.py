@@ -33,6 +33,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
+
 from ttrl.configs.base import without_secrets
 from ttrl.errors import RunFolderError, RunFolderInUseError, StorageError
 from ttrl.system.files import again, create_text, json_text, make_folders, write_text
@@ -100,7 +102,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def _shown(words: Iterable[str]) -> Iterator[str]:
-    """Yield the words of a command without what is secret in them: in --api-key X, server.api_key=X, loggers={"key": "X"}, and
+    """Yield the words of a command without what is secret in them: in --api-key X, server.api_key=X, loggers={key: X}, and
     addresses."""
     before = ""
     for word in map(redact, words):
@@ -108,8 +110,8 @@ def _shown(words: Iterable[str]) -> Iterator[str]:
         if not equals:
             name, value = before, word
         parsed: Any = None
-        with contextlib.suppress(ValueError, RecursionError):
-            parsed = json.loads(value)
+        with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
+            parsed = yaml.safe_load(value)  # as --set reads it
         nested = isinstance(parsed, dict | list)
         shown = json.dumps(without_secrets(parsed, name)) if nested else without_secrets(value, name)
         yield f"{name}={shown}" if equals else shown

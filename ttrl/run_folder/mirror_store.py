@@ -21,8 +21,12 @@ from obstore.store import LocalStore, ObjectStore
 from ttrl.errors import StorageError
 from ttrl.system.files import atomic_file
 from ttrl.system.object_store import Store, reason
+from ttrl.text import gib
 
 logger = logging.getLogger(__name__)
+
+_MOST_READ = 2**30
+"""Bytes of an object that is read into memory, such as a marker: whoever writes to a mirror could make one of any size."""
 
 REQUEST_TIMEOUT = timedelta(minutes=3)
 T = TypeVar("T")
@@ -63,6 +67,8 @@ class MirrorStore:
         def get(store: ObjectStore) -> tuple[bytes, Tag] | None:
             try:
                 found = obstore.get(store, key)
+                if found.meta["size"] > _MOST_READ:
+                    raise ValueError(f"it has {gib(found.meta['size'])}, and what is read at once has {gib(_MOST_READ)} at most")
                 return bytes(found.bytes()), Tag(found.meta["e_tag"], found.meta["version"])
             except FileNotFoundError:
                 return None

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ttrl.configs import GRPOConfig
-from ttrl.instruments.gradient_noise import Alike, within_of_two
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.sharding import fsdp_parameters, local_part
 from ttrl.training.policy.policy import Policy
@@ -117,7 +116,7 @@ class GradientPieces:
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
         """Return what was seen, the same on every rank: of pieces their `shares` f_j of the weights in the loss, `squares` |h_j|²
-        and of all `whole` |g|², by group of layers; of samples `counts`, `within`, `between`, `mean`, `split`
+        and of all `whole` |g|², by group of layers; of samples `counts`, `within`, `alike`, `between`, `mean`, `split`
         (`ttrl.instruments.gradient_noise`). A collective. Call it before gradients are clipped."""
         began = time.perf_counter()
         here, pieces = self._here, len(self._norms)
@@ -209,6 +208,7 @@ def _moments(who_L3: Tensor, seen: Tensor, pieces: int) -> dict[str, Any]:
         "shares": (shares / shares.sum()).tolist(),
         "counts": counts.tolist(),
         "within": _within(x, means, task_S, advantages),
+        "alike": _alike(x, means, task_S, advantages),
         "between": float((counts * (means - mean).square().sum(dim=1)).sum()),
         "mean": float(mean.square().sum()),
         "split": float(together.square().sum() / counts.square().sum()),
@@ -216,27 +216,14 @@ def _moments(who_L3: Tensor, seen: Tensor, pieces: int) -> dict[str, Any]:
 
 
 def _within(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> float:
-    """Return the scatter of samples within tasks: by (7) where rewards have two values, by (6) where advantages have unit length,
-    else (4)."""
+    """Return the scatter of samples within tasks, (4); of pseudo-values, (6), where advantages have unit length."""
 
     def of_task(values: Tensor) -> Tensor:
         return torch.zeros(len(means), *values.shape[1:], dtype=values.dtype).index_add_(0, task_S, values)
 
     counts = of_task(torch.ones_like(advantages))
     spread = of_task(advantages.square()) / counts - (of_task(advantages) / counts).square()
-    unit = float(((spread - 1).abs() < 1e-3).double().mean()) >= 0.9
-    high, low = (torch.full_like(counts, bound).scatter_reduce(0, task_S, advantages, how) for bound, how in _ENDS)
-    is_high, is_low = ((advantages - end[task_S]).abs() <= 1e-4 * (high - low)[task_S] for end in (high, low))
-    if bool((is_high | is_low).all()):
-        sides = [torch.zeros(len(means), 2 + x.shape[1], dtype=x.dtype) for _ in range(2)]
-        facts = torch.cat([torch.ones_like(x[:, :1]), x.square().sum(dim=1, keepdim=True), x], dim=1)
-        for side, chosen in zip(sides, (is_high & ~is_low, is_low), strict=True):
-            side.index_add_(0, task_S[chosen], facts[chosen])
-        alike = [[Alike(int(one[0]), float(one[1]), float(one[2:].square().sum())) for one in side] for side in sides]
-        found = within_of_two(list(zip(*alike, means.square().sum(dim=1).tolist(), strict=True)), unit)
-        if found is not None:
-            return found
-    if not unit:
+    if not _have_unit_length(spread):
         return float((x - means[task_S]).square().sum())
     c = counts[task_S]
     total, squares = (of_task(power)[task_S] for power in (advantages, advantages.square()))
@@ -245,3 +232,27 @@ def _within(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> flo
     ratio = torch.where(left > 1e-6, (spread[task_S] / left.clamp(min=1e-6)).sqrt(), 0.0)
     pseudo = torch.where(c > 2, ratio, 1.0)[:, None] * (c[:, None] * means[task_S] - x)
     return float((pseudo - (of_task(pseudo) / counts[:, None])[task_S]).square().sum())
+
+
+def _have_unit_length(spread: Tensor) -> bool:
+    """Tell by their variance in each task whether advantages are divided by its root."""
+    return float(((spread - 1).abs() < 1e-3).double().mean()) >= 0.9
+
+
+def _alike(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> dict[str, Any] | None:
+    """Return what (7) needs where rewards have two values, of each task: n, Σ|x|² and |Σx|² of the samples with the higher and
+    of those with the lower one, and |m|²."""
+    ends = (torch.full((len(means),), bound, dtype=x.dtype).scatter_reduce(0, task_S, advantages, how) for bound, how in _ENDS)
+    high, low = (end[task_S] for end in ends)
+    is_low, is_high = ((advantages - end).abs() <= 1e-4 * (high - low) for end in (low, high))
+    if not bool((is_low | is_high).all()):
+        return None
+    facts = torch.cat([torch.ones_like(x[:, :1]), x.square().sum(dim=1, keepdim=True), x], dim=1)
+    found = []
+    for chosen in (is_high & ~is_low, is_low):
+        sums = torch.zeros(len(means), facts.shape[1], dtype=x.dtype).index_add_(0, task_S[chosen], facts[chosen])
+        found.append(torch.cat([sums[:, :2], sums[:, 2:].square().sum(dim=1, keepdim=True)], dim=1))
+    counts = torch.bincount(task_S, minlength=len(means)).clamp(min=1)
+    spread = torch.zeros(len(means), dtype=x.dtype).index_add_(0, task_S, advantages.square()) / counts
+    lengths = means.square().sum(dim=1, keepdim=True)
+    return {"unit": _have_unit_length(spread), "tasks": torch.cat([*found, lengths], dim=1).tolist()}

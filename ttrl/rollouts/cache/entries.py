@@ -157,7 +157,7 @@ def decode_entry(key: str, data: bytes) -> Entry:
     try:
         first, request, choice = _unpacked(packed).split(b"\n", 2)
         about = _read_about(first)
-    except (ValueError, EOFError, OSError, zlib.error) as error:  # msgspec's errors are ValueErrors
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:  # msgspec's errors are ValueErrors
         raise DamagedEntry("damaged", f"its checksum is right, its content cannot be read ({error})") from error
     if about.key != key:
         raise DamagedEntry("misplaced", f"it is the entry of {about.key}")

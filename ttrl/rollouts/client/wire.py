@@ -16,6 +16,8 @@ from ttrl.text import is_number, one_line
 _NO_RAW = msgspec.Raw()
 _NOTHING = (b"", b"null")
 _TOKEN_BYTES, _SHOWN_BYTES = 2048, 512  # of a token in a chunk of its own, and of a log-probability; vLLM writes 400 and 130
+_UNREADABLE = (ValueError, RecursionError)  # of JSON: the second where it is nested too deeply
+_MORE_CHOICES = 64  # than were asked for
 _LONGEST = 2**17  # tokens, where a request does not say
 
 
@@ -132,11 +134,11 @@ def decoded_logprobs(raw: bytes) -> Logprobs:
     """Decode log-probabilities. Raises RequestError where they cannot be read."""
     try:
         return _logprobs_decoder.decode(raw)
-    except ValueError:
+    except _UNREADABLE:
         pass
     try:
         return msgspec.convert(json.loads(raw), Logprobs, strict=False)
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise RequestError(f"the log-probabilities in a chunk cannot be read: {error}", "malformed") from error
 
 
@@ -146,7 +148,7 @@ def decoded_chunk(data: bytes, place: str) -> Chunk:
         if not data.isascii():
             data.decode()  # what is kept raw is not looked at by the decoder
         chunk = _chunk_decoder.decode(data)
-    except ValueError:
+    except _UNREADABLE:
         chunk = _leniently(data, place)
     if chunk.error is not _NO_RAW and (error := bytes(chunk.error)) not in _NOTHING:
         raise failure(loads(error), place)
@@ -208,6 +210,8 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
         raise failure(response.error, place)
     if response.choices is None:
         raise RequestError(f"{place}: the server's answer has no choices: {one_line(data.decode(errors='replace'))}", "malformed")
+    if len(response.choices) > n + _MORE_CHOICES:  # each would be looked at, a million of them for seconds
+        raise RequestError(f"{place}: the server returned {len(response.choices)} choices, {n} asked for", "malformed")
     usage = read_usage(response.usage)
     prompt = response.prompt_token_ids if is_ids(response.prompt_token_ids) else None
     raws = [raw for raw in map(bytes, response.choices) if raw != b"null"]
@@ -244,11 +248,11 @@ def _response(data: bytes, place: str) -> _Response:
         if not data.isascii():
             data.decode()
         return _response_decoder.decode(data)
-    except ValueError:
+    except _UNREADABLE:
         pass
     try:
         obj = json.loads(data)
-    except (ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         shown = data.decode(errors="replace").strip()
         if not shown.startswith(("{", "[")):
             raise RequestError(
@@ -266,7 +270,7 @@ def _count(raw: bytes) -> tuple[Any, int | None]:
     """Return (index, tokens) of a choice."""
     try:
         counted = _counted_decoder.decode(raw)
-    except ValueError:
+    except _UNREADABLE:
         choice = loads(raw)
         if not isinstance(choice, dict):
             return None, None
@@ -283,7 +287,7 @@ def count_entries(raw_logprobs: bytes) -> int | None:
         return None
     try:
         content = _entries_decoder.decode(raw_logprobs).content
-    except ValueError:
+    except _UNREADABLE:
         logprobs = loads(raw_logprobs)
         content = logprobs.get("content") if isinstance(logprobs, dict) else None
     return len(content) if isinstance(content, list) else None
