@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousTimeoutError
 
 from ttrl.launch.nodes import torchrun_arguments
-from ttrl.launch.tune import tune
+from ttrl.launch.tune import meeting_here, tune
 from ttrl.training.parallel.meeting import Meeting
 
 # What `tune run` makes of its arguments, for any script.
@@ -173,3 +173,11 @@ def test_the_private_folder_is_ours_alone(tmp_path, monkeypatch):
     mode, place = (tmp_path / "mode").read_text().split()
     assert mode == "700" and not os.path.exists(place)
     assert f"--rdzv-endpoint {place}/torchrun" in " ".join(tune_.starts[0])
+
+
+def test_gloo_and_nccl_are_told_to_stay_on_the_loopback(tmp_path, monkeypatch):
+    """… unless the user names an interface. By themselves they take that of the machine's name."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    _, variables = meeting_here(tmp_path, 2)
+    assert variables["GLOO_SOCKET_IFNAME"] == "lo" and "NCCL_SOCKET_IFNAME" not in variables

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from jinja2.sandbox import SandboxedEnvironment
 
-from ttrl import TrainConfig
+from ttrl import Task, TrainConfig
 from ttrl.cli import main
 from ttrl.cli.settings import read_config
 from ttrl.configs import GRPOConfig
@@ -18,8 +19,8 @@ from ttrl.costs.parameters import decoder_parameters
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.loop.plan import plan
+from ttrl.plans import lengths, planner
 from ttrl.plans import machine as plan_machine
-from ttrl.plans import planner
 from ttrl.plans.lengths import Assumptions, assumed_lengths, lognormal
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import measured_in_run
@@ -540,3 +541,17 @@ def test_the_time_is_said_with_what_it_rests_on(big, world):
     assert made.does_not_fit is not None and plan(world.config(), world.tasks(3)).does_not_fit is None
     world.train(iterations=3)
     assert "assumed" not in plan(world.config(), run=world.run).time_line()
+
+
+def test_a_chat_template_that_never_ends_is_left(monkeypatch):
+    """Templates come with the model, from strangers."""
+
+    class Endless:
+        chat_template = "{% for i in range(10 ** 9) %}{% endfor %}"
+
+        def apply_chat_template(self, messages, **_):
+            return SandboxedEnvironment().from_string(self.chat_template).render(messages=messages)
+
+    monkeypatch.setattr(lengths, "_RENDER_SECONDS", 0.2)
+    with pytest.raises(UserError, match="task 'a': the model's chat template cannot write its messages"):
+        lengths.prompt_ids(Task(id="a", messages=[{"role": "user", "content": "x"}], grader=lambda _: 1.0), Endless())

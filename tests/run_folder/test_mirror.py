@@ -12,6 +12,7 @@ import pytest
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
+from ttrl.run_folder import mirror_store
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import LOCK_FILES, describe_process
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
@@ -534,3 +535,14 @@ def test_an_address_as_run(tmp_path):
         assert "sesame" not in str(caught.value)
     with pytest.raises(UserError, match="a mirror cannot be at"):
         MirrorStore("ftp://host/x")
+
+
+def test_a_marker_of_any_size_is_not_read(tmp_path, monkeypatch):
+    """Who writes to a mirror could have a machine run out of memory."""
+    monkeypatch.setattr(mirror_store, "_MOST_READ", 1000)
+    store = MirrorStore(str(tmp_path))
+    store.write("owner.json", b"x" * 1001)
+    with pytest.raises(OSError, match="what is read at once has"):
+        store.read("owner.json")
+    store.write("owner.json", b"x" * 1000)
+    assert len(store.read("owner.json")) == 1000

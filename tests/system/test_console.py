@@ -33,6 +33,11 @@ def test_a_line_goes_through_a_pipe_when_it_is_written(code, first):
         process.stdin.close()
 
 
+def test_a_line_writes_no_escapes(capsys):
+    Console().line("\x1b]0;title\x07it is \x1b[31mred")
+    assert "\x1b" not in (said := capsys.readouterr().out) and "\x07" not in said and "it is" in said
+
+
 @pytest.mark.parametrize("interrupt", [signal.SIG_IGN, signal.default_int_handler])
 def test_sigterm_ends_the_block_also_in_the_background_once(interrupt, monkeypatch, capsys):
     """A shell that starts a script in the background has it ignore SIGINT."""

@@ -71,6 +71,8 @@ def test_counts_where_the_server_says_less(kit):
         (b'{"error": {"message": "out of luck"}}', "the server failed: out of luck"),
         (b'{"error": "out of luck", "choices": []}', "the server failed: out of luck"),
         (b"[" * 100_000, "cannot be read"),
+        (b'{"choices": [{"message": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}", "cannot be read"),
+        (b'{"choices": [' + b"{}," * 999_999 + b"{}]}", "the server returned 1000000 choices, 1 asked for"),
     ],
 )
 def test_no_chat_completion(data, words):

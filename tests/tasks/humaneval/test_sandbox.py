@@ -230,3 +230,33 @@ def test_as_another_user_than_root():
 def test_refusals(changes):
     with pytest.raises(TaskError, match=f"sandbox: {next(iter(changes))} is"):
         SandboxLimits(**changes)
+
+
+KEYRING = """
+import ctypes, sys
+sys.path.insert(0, sys.argv[1])
+import sandbox_child
+call = ctypes.CDLL(None, use_errno=True).syscall
+add_key, keyctl, session, search = (248, 250, -3, 10) if sandbox_child._HAS_FILTER else (217, 219, -3, 10)
+if call(ctypes.c_long(add_key), b"user", b"ttrl-test", b"sesame", 6, session) < 0:
+    sys.exit("no keys")
+assert call(ctypes.c_long(keyctl), search, session, b"user", b"ttrl-test", 0) > 0
+
+def stop(*_, **__):
+    raise OSError(0, "far enough")
+
+sandbox_child._call = stop
+try:
+    sandbox_child._shut_in({"folders": [], "disk": 1})
+except OSError:
+    pass
+print("found" if call(ctypes.c_long(keyctl), search, session, b"user", b"ttrl-test", 0) > 0 else "gone")
+"""
+
+
+def test_a_program_has_a_keyring_of_its_own():
+    folder = os.path.dirname(sandbox.__file__)
+    done = subprocess.run([sys.executable, "-c", KEYRING, folder], capture_output=True, text=True, check=False)
+    if "no keys" in done.stderr:
+        pytest.skip("this machine has no session keyrings")
+    assert done.stdout.split() == ["gone"], done.stderr
