@@ -1,5 +1,6 @@
 """What is wrong with a run is said all at once, before torch is loaded; Ctrl-C in a script says the way on."""
 
+import functools
 import signal
 import subprocess
 import sys
@@ -106,7 +107,16 @@ def test_tests_that_a_program_can_read_are_no_training_reward():
     ):
         checks.checked(config, [*TASKS, *for_evaluation], [], model=False)
     assert len(checks.checked(config, TASKS, for_evaluation, model=False)[2]) == 1
-    for wrapped in (weighted(code=(1.0, HumanEvalGrader(problem))), gated(HumanEvalGrader(problem), lambda _: 1.0)):
+    grader = HumanEvalGrader(problem)
+    with_bonus = functools.partial(lambda grader, choice: grader(choice) + 0.1, grader)
+    within = (
+        weighted(code=(1.0, grader)),
+        gated(grader, lambda _: 1.0),
+        lambda choice: grader(choice),
+        with_bonus,
+        grader.__call__,
+    )
+    for wrapped in within:
         with pytest.raises(ConfigError, match=r"1 of 3 tasks \(such as 'x/2'\) are for evaluation alone"):
             checks.checked(config, [*TASKS, Task([{"role": "user", "content": "Add."}], wrapped, id="x/2")], [], model=False)
 

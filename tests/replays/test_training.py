@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ttrl.cli import main
-from ttrl.errors import RunFolderError, TrainerError
+from ttrl.errors import RunFolderError, TrainerError, UserError
 from ttrl.replays.replay import replay
 from ttrl.system.files import digest, read_jsonl, write_json
 
@@ -132,3 +132,17 @@ def test_nothing_to_learn(run, world, capsys):
     result = replay(run.folder.path, grader=lambda choice: 1.0, train=True)
     assert result.checkpoint is None and not world.recipes
     assert "iteration   1  no group had a signal: nothing trained" in capsys.readouterr().out
+
+
+class ForEvaluation:
+    only_evaluates = "a program can read its tests"
+
+    def __call__(self, choice):
+        return 1.0
+
+
+def test_no_policy_is_trained_on_grades_that_are_for_evaluation_alone(run):
+    grader = ForEvaluation()
+    with pytest.raises(UserError, match="which is for evaluation alone: a program can read its tests"):
+        run.replay(lambda choice: grader(choice), train=True)
+    run.replay(grader)

@@ -9,6 +9,7 @@ from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, com
 from ttrl.ready_models import is_ready
 from ttrl.server.model_folder import check_model_folder
 from ttrl.server.vllm import own_argument_problems
+from ttrl.tasks.rewards import only_evaluates
 from ttrl.tasks.task import Task, task_list
 from ttrl.text import counted
 
@@ -67,11 +68,6 @@ def checked(
     return config, tasks, validation_tasks
 
 
-def _why_not_trained(task: Task) -> str:
-    """Return what its grader or rollout says of it; empty for a task to train on."""
-    return next((str(why) for one in (task.grader, task.rollout) if (why := getattr(one, "only_evaluates", ""))), "")
-
-
 def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: list[Task], said: str) -> list[str]:
     found = []
     if not tasks:
@@ -84,7 +80,7 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
             there = f"the lowest level, with which a run begins, has only {counted(len(first), 'task')}"
         if len(first) < config.tasks_per_iteration:
             found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
-    if untrainable := [(task, why) for task in tasks if (why := _why_not_trained(task))]:
+    if untrainable := [(task, why) for task in tasks if (why := only_evaluates(task.grader, task.group_grader, task.rollout))]:
         count, (one, why) = len(untrainable), untrainable[0]
         found.append(
             f"{count} of {len(tasks)} tasks (such as {one.id!r}) are for evaluation alone: {why}; give them as "

@@ -19,6 +19,7 @@ from ttrl.loop.environment import git_commit
 from ttrl.records import Sample
 from ttrl.system.files import digest
 from ttrl.tasks.reference import load_reference, tasks_of
+from ttrl.tasks.rewards import only_evaluates
 from ttrl.tasks.task import Task, WithSample
 
 ReplayGrader = Callable[..., Any]
@@ -52,6 +53,8 @@ class Regrader:
                 )
             self._tasks = {task_key(task.id, task.messages): task for task in reversed(listed)}  # of equal ones the first
             sources += [grader for task in listed for grader in (task.grader, task.group_grader) if grader is not None]
+        self.only_evaluates = only_evaluates(*sources)
+        """Why no policy may be trained on its grades; "" where one may."""
         self.name = given.rpartition(":")[2].split(".")[-1] if isinstance(given, str) else getattr(found, "__name__", "grader")
         self._paths = _source_files(sources if module is None else [module, *sources])
 

@@ -105,6 +105,8 @@ def replay(
     _check_output(folder.path)
     training = None
     if train:
+        if regrader.only_evaluates:
+            raise UserError(f"--train with {regrader.reference}, which is for evaluation alone: {regrader.only_evaluates}")
         from ttrl.replays.training import ReplayTraining  # loads torch, which grading does without
 
         training = ReplayTraining(folder.path, original, numbers, from_checkpoints=from_checkpoints)

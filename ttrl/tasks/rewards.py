@@ -6,9 +6,11 @@ grader = weighted(right=(1.0, Right("42")), length=(0.1, length_penalty(512, 102
 """
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 from ttrl.errors import TaskError
@@ -25,7 +27,7 @@ class Weighted:
     @property
     def only_evaluates(self) -> str:
         """Why a part of it is no training reward; empty where all of them are."""
-        return _only_evaluates(*(grader for _, _, grader in self.parts))
+        return only_evaluates(*(grader for _, _, grader in self.parts))
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return the sum of the parts; an awaitable of it, where one of them is."""
@@ -53,7 +55,7 @@ class Gated:
     @property
     def only_evaluates(self) -> str:
         """Why it is no training reward; empty where it is one."""
-        return _only_evaluates(self.grader, self.gate)
+        return only_evaluates(self.grader, self.gate)
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return the grader's output where the gate is open, else `otherwise`, without asking the grader."""
@@ -96,8 +98,19 @@ class LengthPenalty:
         return 0.0 - over, {"tokens": float(len(ids))}
 
 
-def _only_evaluates(*graders: Grader) -> str:
-    return next((str(why) for grader in graders if (why := getattr(grader, "only_evaluates", ""))), "")
+def only_evaluates(*graders: Any, depth: int = 4) -> str:
+    """Return why one of the graders (or rollouts) is for evaluation alone, or one that it calls: through partials, methods,
+    decorators and what a function closes over, not through what it finds in its module. "" where none is."""
+    for grader in graders:
+        if why := getattr(grader, "only_evaluates", ""):
+            return str(why)
+        cells = [cell.cell_contents for cell in getattr(grader, "__closure__", None) or () if cell != CellType()]
+        if isinstance(grader, functools.partial):
+            cells += [grader.func, *grader.args, *grader.keywords.values()]
+        cells += [one for name in ("__wrapped__", "__self__") if (one := getattr(grader, name, None)) is not None]
+        if depth and (why := only_evaluates(*filter(callable, cells), depth=depth - 1)):
+            return why
+    return ""
 
 
 def weighted(**parts: tuple[float, Grader]) -> Weighted:
