@@ -149,6 +149,16 @@ def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_diffe
         assert values == 2 or within == pytest.approx(plain)
 
 
+def test_a_sample_with_most_of_a_groups_variance_is_not_left_out_of_it():
+    """Without it the rest would be divided by next to nothing."""
+    torch.manual_seed(0)
+    advantages = torch.tensor([0.0] * 14 + [0.01, 1.0], dtype=torch.float64)
+    advantages = (advantages - advantages.mean()) / advantages.std(correction=0)
+    x = advantages[:, None] * torch.randn(16, 8, dtype=torch.float64)
+    task, mean = torch.zeros(16, dtype=torch.int64), x.mean(0, keepdim=True)
+    assert _within(x, mean, task, advantages) < 4 * float((x - mean).square().sum())
+
+
 def pack_labels():
     packed = pack()
     return packed.labels[packed.labels != -100]

@@ -36,6 +36,8 @@ Stein 1981, "The jackknife estimate of variance"; the mean's own change is left 
 
     d_ps = σ/σ_s · (c_p·m_p - x_ps),     Σ_ps |d_ps - d_p|²  takes the place of (4), and is (4) where σ_s = σ.        (6)
 
+σ/σ_s is 2 at most: beyond, one sample has most of the group's variance, and leaving it out says nothing of small changes.
+
 **Rewards of two values**, such as right and wrong (`within_of_two`): a few right answers have much of the weight, and are alike,
 often the same text, which neither (4) nor (6) sees. With k right ones among c, q = k/c, and γ_1 and γ_0 the means of ∇log π over
 the right and over the wrong ones, m_p = f(q)·(γ_1 - γ_0), where f(q) = √(q(1-q)), or q(1-q) for r - mean(r). It varies by the
