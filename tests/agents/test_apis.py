@@ -2,6 +2,7 @@
 
 import asyncio
 
+import openai
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from support.agent_sessions import ASK, EOS, Kit, of_server, post, run, sampled, server, trained
@@ -131,6 +132,10 @@ def test_responses_with_a_function_by_items_or_by_the_previous_response(stream, 
             items = [{"role": "user", "content": "begin"}, *[item.to_dict() for item in first.output], result]
             items += [item.to_dict() for item in second.output]
             third = await ask([*items, {"role": "user", "content": "and?"}], tool_choice="none")
+            again = await client.responses.retrieve(first.id)
+            assert again == first
+            with pytest.raises(openai.NotFoundError, match="'resp_1' is no response of this session"):
+                await client.responses.retrieve("resp_1")
             assert third.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens
             return float(second.output_text == "two")
 

@@ -40,6 +40,7 @@ class Listener:
         app.router.add_get("/v1/models", self._guarded(self._agents, _models))
         for path in APIS:
             app.router.add_post(f"/v1{path}", self._guarded(self._agents, Session.answer))
+        app.router.add_get("/v1/responses/{response}", self._guarded(self._agents, Session.response))
         app.router.add_post("/sessions/{id}/reward", self._guarded(self._rewarders, Session.take_reward))
         for method, path, handler, key in self._own:
             app.router.add_route(method, path, _with_key(handler, key))

@@ -98,8 +98,10 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 # Answers
 
 
-def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any, response_id: str) -> web.Response:
-    """Return a response, or the stream of one, as the API has it."""
+def answer(
+    body: Mapping[str, Any], message: dict[str, Any], choice: Any, response_id: str
+) -> tuple[dict[str, Any], web.Response]:
+    """Return a response as the API has it, and what answers the request: it, or a stream of it."""
     output, is_cut = _items(message), choice.finish_reason == "length"
     usage = choice.usage
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
@@ -136,14 +138,14 @@ def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any, respon
         "usage": {**counts, **details, "total_tokens": usage["total_tokens"]},
     }
     if not body.get("stream"):
-        return web.json_response(whole)
+        return whole, web.json_response(whole)
     told = [
         {"type": "response.created", "response": begun},
         {"type": "response.in_progress", "response": begun},
         *(event for index, item in enumerate(output) for event in _events(index, item)),
         {"type": "response.incomplete" if is_cut else "response.completed", "response": whole},
     ]
-    return events([{**event, "sequence_number": number} for number, event in enumerate(told)], named=True, end="")
+    return whole, events([{**event, "sequence_number": number} for number, event in enumerate(told)], named=True, end="")
 
 
 def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from ttrl.errors import RolloutError, RolloutLimitError, ServerError, TtrlError
 from ttrl.records import Endpoint
 from ttrl.rollouts.client.transport import Transport, transport_for
 from ttrl.tasks.task import Chat, Grade
+from ttrl.text import short
 
 APIS: dict[str, Any] = {"/chat/completions": chat_completions, "/completions": completions, "/responses": responses}
 
@@ -59,6 +60,8 @@ class Session:
         self._place = f"task {chat.task_id!r}, sample {chat.sample}"
         self._responses: dict[str, list[dict[str, Any]]] = {}
         """Conversations by the ids of their last response, without instructions."""
+        self._answered: dict[str, dict[str, Any]] = {}
+        """Responses by their ids."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -111,7 +114,14 @@ class Session:
             message, choice = await self._ask(asked)
             name = f"resp_{secrets.token_hex(12)}"
             self._responses[name] = [*asked.messages[1 if body.get("instructions") else 0 :], message]
-            return responses.answer(body, message, choice, name)
+            self._answered[name], answer = responses.answer(body, message, choice, name)
+            return answer
+
+    async def response(self, request: web.Request) -> web.Response:
+        """Answer with a response of this session again."""
+        if (found := self._answered.get(name := request.match_info["response"])) is None:
+            raise web.HTTPNotFound(reason=f"{short(name, 60)} is no response of this session")
+        return web.json_response(found)
 
     async def take_reward(self, request: web.Request) -> web.Response:
         body = await read_json(request)
