@@ -51,3 +51,11 @@ def test_what_a_run_says_writes_no_escapes_to_the_terminal(tmp_path, capsys, mon
     assert main(["report", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().err
     assert "here" in said and "\x1b" not in said and "\x07" not in said
+
+
+def test_a_run_that_is_validated_on_what_it_is_trained_on_says_so(tmp_path):
+    write_run(tmp_path / "run", rows(0))
+    same = {"digest": "1", "count": 4}
+    (tmp_path / "run" / "tasks.json").write_text(json.dumps({"tasks": same, "validation_tasks": same}))
+    text = report_text(tmp_path / "run")
+    assert text.startswith("Reward on the trained tasks rose from 0.25 to 0.75") and "Held-out" not in text

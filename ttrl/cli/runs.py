@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from ttrl.errors import ConfigError
+from ttrl.errors import ConfigError, UserError
 from ttrl.system.console import say
 from ttrl.text import harmless
 
@@ -113,9 +113,12 @@ def run_study(arguments: argparse.Namespace) -> int:
     if problems:
         raise ConfigError("arguments", problems)
     print(f"ttrl study: loading PyTorch, then {arguments.path}", file=sys.stderr, flush=True)
-    from ttrl.instruments import study_run
-    from ttrl.instruments.study import FACTORS, study
-    from ttrl.instruments.study_report import study_text, write_study
+    try:
+        from ttrl.instruments import study_run
+        from ttrl.instruments.study import FACTORS, study
+        from ttrl.instruments.study_report import study_text, write_study
+    except ImportError as error:
+        raise UserError(f"what is studied is drawn with matplotlib ({error}); pip install matplotlib") from error
     from ttrl.report.page import leave_report
 
     options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "seed")}

@@ -1,7 +1,7 @@
 """Study every iteration of a run whose start is still there: what each step was to do to the entropy, and what it did.
 
-Of each iteration the first optimizer step is studied, whose answers were sampled by the policy that it changes; for every one of
-them to be there, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
+Of each iteration the first optimizer step is studied, whose answers were sampled by the policy that it changes: made of half of
+them, and measured on the others. For every one to be there, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,7 +114,7 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
     above.set(
         ylim=(min(0.0, *seen) - room, max(0.0, *seen) + room),
         ylabel="change of entropy\nby the step, nats",
-        title="what each iteration's first step does to the entropy",
+        title="what the first step of each iteration does to the entropy\n(made of half of its answers, measured on the others)",
     )
     above.legend()
     entropies = [(one["entropy"]["value"], one["entropy"]["error"]) for one in steps]

@@ -72,13 +72,16 @@ def learning(run: RunData) -> list[Figure]:
             label, name = metric.label, metric.path.removeprefix("validation.")
             held_out.append(Series("reward", run.column("validation_reward"), 2, dashed=True))
     training = [Series(label, run.column(f"metrics.{name}"), 1), Series("reward", run.column("reward"), 2, dashed=True)]
-    caption = "Tasks that are never trained on. Iteration 0 is the starting model."
+    of_others = "Tasks that are never trained on."
+    caption = "The very tasks that are trained on (--overfit)." if words.is_overfit(run) else of_others
+    caption += " Iteration 0 is the starting model."
     if how := held_out_sampling(run):
         caption += f" Sampled: {how}."
     if band:
         caption += " The band: where the mean would lie for other tasks of this kind (95% interval)."
     before = "Mean over the samples of each iteration, before that iteration's update."
-    return [*_lines(run, "Held out", caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
+    title = "Trained tasks, asked again" if words.is_overfit(run) else "Held out"
+    return [*_lines(run, title, caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
 
 
 def time(run: RunData) -> list[Figure]:
@@ -229,7 +232,7 @@ def training(run: RunData) -> list[Figure]:
             percent=True,
             from_zero=True,
         ),
-        *_line(run, "KL to the reference model", "train.kl", "k3 estimate, weighted as in the loss.", from_zero=True),
+        *_line(run, "KL to the reference model", "train.kl", _kl_of(run), from_zero=True),
         *_lines(
             run,
             "Sampler against trainer",
@@ -289,3 +292,10 @@ def every_metric(run: RunData) -> list[tuple[str, Markup, list[str]]]:
         known = [value for value in values if value is not None]
         rows.append((name, sparkline(values), [compact(value) for value in (known[0], min(known), max(known), known[-1])]))
     return rows
+
+
+def _kl_of(run: RunData) -> str:
+    training = run.config.get("training") or {}
+    kind = training.get("kl_estimator", "k3")
+    how = "Over the whole vocabulary" if kind == "full" else f"{kind} estimate"
+    return f"{how}, weighted as in the loss" + ("; of some rows alone (watch_kl)." if training.get("watch_kl") else ".")

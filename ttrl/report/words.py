@@ -63,7 +63,7 @@ def summary(run: RunData) -> str:
     metric = held_out_metric(run)
     is_share, how = False, None
     if metric is not None and (ends := _ends(run, metric.path)) is not None:
-        path, name, is_share = metric.path, f"Held-out {metric.label}", metric.is_share
+        path, name, is_share = metric.path, _whose(run, metric.label), metric.is_share
         how = held_out_sampling(run)
     elif (ends := _ends(run, "reward")) is not None:
         path, name = "reward", "The training reward"
@@ -79,6 +79,10 @@ def summary(run: RunData) -> str:
         f"{name} {_verb(first, last, path)} from {_value(start, is_share)} to {_value(end, is_share)}{bounds} in {within}{time}."
         + _best(run, path, end, is_share)
     )
+
+
+def _whose(run: RunData, label: str) -> str:
+    return f"{label[:1].upper()}{label[1:]} on the trained tasks" if is_overfit(run) else f"Held-out {label}"
 
 
 def _best(run: RunData, path: str, end: float, is_share: bool) -> str:
@@ -97,7 +101,7 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     metric = held_out_metric(run)
     if metric is not None and (ends := _ends(run, metric.path)) is not None:
         start, end = (_value(number(row, metric.path) or 0.0, metric.is_share) for row in ends)
-        found.append((f"Held-out {metric.label}", f"{start} → {end}"))
+        found.append((_whose(run, metric.label), f"{start} → {end}"))
     if run.trained:
         found.append(("Iterations", str(len(run.trained))))
     if seconds := total_seconds(run):
@@ -183,8 +187,12 @@ _MARKS = {"stop": "!!", "warn": " !", "note": " ·"}
 
 def course_lines(run: RunData) -> list[str]:
     """Return what the whole run came to: see `ttrl.monitoring.summary`."""
-    tasks = read_mapping(run.folder / "tasks.json")
-    return summary_lines(run.rows, run.config, overfits=overfits(tasks))
+    return summary_lines(run.rows, run.config, overfits=is_overfit(run))
+
+
+def is_overfit(run: RunData) -> bool:
+    """Tell whether a run is validated on the tasks that it is trained on."""
+    return overfits(read_mapping(run.folder / "tasks.json"))
 
 
 def report_text(run_folder: Path, width: int = 100) -> str:
