@@ -68,6 +68,40 @@ def test_the_response_follows_its_first_and_second_order(run):
     json.dumps(found, allow_nan=False)
 
 
+@pytest.fixture(scope="module")
+def two_steps(run, tmp_path_factory):
+    """A run whose iteration takes two optimizer steps, from where the other run ended; its objective looks at the start."""
+    iteration = tmp_path_factory.mktemp("two") / "iterations" / "0003"
+    iteration.mkdir(parents=True)
+    samples = [dataclasses.replace(one, sample=n % 6) for n, one in enumerate(random_samples(5, (3, 5, 8, 4), 6))]
+    packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(iteration / "packed.safetensors")
+    values = {"model": str(run), "packed": str(iteration / "packed.safetensors"), "output_dir": str(iteration)}
+    values |= {"state": str(run.parent / "state"), "device": "cpu", "lr": 1e-3, "iteration": 3, "updates_per_iteration": 2}
+    (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
+    grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
+    return iteration / "checkpoint"
+
+
+def test_the_second_step_of_an_iteration_is_studied_where_the_first_has_led(two_steps):
+    first = study(two_steps, sequences=16, factors=[1.0])
+    assert (first["update"], first["updates"], first["global_step"]) == (1, 2, 3) and "checkpoint_distance" not in first["step"]
+    found = study(two_steps, sequences=24, factors=[0.0, 0.02, 0.04, 0.08], dtype="fp64", update=2)
+    assert (found["update"], found["updates"], found["global_step"]) == (2, 2, 4)
+    # The first step was taken again as the recipe took it, or the second would not lead to the checkpoint.
+    assert found["step"]["cosine"] > 0.9999 and found["step"]["checkpoint_distance"] < 1e-5
+    still, *sweep = found["sweep"]
+    assert still["measured"] == pytest.approx(0, abs=1e-12) and still["effective_size"] < 1  # another policy sampled
+    errors = [abs(one["measured"] - one["first"]) for one in sweep]
+    for smaller, larger in itertools.pairwise(errors):
+        assert larger / smaller == pytest.approx(4, rel=0.3)
+
+
+def test_every_step_of_every_iteration(two_steps, capsys):
+    assert main(["study", str(two_steps.parents[2]), "--sequences", "16"]) == 0
+    found = json.loads((two_steps.parents[2] / "study" / "study.json").read_text())
+    assert [(one["iteration"], one["global_step"]) for one in found["steps"]] == [(3, 3), (3, 4)]
+
+
 def test_the_gradient_is_the_slope_of_the_values_in_any_direction(run, tmp_path):
     config = dataclasses.replace(module._config_of(run, str(tmp_path)), state=None)
     policy = load_policy(config, ALONE).double()

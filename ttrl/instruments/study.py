@@ -10,9 +10,12 @@ The folder of an iteration holds what its training started from: grpo.yaml names
     kernel    the Fisher kernel between tokens and sequences, where asked for (`ttrl.instruments.fisher`)
 
 The update must not be made of the answers on which its effect is measured, or the effect is overstated. So half of the answers of
-each prompt, drawn at random, make the update of `response`, and the other half the entropy batch: prompts drawn uniformly with
-replacement, one answer for each. `step` is about the whole batch, and `half_cosine` compares the two vectors. Only prompts with a
-signal are in the pack, so the entropy is that of their answers.
+each prompt, drawn at random, make the update of `response`, and the other half the entropy batch, with the answers of the
+iteration's later steps: prompts drawn uniformly with replacement, one answer for each. `step` is about the whole batch, and
+`half_cosine` compares the two vectors. Only prompts with a signal are in the pack, so the entropy is that of their answers.
+
+Where an iteration takes several steps, those before the one that is studied are taken again, as the recipe takes them; answers
+are weighed by the policy that sampled them, the iteration's first.
 
 vᵀ∇²H v is the difference of two gradients at θ ± εv: the kernels of head and attention have no second derivative of their own.
 For one process; adapters alone where the run trains adapters. Never run on a GPU.
@@ -31,6 +34,7 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
+from ttrl.data.packing.packed import normaliser
 from ttrl.errors import ConfigError, RunFolderError
 from ttrl.instruments.entropy import effective_size
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
@@ -48,7 +52,7 @@ from ttrl.training.policy.adapters import as_policy_of
 from ttrl.training.policy.policy import HeadOptions
 from ttrl.training.prepass import Prepass
 from ttrl.training.resident import Trained, load_trained
-from ttrl.training.step import GradientStep
+from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 
@@ -68,15 +72,17 @@ def study(
     dtype: Literal["fp32", "fp64"] = "fp32",
     seed: int = 0,
     kernel: int = 0,
+    update: int = 1,
 ) -> dict[str, Any]:
-    """Study the first optimizer step of the iteration that made `checkpoint`. sequences: of the entropy batch. dtype: of all but
-    the optimizer's own step; in fp32, small steps are lost in rounding. kernel: tokens of the Fisher kernel. Returns what
-    study.json holds. Raises RunFolderError where something that the iteration started from is gone, ConfigError for an optimizer
-    that is not plain AdamW."""
+    """Study an optimizer step of the iteration that made `checkpoint`: number `update`, from 1. sequences: of the entropy batch.
+    dtype: of all but the optimizer's own step; in fp32, small steps are lost in rounding. kernel: tokens of the Fisher kernel.
+
+    Returns what study.json holds. Raises RunFolderError where something that the iteration started from is gone, ConfigError for
+    an optimizer that is not plain AdamW."""
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
         config = _config_of(Path(checkpoint), scratch)
         with ranks(config) as here:
-            return _Study(config, here, seed, dtype).run(Path(checkpoint), sequences, factors, kernel)
+            return _Study(config, here, seed, dtype, update - 1).run(Path(checkpoint), sequences, factors, kernel)
 
 
 def _config_of(checkpoint: Path, scratch: str) -> GRPOConfig:
@@ -100,19 +106,53 @@ def _config_of(checkpoint: Path, scratch: str) -> GRPOConfig:
 
 
 class _Study:
-    """The policy before the step, its optimizer's state, and the pack."""
+    """The policy before the step, its optimizer's state, and the pack. number: of the step in its iteration, from 0."""
 
-    def __init__(self, config: GRPOConfig, here: Ranks, seed: int, dtype: str) -> None:
+    def __init__(self, config: GRPOConfig, here: Ranks, seed: int, dtype: str, number: int) -> None:
         self.config, self.here, self.seed, self.dtype = config, here, seed, dtype
         self.packed = PackedTensors.load(config.packed)
         self.trained: Trained = load_trained(config, here)
         self.policy = self.trained.policy
         check_pack(self.packed, self.policy, config.model)
         self.names = {name: p for name, p in self.policy.parameters_by_name().items() if p.requires_grad}
+        self.start = self.origin = self._copies()
+        """Where the step starts from, and the iteration: the policy that sampled."""
+        seed_of = config.seed, config.iteration
+        self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, self.policy.decoder.config)
+        self.number, self.step = number, self.steps[number]
+        self.objective, values = objective_from(config), self.trained.values
+        self.head = None if values is None else values.head
+        before = self.trained.stepper.global_step
+        self.prepass = Prepass(self.policy, self.packed, self.steps, self.objective, config, here, before, self.head)
+        self.prepass.run()
+        for earlier in range(number):
+            self.prepass.choose(earlier)
+            self._take(self.steps[earlier])
+        self.prepass.choose(number)
+        if number:
+            self.start = self._copies()
         self.moments = {name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)}
-        self.start = {name: p.detach().clone() for name, p in self.names.items()}
-        self.step = self._steps(self.packed)[0]
-        self.eta, self.scale = 0.0, 1.0
+        self.scale = self._scale(self.step)
+        self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
+
+    def _copies(self) -> Vector:
+        return {name: p.detach().clone() for name, p in self.names.items()}
+
+    def _scale(self, step: Step) -> float:
+        return step.num_rows / self.config.lr_rows if self.config.lr_rows else 1.0
+
+    def _accumulate(self, step: Step) -> StepResult:
+        config, here = self.config, self.here
+        watch, progress = Stopwatch(here.device), TrainProgress(0, here)
+        gradient = GradientStep(self.policy, config, here, watch, progress, self.head, self.prepass.reference_head)
+        return gradient.accumulate(step, self.objective.at(self.trained.stepper.global_step))
+
+    def _take(self, step: Step) -> None:
+        """Take a step as the recipe does."""
+        stepper, scale = self.trained.stepper, self._scale(step)
+        stepper.begin(scale)
+        result = self._accumulate(step)
+        stepper.take(result.sums["not_finite"], result.first_bad, scale)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -121,11 +161,12 @@ class _Study:
         return optimizer
 
     def run(self, checkpoint: Path, sequences: int, factors: Sequence[float], kernel: int) -> dict[str, Any]:
-        vector, dtype = self._update(self.packed).whole(), self.dtype
+        vector, dtype = self._update(self.step).whole(), self.dtype
         found: dict[str, Any] = {"checkpoint": str(checkpoint), "global_step": self.trained.stepper.global_step + 1}
+        found |= {"update": self.number + 1, "updates": len(self.steps)}
         found |= {"lr": self.eta, "dtype": dtype, "step": self._step(vector, checkpoint)}
-        entropy_half, update_half = halves(self.packed, derived_generator(self.seed, "study"))
-        half = self._update(only(self.packed, update_half))
+        entropy_half, update_half = halves(self.step.rows, derived_generator(self.seed, "study"))
+        half = self._update(self._part(update_half))
         found["half_cosine"] = agreement(half.whole(), vector).cosine
         del vector  # of the model's size
         logprobs, own = self._logprobs(), self._own_logprobs()
@@ -133,38 +174,39 @@ class _Study:
         if dtype == "fp64":
             self.policy.double()
             self.policy.compute_dtype = torch.float64
+            self.origin = {name: tensor.double() for name, tensor in self.origin.items()}
             self.start = {name: tensor.double() for name, tensor in self.start.items()}
         exact = self._logprobs() if dtype == "fp64" else None
         sampled = self.step.rows.logprobs[self.step.rows.labels != IGNORE_LABEL]
         found["mismatch"] = mismatch(sampled, logprobs, own_N=own, exact_N=exact)
         if kernel:
             found["kernel"] = self._kernel(kernel)
-        times = draw(self.packed, entropy_half, sequences, derived_generator(self.seed, "draw"))
+        later = [one for step in self.steps[self.number + 1 :] for one in step.rows.samples]
+        unseen = {(one.task_id, one.sample) for one in (*later, *(self.step.rows.samples[place] for place in entropy_half))}
+        among = [place for place, one in enumerate(self.packed.samples) if (one.task_id, one.sample) in unseen]
+        times = draw(self.packed, among, sequences, derived_generator(self.seed, "draw"))
+        self._put(self.origin)
         batch = EntropyBatch(self.policy, self.packed, times, self.config, self.here)
         return found | self._response(batch, half, factors)
 
-    def _steps(self, packed: PackedTensors) -> list[Step]:
-        config = self.config
-        seed = config.seed, config.iteration
-        return updates(packed, config.updates_per_iteration, seed, self.here, self.policy.decoder.config)
+    @torch.no_grad()
+    def _put(self, parameters: Vector) -> None:
+        for name, p in self.names.items():
+            p.copy_(parameters[name])
 
-    def _update(self, packed: PackedTensors) -> Update:
-        """Return AdamW's vector of the first step on `packed`, as the recipe takes it; parameters keep the clipped gradient."""
-        config, here, (policy, stepper, values) = self.config, self.here, self.trained
+    def _part(self, samples: Sequence[int]) -> Step:
+        """Return the step with these samples alone, by their numbers in its rows' table."""
+        rows = only(self.step.rows, samples)
+        had, has = (one.labels != IGNORE_LABEL for one in (self.step.rows, rows))
+        hidden = [states[has[row][had[row]]] for row, states in enumerate(self.step.reference_hidden)]
+        return dataclasses.replace(self.step, rows=rows, normaliser=normaliser(rows), reference_hidden=hidden)
+
+    def _update(self, step: Step) -> Update:
+        """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient."""
+        config = self.config
         self.policy.zero_grad()
-        steps = self._steps(packed)
-        head = None if values is None else values.head
-        objective = objective_from(config)
-        prepass = Prepass(policy, packed, steps, objective, config, here, stepper.global_step, head)
-        prepass.run()
-        prepass.choose(0)
-        watch, progress = Stopwatch(here.device), TrainProgress(0, here)
-        gradient = GradientStep(policy, config, here, watch, progress, head, prepass.reference_head)
-        gradient.accumulate(steps[0], objective.at(stepper.global_step))
-        clip_gradients(policy.parameters(), config.max_grad_norm)
-        if not self.eta:
-            self.scale = steps[0].num_rows / config.lr_rows if config.lr_rows else 1.0
-            self.eta = learning_rate(config, stepper.global_step) * self.scale
+        self._accumulate(step)
+        clip_gradients(self.policy.parameters(), config.max_grad_norm)
         gradients = {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
         taken = max(int(value) for name, value in self.moments.items() if name.endswith(".step"))
         settings = AdamW(config.beta1, config.beta2, config.eps, config.weight_decay, taken + 1)
@@ -185,13 +227,12 @@ class _Study:
 
         true = moved_by(self.start)
         facts: dict[str, Any] = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
-        if self.config.updates_per_iteration == 1 and self.config.lora_rank is None:
+        if self.number + 1 == len(self.steps) and self.config.lora_rank is None:
             after = {name: p.detach().clone() for name, p in self.names.items()}
             self.policy.load_folder(checkpoint)
             apart = moved_by(after)
             facts["checkpoint_distance"] = (inner(apart, apart) / inner(true, true)) ** 0.5
-        for name, p in self.names.items():
-            p.copy_(self.start[name])
+        self._put(self.start)
         return facts
 
     @torch.no_grad()
@@ -259,7 +300,7 @@ class _Study:
             change = batch.mean(values - here)
             orders = at * slope, at * at / 2 * curvature
             sweep.append(Response(at, change.value, change.error, *orders, effective_size(log_w.repeat_interleave(batch.times))))
-        plain, better = batch.entropies
+        plain, better = batch.entropies if not self.number else [batch.mean(here)] * 2  # here: weighed, of the second kind
         return {
             "sequences": int(batch.times.sum()),
             "entropy": {"plain": vars(plain), "rao_blackwell": vars(better), "by_position": batch.by_position},

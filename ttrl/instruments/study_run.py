@@ -1,7 +1,7 @@
 """Study every iteration of a run whose start is still there: what each step was to do to the entropy, and what it did.
 
-Of each iteration the first optimizer step is studied, whose answers were sampled by the policy that it changes: made of half of
-them, and measured on the others. For every one to be there, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
+Of each iteration every optimizer step is studied: made of half of its answers, and measured on the others. For every one to be
+there, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ def study_run(
 ) -> dict[str, Any]:
     """Study the steps of a run, oldest first; arguments as for `study`. seen: is given each row as it is found.
 
-    Returns "steps", a row of each iteration ("iteration", "global_step", "lr", "entropy", "measured", "error", "first", "second",
+    Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured", "error", "first", "second",
     "is_linear"), "gone", the iterations whose start is no longer there, and what `signs` says. Raises RunFolderError where no
     iteration can be studied.
     """
@@ -36,17 +36,20 @@ def study_run(
     gone: list[int] = []
     why = f"{run} has no iteration that was trained"
     for number, checkpoint in _iterations(Path(run)):
-        try:
-            found = study(checkpoint, sequences=sequences, factors=(1.0,), dtype=dtype, seed=seed)
-        except RunFolderError as error:
-            gone.append(number)
-            why = str(error)
-            continue
-        (here,) = found["sweep"]
-        row = {"iteration": number, "global_step": found["global_step"], "lr": found["lr"]}
-        row |= {"entropy": found["entropy"]["rao_blackwell"], "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"])}
-        steps.append(row | {name: here[name] for name in ("measured", "error", "first", "second")})
-        seen(steps[-1])
+        update, updates = 1, 1
+        while update <= updates:
+            try:
+                found = study(checkpoint, sequences=sequences, factors=(1.0,), dtype=dtype, seed=seed, update=update)
+            except RunFolderError as error:
+                gone.append(number)
+                why = str(error)
+                break
+            update, updates = update + 1, found["updates"]
+            (here,) = found["sweep"]
+            row = {"iteration": number, "global_step": found["global_step"], "lr": found["lr"]}
+            row |= {"entropy": found["entropy"]["rao_blackwell"], "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"])}
+            steps.append(row | {name: here[name] for name in ("measured", "error", "first", "second")})
+            seen(steps[-1])
     if not steps:
         raise RunFolderError(why)
     return {"run": str(run), "dtype": dtype, "steps": steps, "gone": gone, **signs(steps)}
@@ -68,10 +71,10 @@ def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def row_text(row: Mapping[str, Any] | None) -> str:
     """Write a row for a terminal; None: the heads of its columns."""
     if row is None:
-        return f"{'iteration':>9} {'entropy, nats':>18} {'measured δH':>22} {'first order':>12} {'with second':>12}"
+        return f"{'iteration':>9} {'step':>5} {'entropy, nats':>18} {'measured δH':>22} {'first order':>12} {'with second':>12}"
     entropy, measured = (f"{value:.4g} ± {error:.2g}" for value, error in _pairs(row))
     both = row["first"] + row["second"]
-    return f"{row['iteration']:>9} {entropy:>18} {measured:>22} {row['first']:>12.4g} {both:>12.4g}"
+    return f"{row['iteration']:>9} {row['global_step']:>5} {entropy:>18} {measured:>22} {row['first']:>12.4g} {both:>12.4g}"
 
 
 def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -100,9 +103,9 @@ def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def draw_steps(found: Mapping[str, Any], path: Path) -> None:
-    """Draw predicted against measured changes, and the entropy, over iterations."""
+    """Draw predicted against measured changes, and the entropy, over optimizer steps."""
     steps = found["steps"]
-    x = [one["iteration"] for one in steps]
+    x = [one["global_step"] for one in steps]
     figure = Figure(figsize=(7, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     above.axhline(0, color="grey", linewidth=0.6)
@@ -114,11 +117,11 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
     above.set(
         ylim=(min(0.0, *seen) - room, max(0.0, *seen) + room),
         ylabel="change of entropy\nby the step, nats",
-        title="what the first step of each iteration does to the entropy\n(made of half of its answers, measured on the others)",
+        title="what each step does to the entropy\n(made of half of its answers, measured on others)",
     )
     above.legend()
     entropies = [(one["entropy"]["value"], one["entropy"]["error"]) for one in steps]
     below.errorbar(x, [value for value, _ in entropies], [error for _, error in entropies], fmt="o-")
     below.xaxis.get_major_locator().set_params(integer=True)
-    below.set(xlabel="iteration", ylabel="entropy of an\nanswer, nats", ylim=(0, None))
+    below.set(xlabel="optimizer step", ylabel="entropy of an\nanswer, nats", ylim=(0, None))
     figure.savefig(path, dpi=150)
