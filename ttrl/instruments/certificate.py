@@ -223,6 +223,7 @@ def _steps(device: torch.device, model: Path) -> Iterator[Trial]:
         ("compile", {"compile": True, "row_length_multiple": 128}, on_gpu),
         ("compile, checkpointing, bf16", {"compile": True, "activation_checkpointing": True, "dtype": "bf16"}, on_gpu),
         ("parameters in the CPU's memory", {"cpu_offload": True}, on_gpu),
+        ("activations in the CPU's memory", {"activation_offloading": True, "activation_checkpointing": True}, on_gpu),
     ]
     for case, settings, here in gradients:
         limit = SGD_LIMITS[str(settings.get("dtype", "fp32"))]
