@@ -51,7 +51,7 @@ def test_every_setting_of_a_step_and_a_wrong_one(model, monkeypatch):
     found = {case: trial() for _, case, trial in trials}
     left_out = {case for case, (passed, _) in found.items() if passed is None}
     assert left_out == {
-        *("compile", "compile, checkpointing, bf16", "parameters in the CPU's memory"),
+        *("compile", "compile, checkpointing, bf16", "parameters in the CPU's memory", "activations in the CPU's memory"),
         *("AdamW, 8 bits", "AdamW on the CPU"),
     }
     assert all(passed is not False for passed, _ in found.values()), found
