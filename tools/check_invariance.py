@@ -74,9 +74,6 @@ class Way:
         """Whether TOLERANCE applies."""
         return self.settings.get("dtype") != "bf16"
 
-    def runs_on(self, device: str) -> bool:
-        return self.processes == 1 if device == "cuda" else not self.settings.get("activation_offloading")
-
 
 LAYERS: dict[str, dict[str, Any]] = {
     "": {},
@@ -87,9 +84,10 @@ LAYERS: dict[str, dict[str, Any]] = {
 """How layers are computed. Compiled ones see rows of one length: each other one would be compiled anew."""
 
 
-def ways() -> Iterator[Way]:
-    """All of them: every number of processes with every microbatch, order and computation of the layers, and single switches."""
-    for processes in (1, 2):
+def ways(device: str = "cpu") -> Iterator[Way]:
+    """All of them on a device: every number of processes with every microbatch, order and computation of the layers, and single
+    switches. On a GPU, one process."""
+    for processes in (1, 2) if device == "cpu" else (1,):
         for layers, settings in LAYERS.items():
             for rows, order in itertools.product((1, 2, 8, 100), (0, 1, 2)):  # 100: all at once, nothing is accumulated
                 name = ", ".join([f"{rows if rows < 100 else 'all'} rows, order {order}", *filter(None, [layers])])
@@ -101,9 +99,10 @@ def ways() -> Iterator[Way]:
             "checkpointing every other layer": {"activation_checkpointing": True, "checkpoint_every": 2},
             "checkpointing, products kept": {"activation_checkpointing": True, "checkpoint_keeps": "products"},
             "bf16": {"dtype": "bf16"},
-            "activations in the CPU's memory": {"activation_offloading": True},
-            "activations there, checkpointing": {"activation_offloading": True, "activation_checkpointing": True},
         }
+        if device == "cuda":
+            switches["activations in the CPU's memory"] = {"activation_offloading": True}
+            switches["activations there, checkpointing"] = {"activation_offloading": True, "activation_checkpointing": True}
         if processes > 1:
             switches["parameters stay gathered"] = {"reshard_after_forward": False}
             switches["tensor parallel"] = {"tensor_parallel": 2}  # which excludes compilation
@@ -297,8 +296,8 @@ def main() -> int:
     torch.set_num_threads(1)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else layers are quietly no longer compiled
     disable_progress_bar()
-    chosen = [way for way in ways() if arguments.only in way.name and not (arguments.skip and arguments.skip in way.name)]
-    chosen = [way for way in chosen if way.runs_on(device.type)]
+    named = (way for way in ways(device.type) if arguments.only in way.name)
+    chosen = [way for way in named if not (arguments.skip and arguments.skip in way.name)]
     worst = 0.0
     print("objective        processes  way                                     gradient  SGD step   seconds")
     with tempfile.TemporaryDirectory() as folder:
