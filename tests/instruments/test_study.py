@@ -20,6 +20,8 @@ from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.linear_response import inner, moved
 from ttrl.instruments.study import study
+from ttrl.instruments.study_report import draw_tokens
+from ttrl.instruments.study_run import draw_noise
 from ttrl.training.policy.loading import load_policy
 
 
@@ -102,6 +104,18 @@ def test_every_step_of_every_iteration(two_steps, capsys):
     assert [(one["iteration"], one["global_step"]) for one in found["steps"]] == [(3, 3), (3, 4)]
 
 
+def test_the_noise_of_a_run_is_drawn(tmp_path):
+    noise = {"scale": 30.0, "low": 20.0, "prompts": 32.0, "from_samples": 0.3}
+    rows = [{"iteration": n, "gradient_noise": noise | ({"high": 60.0} if n else {})} for n in range(3)]
+    assert draw_noise(rows, tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tokens_are_drawn_whatever_a_model_wrote(tmp_path):
+    token = {"before": "$x^{ \\frac", "text": "\x1b\u4e2d$", "covariance": -0.5}
+    found = {"covariance": {"mean": 0.1, "tokens": [token]}, "mismatch": {}}
+    assert draw_tokens(found, tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_gradient_is_the_slope_of_the_values_in_any_direction(run, tmp_path):
     config = dataclasses.replace(module._config_of(run, str(tmp_path)), state=None)
     policy = load_policy(config, ALONE).double()
@@ -147,7 +161,10 @@ def test_the_command(run, tmp_path, capsys):
     assert len(found["sweep"]) == 2 and math.isfinite(found["curvature"])
     assert "Cov(log π, A)" in said and "Trainer − sampler, rest" in said and "Fisher kernel of 9 tokens (adamw)" in said
     assert len(found["kernel"]["cosines"]) == 9 and found["kernel"]["sgd"]["others"] != 0
-    assert (tmp_path / "study" / "kernel.png").is_file() and (tmp_path / "study" / "position.png").is_file()
+    assert all((tmp_path / "study" / f"{name}.png").is_file() for name in ("kernel", "position", "tokens"))
+    answers = found["kernel"]["sequences"]
+    assert len(answers["cosines"]) == len(answers["task"]) > 2 and answers["cosines"][0][0] == pytest.approx(1)
+    assert set(answers["task"]) == set(range(max(answers["task"]) + 1)) and answers["cosines"][0][1] != pytest.approx(1)
     assert re.search(r"Half of it is in the first \d+ of \d+ tokens", said)
     assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
 

@@ -60,6 +60,8 @@ PROJECTED = 4096
 """Numbers that a token's gradient is projected to, where …"""
 MOST_WHOLE = 10**8
 """… tokens times parameters are more than this."""
+SEQUENCES = 32
+"""Answers between which there is a kernel."""
 FACTORS = (-4.0, -1.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """Of the learning rate: the sweep."""
 
@@ -253,7 +255,8 @@ class _Study:
 
     def _kernel(self, count: int) -> dict[str, Any]:
         """Return what the kernel of the step's first `count` tokens says of their entropy, for SGD and, once there are moments,
-        with AdamW's preconditioner; and the last of these as cosines, by "sequence" of each token."""
+        with AdamW's preconditioner; and the last of these as cosines, by "sequence" of each token. "sequences": cosines of whole
+        answers, with the "task" of each."""
         taken = max(int(value) for name, value in self.moments.items() if name.endswith(".step"))
         kinds: dict[str, Vector | None] = {"sgd": None}
         if taken:
@@ -282,9 +285,28 @@ class _Study:
             kernel = fisher_kernel(torch.cat(parts))
             change = entropy_change(kernel, logprobs_N, force_N)
             found[kind] = {"own": change.own, "others": change.others, "whole": change.whole}
-            norms = kernel.diagonal().sqrt()
-            found["cosines"] = (kernel / norms[:, None] / norms[None]).nan_to_num().float().tolist()
-        return found
+            found["cosines"] = _cosines(torch.cat(parts))
+        return found | {"sequences": self._between_sequences(list(kinds.values())[-1])}
+
+    def _between_sequences(self, preconditioner: Vector | None) -> dict[str, Any]:
+        """Return cosines of the gradients of the first answers' log-probabilities, and the number of each one's task."""
+        size = sum(p.numel() for p in self.names.values())
+        projection = Projection(self.names, PROJECTED, self.seed) if SEQUENCES * size > MOST_WHOLE else None
+        gradients: list[Tensor] = []
+        tasks: list[Tensor] = []
+        for batch in self.step.microbatches(dataclasses.replace(self.config, rows_per_microbatch=1), self.here.device):
+            out = self.policy(*policy_inputs(batch), HeadOptions(trained=batch["trained"]))
+            owners = batch["sample_ids"].flatten()[batch["trained"]]
+            there = torch.unique(owners)[: SEQUENCES - sum(map(len, tasks))]
+            sums = out.logprobs.new_zeros(len(batch["sample_keys"])).index_add(0, owners, out.logprobs)[there]
+            gradients.append(token_gradients(sums, self.names, projection=projection, preconditioner=preconditioner))
+            tasks.append(batch["sample_keys"][there, 0])
+            if sum(map(len, tasks)) >= SEQUENCES:
+                break
+        return {
+            "cosines": _cosines(torch.cat(gradients)),
+            "task": torch.unique(torch.cat(tasks), return_inverse=True)[1].tolist(),
+        }
 
     def _response(self, batch: EntropyBatch, update: Update, factors: Sequence[float]) -> dict[str, Any]:
         vector, eta = update.whole(), self.eta
@@ -310,6 +332,13 @@ class _Study:
             "sweep": [vars(one) for one in sweep],
             "linear_regime": linear_regime(sweep),
         }
+
+
+def _cosines(gradients: Tensor) -> list[list[float]]:
+    kernel = fisher_kernel(gradients)
+    norms = kernel.diagonal().sqrt()
+    found: list[list[float]] = (kernel / norms[:, None] / norms[None]).nan_to_num().float().tolist()
+    return found
 
 
 def decoder_of(model: str) -> Callable[[list[int]], str]:

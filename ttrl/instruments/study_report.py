@@ -62,6 +62,7 @@ def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
     write_json(path, json.loads(json.dumps(found)))
     draw_response(found, picture)
     pictures = [picture, draw_position(found["entropy"]["by_position"], folder / "position.png")]
+    pictures.append(draw_tokens(found, folder / "tokens.png"))
     return [path, *pictures, *([draw_kernel(found["kernel"], folder / "kernel.png")] if "kernel" in found else [])]
 
 
@@ -101,15 +102,46 @@ def draw_position(by_position: Sequence[float], path: Path) -> Path:
 
 
 def draw_kernel(found: Mapping[str, Any], path: Path) -> Path:
-    """Draw the kernel's cosines, with lines between sequences. Returns the path."""
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    axes = figure.subplots()
-    picture = axes.imshow(found["cosines"], cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
-    sequence = found["sequence"]
-    for place in (place for place in range(1, len(sequence)) if sequence[place] != sequence[place - 1]):
-        axes.axhline(place - 0.5, linewidth=0.4, color="black")
-        axes.axvline(place - 0.5, linewidth=0.4, color="black")
-    axes.set(title="cosines of the gradients of tokens", xlabel="token t′", ylabel="token t")
-    figure.colorbar(picture)
+    """Draw the kernel's cosines: of tokens, with lines between answers, and of answers, with lines between prompts. Returns the
+    path."""
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    both = figure.subplots(1, 2)
+    answers = found["sequences"]
+    for axes, cosines, owners, what in (
+        (both[0], found["cosines"], found["sequence"], "token"),
+        (both[1], answers["cosines"], answers["task"], "answer"),
+    ):
+        picture = axes.imshow(cosines, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+        for place in (place for place in range(1, len(owners)) if owners[place] != owners[place - 1]):
+            axes.axhline(place - 0.5, linewidth=0.4, color="black")
+            axes.axvline(place - 0.5, linewidth=0.4, color="black")
+        axes.set(title=f"cosines of the gradients of {what}s", xlabel=f"{what} t′", ylabel=f"{what} t")
+    figure.colorbar(picture, ax=both)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
+    """Draw which tokens move the entropy most, where trainer and sampler differ, and what of the kernel's δH tokens do to
+    themselves and to each other. Returns the path."""
+    kernel: Mapping[str, Any] = found.get("kernel", {})
+    kinds = [kind for kind in ("sgd", "adamw") if kind in kernel]
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    left, *others = figure.subplots(1, 3 if kinds else 2, width_ratios=(2, 1, 1)[: 3 if kinds else 2])
+    tokens = found["covariance"]["tokens"][::-1]
+    left.barh(range(len(tokens)), [one["covariance"] for one in tokens])
+    texts = [f"{one['before'][-24:]!a} → {one['text']!a}" for one in tokens]
+    left.set_yticks(range(len(tokens)), texts, fontsize=7, parse_math=False)  # what a model wrote may look like mathematics
+    left.set(title=f"(log π − mean)·(A − mean); the mean is {found['covariance']['mean']:.3g}")
+    names = list(found["mismatch"])
+    others[0].bar(names, [found["mismatch"][name]["rms"] for name in names])
+    others[0].set(title="trainer − sampler", ylabel="rms of log π, nats")
+    if kinds:
+        for part, shift in (("own", -0.2), ("others", 0.2)):
+            places = [place + shift for place in range(len(kinds))]
+            others[1].bar(places, [kernel[kind][part] for kind in kinds], 0.4, label={"own": "t = t′", "others": "t ≠ t′"}[part])
+        others[1].set_xticks(range(len(kinds)), kinds)
+        others[1].set(title="δH/η, Fisher kernel")
+        others[1].legend()
     figure.savefig(path, dpi=150)
     return path

@@ -4,6 +4,7 @@ Of each iteration every optimizer step is studied: made of half of its answers, 
 there, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 
 from ttrl.errors import RunFolderError
 from ttrl.instruments.study import study
-from ttrl.system.files import write_json
+from ttrl.system.files import read_jsonl, write_json
 
 LINEAR = 0.5
 """A step is in the linear regime where the second order is at most this share of the first, as the two predict."""
@@ -94,12 +95,33 @@ def last_words(found: Mapping[str, Any]) -> str:
 
 
 def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write study.json and the picture into a folder. Raises StorageError."""
+    """Write study.json and the pictures into a folder. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
     path, picture = folder / "study.json", folder / "steps.png"
     write_json(path, dict(found))
     draw_steps(found, picture)
-    return [path, picture]
+    metrics = Path(found["run"], "metrics.jsonl")
+    noise = [row for row in read_jsonl(metrics) if "scale" in row.get("gradient_noise", {})] if metrics.is_file() else []
+    return [path, picture, *([draw_noise(noise, folder / "noise.png")] if noise else [])]
+
+
+def draw_noise(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw the gradient noise scale with its interval, and the share of the noise that comes from samples. rows: of
+    metrics.jsonl. Returns the path."""
+    x, noise = [row["iteration"] for row in rows], [row["gradient_noise"] for row in rows]
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    above.plot(x, [one["scale"] for one in noise], label="noise scale")
+    ends = [(one.get("low", one["scale"]), one.get("high", math.nan)) for one in noise]
+    above.fill_between(x, [low for low, _ in ends], [high for _, high in ends], alpha=0.2, label="95% interval")
+    above.plot(x, [one["prompts"] for one in noise], "--", label="prompts of a step")
+    above.set(yscale="log", ylabel="prompts", title="the batch at which noise equals signal")
+    above.legend()
+    below.plot(x, [one.get("from_samples", math.nan) for one in noise])
+    below.xaxis.get_major_locator().set_params(integer=True)
+    below.set(xlabel="iteration", ylabel="share of the noise\nfrom samples", ylim=(0, 1))
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def draw_steps(found: Mapping[str, Any], path: Path) -> None:

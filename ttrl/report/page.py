@@ -37,7 +37,7 @@ FILE_NAME = "report.html"
 MAX_TABLE_ROWS = 120
 MAX_PICTURE = 2**20
 """Bytes of a picture of a study."""
-_STUDY_PICTURES = ("steps.png", "study.png", "position.png", "kernel.png")
+_STUDY_PICTURES = ("steps.png", "noise.png", "study.png", "position.png", "tokens.png", "kernel.png")
 _PNG = b"\x89PNG"
 _HERE = Path(__file__).parent
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
