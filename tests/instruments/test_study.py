@@ -98,6 +98,20 @@ def test_the_second_step_of_an_iteration_is_studied_where_the_first_has_led(two_
         assert larger / smaller == pytest.approx(4, rel=0.3)
 
 
+def test_adapters_alone_are_studied_where_they_alone_are_trained(model_folder, tmp_path):
+    """The second step of an iteration, so that both of an adapter's matrices have a gradient."""
+    samples = [dataclasses.replace(one, sample=n % 6) for n, one in enumerate(random_samples(2, (3, 5, 8, 4), 6))]
+    packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(tmp_path / "packed.safetensors")
+    values = {"model": str(model_folder()), "packed": str(tmp_path / "packed.safetensors"), "output_dir": str(tmp_path)}
+    values |= {"device": "cpu", "lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "updates_per_iteration": 2}
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values))
+    grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
+    found = study(tmp_path / "checkpoint", sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
+    assert found["step"]["cosine"] > 0.9999 and found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-4)
+    errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
+    assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
+
+
 def test_every_step_of_every_iteration(two_steps, capsys):
     assert main(["study", str(two_steps.parents[2]), "--sequences", "16"]) == 0
     found = json.loads((two_steps.parents[2] / "study" / "study.json").read_text())

@@ -108,4 +108,7 @@ def test_the_servers_speed_counts_what_they_held_out_meanwhile(tmp_path, monkeyp
         stats |= {"mean_reward": 1.0, "metrics": {}, "num_samples": 1, "num_failed": 0, "finish_reasons": {}}
         flops = {"prefill": 1.0, "decode": 2.0, "per_second": per_second}
         folder.mark(phase, [], {"seconds": 4.0, "flops": flops, "stats": stats})
-    assert metrics_row(iteration)["server"]["flops_per_second"] == speed
+    assert metrics_row(iteration)["server"] == {"flops_per_second": speed}
+    iteration.mark("train", [], {"seconds": 1.0, "trained": True, "steps": [{"matmul_peak": 70.0, "lr": 1e-5, "global_step": 1}]})
+    row = metrics_row(iteration)
+    assert row["server"].get("peak_share") == pytest.approx(speed / 70), row
