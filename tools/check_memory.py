@@ -314,7 +314,7 @@ def on_gpu(chosen: dict[str, Case], folder: Path, with_moments: bool) -> None:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            before, held = torch.cuda.memory_allocated(), 0.0
+            before = torch.cuda.memory_allocated()
             config = GRPOConfig.parse(settings, "check")
             with ranks(config) as here:
                 grpo_recipe.train(config, here)
@@ -364,8 +364,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="lines of the table, or parts of their names; all unless given")
     parser.add_argument("--moments", action="store_true")
     parser.add_argument("--default-heap", action="store_true")
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--gpu", action="store_true", help="measure on this machine's GPU")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="with --gpu: where models are made (20 GB)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

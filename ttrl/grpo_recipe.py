@@ -11,8 +11,8 @@ the result is the same bit for bit. The settings: `ttrl.configs.GRPOConfig`. Wit
 iteration after the other, with the same result (`ttrl.training.resident`). Without a pack, nothing is trained: the model, which
 lies in output_dir/checkpoint, gets its canary.
 
-Has run on CPU with one process and with two over gloo, and on one GPU (tests/gpu: the same updates to 1e-5, with every
-switch); on several: never.
+Has run on CPU with one process and with two over gloo, and on one GPU (tests/gpu: the same updates to 1e-5; `cpu_offload` ran,
+and was not compared); on several: never.
 """
 
 import logging

@@ -11,11 +11,10 @@ import check_parity
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_models import random_samples
+from support.tiny_models import save_packs
 
 from ttrl import grpo_recipe, sft_recipe
 from ttrl.configs import GRPOConfig, SFTConfig
-from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import TrainerMemoryError
 from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
@@ -89,12 +88,7 @@ def test_families_compute_what_transformers_does(family, tmp_path, record_proper
 @pytest.fixture
 def chain(model_folder, tmp_path):
     """Trains iterations, each from the one before: `chain("NAME", residence, **settings)` returns their folders."""
-    for number in range(ITERATIONS):
-        samples = random_samples(number, prompts=(1, 7), completions=4)
-        samples = [dataclasses.replace(sample, reward=float(place % 2)) for place, sample in enumerate(samples)]
-        packed = packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0)
-        assert packed.num_rows >= 2
-        packed.save(tmp_path / f"packed{number}.safetensors")
+    save_packs(tmp_path, ITERATIONS, 4)
 
     def train(name, residence=None, first=None, family="qwen2", **settings):
         folders, start = [], {"model": str(first or model_folder(family))}

@@ -215,6 +215,9 @@ def test_a_command_shows_no_secrets(monkeypatch):
     words = ["--header", "X-Own: sesame", "--pat", "sesame", "--set", "judge={headers: {X-Own: sesame}, n: 1}", "--lr", "1"]
     monkeypatch.setattr(sys, "argv", ["run.py", *words])
     shown = lock.describe_process()["command"]
+    odd = ["--set", "a={when: 2026-11-26, 2026-11-26: 1, token: sesame}", "b=&x [*x]", "c={", "note: all is well"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *odd])
+    assert "sesame" not in (said := lock.describe_process()["command"]) and "2026-11-26" in said and "b=***" in said
     assert "sesame" not in shown and shown.startswith("run.py --header") and shown.endswith("--lr 1") and "X-Own" in shown
     secret = ["--set", "server.api_key=sesame", "max_tokens=7", 'loggers=[{"name": "wandb", "api_key": "sesame"}]', "lr=1"]
     addresses = ["cache=s3://b/x?secret_access_key=sesame&region=r", "https://sesame@host/v1", "az://c@account/x"]

@@ -1,5 +1,6 @@
 """Tiny models of every family, float64 references, and samples to pack."""
 
+import dataclasses
 import math
 import random
 import shutil
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
@@ -66,6 +68,16 @@ def random_samples(seed, prompts=(1, 2, 7), completions=4, longest=9):
                 sample(prompt, completion, advantage=draw.gauss(0, 1), logprobs=logprobs, number=number, task=f"g{group}")
             )
     return samples
+
+
+def save_packs(folder, count, completions):
+    """packed0.safetensors and so on, each of several short rows: of an iteration each."""
+    for number in range(count):
+        samples = random_samples(number, prompts=(1, 7), completions=completions)
+        samples = [dataclasses.replace(sample, reward=float(place % 2)) for place, sample in enumerate(samples)]
+        packed = packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0)
+        assert packed.num_rows >= 2
+        packed.save(folder / f"packed{number}.safetensors")
 
 
 BYTES_TEMPLATE = (

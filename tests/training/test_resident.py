@@ -1,6 +1,5 @@
 """What stays in memory between iterations: the same files, byte for byte, as when each iteration loads those of the last one."""
 
-import dataclasses
 import json
 import os
 import re
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_models import random_samples
+from support.tiny_models import random_samples, save_packs
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
@@ -32,12 +31,7 @@ ITERATIONS = 3
 @pytest.fixture
 def chain(model_folder, tmp_path):
     """Trains iterations, each from the one before: `chain("NAME", residence, **settings)` returns their folders."""
-    for number in range(ITERATIONS):
-        samples = random_samples(number, prompts=(1, 7), completions=3)
-        samples = [dataclasses.replace(sample, reward=float(place % 2)) for place, sample in enumerate(samples)]
-        packed = packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0)
-        assert packed.num_rows >= 2
-        packed.save(tmp_path / f"packed{number}.safetensors")
+    save_packs(tmp_path, ITERATIONS, 3)
     reference = tmp_path / "reference"
     reference.mkdir()
     tensors = load_file(model_folder() / "model.safetensors")

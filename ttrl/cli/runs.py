@@ -117,7 +117,9 @@ def run_study(arguments: argparse.Namespace) -> int:
         from ttrl.instruments import study_run
         from ttrl.instruments.study import FACTORS, study
         from ttrl.instruments.study_report import study_text, write_study
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("matplotlib"):
+            raise
         raise UserError(f"what is studied is drawn with matplotlib ({error}); pip install matplotlib") from error
     from ttrl.report.page import leave_report
 

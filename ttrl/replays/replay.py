@@ -106,7 +106,9 @@ def replay(
     training = None
     if train:
         if regrader.only_evaluates:
-            raise UserError(f"--train with {regrader.reference}, which is for evaluation alone: {regrader.only_evaluates}")
+            raise UserError(
+                f"--train with {regrader.reference}, which is for evaluation alone: {regrader.only_evaluates}; leave --train out"
+            )
         from ttrl.replays.training import ReplayTraining  # loads torch, which grading does without
 
         training = ReplayTraining(folder.path, original, numbers, from_checkpoints=from_checkpoints)

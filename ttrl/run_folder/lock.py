@@ -35,7 +35,7 @@ from typing import IO, Any
 
 import yaml
 
-from ttrl.configs.base import without_secrets
+from ttrl.configs.base import HIDDEN, without_secrets
 from ttrl.errors import RunFolderError, RunFolderInUseError, StorageError
 from ttrl.system.files import again, create_text, json_text, make_folders, write_text
 from ttrl.system.object_store import redact
@@ -113,7 +113,11 @@ def _shown(words: Iterable[str]) -> Iterator[str]:
         with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
             parsed = yaml.safe_load(value)  # as --set reads it
         nested = isinstance(parsed, dict | list)
-        shown = json.dumps(without_secrets(parsed, name)) if nested else without_secrets(value, name)
+        try:  # YAML has dates, keys that are no text, and lists within themselves
+            hidden = without_secrets(parsed if nested else value, name)
+            shown = json.dumps(hidden, default=str, skipkeys=True) if nested else hidden
+        except (ValueError, RecursionError):
+            shown = HIDDEN
         yield f"{name}={shown}" if equals else shown
         before = word if word.startswith("-") else ""
 

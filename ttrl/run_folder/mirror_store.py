@@ -68,7 +68,8 @@ class MirrorStore:
             try:
                 found = obstore.get(store, key)
                 if found.meta["size"] > _MOST_READ:
-                    raise ValueError(f"it has {gib(found.meta['size'])}, and what is read at once has {gib(_MOST_READ)} at most")
+                    size, most = gib(found.meta["size"]), gib(_MOST_READ)
+                    raise ValueError(f"it has {size}, and {most} at most are read; no run writes so much there: remove it")
                 return bytes(found.bytes()), Tag(found.meta["e_tag"], found.meta["version"])
             except FileNotFoundError:
                 return None

@@ -9,12 +9,12 @@ Two things are watched in the one backward pass that there is:
               SKETCH × SKETCH numbers at random: E|projected|² = |x|². What a sample does to the gradient at the prompt's
               positions is left out, as it cannot be told apart there by sample
 
-The sketch only divides the noise between prompts and samples; after the top layer it would be wrong, and call twice as much of it
-noise between samples. In 1,024 batches of the quickstart it found 0.22 of the noise between samples where batches that were drawn
-again say 0.26, and S/|G|² 0.9 times as large (tools/check_noise.py); a few groups weigh so much in either figure that 1,024
-batches leave a factor of two. A norm reads each gradient once, which is
-little beside the products that made it; `seconds` says how much (on a GPU, of the CPU that launched it). Where a microbatch is
-very small, of 100 tokens and a model of a million parameters, looking takes 5 to 7% of it.
+The sketch only divides the noise between prompts and samples; after the top layer it would be wrong, and call twice as much of
+it noise between samples. In 1,024 batches of the quickstart it found 0.22 of the noise between samples where batches that were
+drawn again say 0.26, and S/|G|² 0.9 times as large (tools/check_noise.py); a few groups weigh so much in either figure that
+1,024 batches leave a factor of two. A norm reads each gradient once, which is little beside the products that made it;
+`seconds` says how much (on a GPU, of the CPU that launched it). Where a microbatch is very small, of 100 tokens and a model of
+a million parameters, looking takes 5 to 7% of it.
 
 Shapes: B rows, T tokens, N trained positions of a microbatch, D width, S samples, L lines (one for each sample of each
 microbatch), d depths, r and q = SKETCH. Has run on CPU, alone and over gloo, and on one GPU.
@@ -225,7 +225,7 @@ def _within(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> flo
 
     counts = of_task(torch.ones_like(advantages))
     spread = of_task(advantages.square()) / counts - (of_task(advantages) / counts).square()
-    if not _have_unit_length(spread):
+    if not _have_unit_length(advantages, task_S):
         return float((x - means[task_S]).square().sum())
     c = counts[task_S]
     total, squares = (of_task(power)[task_S] for power in (advantages, advantages.square()))
@@ -236,9 +236,10 @@ def _within(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> flo
     return float((pseudo - (of_task(pseudo) / counts[:, None])[task_S]).square().sum())
 
 
-def _have_unit_length(spread: Tensor) -> bool:
-    """Tell by their variance in each task whether advantages are divided by its root."""
-    return float(((spread - 1).abs() < 1e-3).double().mean()) >= 0.9
+def _have_unit_length(advantages: Tensor, task_S: Tensor) -> bool:
+    """Tell whether advantages, whose mean in each task is 0, are divided by the root of their mean square there."""
+    squares = torch.zeros(int(task_S.max()) + 1, dtype=advantages.dtype).index_add_(0, task_S, advantages.square())
+    return float(((squares / torch.bincount(task_S) - 1).abs() < 1e-3).double().mean()) >= 0.9
 
 
 def _alike(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> dict[str, Any] | None:
@@ -254,7 +255,5 @@ def _alike(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> dict
     for chosen in (is_high & ~is_low, is_low):
         sums = torch.zeros(len(means), facts.shape[1], dtype=x.dtype).index_add_(0, task_S[chosen], facts[chosen])
         found.append(torch.cat([sums[:, :2], sums[:, 2:].square().sum(dim=1, keepdim=True)], dim=1))
-    counts = torch.bincount(task_S, minlength=len(means)).clamp(min=1)
-    spread = torch.zeros(len(means), dtype=x.dtype).index_add_(0, task_S, advantages.square()) / counts
     lengths = means.square().sum(dim=1, keepdim=True)
-    return {"unit": _have_unit_length(spread), "tasks": torch.cat([*found, lengths], dim=1).tolist()}
+    return {"unit": _have_unit_length(advantages, task_S), "tasks": torch.cat([*found, lengths], dim=1).tolist()}
