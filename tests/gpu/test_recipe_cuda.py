@@ -16,6 +16,7 @@ from support.tiny_models import save_packs
 from ttrl import grpo_recipe, sft_recipe
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import TrainerMemoryError
+from ttrl.instruments.certificate import certify
 from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.parallel.distributed import Ranks, ranks
@@ -232,6 +233,11 @@ def test_supervised_steps_are_those_of_the_cpu(tmp_path):
 
 
 # The machine
+
+
+def test_the_certificate_of_this_gpu():
+    cases = list(certify(HERE.device))
+    assert [case for case in cases if case.passed is False] == [] and any(case.passed for case in cases)
 
 
 def test_the_plan_knows_the_gpu(record_property):

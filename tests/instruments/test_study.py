@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -110,6 +111,29 @@ def test_adapters_alone_are_studied_where_they_alone_are_trained(model_folder, t
     assert found["step"]["cosine"] > 0.9999 and found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-4)
     errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
+
+
+def test_the_reference_of_a_part_is_that_of_its_own_tokens(run, model_folder, tmp_path):
+    """With KL over the vocabulary, a step holds the reference's hidden states at its labels: a half has those of its own."""
+    config = module._config_of(run, str(tmp_path))
+    reference = {"reference_model": str(model_folder()), "kl_coefficient": 0.1, "kl_estimator": "full", "rows_per_microbatch": 1}
+    study_of = module._Study(dataclasses.replace(config, **reference), ALONE, 0, "fp32", 0)
+    samples, _ = halves(study_of.step.rows, torch.Generator().manual_seed(0))
+    part, whole = study_of._part(samples), study_of.step
+    wanted = torch.isin(whole.rows.sample_ids, torch.tensor(samples))
+    for row, (states, had) in enumerate(zip(whole.reference_hidden, whole.rows.labels != -100, strict=True)):
+        assert torch.equal(part.reference_hidden[row], states[wanted[row][had]])
+    assert 0 < sum(map(len, part.reference_hidden)) < sum(map(len, whole.reference_hidden))
+    study_of._update(part)
+
+
+def test_without_matplotlib_the_command_says_so(run, monkeypatch, capsys):
+    for name in ("study_run", "study_report"):
+        monkeypatch.delitem(sys.modules, f"ttrl.instruments.{name}", raising=False)
+        monkeypatch.delattr(f"ttrl.instruments.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["study", str(run)]) == 2
+    assert "drawn with matplotlib" in capsys.readouterr().err
 
 
 def test_every_step_of_every_iteration(two_steps, capsys):
