@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ttrl import TrainConfig, train
+from ttrl import Task, TrainConfig, train
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ModelFolderError, WeightSyncError
 from ttrl.ready_models import ready_model
@@ -19,7 +19,6 @@ from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sleep, sync_weights
 from ttrl.system.files import read_jsonl
-from ttrl.tasks.structured_output import get_structured_output_tasks
 from ttrl.training.canary import canary_tokens, compute_canary, half_precision
 from ttrl.training.checkpoints import hand_over, save_checkpoint
 from ttrl.training.parallel.distributed import Ranks
@@ -87,7 +86,7 @@ def server(request, folder, checkpoints):
         served_model_name="policy",
         log_path=folder / f"{request.param}.log",
         dtype="bfloat16",
-        max_model_len=1024,
+        max_model_len=512,
         extra_args=settings | {"enable_sleep_mode": True, "worker_extension_cls": "support.faulty_worker.FaultyWeightSync"},
         env={
             "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
@@ -183,16 +182,25 @@ WAYS = {  # name: (settings, how weights come to the server)
 }
 
 
+def share_of_e(choice):
+    """Any model has a signal in it."""
+    answer = choice.message.content or ""
+    return answer.count("e") / max(1, len(answer))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run(way, model, tmp_path, record_property):
     changes, mode = WAYS[way]
     settings = {"run": str(tmp_path / "run"), "model": str(model), "iterations": 2, "tasks_per_iteration": 4}
-    settings |= {"samples_per_task": 16, "max_tokens": 48, "seq_len": 1024, "device": "cuda"}
+    settings |= {"samples_per_task": 16, "max_tokens": 48, "seq_len": 512, "device": "cuda"}
     settings |= changes | {"training": {"lr": 2e-5, "updates_per_iteration": 2} | changes.get("training", {})}
     result = train(
         TrainConfig(**settings),
-        get_structured_output_tasks("train", n=16, lenient=True),
-        get_structured_output_tasks("validation", n=8, lenient=True),
+        [
+            Task([{"role": "user", "content": f"Say {word}."}], share_of_e)
+            for word in ("tree", "sea", "bee", "hello", "one", "yes")
+        ],
+        [Task([{"role": "user", "content": "Say three."}], share_of_e)],
         quiet=True,
     )
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
