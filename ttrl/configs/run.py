@@ -185,8 +185,8 @@ class TrainConfig(Config):
     """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
     weight_sync: Literal["auto", "reload", "restart", "sleep", "memory"] = "auto"
     """How new weights reach the servers: "reload" in place; "restart" with a new server, which is stopped while the trainer
-    works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2; never
-    run on a GPU); "memory" in place, out of a resident trainer's memory on this machine, and from files where that is not
+    works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2);
+    "memory" in place, out of a resident trainer's memory on this machine, and from files where that is not
     possible; servers sleep as well where they share GPUs with a trainer that works while they do not. "auto": "memory", where
     nobody needs files and, with GPUs, the machine has the memory; else "sleep" where they take turns; else "reload"."""
     save_every: int = 1

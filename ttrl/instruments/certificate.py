@@ -2,8 +2,8 @@
 
 Every part is judged by another way to the same numbers: attention and head by float64, whole steps in each setting by the plain
 step in fp32 on the CPU, parked weights and what servers take by their bits. Printed is one JSON object a line for each case, as
-it is done; a case that raises is a failed one, and the others go on. What a machine lacks is left out, and said. Never run on a
-GPU yet.
+it is done; a case that raises is a failed one, and the others go on. What a machine lacks is left out, and said. Never run to
+its end on a GPU yet.
 
 Shapes: B rows, T tokens, H query heads, K key/value heads, E dimension of a head, N positions, D width, V vocabulary.
 """

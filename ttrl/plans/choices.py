@@ -3,7 +3,7 @@
 One pure function of the model's config.json, the GPUs' memory and the config, for `train`, `plan` and `ttrl plan` alike. What the
 config sets stays as it is; on CPUs nothing is chosen. Rows are taken to be full, and adapters are advised, never chosen: they
 change what is trained. The figures are those of `ttrl.costs`; a trainer's were held to an H100, those of trainer and server
-together to no GPU yet.
+together to no GPU yet, though both have worked in turn on one.
 """
 
 import dataclasses
@@ -163,7 +163,7 @@ def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> It
     meanwhile = "servers free their memory while the trainer works" if in_turn else "servers stay up while the trainer works"
     from_files = ("sleep" if in_turn else "reload", meanwhile)
     values = {"placement": placement, "weight_sync": "memory"}
-    reasons = {"placement": why, "weight_sync": f"{meanwhile}, and need no files; never run on a GPU"}
+    reasons = {"placement": why, "weight_sync": f"{meanwhile}, and need no files"}
     if (needs_files := config.files_because) is not None:
         values["weight_sync"], reasons["weight_sync"] = from_files[0], f"{meanwhile}; {needs_files}"
     if placement == "colocated":

@@ -67,7 +67,7 @@ def gpu_named(name: str) -> Machine:
 
 
 def gpus_here() -> list[float]:
-    """Return the bytes of each GPU of this machine. Never run on a GPU."""
+    """Return the bytes of each GPU of this machine."""
     import torch
 
     if not torch.cuda.is_available():
@@ -83,7 +83,7 @@ def host_here() -> float:
 def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
     """Measure where the run will run, by its `device`; product: (width in, width out) of the model's largest matrix product.
 
-    For CUDA the first GPU, by its data sheet where that is known; never run on a GPU. Raises UserError where the config wants a
+    For CUDA the first GPU, by its data sheet where that is known. Raises UserError where the config wants a
     GPU that is not here.
     """
     import torch

@@ -300,8 +300,8 @@ def reset_prefix_cache(server: ServerConnection) -> None:
 
 def sleep(server: ServerConnection) -> None:
     """Free the memory of weights and KV cache. With level 2 of vLLM's sleep nothing is left, so `sync_weights(..., asleep=True)`
-    wakes it; the base under adapters, which no sync loads again, waits in the machine's memory (level 1). Never run on a GPU; on
-    a CPU, vLLM frees nothing. Raises ServerError."""
+    wakes it; the base under adapters, which no sync loads again, waits in the machine's memory (level 1). Level 2 has run on
+    an H100, level 1 on no GPU; on a CPU, vLLM frees nothing. Raises ServerError."""
     server.close_to_all()
     reset_prefix_cache(server)
     server.request("POST", f"/sleep?level={1 if server.serves_adapters else 2}", timeout=_LOAD_SECONDS)

@@ -7,8 +7,8 @@ every worker does:
     /start_weight_update, /update_weights {"update_info": {}}, /finish_weight_update
 
 The memory is laid out as a safetensors file. vLLM's own `load_weights` narrows each tensor to what this worker holds, so of a
-mapped model it reads no more than that. Has run on CPU; a GPU copies from here as from a file, also into a server that has woken
-its weights alone (sleep of level 2). Never run on one."""
+mapped model it reads no more than that. A GPU copies from here as from a file, also into a server that has woken its weights
+alone (sleep of level 2). Has run on CPUs and on one H100."""
 
 import json
 import mmap

@@ -15,7 +15,7 @@ into a parameter compares and writes nothing. So vLLM's own names, fusing and sh
 element of every parameter is compared with the file, bit for bit. If a parameter was discarded after packing, the file's goes
 into a buffer, and the packed copy is read out: given the rows of the identity it returns its content bit for bit; if that costs
 too much, it is asked for sums with random signs. Not compared: quantised layers, experts, adapters, and buffers (tables of rotary
-embeddings); those are verified by the canary. Never run on a GPU."""
+embeddings); those are verified by the canary. Has run on one H100, where nothing is packed."""
 
 import contextlib
 import copy
