@@ -19,6 +19,7 @@ SCRIPT = textwrap.dedent(
     import sys
     from ttrl import TrainConfig
     from ttrl.cluster.lead import run_detached
+    from ttrl.errors import RunFolderError
     from ttrl.system.console import Console
 
     folder, address, iterations = sys.argv[1:]
@@ -33,6 +34,8 @@ SCRIPT = textwrap.dedent(
             print(place, file=file, flush=True)
         while not Path(folder, "gate").exists():
             time.sleep(0.05)
+        if Path(folder, "fails").exists():
+            raise RunFolderError("the disk is gone")
         Path(folder, "finished").write_text(place)
         return place
 
@@ -104,6 +107,20 @@ def test_one_lead_that_outlives_its_machine_and_its_driver(tmp_path: Path) -> No
         (tmp_path / "gate").touch()
         assert "result" in fourth.communicate(timeout=90)[0] and fourth.returncode == 0
         assert len(begun(tmp_path)) == 3
+        # A run that fails while nobody waits: the same command says why, and starts it anew.
+        (tmp_path / "gate").unlink()
+        fifth = driver(tmp_path, cluster)
+        wait_for(lambda: len(begun(tmp_path)) == 4)
+        fifth.send_signal(signal.SIGKILL)
+        fifth.communicate()
+        (tmp_path / "fails").touch()
+        (tmp_path / "gate").touch()
+        time.sleep(10.5)
+        (tmp_path / "fails").unlink()
+        sixth = driver(tmp_path, cluster)
+        said = sixth.communicate(timeout=90)[0]
+        assert "note: the run ended while nobody waited for it: the disk is gone" in said and sixth.returncode == 0, said
+        assert len(begun(tmp_path)) == 5
 
 
 @pytest.mark.e2e

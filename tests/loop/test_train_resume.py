@@ -2,10 +2,12 @@
 
 import json
 import signal
+import sys
+import types
 
 import pytest
 
-from ttrl import Task
+from ttrl import Task, TrainConfig, train
 from ttrl.errors import (
     RunFolderError,
 )
@@ -296,3 +298,19 @@ def test_a_run_of_before_held_out_samples_were_greedy_goes_on_as_it_was_begun(wo
     assert world.temperatures == {"held-out": {0.7}, "task": {0.7}}
     assert "held-out samples are drawn at temperature 0.7" in capsys.readouterr().out
     assert "validation_temperature: 0.7\n" in path.read_text()
+
+
+def test_on_a_cluster_what_may_change_is_asked_where_the_command_runs(tmp_path, monkeypatch):
+    """The variables of the lead's machine are those of `ray start`."""
+    told = []
+    lead = types.ModuleType("ttrl.cluster.lead")
+    lead.run_detached = lambda config, work, arguments, console: told.append(arguments)
+    monkeypatch.setitem(sys.modules, "ttrl.cluster.lead", lead)
+    monkeypatch.setenv("TTRL_REDO", "3")
+    monkeypatch.setenv("TTRL_ALLOW_CHANGES", "training.lr,seed")
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(run="runs/r", model="tiny", iterations=5, tasks_per_iteration=1, cluster="auto")
+    train(config, [Task([{"role": "user", "content": "?"}], lambda choice: 1.0)], allow_changes=["max_tokens"])
+    (arguments,) = told
+    assert arguments["redo"] == 3 and arguments["allow_changes"] == ["max_tokens", "training.lr", "seed"]
+    assert arguments["config"].run == str(tmp_path / "runs/r")

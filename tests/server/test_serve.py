@@ -1,16 +1,19 @@
 """A server for runs on other hosts."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from ttrl import cli
 from ttrl.errors import ServerDiedError, UserError
+from ttrl.server import connection
 from ttrl.server import serve as serve_module
 from ttrl.server.auth import derived
 from ttrl.server.connection import JoinedServer
@@ -123,6 +126,31 @@ def test_one_that_dies_in_the_middle_of_an_answer_is_gone(answer):
         server.api_key = "it has proven before that it knows it"
         with pytest.raises(ServerDiedError, match="cannot be reached"):
             server.request("GET", "/v1/models")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("part", "pause", "why"), [(b" " * 2**20, 0, "sent more than 2 MiB"), (b" ", 0.02, r"not complete after 0\.3 s")]
+)
+def test_an_answer_without_an_end_is_not_waited_for(part, pause, why, monkeypatch):
+    monkeypatch.setattr(connection, "_MOST_BYTES", 2**21)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            there, _ = listening.accept()
+            with there, contextlib.suppress(OSError):
+                there.recv(4096)
+                there.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                while True:
+                    there.sendall(part)
+                    time.sleep(pause)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server = JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20)
+        with pytest.raises(OSError, match=why):
+            server._http("GET", "/health", None, 0.3, with_key=False)
         thread.join()
 
 

@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import secrets
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -135,16 +136,20 @@ class ServerConnection:
         headers = {"Content-Type": "application/json", **(headers or {})}
         if with_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        data = None if body is None else json.dumps(body).encode()
+        data, deadline = None if body is None else json.dumps(body).encode(), time.monotonic() + timeout
         request = urllib.request.Request(f"{self.root_url}{path}", data=data, headers=headers, method=method)  # noqa: S310
         try:
             with self._opener.open(request, timeout=timeout) as answer:
-                data = answer.read(_MOST_BYTES + 1)
-                if len(data) > _MOST_BYTES:
-                    raise ConnectionError(f"it sent more than {gib(_MOST_BYTES)}")
-                if answer.length:  # read(n) takes a shorter one for whole
+                found = bytearray()
+                while part := answer.read1(2**20):  # the socket's timeout is that of each part
+                    found += part
+                    if len(found) > _MOST_BYTES:
+                        raise ConnectionError(f"it sent more than {gib(_MOST_BYTES)}")
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"its answer was not complete after {timeout:g} s")
+                if answer.length:  # a shorter one ends as a whole one does
                     raise ConnectionError(f"its answer ended {answer.length} bytes too early")
-                return answer.status, data.decode()
+                return answer.status, found.decode()
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read(2**20).decode(errors="replace")
