@@ -190,11 +190,12 @@ def test_the_servers_tokens_are_its_text(started, tokenizer):
         assert (choice["token_ids"][-1] == tokenizer.eos_token_id) == (choice["finish_reason"] == "stop")
 
 
-def test_healthy_weights_are_accepted(server, checkpoints):
+def test_healthy_weights_are_accepted(server, started, checkpoints):
     for checkpoint in (checkpoints[1], checkpoints[0]):
         report = sync_weights(server, checkpoint)
         assert (report.mode, report.fell_back, report.comparison.unchecked) == ("reload", None, 0)
         assert report.canary_max_difference > 0  # or bf16 would not have been compared
+    assert "Attempted to load weight" not in started.log_path.read_text()  # a line for each tensor: fp32 becomes bf16
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from ttrl.vllm_worker.memory import MappedWeights, pack_again
 
 logger = logging.getLogger(__name__)
+# Checkpoints are in fp32 and servers in bf16: a line for each tensor, twice at each sync, would hide what matters.
+logging.getLogger("vllm.model_executor.models.utils").addFilter(lambda line: "with dtype %s into" not in str(line.msg))
 
 EXACT_FLOPS = 2e10
 """Packed copies are read out whole if that costs no more than this; else they are probed."""

@@ -1,0 +1,60 @@
+"""An agent that knows nothing of ttrl, trained as it is: OpenAI's client in a loop that asks again until the answer is JSON.
+
+    python recipes/json_agent.py [--model smollm2-135m] [--run runs/json_agent] [--seed 0]
+
+`extract` could be anybody's: all that it needs is the address, the key and the name of a model. ttrl gives each sample an
+endpoint of its own in front of the policy; what is asked there is trained, in as many turns as it took, with the reward of the
+last answer. Interrupt it whenever you like: the same command continues where it left off.
+"""
+
+from openai import AsyncOpenAI
+
+from ttrl import TrainConfig, agent_task
+from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.tasks.structured_output import get_structured_output_tasks, read_object
+
+TRIES = 3
+
+
+async def extract(messages: list[dict], base_url: str, api_key: str, model: str) -> str:
+    """Return what the model says at last: a JSON object, or its third answer that is none."""
+    messages = list(messages)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(TRIES):
+            completion = await client.chat.completions.create(model=model, messages=messages)
+            answer = completion.choices[0].message.content or ""
+            if read_object(answer) is not None:
+                break
+            again = "That is no JSON object. Write the object, and nothing else."
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": again}]
+    return answer
+
+
+async def agent(session):
+    await extract(session.messages, session.base_url, session.api_key, session.model)
+
+
+def tasks(split: str, n: int, seed: int = 0) -> list:
+    """What sentences say, as JSON: graded by the last answer of the agent's conversation."""
+    return [agent_task(agent, task.grader, messages=task.messages) for task in get_structured_output_tasks(split, n=n, seed=seed)]
+
+
+if __name__ == "__main__":
+    arguments = script_arguments(__doc__, run="runs/json_agent", iterations=12, model="smollm2-135m")
+    config = TrainConfig(
+        run=str(arguments.run),
+        model=arguments.model,
+        iterations=arguments.iterations,
+        tasks_per_iteration=8,
+        samples_per_task=8,
+        max_tokens=48,
+        seq_len=1024,
+        seed=arguments.seed,
+        training={"lr": 2e-5, "updates_per_iteration": 2, "drift_rows": "first_update"},
+        weight_sync=arguments.weight_sync,
+        nproc_per_node=arguments.nproc_per_node,
+        validation_metric="exact",
+        stop_at=0.9,
+    )
+    held_out = tasks("validation", 32)
+    print(run_recipe(arguments, config, tasks("train", 1024, arguments.seed), held_out, "sentences written exactly"))
