@@ -129,6 +129,23 @@ def test_a_judge_that_fails_fails_the_sample(server: Server) -> None:
     assert "1 reply cannot be compared" in sample.error
 
 
+def test_a_judge_without_a_score_is_asked_for_it(server: Server) -> None:
+    """A greedy one would answer the same question as before."""
+    server.behaviour = lambda body: "It is good." if len(body["messages"]) == 1 else "Score: 5"
+    (sample,) = sampled(Judge(model="j", base_url=server.url, rubric="r"), n=1)
+    assert sample.reward == 0.5 and [len(body["messages"]) for _, body in server.asked] == [1, 3]
+    _, said, again = server.asked[1][1]["messages"]
+    assert said == {"role": "assistant", "content": "It is good."} and "Score: N" in again["content"]
+
+
+def test_only_what_was_tried_again_is_called_so(server: Server) -> None:
+    for status, tries in ((400, 1), (503, 2)):
+        server.asked.clear()
+        server.behaviour = lambda body, status=status: status
+        (sample,) = sampled(Judge(model="j", base_url=server.url, rubric="r", retries=1), n=1)
+        assert len(server.asked) == tries and sample.error.endswith("(2 tries)") == (tries == 2), sample.error
+
+
 def test_a_request_is_tried_again(server: Server) -> None:
     server.behaviour = lambda body: 503 if len(server.asked) < 3 else "Score: 10"
     (sample,) = sampled(Judge(model="j", base_url=server.url, rubric="r"), n=1)
@@ -206,16 +223,17 @@ def test_scores_that_cannot_be_read(server: Server, text: str) -> None:
 
 def test_a_reward_model(server: Server) -> None:
     server.behaviour = lambda body: {"data": [{"data": [[-3.0], [1.5 + quality(body["messages"][-1]["content"])]]}]}
-    model = RewardModel(model="r", base_url=server.url, messages=tuple(ASK), params={"use_activation": False})
+    model = RewardModel(model="r", base_url=server.url, messages=tuple(ASK), params={"user": "u"})
     assert [sample.reward for sample in sampled(model, n=2)] == [1.5, 2.5]
     path, body = server.asked[0]
     assert (
         path == "/pooling"
-        and body["use_activation"] is False
+        and (body["user"], body["use_activation"]) == ("u", False)  # the reward itself, not its sigmoid
         and [one["role"] for one in body["messages"]] == ["user", "assistant"]
     )
-    server.behaviour = lambda body: {"data": []}
-    assert "sent no number" in sampled(model, n=1)[0].error
+    for data, problem in (([], "no number"), ([{"data": [[]]}], "no number"), ([{"data": [0.1, 0.2]}], "2 numbers")):
+        server.behaviour = lambda body, data=data: {"data": data}
+        assert f"sent {problem}" in sampled(model, n=1)[0].error
 
 
 @pytest.mark.parametrize(

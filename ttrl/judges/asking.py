@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAIError
+from openai import APIStatusError, AsyncOpenAI, OpenAIError
 
 from ttrl.errors import GraderError, UserError, describe
 from ttrl.tasks.task import Choice
@@ -82,9 +82,8 @@ class Asked:
             async with limit:
                 found: Any = await client.post(path, cast_to=object, body=dict(body))
         except OpenAIError as error:
-            raise GraderError(
-                f"the judge {self.model} at {self.base_url}: {describe(error)} ({self.retries + 1} tries)"
-            ) from error
+            tries = "" if _is_final(error) else f" ({self.retries + 1} tries)"
+            raise GraderError(f"the judge {self.model} at {self.base_url}: {describe(error)}{tries}") from error
         usage = found.get("usage") if isinstance(found, dict) else None
         usage = usage if isinstance(usage, dict) else {}
         await asyncio.to_thread(self._keep, key, json.dumps(found))
@@ -127,6 +126,11 @@ class Asked:
                 yield connection
         except sqlite3.Error as error:
             raise GraderError(f"the judge's cache {os.fspath(self.cache)}: {error}") from error
+
+
+def _is_final(error: OpenAIError) -> bool:
+    """Tell whether openai's client sends no request again after it, such as one that is too long."""
+    return isinstance(error, APIStatusError) and error.status_code < 500 and error.status_code not in (408, 409, 429)
 
 
 def conversation_of(choice: Choice) -> tuple[str, str]:

@@ -5,7 +5,6 @@ or gives no score that can be read, fails the sample; it is never a zero, which 
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ _PROMPT = (
     "Rubric:\n{rubric}\n\n{shown}\n\nThink briefly. End with one line, Score: N, where N is a number from {low:g} (worst) to "
     "{high:g} (best)."
 )
+_AGAIN = "That ended without a score. Answer with one line alone, Score: N, where N is a number from {low:g} to {high:g}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Judge(Asked):
     """Grades a reply from 0 to 1, by a rubric in words. Raises UserError for a scale of no length.
 
     rubric: what is good. task: what the reply answers, where a choice does not say it (a rollout's does); shown to the judge.
-    scale: the numbers it is asked for, worst and best, which become 0 and 1. tries: how often it is asked, with other seeds,
-    until its score can be read.
+    scale: the numbers it is asked for, worst and best, which become 0 and 1. tries: how often it is asked until its score can be
+    read; after the first, it is shown what it said, as a greedy judge would say it again.
     """
 
     rubric: str
@@ -51,13 +51,15 @@ class Judge(Asked):
             if text or name == "reply"
         ]
         content = _PROMPT.format(rubric=self.rubric, shown="\n\n".join(shown), low=low, high=high)
-        messages: Sequence[Mapping[str, str]] = [{"role": "user", "content": content}]
+        messages = [{"role": "user", "content": content}]
         answers: list[Any] = []
         for seed in range(self.tries):
             answers.append(await self.chat(messages, seed))
             score = read_score(answers[-1].body)
             if score is not None and low <= score <= high:
                 return (score - low) / (high - low), self.costs(answers)
+            messages.append({"role": "assistant", "content": answers[-1].body or "…"})
+            messages.append({"role": "user", "content": _AGAIN.format(low=low, high=high)})
         said = short(answers[-1].body[-200:], 200)
         raise GraderError(f"the judge {self.model} gave no score from {low:g} to {high:g} in {self.tries} tries; it ended {said}")
 

@@ -1,4 +1,4 @@
-"""A reward model as a grader: a classifier with one output that vLLM serves (`vllm serve MODEL --runner pooling`)."""
+"""A reward model as a grader: a classifier with one output that vLLM serves (`ttrl serve MODEL --vllm runner=pooling`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,11 @@ class RewardModel(Asked):
     """Gives the reward that the model computes for the conversation with its reply, as it is: no scale is known.
 
     base_url: with /v1, as of other servers; vLLM's pooling endpoint lies beside it. messages: what the reply answers, the task's
-    own; a rollout's choice brings them itself. params: sent along, such as {"use_activation": False}.
+    own; a rollout's choice brings them itself. params: sent along; {"use_activation": True} gives vLLM's own default, for most
+    models the sigmoid of the reward.
 
-    The last number of the last position is taken, which is the whole output of a model with one.
+    Of a model that gives each position a number, the last one is taken. Several for one position, as of an embedding model or a
+    classifier with more labels, are no reward.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -27,15 +29,16 @@ class RewardModel(Asked):
         """Return (reward, metrics). Raises GraderError."""
         reply = {"role": "assistant", "content": choice.message.content or ""}
         messages = getattr(choice, "messages", None) or [*map(dict, self.messages), reply]
-        body = {"model": self.model, "messages": messages, **self.params}
+        body = {"model": self.model, "messages": messages, "use_activation": False, **self.params}
         answer = await self.post(self.base_url.rstrip("/").removesuffix("/v1") + "/pooling", body)
-        value: Any = answer.body
         try:
-            value = value["data"][0]["data"]
-            while isinstance(value, list):
-                value = value[-1]
+            numbers: Any = answer.body["data"][0]["data"]
+            while isinstance(numbers[-1], list):
+                numbers = numbers[-1]
         except (LookupError, TypeError):
-            value = None
-        if not is_number(value):
+            numbers = None
+        if isinstance(numbers, list) and len(numbers) > 1:
+            raise GraderError(f"the reward model {self.model} sent {len(numbers)} numbers; serve a classifier with one output")
+        if not isinstance(numbers, list) or not is_number(numbers[0]):
             raise GraderError(f"the reward model {self.model} sent no number: {short(answer.body, 120)}")
-        return float(value), self.costs([answer])
+        return float(numbers[0]), self.costs([answer])
