@@ -119,7 +119,7 @@ def test_a_judge_that_fails_fails_the_sample(server: Server) -> None:
     server.behaviour = lambda body: "Score: 11" if quality(shown(body)[0][1]) == 1 else "Score: 10"
     samples = sampled(Judge(model="j", base_url=server.url, rubric="r"), n=2)
     assert samples[0].reward == 1.0 and samples[1].reward is None
-    assert "gave no score from 0 to 10 in 2 tries; it ended 'Score: 11'" in samples[1].error
+    assert "2 times, and did not end with one line, Score: N, where N is a number from 0 to 10; it ended 'S" in samples[1].error
     server.behaviour = lambda body: 400
     (sample,) = sampled(Judge(model="j", base_url=server.url, rubric="r"), n=1)
     assert sample.reward is None and "the judge j at http" in sample.error
@@ -136,6 +136,17 @@ def test_a_judge_without_a_score_is_asked_for_it(server: Server) -> None:
     assert sample.reward == 0.5 and [len(body["messages"]) for _, body in server.asked] == [1, 3]
     _, said, again = server.asked[1][1]["messages"]
     assert said == {"role": "assistant", "content": "It is good."} and "Score: N" in again["content"]
+
+
+@pytest.mark.parametrize(("group", "verdict"), [(Ranking, '{"scores": [0.5, 0.5, 0.5, 0.5]}'), (Pairwise, "Better: tie")])
+def test_one_verdict_that_cannot_be_read_costs_no_group(server: Server, group: Any, verdict: str) -> None:
+    """Of 240 comparisons of 16 replies, some are."""
+    server.behaviour = lambda body: "Both are fine." if len(body["messages"]) == 1 else verdict
+    samples = sampled(group_grader=group(model="j", base_url=server.url, rubric="r", prices=(0.0, 1e6)))
+    assert [sample.reward for sample in samples] == [0.5] * 4
+    asked = len(server.asked)
+    assert asked == 2 * (2 if group is Ranking else 12)
+    assert sum(sample.metrics["judge_dollars"] for sample in samples) == pytest.approx(asked * 10)  # tokens of an answer
 
 
 def test_only_what_was_tried_again_is_called_so(server: Server) -> None:
@@ -218,7 +229,7 @@ def test_orders_follow_the_seed(server: Server) -> None:
 def test_scores_that_cannot_be_read(server: Server, text: str) -> None:
     server.behaviour = lambda body: text
     samples = sampled(group_grader=Ranking(model="j", base_url=server.url, rubric="r"))
-    assert all("gave no 4 scores from 0 to 1" in sample.error for sample in samples)
+    assert all("2 times, and did not end with one line of JSON, with 4 scores from 0 to 1" in s.error for s in samples)
 
 
 def test_a_reward_model(server: Server) -> None:

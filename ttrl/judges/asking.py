@@ -7,9 +7,9 @@ import json
 import os
 import sqlite3
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from openai import APIStatusError, AsyncOpenAI, OpenAIError
 
@@ -17,6 +17,7 @@ from ttrl.errors import GraderError, UserError, describe
 from ttrl.tasks.task import Choice
 from ttrl.text import short
 
+Verdict = TypeVar("Verdict")
 _TABLE = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)"
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 """Clients, and the semaphores that limit them, belong to an event loop; a judge may be used in several, and travel."""
@@ -126,6 +127,45 @@ class Asked:
                 yield connection
         except sqlite3.Error as error:
             raise GraderError(f"the judge's cache {os.fspath(self.cache)}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts(Asked):
+    """Asks a model that judges by a rubric.
+
+    rubric: what is good, in words. task: what replies answer, shown to the judge. tries: how often it is asked until what it says
+    can be read; after the first, it is shown what it said, as a greedy judge would say it again. Raises UserError.
+    """
+
+    rubric: str
+    task: str = ""
+    tries: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.rubric.strip() or self.tries < 1:
+            raise UserError(
+                f"a judge needs a rubric, which says in words what is good, and at least one of its {self.tries} tries"
+            )
+
+    async def verdict(
+        self, content: str, form: str, read: Callable[[str], Verdict | None], seed: int = 0
+    ) -> tuple[Verdict, list[Answer]]:
+        """Ask until `read` finds something in the answer; return that, and all answers.
+
+        form: what it should end with, in words. Raises GraderError where it never does.
+        """
+        messages, answers = [{"role": "user", "content": content}], list[Answer]()
+        for number in range(self.tries):
+            answers.append(await self.chat(messages, seed + number))
+            if (found := read(answers[-1].body)) is not None:
+                return found, answers
+            messages.append({"role": "assistant", "content": answers[-1].body or "…"})
+            messages.append({"role": "user", "content": f"That did not end with {form}. Answer with that alone."})
+        raise GraderError(
+            f"the judge {self.model} was asked {self.tries} times, and did not end with {form}; it ended "
+            f"{short(answers[-1].body[-200:], 200)}"
+        )
 
 
 def _is_final(error: OpenAIError) -> bool:

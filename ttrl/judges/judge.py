@@ -6,13 +6,11 @@ or gives no score that can be read, fails the sample; it is never a zero, which 
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from ttrl.errors import GraderError, UserError
-from ttrl.judges.asking import Asked, conversation_of, fenced
+from ttrl.errors import UserError
+from ttrl.judges.asking import Verdicts, conversation_of, fenced
 from ttrl.tasks.answers import after_thinking
 from ttrl.tasks.task import Choice
-from ttrl.text import short
 
 _SCORE = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)\b(?!\s*(?:/|to|or|-)\s*\d)", re.IGNORECASE)
 _PROMPT = (
@@ -20,27 +18,23 @@ _PROMPT = (
     "Rubric:\n{rubric}\n\n{shown}\n\nThink briefly. End with one line, Score: N, where N is a number from {low:g} (worst) to "
     "{high:g} (best)."
 )
-_AGAIN = "That ended without a score. Answer with one line alone, Score: N, where N is a number from {low:g} to {high:g}."
+_FORM = "one line, Score: N, where N is a number from {low:g} to {high:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judge(Asked):
+class Judge(Verdicts):
     """Grades a reply from 0 to 1, by a rubric in words. Raises UserError for a scale of no length.
 
-    rubric: what is good. task: what the reply answers, where a choice does not say it (a rollout's does); shown to the judge.
-    scale: the numbers it is asked for, worst and best, which become 0 and 1. tries: how often it is asked until its score can be
-    read; after the first, it is shown what it said, as a greedy judge would say it again.
+    task: where a choice does not say it; a rollout's does. scale: the numbers it is asked for, worst and best, which become 0 and
+    1. The rest as in Verdicts.
     """
 
-    rubric: str
-    task: str = ""
     scale: tuple[float, float] = (0.0, 10.0)
-    tries: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.rubric.strip() or not self.scale[0] < self.scale[1] or self.tries < 1:
-            raise UserError(f"a judge needs a rubric, a scale such as (0, 10), not {self.scale}, and at least one of its tries")
+        if not self.scale[0] < self.scale[1]:
+            raise UserError(f"a judge needs a scale such as (0, 10), not {self.scale}")
 
     async def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (0 to 1, metrics). Raises GraderError."""
@@ -51,17 +45,13 @@ class Judge(Asked):
             if text or name == "reply"
         ]
         content = _PROMPT.format(rubric=self.rubric, shown="\n\n".join(shown), low=low, high=high)
-        messages = [{"role": "user", "content": content}]
-        answers: list[Any] = []
-        for seed in range(self.tries):
-            answers.append(await self.chat(messages, seed))
-            score = read_score(answers[-1].body)
-            if score is not None and low <= score <= high:
-                return (score - low) / (high - low), self.costs(answers)
-            messages.append({"role": "assistant", "content": answers[-1].body or "…"})
-            messages.append({"role": "user", "content": _AGAIN.format(low=low, high=high)})
-        said = short(answers[-1].body[-200:], 200)
-        raise GraderError(f"the judge {self.model} gave no score from {low:g} to {high:g} in {self.tries} tries; it ended {said}")
+
+        def within(text: str) -> float | None:
+            score = read_score(text)
+            return score if score is not None and low <= score <= high else None
+
+        score, answers = await self.verdict(content, _FORM.format(low=low, high=high), within)
+        return (score - low) / (high - low), self.costs(answers)
 
 
 def read_score(text: str) -> float | None:

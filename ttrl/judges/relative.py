@@ -6,18 +6,19 @@ rewards, and is reported as the metric `position_bias`.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ttrl.errors import GraderError, UserError
-from ttrl.judges.asking import Answer, Asked, conversation_of, fenced
+from ttrl.judges.asking import Answer, Verdict, Verdicts, conversation_of, fenced
 from ttrl.tasks.answers import after_thinking
 from ttrl.tasks.task import Choice
-from ttrl.text import is_number, short
+from ttrl.text import is_number
 
 Graded = list[tuple[float, dict[str, float]]]
 _SHOWN = (
@@ -28,26 +29,17 @@ _RANK = (
     "You compare {count} replies to the same task. " + _SHOWN + "Give each a score from 0 to 1; those that are as good get the "
     'same. End with one line of JSON, such as {{"scores": [0.2, 0.9]}}, with {count} numbers in the order of the replies.'
 )
-_PAIR = (
-    "You compare {count} replies to the same task. " + _SHOWN + "Which is better? End with one line, Better: 1, Better: 2, or "
-    "Better: tie."
-)
+_PAIR_FORM = "one line, Better: 1, Better: 2, or Better: tie"
+_PAIR = "You compare {count} replies to the same task. " + _SHOWN + f"Which is better? End with {_PAIR_FORM}."
 _SCORES = re.compile(r'\{\s*"scores"\s*:\s*\[[^\[\]{}]*\]\s*\}')
 _BETTER = re.compile(r"better\W{0,6}(1|2|tie)\b(?!\s*(?:/|or|and|to)\b)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Comparing(Asked):
-    """rubric: what is good. task: what the replies answer, shown to the judge. seed: of the orders."""
+class _Comparing(Verdicts):
+    """seed: of the orders."""
 
-    rubric: str
-    task: str = ""
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.rubric.strip():
-            raise UserError("a judge needs a rubric: say in words what is good")
 
     def _texts(self, choices: Sequence[Choice]) -> list[str]:
         if len(choices) < 2:
@@ -57,12 +49,14 @@ class _Comparing(Asked):
             for before, reply in map(conversation_of, choices)
         ]
 
-    async def _ask(self, prompt: str, texts: Sequence[str]) -> Answer:
+    async def _ask(
+        self, prompt: str, texts: Sequence[str], form: str, read: Callable[[str], Verdict | None]
+    ) -> tuple[Verdict, list[Answer]]:
         salt = "".join(sorted(texts))
         shown = [fenced(self.task, "task", salt)] if self.task else []
         shown += [f"Reply {number}:\n{fenced(text, 'reply', salt)}" for number, text in enumerate(texts, 1)]
         content = prompt.format(rubric=self.rubric, shown="\n\n".join(shown), count=len(texts))
-        return await self.chat([{"role": "user", "content": content}], self.seed)
+        return await self.verdict(content, form, read, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +81,15 @@ class Ranking(_Comparing):
             order = list(range(len(texts)))
             random.Random(f"{self.seed} {number} {sorted(texts)}").shuffle(order)
             orders += [order, order[::-1]]
-        answers = await asyncio.gather(*(self._ask(_RANK, [texts[place] for place in order]) for order in orders))
-        given = [self._scores(answer.body, len(texts)) for answer in answers]
+        form = f"one line of JSON, with {len(texts)} scores from 0 to 1"
+        read = functools.partial(_scores, count=len(texts))
+        found = await asyncio.gather(*(self._ask(_RANK, [texts[place] for place in order], form, read) for order in orders))
+        given, answers = [scores for scores, _ in found], [answer for _, asked in found for answer in asked]
         scores = [[row[order.index(place)] for row, order in zip(given, orders, strict=True)] for place in range(len(texts))]
         half = len(texts) // 2
         bias = sum(sum(row[:half]) - sum(row[-half:]) for row in given) / half / len(given)
         costs = self.costs(answers, len(texts))
         return [(sum(own) / len(own), {"position_bias": bias, "order_spread": max(own) - min(own), **costs}) for own in scores]
-
-    def _scores(self, text: str, count: int) -> list[float]:
-        found = _SCORES.findall(after_thinking(text))
-        try:
-            scores = json.loads(found[-1])["scores"] if found else None
-        except ValueError:
-            scores = None
-        if scores is None or len(scores) != count or not all(is_number(one) and 0 <= one <= 1 for one in scores):
-            raise GraderError(f"the judge {self.model} gave no {count} scores from 0 to 1; it ended {short(text[-200:], 200)}")
-        return [float(one) for one in scores]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +104,9 @@ class Pairwise(_Comparing):
         """Return (reward, metrics) of each. Raises GraderError."""
         texts = self._texts(choices)
         pairs = list(itertools.permutations(range(len(texts)), 2))
-        answers = await asyncio.gather(*(self._ask(_PAIR, [texts[a], texts[b]]) for a, b in pairs))
-        first = {pair: self._first_wins(answer.body) for pair, answer in zip(pairs, answers, strict=True)}
+        found = await asyncio.gather(*(self._ask(_PAIR, [texts[a], texts[b]], _PAIR_FORM, _first_wins) for a, b in pairs))
+        first = {pair: won for pair, (won, _) in zip(pairs, found, strict=True)}
+        answers = [answer for _, asked in found for answer in asked]
         bias = sum(2 * won - 1 for won in first.values()) / len(pairs)
         costs, rest = self.costs(answers, len(texts)), len(texts) - 1
         graded: Graded = []
@@ -130,8 +117,16 @@ class Pairwise(_Comparing):
             graded.append((won, {"position_bias": bias, "order_agreement": agreed, **costs}))
         return graded
 
-    def _first_wins(self, text: str) -> float:
-        found = _BETTER.findall(after_thinking(text).replace("*", ""))
-        if not found:
-            raise GraderError(f"the judge {self.model} gave no verdict; it ended {short(text[-200:], 200)}")
-        return {"1": 1.0, "2": 0.0, "tie": 0.5}[found[-1].lower()]
+
+def _scores(text: str, count: int) -> list[float] | None:
+    found = _SCORES.findall(after_thinking(text))
+    try:
+        scores = json.loads(found[-1])["scores"] if found else []
+    except ValueError:
+        return None
+    return [float(one) for one in scores] if len(scores) == count and all(is_number(s) and 0 <= s <= 1 for s in scores) else None
+
+
+def _first_wins(text: str) -> float | None:
+    found = _BETTER.findall(after_thinking(text).replace("*", ""))
+    return {"1": 1.0, "2": 0.0, "tie": 0.5}[found[-1].lower()] if found else None
