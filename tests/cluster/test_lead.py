@@ -8,11 +8,12 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.ray_cluster import RayCluster, cluster_of
 
-from ttrl.errors import ConfigError, ServerDiedError, UserError
+from ttrl.errors import ConfigError, RunFolderError, ServerDiedError, UserError
 
 SCRIPT = textwrap.dedent(
     """
@@ -136,6 +137,24 @@ def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(tmp
         knowing = driver(tmp_path, cluster)
         said = knowing.communicate(timeout=90)[0]
         assert knowing.returncode == 0 and "result" in said, said
+
+
+def test_a_name_that_is_said_to_be_taken_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ray:// an actor is there at once, and its first method raises."""
+    ray = pytest.importorskip("ray")
+    from ttrl import TrainConfig
+    from ttrl.cluster import lead
+    from ttrl.system.console import Console
+
+    taken = ray.exceptions.ActorAlreadyExistsError("the name is taken")
+    actor, other = Mock(), Mock()
+    actor.remote.return_value.__ray_ready__ = Mock(remote=Mock(side_effect=taken))
+    monkeypatch.setattr(lead, "actor_class", Mock(return_value=actor))
+    monkeypatch.setattr(lead.ray, "get_actor", Mock(return_value=other))
+    monkeypatch.setattr(lead.ray, "get", Mock(return_value=(False, "another program waits for it")))
+    config = TrainConfig(run=str(tmp_path / "run"), model="tiny", iterations=1, cluster="ray://127.0.0.1:10001", device="cpu")
+    with pytest.raises(RunFolderError, match="another program waits for it"):
+        lead._begin(config, print, {}, Console())
 
 
 def test_errors_travel_as_words() -> None:

@@ -170,7 +170,9 @@ def _begin(config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, **_wanted(config)}
     for _ in range(20):
         try:
-            return actor_class(kind, **options).remote(), True
+            actor = actor_class(kind, **options).remote()
+            actor.__ray_ready__.remote()  # by ray:// a name that is taken is only said now
+            return actor, True
         except ValueError:  # the name is taken
             try:
                 other = ray.get_actor(name, namespace=NAMESPACE)
