@@ -39,6 +39,8 @@ class World:
     """Bytes per second of the shared file system, for all readers together."""
     link_rate: float = 20e9
     """Bytes per second into one replica, from memory."""
+    copy_rate: float = 2e9
+    """Bytes per second that one thread copies: the lead into Ray's object store, a replica out of it."""
     mean_life: float = 24 * 3600.0
     """Between failures of one replica."""
     repair: float = 300.0
@@ -85,10 +87,16 @@ def broadcast(world: World, count: int) -> float:
     return world.file_bytes / world.link_rate * (1 + math.log2(count) / 8)
 
 
+def object_store(world: World, count: int) -> float:
+    """Files for up to 4 replicas; for more, a tree of copies from store to store, into which one copies and out of which each."""
+    return through_files(world, count) if count <= 4 else 2 * world.file_bytes / world.copy_rate + broadcast(world, count)
+
+
 DESIGNS = [
     Design("one process, files", math.inf, through_files),
-    Design("a worker per 16 replicas, files (today)", 16, through_files),
-    Design("a worker per 16 replicas, broadcast", 16, broadcast),
+    Design("a worker per 16 replicas, files", 16, through_files),
+    Design("the same, object store (today)", 16, object_store),
+    Design("the same, GPU to GPU", 16, broadcast),
     Design("the same, one policy behind", 16, broadcast, overlapped=True),
 ]
 

@@ -22,6 +22,7 @@ class Silent:
 
 
 def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrl.cluster.broadcast import Broadcast
     from ttrl.cluster.replicas import ReplicaServer
 
     waited: list[float] = []
@@ -31,7 +32,7 @@ def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return [], refs
 
     monkeypatch.setattr(ray, "wait", wait)
-    server = ReplicaServer(3, Silent(), "key", "float32", start_timeout=0.0)
+    server = ReplicaServer(3, Silent(), "key", "float32", 0.0, Broadcast(1))
     for _ in range(4):
         with pytest.raises(ServerDiedError, match="replica-3 is being started on some machine of the cluster"):
             server.check()

@@ -238,6 +238,22 @@ def test_a_server_of_somebody_else_is_not_restarted(fake_server, checkpoints):
             sync_weights(server, checkpoints[1])
 
 
+def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(fake_server, checkpoints, tmp_path):
+    near = shutil.copytree(checkpoints[1], tmp_path / "near")
+    (checkpoints[1] / "weight").unlink()  # nobody needs it
+
+    class Replica(JoinedServer):
+        def nearer(self, checkpoint):
+            return near
+
+    with fake_server() as there:
+        server = Replica(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
+        assert sync_weights(server, checkpoints[1]).comparison.compared == 4
+        (near / "weight").write_text((checkpoints[0] / "weight").read_text())
+        with pytest.raises(WeightSyncError, match="not those that the trainer wrote"):
+            sync_weights(server, checkpoints[1])
+
+
 def test_nan_is_a_mismatch(fake_server, checkpoints):
     with fake_server("nan") as server:
         report = check_canary(server, Canary.load(checkpoints[0]))

@@ -13,7 +13,8 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.connection import Words, as_words, begin_actor, from_words, has_gpus
+from ttrl.cluster.broadcast import Broadcast, Pieces, Staged
+from ttrl.cluster.connection import Words, as_words, begin_actor, from_words, has_gpus, last_line
 from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError
@@ -25,6 +26,11 @@ from ttrl.server.vllm import seconds_to_start
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 5.0
+_BY_FILES = 4
+"""Up to so many servers read one file system no later than two copies more would take (docs/scale.md)."""
+_STAGE_SECONDS = 60.0
+_SLOWEST = 2e7
+"""Bytes a second of weights that are waited for: a network of 1 GbE has five times as many."""
 _PAUSE_SECONDS = 30.0
 """After which a server that did not start is tried again: its GPU may not be free yet, or its disk slow."""
 
@@ -37,6 +43,7 @@ class Replica:
         self._server.host, self._server.api_key = ray.util.get_node_ip_address(), key
         self._url: str | None = None
         self._problem: Words | None = None
+        self._staged = Staged()
         threading.Thread(target=self._serve, name="server", daemon=True).start()
 
     def _serve(self) -> None:
@@ -55,13 +62,22 @@ class Replica:
         """Return (address, what went wrong); neither while it starts."""
         return self._url, self._problem
 
+    def stage(self, checkpoint: Path, name: str, pieces: Pieces, size: int) -> Path:
+        """Bring a checkpoint's weights to this machine; return the folder. Raises OSError."""
+        return self._staged.put(checkpoint, name, pieces, size)
+
+    def drop(self) -> None:
+        """Give back the memory that it took."""
+        self._staged.drop()
+
 
 class ReplicaServer(JoinedServer):
     """The lead's side of a replica."""
 
-    def __init__(self, number: int, actor: Any, key: str, dtype: str, start_timeout: float) -> None:
+    def __init__(self, number: int, actor: Any, key: str, dtype: str, start_timeout: float, broadcast: Broadcast) -> None:
         super().__init__(f"replica-{number}", served_model_name=MODEL_NAME, dtype=dtype, api_key=key)
-        self._actor, self._patience = actor, start_timeout
+        self._number, self._actor, self._patience, self._broadcast = number, actor, start_timeout, broadcast
+        self._near: tuple[Path, Path] | None = None
         self._asked: Any = None  # what it has not answered yet
 
     def check(self) -> None:
@@ -74,6 +90,34 @@ class ReplicaServer(JoinedServer):
         if url != self._root_url:
             self._root_url, self.api_key = url, ""  # it has to prove anew that it knows the key
         super().check()
+
+    def nearer(self, checkpoint: Path) -> Path:
+        """Bring a checkpoint to the replica's machine, once for each sync; return the folder there, or the checkpoint itself."""
+        if self._near is None or self._near[0] != checkpoint:
+            self._near = checkpoint, self._bring(checkpoint)
+        return self._near[1]
+
+    def _bring(self, checkpoint: Path) -> Path:
+        if self._broadcast.replicas <= _BY_FILES or (sent := self._broadcast.of(checkpoint)) is None:
+            return checkpoint
+        try:
+            found: Path = ray.get(self._actor.stage.remote(checkpoint, *sent), timeout=_STAGE_SECONDS + sent[-1] / _SLOWEST)
+            return found
+        except (OSError, ray.exceptions.RayError) as error:
+            logger.warning("%s reads %s itself: %s", self.base_url, checkpoint, last_line(error))
+            return checkpoint
+
+    def close_to_all(self) -> None:
+        """Refuse requests that name weights, as any server."""
+        self._near = None
+        super().close_to_all()
+
+    def open_to(self, version: str) -> None:
+        """Answer requests again, as any server; what its weights were read from is not needed any more."""
+        super().open_to(version)
+        if self._near is not None and self._near[0] != self._near[1]:
+            self._actor.drop.remote()
+        self._broadcast.serves(self._number)
 
     def _find(self) -> str | None:
         seconds = _ANSWER_SECONDS if self._asked is None else 0.0  # one whose machine is cut off delays the run once
@@ -97,9 +141,10 @@ def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[Replica
     key = secrets.token_urlsafe(32)
     takes = {"num_cpus": 1, "num_gpus": gpus_of_a_server(config.server)} if has_gpus(config) else {"num_cpus": 1}
     patience = config.start_timeout or seconds_to_start(model)
-    found = []
+    broadcast, found = Broadcast(config.replicas), []
     for number in range(config.replicas):
-        options = {"max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD", **takes}
+        options = {"max_concurrency": 2, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD", **takes}
         actor = begin_actor(Replica, options, config, model, logs / f"server_{number}.log", key)
-        found.append(ReplicaServer(number, actor, key, "bfloat16" if config.dtype == "bf16" else "float32", patience))
+        dtype = "bfloat16" if config.dtype == "bf16" else "float32"
+        found.append(ReplicaServer(number, actor, key, dtype, patience, broadcast))
     return found

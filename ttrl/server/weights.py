@@ -232,7 +232,7 @@ def load_weights(server: ServerConnection, folder: Path) -> None:
     elif not server.serves_adapters:  # a server with adapters has had its base since its start
         method = "ttrl_load_weights" if server.worker_extension else "reload_weights"
         name = "folder" if server.worker_extension else "weights_path"
-        body = {"method": method, "kwargs": {name: str(folder)}}
+        body = {"method": method, "kwargs": {name: str(server.nearer(folder))}}
         server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)
         if isinstance(server, VLLMServer):
             server.model_folder = folder  # what a later restart loads
@@ -245,7 +245,9 @@ def compare_weights(server: ServerConnection, source: str | os.PathLike[str] | H
     if not server.worker_extension or server.serves_adapters:
         return WeightComparison()
     where: dict[str, Any] = (
-        {"memory": source.memory, "parts": source.places} if isinstance(source, Handover) else {"folder": os.fspath(source)}
+        {"memory": source.memory, "parts": source.places}
+        if isinstance(source, Handover)
+        else {"folder": str(server.nearer(Path(source)))}
     )
     body = {"method": "ttrl_compare_weights", "kwargs": where}
     workers: list[dict[str, Any]] = server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)["results"]
