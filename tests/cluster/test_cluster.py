@@ -27,7 +27,7 @@ SCRIPT = textwrap.dedent(
     from pathlib import Path
     from ttrl import Task, TrainConfig, train
 
-    run, model, address, nnodes, servers, workers, iterations = sys.argv[1:]
+    run, model, address, nnodes, servers, workers, iterations, rank = sys.argv[1:]
 
     def grade(choice):
         metrics = Path(run, "metrics.jsonl")
@@ -40,7 +40,7 @@ SCRIPT = textwrap.dedent(
         TrainConfig(
             run=run, model=model, iterations=int(iterations), tasks_per_iteration=4, samples_per_task=4, max_tokens=8,
             seq_len=256, num_threads=1, nnodes=int(nnodes), servers=int(servers), cluster=address, join_timeout=120,
-            sampling_workers=int(workers),
+            sampling_workers=int(workers), training={"lora_rank": int(rank), "lr": 1e-3} if rank != "0" else {},
             server={"max_model_len": 128, "kv_cache_memory_bytes": 2**26},
         ),
         [Task([{"role": "user", "content": f"say {n}"}], grade, id=f"say/{n}") for n in range(16)],
@@ -71,13 +71,13 @@ def processes(run: Path, what: str) -> list[psutil.Process]:
 
 class Run:
     def __init__(
-        self, folder: Path, cluster: RayCluster, nnodes: int, servers: int, workers: int = 0, iterations: int = 2
+        self, folder: Path, cluster: RayCluster, nnodes: int, servers: int, workers: int = 0, iterations: int = 2, rank: int = 0
     ) -> None:
         self.path, self.log, self.cluster, self.folder = folder / "run", folder / "driver.log", cluster, folder
         self.model = make_tiny_model(folder / "model", layers=1, width=64, heads=2, context=128)
         (folder / "run.py").write_text(SCRIPT)
         self.iterations = iterations
-        words = [str(self.path), str(self.model), cluster.address, *map(str, (nnodes, servers, workers, iterations))]
+        words = [str(self.path), str(self.model), cluster.address, *map(str, (nnodes, servers, workers, iterations, rank))]
         there = cluster.hosts.on(cluster.hosts.names[0]) if isinstance(cluster, RayHosts) else []
         self.command = [*there, sys.executable, str(folder / "run.py"), *words]
 
@@ -114,8 +114,9 @@ class Run:
 
 
 def test_a_run_on_two_trainers_two_servers_and_two_workers(tmp_path: Path) -> None:
+    """With adapters, of which servers are given no more than that."""
     with cluster_of(tmp_path, {"a": 4, "b": 4}) as cluster:
-        run = Run(tmp_path, cluster, nnodes=2, servers=2, workers=2)
+        run = Run(tmp_path, cluster, nnodes=2, servers=2, workers=2, rank=4)
         child = run.start()
         run.reaches(2, child)
         # A second one of the same run is refused.
@@ -125,6 +126,8 @@ def test_a_run_on_two_trainers_two_servers_and_two_workers(tmp_path: Path) -> No
         processes(run.path, "ttrl.grpo_recipe")[-1].kill()
         run.go_on()
         run.ends(child)
+        assert run.rows()[-1]["sync"]["mode"] == "adapter" and run.rows()[-1]["sync"]["servers"] == 2
+        assert (run.path / "iterations/0002/checkpoint/model.safetensors").exists()  # merged at the end
 
 
 def test_the_machine_of_the_lead_dies_with_what_else_runs_there(tmp_path: Path) -> None:

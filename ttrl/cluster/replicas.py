@@ -39,7 +39,7 @@ class Replica:
     """One vLLM server, at an address of its machine."""
 
     def __init__(self, config: TrainConfig, model: Path, log: Path, key: str) -> None:
-        self._server = make_server(config, model, log)
+        self._server = make_server(config, model, log, adapters=config.gives_adapters)
         self._server.host, self._server.api_key = ray.util.get_node_ip_address(), key
         self._url: str | None = None
         self._problem: Words | None = None
@@ -74,10 +74,13 @@ class Replica:
 class ReplicaServer(JoinedServer):
     """The lead's side of a replica."""
 
-    def __init__(self, number: int, actor: Any, key: str, dtype: str, start_timeout: float, broadcast: Broadcast) -> None:
+    def __init__(
+        self, number: int, actor: Any, key: str, dtype: str, start_timeout: float, broadcast: Broadcast, adapters: bool = False
+    ) -> None:
         super().__init__(f"replica-{number}", served_model_name=MODEL_NAME, dtype=dtype, api_key=key)
         self._number, self._actor, self._patience, self._broadcast = number, actor, start_timeout, broadcast
         self._near: tuple[Path, Path] | None = None
+        self.serves_adapters = adapters
         self._asked: Any = None  # what it has not answered yet
 
     def check(self) -> None:
@@ -137,7 +140,8 @@ class ReplicaServer(JoinedServer):
 
 
 def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[ReplicaServer]:
-    """Begin to start `config.replicas` servers, spread over the cluster; they end with the process that did."""
+    """Begin to start `config.replicas` servers of a model, or of the base of adapters, spread over the cluster; they end with the
+    process that did."""
     key = secrets.token_urlsafe(32)
     takes = {"num_cpus": 1, "num_gpus": gpus_of_a_server(config.server)} if has_gpus(config) else {"num_cpus": 1}
     patience = config.start_timeout or seconds_to_start(model)
@@ -146,5 +150,5 @@ def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[Replica
         options = {"max_concurrency": 2, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD", **takes}
         actor = begin_actor(Replica, options, config, model, logs / f"server_{number}.log", key)
         dtype = "bfloat16" if config.dtype == "bf16" else "float32"
-        found.append(ReplicaServer(number, actor, key, dtype, patience, broadcast))
+        found.append(ReplicaServer(number, actor, key, dtype, patience, broadcast, config.gives_adapters))
     return found

@@ -545,7 +545,6 @@ class TrainConfig(Config):
             and takes_adapters(self.model)
             and self.adapters == "auto"
             and not self.joined_servers
-            and self.cluster is None
             and recipe.lora_kind == "lora"
             and recipe.lora_base_dtype != "nf4"
             and "output" not in recipe.lora_targets

@@ -236,7 +236,7 @@ class PolicyServer:
             for url in config.joined_servers
         ]
         compare = config.weight_check == "all"
-        others += [] if tools.elsewhere is None else tools.elsewhere(model_folder, self._logs)
+        others += [] if tools.elsewhere is None else tools.elsewhere(self._base(model_folder), self._logs)
         mode: Literal["reload", "restart", "sleep"] = "sleep" if config.server_sleeps else "reload"
         mode = "restart" if config.weight_sync == "restart" else mode
         return [ServerMember(server, mode=mode, compare=compare, tools=tools) for server in own] + [
@@ -261,7 +261,7 @@ class PolicyServer:
         try:
             return member.bring(checkpoint, self._version, self._base(checkpoint), self._handover)
         except ServerError as error:
-            if not member.server.serves_adapters:
+            if member.ours is None or not member.server.serves_adapters:
                 raise
             logger.warning("vLLM does not serve this run's adapters; it is given merged weights from now on: %s", error)
             self._adapters = False
