@@ -4,8 +4,8 @@
 
 `extract` could be anybody's: all that it needs is the address, the key and the name of a model. ttrl gives each sample an
 endpoint of its own in front of the policy; what is asked there is trained, in as many turns as it took, with the reward of the
-last answer: 5 of 32 held-out sentences were written exactly before, and 30 after seven iterations. Interrupt it whenever you like:
-the same command continues where it left off.
+last answer: 5 of 32 held-out sentences were written exactly before, and 30 after seven iterations. Interrupt it whenever you
+like: the same command continues where it left off.
 """
 
 from openai import AsyncOpenAI
