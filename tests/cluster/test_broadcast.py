@@ -101,6 +101,8 @@ def test_the_store_is_emptied_when_all_serve_and_not_filled_beyond_its_size(chec
     name, pieces, size = lead.of(checkpoint)
     assert size == 5_000_003 and lead.of(checkpoint)[0] == name != sent[0]
     assert b"".join(pieces["model-2.safetensors"]) == (checkpoint / "model-2.safetensors").read_bytes()
+    os.utime(checkpoint / "model-2.safetensors", ns=(1, 1))  # the iteration was done again
+    assert lead.of(checkpoint)[0] != name
     lead.serves(0)
     assert lead._pieces
     lead.serves(1)

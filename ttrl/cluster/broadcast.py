@@ -37,16 +37,18 @@ class Broadcast:
 
     def __init__(self, replicas: int) -> None:
         self.replicas, self._lock = replicas, threading.Lock()
-        self._folder: Path | None = None
+        self._held: tuple[Any, ...] = ()
+        """What tells the checkpoint that is in the store from others, of the same path too: an iteration may be done again."""
         self._name, self._pieces = "", dict[str, list[Any]]()
         self._served = set[int]()
 
     def of(self, folder: Path) -> tuple[str, Pieces, int] | None:
         """Return (a name that is these weights' alone, pieces, bytes) of a checkpoint; None where the store has no room."""
         files = sorted(folder.glob("*.safetensors"))
-        size = sum(file.stat().st_size for file in files)
+        stats = [file.stat() for file in files]
+        size, held = sum(stat.st_size for stat in stats), (folder, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
         with self._lock:
-            if folder != self._folder:
+            if held != self._held:
                 self._forget()
                 room = min(node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"])
                 if size > _ROOM * room:
@@ -56,7 +58,7 @@ class Broadcast:
                     )  # fmt: skip
                     return None
                 self._pieces = {file.name: [ray.put(piece) for piece in _pieces(file)] for file in files}
-                self._folder, self._name = folder, secrets.token_hex(8)
+                self._held, self._name = held, secrets.token_hex(8)
             return self._name, self._pieces, size
 
     def serves(self, number: int) -> None:
@@ -67,7 +69,7 @@ class Broadcast:
                 self._forget()
 
     def _forget(self) -> None:
-        self._folder, self._pieces = None, {}
+        self._held, self._pieces = (), {}
         self._served.clear()
 
 
