@@ -1,9 +1,11 @@
 """A checkpoint in the memory of machines: once for all replicas there, the same bytes, and nothing of it is left."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -25,108 +27,150 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
-def sent(checkpoint, monkeypatch):
-    """(name, pieces, bytes) as a lead sends them; Ray's store is this process's memory."""
+def store(monkeypatch):
+    """Ray's, as this process's memory."""
+    node = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"object_store_memory": 1e9, "CPU": 1.0}}
     monkeypatch.setattr(broadcast, "_PIECE", 2**20)
     monkeypatch.setattr(broadcast.ray, "put", lambda piece: piece)
-    monkeypatch.setattr(broadcast.ray, "get", lambda piece: piece)
-    monkeypatch.setattr(broadcast.ray, "nodes", lambda: [{"Alive": True, "Resources": {"object_store_memory": 1e9}}])
-    found = Broadcast(2).of(checkpoint)
-    assert found is not None
-    return found
+    monkeypatch.setattr(broadcast.ray, "get", lambda piece, timeout: piece)
+    monkeypatch.setattr(broadcast.ray, "nodes", lambda: [node])
+    return node["Resources"]
 
 
-def staged(memory, pid):
-    found = Staged(str(memory))
-    found._own = found._pool / str(pid)
-    return found
+@pytest.fixture
+def sent(checkpoint, store):
+    """The checkpoint in the store."""
+    return Broadcast().send(checkpoint)
 
 
 def files(memory):
-    return sorted(path.relative_to(memory).as_posix() for path in memory.rglob("*") if path.name != "lock" and not path.is_dir())
+    return sorted(
+        path.name for path in memory.rglob("*") if not path.is_dir() and path.name != "lock" and path.suffix != ".owner"
+    )
 
 
 def test_replicas_of_a_machine_share_a_copy(checkpoint, sent, tmp_path):
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    one, other = staged(memory, os.getpid()), staged(memory, os.getppid())
-    folders = [each.put(checkpoint, *sent) for each in (one, other)]
+    (memory := tmp_path / "shm").mkdir()
+    replicas_here = [Staged(str(memory)), Staged(str(memory))]
+    folders = [one.put(checkpoint, sent, 1.0) for one in replicas_here]
     for folder in folders:
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
             path.name: path.read_bytes() for path in checkpoint.iterdir()
         }
     assert len({(folder / "model-1.safetensors").stat().st_ino for folder in folders}) == 1
-    one.drop()
+    replicas_here[0].drop(sent.name)
     assert (folders[1] / "model-1.safetensors").exists() and not folders[0].exists()
-    other.drop()
+    replicas_here[1].drop("another's")  # that of an earlier sync, which is late
+    assert folders[1].exists()
+    replicas_here[1].drop(sent.name)
     assert files(memory) == []
 
 
 def test_what_a_replica_that_is_gone_left_is_removed(checkpoint, sent, tmp_path):
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    staged(memory, gone.pid).put(checkpoint, *sent)
+    (memory := tmp_path / "shm").mkdir()
+    gone = Staged(str(memory))
+    gone.put(checkpoint, sent, 1.0)
+    other = Staged(str(memory))
+    other.drop()
     assert len(files(memory)) == 5
-    staged(memory, os.getpid()).drop()
-    assert files(memory) == []
+    gone._owner.close()  # as its process's end does
+    other.drop()
+    assert files(memory) == [] and len(list(memory.rglob("*.owner"))) == 0
 
 
 def test_memory_that_is_full_keeps_nothing(checkpoint, sent, tmp_path, monkeypatch):
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    name, pieces, size = sent
-    with pytest.raises(OSError, match=r"its weights take .* of memory, of which .* is free"):
-        staged(memory, os.getpid()).put(checkpoint, name, pieces, 2**50)
+    (memory := tmp_path / "shm").mkdir()
+    with pytest.raises(OSError, match=r"its weights take .*, and .*ttrl-\d+ has room for half of "):
+        Staged(str(memory)).put(checkpoint, sent._replace(size=2**50), 1.0)
 
-    def full(piece):
+    def full(piece, timeout):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(broadcast.ray, "get", full)
     with pytest.raises(OSError, match="No space left"):
-        staged(memory, os.getpid()).put(checkpoint, name, pieces, size)
+        Staged(str(memory)).put(checkpoint, sent, 1.0)
     assert files(memory) == []
 
 
 def test_a_folder_that_others_can_write_is_refused(checkpoint, sent, tmp_path):
-    (tmp_path / f"ttrl-{os.geteuid()}").mkdir(mode=0o777)
-    os.chmod(tmp_path / f"ttrl-{os.geteuid()}", 0o777)
+    (pool := tmp_path / f"ttrl-{os.geteuid()}").mkdir()
+    pool.chmod(0o777)
     with pytest.raises(OSError, match="is not this user's alone; remove it"):
-        staged(tmp_path, os.getpid()).put(checkpoint, *sent)
+        Staged(str(tmp_path)).put(checkpoint, sent, 1.0)
 
 
-def test_the_store_is_emptied_when_all_serve_and_not_filled_beyond_its_size(checkpoint, sent, monkeypatch, caplog):
-    lead = Broadcast(2)
-    name, pieces, size = lead.of(checkpoint)
-    assert size == 5_000_003 and lead.of(checkpoint)[0] == name != sent[0]
-    assert b"".join(pieces["model-2.safetensors"]) == (checkpoint / "model-2.safetensors").read_bytes()
+def test_the_store_is_emptied_after_the_last_reader(checkpoint, store):
+    lead = Broadcast()
+    first, second = lead.send(checkpoint), lead.send(checkpoint)
+    assert first is second and first.size == 5_000_003
+    assert b"".join(first.pieces["model-2.safetensors"]) == (checkpoint / "model-2.safetensors").read_bytes()
+    lead.has_read(first.name)
+    assert lead._sent is first
+    lead.has_read(first.name)
+    assert lead._sent is None
+    assert lead.send(checkpoint) is None  # who comes later reads the files
     os.utime(checkpoint / "model-2.safetensors", ns=(1, 1))  # the iteration was done again
-    assert lead.of(checkpoint)[0] != name
-    lead.serves(0)
-    assert lead._pieces
-    lead.serves(1)
-    assert not lead._pieces and lead.of(checkpoint)[0] != name
-    monkeypatch.setattr(broadcast.ray, "nodes", lambda: [{"Alive": True, "Resources": {"object_store_memory": 9e6}}])
-    assert Broadcast(2).of(checkpoint) is None and "--object-store-memory" in caplog.text
+    again = lead.send(checkpoint)
+    lead.has_read(first.name)  # late: of other weights
+    assert again is not None and again.name != first.name and lead._sent is again
 
 
-def test_a_replica_that_cannot_reads_the_checkpoint(checkpoint, sent, monkeypatch, caplog):
-    class Actor:
-        class stage:  # noqa: N801 - as Ray's
-            remote = staticmethod(lambda *asked: asked)
+def test_weights_beyond_the_store_are_read_from_files(checkpoint, store, caplog):
+    store["object_store_memory"] = 9e6
+    lead = Broadcast()
+    assert lead.send(checkpoint) is None and lead.send(checkpoint) is None
+    assert caplog.text.count("Ray's object store on 10.0.0.1 has 9 MiB (ray start --object-store-memory=BYTES)") == 1
 
-    def fails(asked, timeout):
-        raise OSError("its weights take 9 GiB of memory")
 
-    monkeypatch.setattr(replicas.ray, "get", lambda asked, timeout: Path("/memory"))
-    few = replicas.ReplicaServer(0, Actor, "k", "float32", 0.0, Broadcast(4))
-    assert few.nearer(checkpoint) == checkpoint
-    server = replicas.ReplicaServer(0, Actor, "k", "float32", 0.0, Broadcast(5))
-    assert server.nearer(checkpoint) == Path("/memory")
-    monkeypatch.setattr(replicas.ray, "get", fails)
-    assert server.nearer(checkpoint) == Path("/memory")  # asked once for a sync
-    assert server.nearer(checkpoint.parent) == checkpoint.parent and "reads" in caplog.text
+class Actor:
+    """Does what it is told at once."""
+
+    def __init__(self, folder):
+        self.folder, self.dropped = folder, []
+        self.stage, self.drop = (types.SimpleNamespace(remote=call) for call in (self._stage, self.dropped.append))
+
+    def _stage(self, checkpoint, sent, seconds):
+        return self.folder
+
+
+def test_a_replica_reads_what_was_brought_until_the_sync_is_over(checkpoint, store, monkeypatch, caplog):
+    def answer(asked, timeout):
+        if isinstance(asked, Exception):
+            raise asked
+        return asked
+
+    monkeypatch.setattr(replicas.ray, "get", answer)
+    lead, actor = Broadcast(), Actor(Path("/memory"))
+    server = replicas.ReplicaServer(0, actor, "k", "float32", 0.0, lead)
+    assert server.nearer(checkpoint) == server.nearer(checkpoint) == Path("/memory")  # brought once
+    name = lead._sent.name
+    server.leave()
+    server.leave()
+    assert actor.dropped == [name] and lead._sent is None
+    assert server.nearer(checkpoint) == checkpoint  # it comes later
+    other = shutil.copytree(checkpoint, checkpoint.parent / "other")
+    actor.folder = OSError("its weights take 9 GiB")
+    assert server.nearer(other) == other and "reads" in caplog.text and "9 GiB" in caplog.text
+    server.leave()
+    assert len(actor.dropped) == 2 and lead._sent is None  # also what may yet arrive
+    (third := checkpoint.parent / "third").mkdir()
+    shutil.copy(checkpoint / "model-1.safetensors", third)
+    monkeypatch.setattr(broadcast.ray, "put", lambda piece: answer(OSError(28, "the store is full"), 0))
+    assert server.nearer(third) == third
+    assert replicas.ReplicaServer(0, actor, "k", "float32", 0.0).nearer(other) == other  # few replicas
+
+
+def test_a_replica_that_was_started_anew_has_no_adapter(checkpoint, monkeypatch):
+    (checkpoint / "adapter").mkdir()
+    server = replicas.ReplicaServer(0, None, "k", "float32", 0.0, adapters=True)
+    told = []
+    monkeypatch.setattr(server, "request", lambda method, path, **_: told.append(method) or {"weights": open_to})
+    server.policy_folder, open_to = checkpoint, "version"
+    server.close_to_all()
+    assert server.model_name == "policy-adapter"
+    open_to = None
+    server.close_to_all()
+    assert server.model_name == "policy" and told == ["GET", "DELETE"] * 2
 
 
 SCRIPT = textwrap.dedent(
@@ -140,16 +184,16 @@ SCRIPT = textwrap.dedent(
 
     class There:
         def put(self, memory, *sent):
-            return {path.name: path.read_bytes() for path in Staged(memory).put(*sent).iterdir()}
+            return {path.name: path.read_bytes() for path in Staged(memory).put(*sent, 60.0).iterdir()}
 
     address, checkpoint, memory = sys.argv[1:]
     connect(address)
-    sent = Broadcast(2).of(Path(checkpoint))
+    sent = Broadcast().send(Path(checkpoint))
     for node in ray.nodes():
         if node["Resources"].get("CPU"):
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             actor = actor_class(There, num_cpus=1, scheduling_strategy=there).remote()
-            found = ray.get(actor.put.remote(memory, Path(checkpoint), *sent))
+            found = ray.get(actor.put.remote(memory, Path(checkpoint), sent))
             assert found == {path.name: path.read_bytes() for path in Path(checkpoint).iterdir()}
             print("equal", flush=True)
     """

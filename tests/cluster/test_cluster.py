@@ -1,7 +1,9 @@
 """A run on a Ray cluster of several raylets on this machine: two trainers, two servers, and what is lost meanwhile."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -113,10 +115,12 @@ class Run:
             assert len(samples) == 16 and all(sample["reward"] is not None for sample in samples), number
 
 
-def test_a_run_on_two_trainers_two_servers_and_two_workers(tmp_path: Path) -> None:
-    """With adapters, of which servers are given no more than that."""
-    with cluster_of(tmp_path, {"a": 4, "b": 4}) as cluster:
-        run = Run(tmp_path, cluster, nnodes=2, servers=2, workers=2, rank=4)
+def test_a_run_on_two_trainers_five_servers_and_two_workers(tmp_path: Path) -> None:
+    """So many servers are given weights by the object store."""
+    pool = Path(f"/dev/shm/ttrl-{os.geteuid()}")
+    shutil.rmtree(pool, ignore_errors=True)
+    with cluster_of(tmp_path, {"a": 6, "b": 6}) as cluster:
+        run = Run(tmp_path, cluster, nnodes=2, servers=5, workers=2)
         child = run.start()
         run.reaches(2, child)
         # A second one of the same run is refused.
@@ -126,8 +130,26 @@ def test_a_run_on_two_trainers_two_servers_and_two_workers(tmp_path: Path) -> No
         processes(run.path, "ttrl.grpo_recipe")[-1].kill()
         run.go_on()
         run.ends(child)
+        assert {row["sync"]["mode"] for row in run.rows() if "sync" in row} == {"reload"}
+        assert not re.search("reads .* itself", run.log.read_text())
+        assert [path.name for path in pool.iterdir() if path.suffix != ".owner"] == ["lock"]
+
+
+def test_servers_of_a_cluster_are_given_adapters(tmp_path: Path) -> None:
+    """One that is lost starts with the base, and gets the newest again."""
+    with cluster_of(tmp_path, {"a": 4, "b": 4}) as cluster:
+        run = Run(tmp_path, cluster, nnodes=1, servers=2, iterations=3, rank=4)
+        child = run.start()
+        run.reaches(2, child)
+        run.go_on()
+        run.reaches(3, child)
+        processes(tmp_path, SERVER)[0].kill()
+        wait_for(lambda: re.search("replica-|is (taken|left) out", run.log.read_text()), run.log, child)
+        wait_for(lambda: " is back" in run.log.read_text(), run.log, child)
+        run.go_on()
+        run.ends(child)
         assert run.rows()[-1]["sync"]["mode"] == "adapter" and run.rows()[-1]["sync"]["servers"] == 2
-        assert (run.path / "iterations/0002/checkpoint/model.safetensors").exists()  # merged at the end
+        assert (run.path / "iterations/0003/checkpoint/model.safetensors").exists()  # merged at the end
 
 
 def test_the_machine_of_the_lead_dies_with_what_else_runs_there(tmp_path: Path) -> None:

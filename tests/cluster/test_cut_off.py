@@ -22,7 +22,6 @@ class Silent:
 
 
 def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrl.cluster.broadcast import Broadcast
     from ttrl.cluster.replicas import ReplicaServer
 
     waited: list[float] = []
@@ -32,7 +31,7 @@ def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return [], refs
 
     monkeypatch.setattr(ray, "wait", wait)
-    server = ReplicaServer(3, Silent(), "key", "float32", 0.0, Broadcast(1))
+    server = ReplicaServer(3, Silent(), "key", "float32", 0.0)
     for _ in range(4):
         with pytest.raises(ServerDiedError, match="replica-3 is being started on some machine of the cluster"):
             server.check()
@@ -91,7 +90,7 @@ def test_a_replica_whose_server_does_not_start_tries_again(monkeypatch: pytest.M
         over.wait()
 
     server = Server(root_url="http://here", stop=lambda: calls.append("stop"))
-    monkeypatch.setattr(replicas, "make_server", lambda config, model, log: server)
+    monkeypatch.setattr(replicas, "make_server", lambda config, model, log, adapters: server)
     monkeypatch.setattr(replicas, "keep_serving", keep_serving)
     monkeypatch.setattr(replicas, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")

@@ -134,7 +134,7 @@ def test_a_chat_model_judges(chat_model: VLLMServer, tmp_path: Path, monkeypatch
 
     mute = {**asked, "params": {"temperature": 0.0, "max_tokens": 2}}  # "Score: 5" takes more
     for sample in samples(REPLIES, Judge(**mute)) + samples(REPLIES[:3], group_grader=Pairwise(**mute)):
-        assert sample.reward is None and "the judge j gave no" in sample.error
+        assert sample.reward is None and "the judge j was asked 2 times, and did not end with one line" in sample.error
 
     chat_model.stop()
     for grading, before in (({"grader": judge}, first), ({"group_grader": pairwise}, compared)):

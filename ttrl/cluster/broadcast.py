@@ -2,9 +2,9 @@
 system is read once and not by every replica.
 
 The lead puts a checkpoint's weights into the store, in pieces. Each replica puts them together as files in its machine's memory
-(/dev/shm), once for all replicas there, beside links to the checkpoint's other files; vLLM reads that folder, and the replica
-drops it when its weights are proven. What is proven is the same: the digests of what the workers read are those that the trainer
-wrote. Whoever has no room for it reads the checkpoint itself.
+(/dev/shm), once for all replicas there, beside links to the checkpoint's other files; vLLM reads that folder, which is dropped
+when the sync is over. What is proven is the same: the digests of what the workers read are those that the trainer wrote. Who has
+no room for it, or comes later, reads the checkpoint itself.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -25,52 +25,76 @@ from ttrl.text import gib
 
 logger = logging.getLogger(__name__)
 
-Pieces = Mapping[str, list[Any]]
-"""By the name of a file of weights, references to what it consists of."""
 _PIECE = 2**28
 _ROOM = 0.5
 """Of a machine's part of the object store, and of its free memory, that weights may take."""
 
 
+class Sent(NamedTuple):
+    """The weights of a checkpoint in the store."""
+
+    name: str
+    """Which no other weights have."""
+    pieces: Mapping[str, list[Any]]
+    """By the name of a file, references to what it consists of."""
+    size: int
+    """Bytes."""
+
+
 class Broadcast:
     """The lead's side. Its methods may be called by several threads."""
 
-    def __init__(self, replicas: int) -> None:
-        self.replicas, self._lock = replicas, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._held: tuple[Any, ...] = ()
-        """What tells the checkpoint that is in the store from others, of the same path too: an iteration may be done again."""
-        self._name, self._pieces = "", dict[str, list[Any]]()
-        self._served = set[int]()
+        """What tells the checkpoint in the store from others, of the same path too: an iteration may be done again."""
+        self._sent: Sent | None = None
+        self._readers = 0
+        self._over = set[tuple[Any, ...]]()
+        """What was sent, or was too large: who asks for it later reads files."""
 
-    def of(self, folder: Path) -> tuple[str, Pieces, int] | None:
-        """Return (a name that is these weights' alone, pieces, bytes) of a checkpoint; None where the store has no room."""
-        files = sorted(folder.glob("*.safetensors"))
+    def send(self, checkpoint: Path) -> Sent | None:
+        """Return the weights of a checkpoint for one reader, who says later that it `has_read` them; None for one that is to read
+        the files. Raises OSError, RayError."""
+        files = sorted(checkpoint.glob("*.safetensors"))
         stats = [file.stat() for file in files]
-        size, held = sum(stat.st_size for stat in stats), (folder, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
+        size, held = sum(stat.st_size for stat in stats), (checkpoint, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
         with self._lock:
+            if held in self._over:
+                return None
             if held != self._held:
                 self._forget()
-                room = min(node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"])
-                if size > _ROOM * room:
-                    logger.warning(
-                        "each server reads %s itself: its weights take %s, and Ray's object store has %s on a machine; start "
-                        "it with a larger one (ray start --object-store-memory=BYTES)", folder, gib(size), gib(room),
-                    )  # fmt: skip
+                if not self._has_room(checkpoint, size):
+                    self._over.add(held)
                     return None
-                self._pieces = {file.name: [ray.put(piece) for piece in _pieces(file)] for file in files}
-                self._held, self._name = held, secrets.token_hex(8)
-            return self._name, self._pieces, size
+                pieces = {file.name: [ray.put(piece) for piece in _pieces(file)] for file in files}
+                self._held, self._sent = held, Sent(secrets.token_hex(8), pieces, size)
+            self._readers += 1
+            return self._sent
 
-    def serves(self, number: int) -> None:
-        """Take note that a replica serves; when all of them do, the store is emptied."""
+    def has_read(self, name: str) -> None:
+        """Take note that a reader is done; after the last one the store is emptied."""
         with self._lock:
-            self._served.add(number)
-            if len(self._served) == self.replicas:
-                self._forget()
+            if self._sent is not None and self._sent.name == name:
+                self._readers -= 1
+                if not self._readers:
+                    self._forget()
 
     def _forget(self) -> None:
-        self._held, self._pieces = (), {}
-        self._served.clear()
+        if self._sent is not None:
+            self._over.add(self._held)
+        self._held, self._sent, self._readers = (), None, 0
+
+    def _has_room(self, checkpoint: Path, size: int) -> bool:
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        least = min(nodes, key=lambda node: node["Resources"].get("object_store_memory", 0.0))
+        room = least["Resources"].get("object_store_memory", 0.0)
+        if size > _ROOM * room:
+            logger.warning(
+                "each server reads %s itself: its weights take %s, and Ray's object store on %s has %s (ray start "
+                "--object-store-memory=BYTES)", checkpoint, gib(size), least["NodeManagerAddress"], gib(room),
+            )  # fmt: skip
+        return bool(size <= _ROOM * room)
 
 
 def _pieces(file: Path) -> Iterator[bytes]:
@@ -80,60 +104,84 @@ def _pieces(file: Path) -> Iterator[bytes]:
 
 
 class Staged:
-    """A replica's side: one checkpoint in its machine's memory."""
+    """A replica's side: checkpoints in its machine's memory. Its methods may be called by several threads.
+
+    memory/ttrl-USER/lock          held by who changes something
+                     ID.owner      held by a process as long as it lives, wherever that is seen from
+                     ID-NAME/      what it has vLLM read: links to the next, and to the checkpoint's other files
+                     NAME-FILE     weights, as long as somebody has a link
+    """
 
     def __init__(self, memory: str = "/dev/shm") -> None:
-        self._pool = Path(memory, f"ttrl-{os.geteuid()}")
-        self._own = self._pool / str(os.getpid())
+        self._pool, self._id = Path(memory, f"ttrl-{os.geteuid()}"), secrets.token_hex(8)
+        self._owner: Any = None
 
-    def put(self, checkpoint: Path, name: str, pieces: Pieces, size: int) -> Path:
-        """Return a folder with what `checkpoint` holds. Raises OSError where that is not possible."""
+    def put(self, checkpoint: Path, sent: Sent, seconds: float) -> Path:
+        """Return a folder with what `checkpoint` holds. Raises OSError, RayError where that fails, or takes longer."""
         with self._locked():
             self._clean()
-            free = memory_bytes()[1]
-            if not any(self._pool.glob(f"{name}-*")) and size > _ROOM * free:
-                raise OSError(f"its weights take {gib(size)} of memory, of which {gib(free)} is free")
+            free = min(memory_bytes()[1], shutil.disk_usage(self._pool).free)
+            if not any(self._pool.glob(f"{sent.name}-*")) and sent.size > _ROOM * free:
+                raise OSError(f"its weights take {gib(sent.size)}, and {self._pool} has room for half of {gib(free)}")
+            if self._owner is None:
+                self._owner = open(self._pool / f"{self._id}.owner", "wb")  # noqa: SIM115 - open as long as this process lives
+                fcntl.flock(self._owner, fcntl.LOCK_EX)
             try:
-                self._fill(checkpoint, name, pieces)
+                return self._fill(self._pool / f"{self._id}-{sent.name}", checkpoint, sent, seconds)
             except BaseException:
-                self._clean()
+                self._remove(sent.name)
                 raise
-        return self._own
 
-    def _fill(self, checkpoint: Path, name: str, pieces: Pieces) -> None:
-        self._own.mkdir()
-        for file, references in pieces.items():
-            whole = self._pool / f"{name}-{file}"
+    def _fill(self, own: Path, checkpoint: Path, sent: Sent, seconds: float) -> Path:
+        own.mkdir()
+        for file, references in sent.pieces.items():
+            whole = self._pool / f"{sent.name}-{file}"
             if not whole.exists():
                 with open(unfinished := self._pool / "unfinished", "wb") as output:
                     for reference in references:
-                        output.write(ray.get(reference))
+                        output.write(ray.get(reference, timeout=seconds))
                 unfinished.rename(whole)
-            os.link(whole, self._own / file)
+            os.link(whole, own / file)
         for other in checkpoint.iterdir():
-            if other.name not in pieces:
-                (self._own / other.name).symlink_to(other.absolute())
+            if other.name not in sent.pieces:
+                (own / other.name).symlink_to(other.absolute())
+        return own
 
-    def drop(self) -> None:
-        """Give the memory back where no other replica of this machine reads it."""
+    def drop(self, name: str = "") -> None:
+        """Give back the memory of weights that nobody else here reads, and of processes that are gone. Raises OSError."""
         with self._locked():
-            self._clean()
+            self._remove(name)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self._pool.mkdir(mode=0o700, exist_ok=True)
         found = self._pool.lstat()
-        if found.st_uid != os.geteuid() or found.st_mode & 0o777 != 0o700 or self._pool.is_symlink():
+        if found.st_uid != os.geteuid() or found.st_mode & 0o777 != 0o700:
             raise OSError(f"{self._pool} is not this user's alone; remove it")
         with open(self._pool / "lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
+    def _remove(self, name: str) -> None:
+        shutil.rmtree(self._pool / f"{self._id}-{name}", ignore_errors=True)
+        self._clean()
+
     def _clean(self) -> None:
-        """Remove the own folder, those of processes that are gone, and files that nobody has a link to any more."""
-        for path in list(self._pool.iterdir()):
-            if path.is_dir() and (path == self._own or not Path("/proc", path.name).exists()):
-                shutil.rmtree(path)
-        for path in self._pool.iterdir():
-            if path.is_file() and path.name != "lock" and path.stat().st_nlink == 1:
+        for path in self._pool.glob("*.owner"):
+            if path.stem != self._id and _is_free(path):
+                for folder in self._pool.glob(f"{path.stem}-*"):
+                    shutil.rmtree(folder)
                 path.unlink()
+        for path in self._pool.iterdir():
+            if path.is_file() and path.name != "lock" and path.suffix != ".owner" and path.stat().st_nlink == 1:
+                path.unlink()
+
+
+def _is_free(path: Path) -> bool:
+    """Return whether the process that held a file is gone."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

@@ -4,6 +4,7 @@ To the run they are servers that somebody else started (`ttrl.server.connection.
 canary and comparison of weights are the same. One that comes back at another address serves from the next sampling phase on.
 """
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.broadcast import Broadcast, Pieces, Staged
+from ttrl.cluster.broadcast import Broadcast, Sent, Staged
 from ttrl.cluster.connection import Words, as_words, begin_actor, from_words, has_gpus, last_line
 from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
@@ -44,6 +45,8 @@ class Replica:
         self._url: str | None = None
         self._problem: Words | None = None
         self._staged = Staged()
+        with contextlib.suppress(OSError):
+            self._staged.drop()  # what was left here by those before
         threading.Thread(target=self._serve, name="server", daemon=True).start()
 
     def _serve(self) -> None:
@@ -62,25 +65,32 @@ class Replica:
         """Return (address, what went wrong); neither while it starts."""
         return self._url, self._problem
 
-    def stage(self, checkpoint: Path, name: str, pieces: Pieces, size: int) -> Path:
-        """Bring a checkpoint's weights to this machine; return the folder. Raises OSError."""
-        return self._staged.put(checkpoint, name, pieces, size)
+    def stage(self, checkpoint: Path, sent: Sent, seconds: float) -> Path:
+        """Bring a checkpoint's weights to this machine; return the folder. Raises OSError, RayError."""
+        return self._staged.put(checkpoint, sent, seconds)
 
-    def drop(self) -> None:
-        """Give back the memory that it took."""
-        self._staged.drop()
+    def drop(self, name: str) -> None:
+        """Give back the memory that they took."""
+        self._staged.drop(name)
 
 
 class ReplicaServer(JoinedServer):
     """The lead's side of a replica."""
 
     def __init__(
-        self, number: int, actor: Any, key: str, dtype: str, start_timeout: float, broadcast: Broadcast, adapters: bool = False
+        self,
+        number: int,
+        actor: Any,
+        key: str,
+        dtype: str,
+        start_timeout: float,
+        broadcast: Broadcast | None = None,
+        adapters: bool = False,
     ) -> None:
         super().__init__(f"replica-{number}", served_model_name=MODEL_NAME, dtype=dtype, api_key=key)
-        self._number, self._actor, self._patience, self._broadcast = number, actor, start_timeout, broadcast
-        self._near: tuple[Path, Path] | None = None
-        self.serves_adapters = adapters
+        self._actor, self._patience, self._broadcast, self.serves_adapters = actor, start_timeout, broadcast, adapters
+        self._near: tuple[Path, Path] | None = None  # a checkpoint, and where its workers read it
+        self._sent: Sent | None = None
         self._asked: Any = None  # what it has not answered yet
 
     def check(self) -> None:
@@ -97,30 +107,34 @@ class ReplicaServer(JoinedServer):
     def nearer(self, checkpoint: Path) -> Path:
         """Bring a checkpoint to the replica's machine, once for each sync; return the folder there, or the checkpoint itself."""
         if self._near is None or self._near[0] != checkpoint:
-            self._near = checkpoint, self._bring(checkpoint)
+            self.leave()
+            try:
+                self._near = checkpoint, self._bring(checkpoint)
+            except (OSError, ray.exceptions.RayError) as error:
+                logger.warning("%s reads %s itself: %s", self.base_url, checkpoint, last_line(error))
+                self._near = checkpoint, checkpoint
         return self._near[1]
 
     def _bring(self, checkpoint: Path) -> Path:
-        if self._broadcast.replicas <= _BY_FILES or (sent := self._broadcast.of(checkpoint)) is None:
+        if self._broadcast is None or (sent := self._broadcast.send(checkpoint)) is None:
             return checkpoint
-        try:
-            found: Path = ray.get(self._actor.stage.remote(checkpoint, *sent), timeout=_STAGE_SECONDS + sent[-1] / _SLOWEST)
-            return found
-        except (OSError, ray.exceptions.RayError) as error:
-            logger.warning("%s reads %s itself: %s", self.base_url, checkpoint, last_line(error))
-            return checkpoint
+        self._sent, seconds = sent, _STAGE_SECONDS + sent.size / _SLOWEST
+        found: Path = ray.get(self._actor.stage.remote(checkpoint, sent, seconds), timeout=2 * seconds)
+        return found
+
+    def leave(self) -> None:
+        """Give back the memory of weights that were brought."""
+        self._near, sent, self._sent = None, self._sent, None
+        if sent is not None:
+            self._actor.drop.remote(sent.name)
+            assert self._broadcast is not None
+            self._broadcast.has_read(sent.name)
 
     def close_to_all(self) -> None:
-        """Refuse requests that name weights, as any server."""
-        self._near = None
+        """Refuse requests that name weights. One that has no name was started anew since, and has no adapter any more."""
+        if self.open_version() is None:
+            self.policy_folder = None
         super().close_to_all()
-
-    def open_to(self, version: str) -> None:
-        """Answer requests again, as any server; what its weights were read from is not needed any more."""
-        super().open_to(version)
-        if self._near is not None and self._near[0] != self._near[1]:
-            self._actor.drop.remote()
-        self._broadcast.serves(self._number)
 
     def _find(self) -> str | None:
         seconds = _ANSWER_SECONDS if self._asked is None else 0.0  # one whose machine is cut off delays the run once
@@ -145,9 +159,10 @@ def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[Replica
     key = secrets.token_urlsafe(32)
     takes = {"num_cpus": 1, "num_gpus": gpus_of_a_server(config.server)} if has_gpus(config) else {"num_cpus": 1}
     patience = config.start_timeout or seconds_to_start(model)
-    broadcast, found = Broadcast(config.replicas), []
+    broadcast = Broadcast() if config.replicas > _BY_FILES else None
+    found = []
     for number in range(config.replicas):
-        options = {"max_concurrency": 2, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD", **takes}
+        options = {"max_concurrency": 4, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD", **takes}
         actor = begin_actor(Replica, options, config, model, logs / f"server_{number}.log", key)
         dtype = "bfloat16" if config.dtype == "bf16" else "float32"
         found.append(ReplicaServer(number, actor, key, dtype, patience, broadcast, config.gives_adapters))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ttrl.configs.machines import divided_devices, gpus_of_a_server, shares_of_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import LORA_RANKS, lora_rank_there
-from ttrl.errors import ServerDiedError, ServerError
+from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
 from ttrl.launch.server_member import ServerMember, ServerTools
 from ttrl.launch.tune import visible_devices
 from ttrl.records import Endpoint
@@ -261,6 +261,8 @@ class PolicyServer:
         try:
             return member.bring(checkpoint, self._version, self._base(checkpoint), self._handover)
         except ServerError as error:
+            if member.ours is None and member.server.serves_adapters and isinstance(error, WeightSyncError):
+                raise WeightSyncError(f'{error}; if vLLM does not serve this adapter, say adapters="merged"') from error
             if member.ours is None or not member.server.serves_adapters:
                 raise
             logger.warning("vLLM does not serve this run's adapters; it is given merged weights from now on: %s", error)

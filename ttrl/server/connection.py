@@ -112,6 +112,9 @@ class ServerConnection:
         """Return where its workers read a checkpoint: in the checkpoint, unless somebody brings it to them."""
         return checkpoint
 
+    def leave(self) -> None:
+        """Forget what was brought `nearer`; a sync that is over does so, whatever came of it."""
+
     def close_to_all(self) -> None:
         """Refuse requests that name weights from now on. Call it before weights are changed. Raises ServerError."""
         self.version = None

@@ -209,6 +209,8 @@ def _reload(
         raise
     except ServerError as error:
         return report, comparison, f"{type(error).__name__}: {error}"
+    finally:
+        server.leave()
     return report, comparison, comparison.problem or _problem(server, report, comparison)
 
 
