@@ -160,6 +160,26 @@ def test_a_replica_reads_what_was_brought_until_the_sync_is_over(checkpoint, sto
     assert replicas.ReplicaServer(0, actor, "k", "float32", 0.0).nearer(other) == other  # few replicas
 
 
+def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, monkeypatch):
+    """What the first one read may be dropped under its hands."""
+    monkeypatch.setattr(replicas.ray, "get", lambda asked, timeout: asked)
+    lead = Broadcast()
+    other = lead.send(checkpoint)  # who still reads
+    server = replicas.ReplicaServer(0, Actor(Path("/memory")), "k", "float32", 0.0, lead)
+    assert server.nearer(checkpoint) == Path("/memory")
+    server.leave()
+    assert server.nearer(checkpoint) == checkpoint
+    server.leave()
+    assert lead._sent is other
+    lead.has_read(other.name)
+    assert lead._sent is None
+
+
+def test_a_cluster_whose_machines_have_just_gone_has_no_room(checkpoint, store, monkeypatch):
+    monkeypatch.setattr(broadcast.ray, "nodes", list)
+    assert Broadcast().send(checkpoint) is None
+
+
 def test_a_replica_that_was_started_anew_has_no_adapter(checkpoint, monkeypatch):
     (checkpoint / "adapter").mkdir()
     server = replicas.ReplicaServer(0, None, "k", "float32", 0.0, adapters=True)

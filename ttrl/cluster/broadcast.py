@@ -87,6 +87,8 @@ class Broadcast:
 
     def _has_room(self, checkpoint: Path, size: int) -> bool:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        if not nodes:
+            return False  # all of them have just gone
         least = min(nodes, key=lambda node: node["Resources"].get("object_store_memory", 0.0))
         room = least["Resources"].get("object_store_memory", 0.0)
         if size > _ROOM * room:

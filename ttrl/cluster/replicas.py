@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 5.0
 _BY_FILES = 4
-"""Up to so many servers read one file system no later than two copies more would take (docs/scale.md)."""
+"""With up to so many servers, reading one file system takes no longer than two further copies would (docs/scale.md)."""
 _STAGE_SECONDS = 60.0
 _SLOWEST = 2e7
 """Bytes a second of weights that are waited for: a network of 1 GbE has five times as many."""
@@ -91,6 +91,7 @@ class ReplicaServer(JoinedServer):
         self._actor, self._patience, self._broadcast, self.serves_adapters = actor, start_timeout, broadcast, adapters
         self._near: tuple[Path, Path] | None = None  # a checkpoint, and where its workers read it
         self._sent: Sent | None = None
+        self._tried = ""  # the name of what was brought last
         self._asked: Any = None  # what it has not answered yet
 
     def check(self) -> None:
@@ -118,6 +119,10 @@ class ReplicaServer(JoinedServer):
     def _bring(self, checkpoint: Path) -> Path:
         if self._broadcast is None or (sent := self._broadcast.send(checkpoint)) is None:
             return checkpoint
+        if sent.name == self._tried:  # the sync before failed, and what it read may still be on its way out
+            self._broadcast.has_read(sent.name)
+            return checkpoint
+        self._tried = sent.name
         self._sent, seconds = sent, _STAGE_SECONDS + sent.size / _SLOWEST
         found: Path = ray.get(self._actor.stage.remote(checkpoint, sent, seconds), timeout=2 * seconds)
         return found

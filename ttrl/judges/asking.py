@@ -145,7 +145,8 @@ class Verdicts(Asked):
         super().__post_init__()
         if not self.rubric.strip() or self.tries < 1:
             raise UserError(
-                f"a judge needs a rubric, which says in words what is good, and at least one of its {self.tries} tries"
+                f"a judge's rubric is {short(self.rubric, 80)} and its tries are {self.tries}; say in words what is good, and "
+                "give at least one try"
             )
 
     async def verdict(

@@ -227,7 +227,7 @@ def flex_attend(
     UserError where it would have to be computed without being compiled.
 
     Keys and values are laid out for each query head: grouped, the backward pass has too few programs, and takes half as long
-    again (H100)."""
+    again (H100). Compared on the CPU; on a GPU in runs of tests/gpu whose results were lost in part."""
     kernel = compiled_flex() if kernel is None else kernel  # here, where no compiler of whole layers sees it
     B, H, T, E = q_BHTE.shape
     mask = plan.flex(window)
