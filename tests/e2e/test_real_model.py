@@ -13,11 +13,10 @@ import torch
 from support.killed_run import kill_all, wait_for
 from support.readme import first_task
 from support.tiny_models import sample
-from support.training_steps import ALONE, distance
+from support.training_steps import distance, start_and_moved
 from transformers import AutoTokenizer
 
 from ttrl import TrainConfig, train
-from ttrl.configs import TrainingConfig
 from ttrl.data.chat.templates import tokenize_chat, tokenize_completion
 from ttrl.errors import ModelFolderError, WeightSyncError
 from ttrl.monitoring.findings import findings
@@ -28,9 +27,6 @@ from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sync_weights
 from ttrl.system.files import read_jsonl
-from ttrl.training.canary import canary_tokens, compute_canary, half_precision
-from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.policy.loading import load_policy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400), pytest.mark.usefixtures("one_thread")]
 
@@ -138,21 +134,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoints(model, folder):
-    """The model with its canary, and the same with noise on every weight."""
-    start, moved = (folder / f"{number:04}" / "checkpoint" for number in (0, 1))
-    start.mkdir(parents=True)
-    for path in model.iterdir():
-        (start / path.name).symlink_to(path)
-    policy = load_policy(TrainingConfig(model=str(model), output_dir="", dtype="bf16", device="cpu"), ALONE)
-    tokens = canary_tokens(start, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len)
-    cost = half_precision(policy, tokens, ALONE.device)
-    (start / "canary.json").write_text(json.dumps(compute_canary(policy, ALONE.device, start) | {"half_precision": cost}))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.04 * weight.std().item())
-    save_checkpoint(moved, policy, start, ALONE)
-    return start, moved
+    return start_and_moved(model, folder)[:2]
 
 
 @pytest.fixture(scope="module")

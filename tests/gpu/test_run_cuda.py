@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.training_steps import start_and_moved
 from transformers import AutoModelForCausalLM
 
 from ttrl import Task, TrainConfig, train
-from ttrl.configs import TrainingConfig
 from ttrl.errors import ModelFolderError, WeightSyncError
 from ttrl.ready_models import ready_model
 from ttrl.server.canary import Canary, check_canary
@@ -19,11 +19,9 @@ from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.server.weights import sleep, sync_weights
 from ttrl.system.files import read_jsonl
-from ttrl.training.canary import canary_tokens, compute_canary, half_precision
-from ttrl.training.checkpoints import hand_over, save_checkpoint
+from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
-from ttrl.training.policy.loading import load_policy
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -56,22 +54,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoints(model, folder):
-    """The model with its canary, and the same with noise on every weight, in memory and in files."""
-    start, moved = (folder / f"{number:04}" / "checkpoint" for number in (0, 1))
-    start.mkdir(parents=True)
-    for path in model.iterdir():
-        (start / path.name).symlink_to(path)
-    policy = load_policy(TrainingConfig(model=str(model), output_dir="", dtype="bf16", device="cuda"), HERE)
-    tokens = canary_tokens(start, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len)
-    cost = half_precision(policy, tokens, HERE.device)
-    (start / "canary.json").write_text(json.dumps(compute_canary(policy, HERE.device, start) | {"half_precision": cost}))
+    """The model, the same with noise, and that out of memory."""
+    start, moved, policy = start_and_moved(model, folder, HERE)
     memory = WeightMemory(HERE)
-    generator = torch.Generator("cuda").manual_seed(0)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            noise = torch.randn(weight.shape, generator=generator, device="cuda")
-            weight.add_(noise, alpha=0.04 * weight.std().item())
-    save_checkpoint(moved, policy, start, HERE)
     canary = json.loads((moved / "canary.json").read_text())
     yield start, moved, Handover(**hand_over(memory, policy, moved, "fp32"), canary=canary)
     memory.close()

@@ -1,6 +1,7 @@
 """Short trainings of tiny models in this process: gradients, steps, moved adapters, and the distance of two results."""
 
 import contextlib
+import json
 import math
 from collections import Counter
 
@@ -13,6 +14,8 @@ from ttrl.configs import TrainingConfig
 from ttrl.costs.flops import forward_flops
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.batches import updates
+from ttrl.training.canary import canary_tokens, compute_canary, half_precision
+from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
 from ttrl.training.optimizer.state import load_state, state_tensors
 from ttrl.training.parallel.distributed import Ranks, grid
@@ -20,6 +23,25 @@ from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def start_and_moved(model, folder, here=ALONE):
+    """(checkpoint of a model with its canary, checkpoint of the same with noise on every weight, that policy), in bf16."""
+    start, moved = (folder / f"{number:04}" / "checkpoint" for number in (0, 1))
+    start.mkdir(parents=True)
+    for path in model.iterdir():
+        (start / path.name).symlink_to(path)
+    policy = load_policy(TrainingConfig(model=str(model), output_dir="", dtype="bf16", device=here.device.type), here)
+    tokens = canary_tokens(start, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len)
+    cost = half_precision(policy, tokens, here.device)
+    (start / "canary.json").write_text(json.dumps(compute_canary(policy, here.device, start) | {"half_precision": cost}))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            noise = torch.randn(weight.shape, generator=generator).to(here.device)
+            weight.add_(noise, alpha=0.04 * weight.std().item())
+    save_checkpoint(moved, policy, start, here)
+    return start, moved, policy
 
 
 def packed_rows():
