@@ -11,9 +11,9 @@ from ttrl.errors import RunFolderError, StorageError
 from ttrl.loop import train as train_module
 from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.system import files
 from ttrl.system.files import read_jsonl
+from ttrl.system.mirror_store import MirrorStore
 
 LOGS = {"train.jsonl", "trainer_logprobs.safetensors"}
 RUN = {"iterations": 2, "tasks_per_iteration": 2}

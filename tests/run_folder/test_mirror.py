@@ -12,13 +12,13 @@ import pytest
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
-from ttrl.run_folder import mirror_store
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import LOCK_FILES, describe_process
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
-from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.run_folder.pruning import prune
+from ttrl.system import mirror_store
 from ttrl.system.files import append_jsonl, write_json
+from ttrl.system.mirror_store import MirrorStore
 
 
 class QuickStore(MirrorStore):

@@ -12,7 +12,7 @@ from ttrl import TrainConfig
 from ttrl.errors import StorageError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.mirror import mirrored
-from ttrl.run_folder.mirror_store import MirrorStore
+from ttrl.system.mirror_store import MirrorStore
 
 
 class QuickStore(MirrorStore):

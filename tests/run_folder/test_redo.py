@@ -10,9 +10,9 @@ from ttrl.errors import DriftError, RunFolderError, UserError
 from ttrl.loop import train as train_module
 from ttrl.run_folder import folder
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.run_folder.redo import throw_away
 from ttrl.system.files import digest, read_jsonl
+from ttrl.system.mirror_store import MirrorStore
 
 GOOD = {"tokens": 4000, "not_finite": 0, "mean": 1e-6, "p999": 1e-5, "ess": 1.0, "outside": 0.0}
 BAD = GOOD | {"mean": 0.07}

@@ -26,8 +26,8 @@ from ttrl.errors import TtrlError
 from ttrl.run_folder import lock
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.mirror import Mirror, mirrored
-from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.system import files
+from ttrl.system.mirror_store import MirrorStore
 
 SCHEDULES = int(os.environ.get("TTRL_TESTS_SCHEDULES", "12"))
 PHASES = [(0, "prepare"), (1, "rollouts"), (1, "pack"), (1, "validate")]

@@ -45,6 +45,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     dtypes = ("auto", "fp32", "bf16", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="must be that of the run (auto)")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="the longest sequence (the model's)")
+    adapters = "fetch a run's adapters from its mirror, this address, instead of weights from a file system that both share"
+    parser.add_argument("--adapters", metavar="ADDRESS", help=adapters)
     vllm = "any other argument of vLLM; may be repeated"
     parser.add_argument("--vllm", action="append", default=[], metavar="NAME=VALUE", help=vllm)
     parser.set_defaults(run_command=run_serve)
@@ -60,8 +62,13 @@ def run_serve(arguments: argparse.Namespace) -> int:
     given = vllm_arguments(arguments.vllm)
     if refused := argument_problems(given):
         raise ConfigError("--vllm", refused)
+    model = str(ready_model(arguments.model) or arguments.model)
+    if arguments.adapters is not None:
+        from ttrl.loop.train import local_model  # here: it imports torch
+
+        model = str(local_model(model))  # the files of the hub that the run has, as their digest is compared
     serve(
-        str(ready_model(arguments.model) or arguments.model),
+        model,
         host=arguments.host,
         port=arguments.port,
         key_file=arguments.key_file or Path.home() / ".config" / "ttrl" / "server.key",
@@ -69,6 +76,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         arguments=given,
+        adapters_from=arguments.adapters,
         say=say,
     )
     return 0

@@ -135,12 +135,6 @@ class ReplicaServer(JoinedServer):
             assert self._broadcast is not None
             self._broadcast.has_read(sent.name)
 
-    def close_to_all(self) -> None:
-        """Refuse requests that name weights. One that has no name was started anew since, and has no adapter any more."""
-        if self.open_version() is None:
-            self.policy_folder = None
-        super().close_to_all()
-
     def _find(self) -> str | None:
         seconds = _ANSWER_SECONDS if self._asked is None else 0.0  # one whose machine is cut off delays the run once
         asked = self._asked = self._asked or self._actor.state.remote()

@@ -196,9 +196,10 @@ class TrainConfig(Config):
     joined_servers: list[str] = field(default_factory=list)
     """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their hosts find
     this run folder at the same path. Their key is in the environment variable TTRL_SERVER_KEY, and never written here."""
-    adapters: Literal["auto", "merged"] = "auto"
+    adapters: Literal["auto", "merged", "mirror"] = "auto"
     """With `training["lora_rank"]`: "auto", servers keep the starting model and receive each iteration's adapter, where vLLM can
-    do so (not with DoRA, 4 bits, adapters on the head, or joined servers); "merged", they receive merged weights."""
+    do so (not with DoRA, 4 bits, adapters on the head, or joined servers); "merged", they receive merged weights; "mirror",
+    joined servers, too, keep the model, and fetch adapters from the `mirror`: their hosts need no file system of the run's."""
     weight_check: Literal["all", "canary"] = "all"
     """How a server is verified after each sync: "all", every one of its weights is compared with the checkpoint's files, and the
     canary; "canary", the canary alone (for very large models, whose files take long to read a second time)."""
@@ -336,6 +337,9 @@ class TrainConfig(Config):
             recipe = self.recipe_config({"seed": 0})  # a wrong seed is reported by its own name
         except ConfigError as error:
             return found + [f"training: {problem}" for problem in error.problems]
+        if self.adapters == "mirror" and (recipe.lora_merge or not self.joined_servers or not (self.mirror or "://" in self.run)):
+            kind = f"lora_rank up to {LORA_RANKS[-1]}, and neither DoRA, 4 bits, adapters on the head nor GPT-2"
+            found.append(f"adapters is 'mirror', which takes a mirror, joined_servers, and adapters as vLLM serves them ({kind})")
         if not (recipe.value_head or recipe.token_rewards == "implicit"):
             return found
         maker = "value_head" if recipe.value_head else "token_rewards 'implicit'"
@@ -543,8 +547,7 @@ class TrainConfig(Config):
             recipe.lora_rank is not None
             and lora_rank_there(self.model, recipe.lora_rank) <= LORA_RANKS[-1]
             and takes_adapters(self.model)
-            and self.adapters == "auto"
-            and not self.joined_servers
+            and (self.adapters == "mirror" or (self.adapters == "auto" and not self.joined_servers))
             and recipe.lora_kind == "lora"
             and recipe.lora_base_dtype != "nf4"
             and "output" not in recipe.lora_targets

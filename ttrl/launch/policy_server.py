@@ -261,9 +261,10 @@ class PolicyServer:
         try:
             return member.bring(checkpoint, self._version, self._base(checkpoint), self._handover)
         except ServerError as error:
-            if member.ours is None and member.server.serves_adapters and isinstance(error, WeightSyncError):
+            fetched = self._config.adapters == "mirror"  # nobody there would find merged weights
+            if member.ours is None and member.server.serves_adapters and isinstance(error, WeightSyncError) and not fetched:
                 raise WeightSyncError(f'{error}; if vLLM does not serve this adapter, say adapters="merged"') from error
-            if member.ours is None or not member.server.serves_adapters:
+            if member.ours is None or not member.server.serves_adapters or fetched:
                 raise
             logger.warning("vLLM does not serve this run's adapters; it is given merged weights from now on: %s", error)
             self._adapters = False

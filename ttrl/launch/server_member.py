@@ -23,7 +23,7 @@ class ServerTools:
     """What makes a run's servers, brings weights to them, proves that, and how many seconds lie between two looks at them."""
 
     own: type[VLLMServer] = VLLMServer
-    joined: type[JoinedServer] = JoinedServer
+    joined: Callable[..., JoinedServer] = JoinedServer
     sync: Callable[..., SyncReport] = sync_weights
     verify: Callable[..., tuple[CanaryReport, WeightComparison]] = verify_weights
     sleep: Callable[[ServerConnection], None] = sleep

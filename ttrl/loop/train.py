@@ -6,6 +6,7 @@ one, whatever ended the process before. The phases themselves: `ttrl.loop.phases
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,8 @@ from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
 from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import best_policies, prune
 from ttrl.run_folder.redo import redo_asked
-from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter
+from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter, weights_digest
+from ttrl.server.sites import SiteServer
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
@@ -100,8 +102,12 @@ def train(
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
         with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises
             ends.callback(loggers.close)
-            of_servers, of_phases = _elsewhere(config, folder, console, model)
-            server = PolicyServer(config, folder.path / "logs", console, **of_servers)
+            tools, of_phases = _elsewhere(config, folder, console, model)
+            if config.adapters == "mirror":
+                assert mirror is not None, "the config's own check asks for it"
+                base = functools.cache(lambda: weights_digest(model))
+                tools = dataclasses.replace(tools, joined=functools.partial(SiteServer, publish=mirror.publish, base=base))
+            server = PolicyServer(config, folder.path / "logs", console, tools)
             ends.callback(server.stop)
             given = {"tasks": tasks, "validation_tasks": validation_tasks, **of_phases}
             phases = Phases(config, folder, model, server=server, console=console, **given)
@@ -137,18 +143,18 @@ def train(
         return result
 
 
-def _elsewhere(config: TrainConfig, folder: RunFolder, console: Console, model: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _elsewhere(config: TrainConfig, folder: RunFolder, console: Console, model: Path) -> tuple[ServerTools, dict[str, Any]]:
     """Return what `PolicyServer` and `Phases` are given to start servers, trainer and sampling workers on a cluster; nothing
-    without one."""
+    particular without one."""
     if config.cluster is None:
-        return {}, {}
+        return ServerTools(), {}
     from ttrl.cluster.replicas import start_replicas
     from ttrl.cluster.trainers import ClusterTrainer
     from ttrl.cluster.workers import start_workers
 
     tools = ServerTools(elsewhere=lambda model, logs: start_replicas(config, model, logs))
     trainer = Trainer(config, folder, console, ClusterTrainer if config.nnodes > 1 else None)
-    return {"tools": tools}, {"trainer": trainer, "workers": start_workers(config, model)}
+    return tools, {"trainer": trainer, "workers": start_workers(config, model)}
 
 
 def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> TrainConfig:

@@ -26,9 +26,10 @@ from ttrl.errors import ConfigError, RunFolderError, StorageError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import LOCK_FILES, OWNER_FILE, Claim, RunLock, in_words, parse_owner
 from ttrl.run_folder.mirror_resume import fetch_folder, take_from
-from ttrl.run_folder.mirror_store import MirrorStore, Tag
 from ttrl.run_folder.pruning import kept_of
 from ttrl.run_folder.redo import throw_away
+from ttrl.system.files import digest
+from ttrl.system.mirror_store import MirrorStore, Tag
 from ttrl.system.object_store import redact
 
 logger = logging.getLogger(__name__)
@@ -107,8 +108,10 @@ class Mirror:
         self.claim = _MirrorClaim(store, folder.lock)
         self._remote: set[str] = set()
         """Keys that are known to be there."""
+        self._is_listed = False
         self._uploaded: dict[str, Any] = {}
         """What of each file was uploaded by this process: the digest that its marker gives, or size and time of change."""
+        self._publishing = threading.Lock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._problem: str | None = None
         self._behind: set[str] = set()
@@ -150,6 +153,17 @@ class Mirror:
             fetch_folder(self.store, self._folder, number, "checkpoint")
         except (OSError, RunFolderError) as error:
             logger.warning("the best checkpoint, of iteration %d, is not in %s: %s", number, self._folder.path, error)
+
+    def publish(self, folder: Path) -> dict[str, tuple[int, str]]:
+        """Store the files of a folder of the run now, not when its phase is finished; return their sizes and SHA-256 by key. May
+        be called by several threads. Raises OSError."""
+        with self._publishing:
+            if not self.claim.is_ours():
+                raise OSError(f"another process has taken the run over in {self.store.shown}")
+            files = {path: (path.stat().st_size, digest(path)) for path in sorted(folder.iterdir()) if path.is_file()}
+            for path, (_, sha256) in files.items():
+                self._upload(self._key(path), path, sha256)
+        return {self._key(path): found for path, found in files.items()}
 
     def _marked(self) -> None:
         self._wake.set()
@@ -201,8 +215,9 @@ class Mirror:
 
     def _pass(self) -> None:
         """Make the copy what the run folder is now. Raises OSError."""
-        if not self._remote:
-            self._remote = set(self.store.keys())
+        if not self._is_listed:
+            self._remote.update(self.store.keys())
+            self._is_listed = True
         # Before the markers are looked at: what metrics.jsonl says of an iteration is then backed by the markers that follow.
         others = {path: path.read_bytes() for path in self._unmarked_files(self._folder.path)}
         rows = self._folder.metrics()
@@ -219,10 +234,12 @@ class Mirror:
             self._upload(self._key(path), data, hashlib.sha256(data).hexdigest())
         self._upload_logs()
         if kept is not None:
-            unwanted = [key for key in self._remote if self._is_pruned(key, newest, kept.checkpoints, kept.states)]
+            unwanted = [key for key in tuple(self._remote) if self._is_pruned(key, newest, kept.checkpoints, kept.states)]
             if unwanted:
                 self.store.remove(unwanted)
                 self._remote.difference_update(unwanted)
+                for key in unwanted:
+                    self._uploaded.pop(key, None)
 
     def _pending(self) -> list[tuple[str, Path]]:
         """Return the markers that are not there yet, in the order in which their phases were finished."""

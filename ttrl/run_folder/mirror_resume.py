@@ -21,8 +21,8 @@ from typing import Any
 
 from ttrl.errors import RunFolderError
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.mirror_store import MirrorStore
 from ttrl.system.files import atomic_folder, digest, make_folders, write_text
+from ttrl.system.mirror_store import MirrorStore
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, UserError
 from ttrl.run_folder.folder import DRIFT_FILE, REDO_VARIABLE, RunFolder
 from ttrl.run_folder.metrics import PHASES, forget_rows
-from ttrl.run_folder.mirror_store import MirrorStore
+from ttrl.system.mirror_store import MirrorStore
 
 logger = logging.getLogger(__name__)
 

@@ -66,15 +66,15 @@ class RequireKey:
             return await self._app(scope, receive, send)
         if scope.get("path") == PROOF_PATH and scope["type"] == "http":
             number = scope.get("query_string", b"").decode("latin-1")
-            return await _answer(send, 200, {"name": self._name, "proof": derived(self._key, "proof", number, self._name)})
+            return await answer(send, 200, {"name": self._name, "proof": derived(self._key, "proof", number, self._name)})
         if not self._has_key(scope):
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
             places = "OpenAI's clients and ttrl take it from OPENAI_API_KEY, a run from TTRL_SERVER_KEY"
             message = f"Unauthorized: this server wants its key; {places}"
-            return await _answer(send, 401, _error(message, 401), (b"www-authenticate", b"Bearer"))
+            return await answer(send, 401, _error(message, 401), (b"www-authenticate", b"Bearer"))
         if scope.get("path") in _WITHOUT_V1:
-            return await _answer(send, 404, _error(f"there is no {scope['path']} here: the server's address ends in /v1", 404))
+            return await answer(send, 404, _error(f"there is no {scope['path']} here: the server's address ends in /v1", 404))
         wanted = next((value for name, value in scope["headers"] if name.lower() == _FENCE_HEADER), None)
         if scope.get("path") == FENCE_PATH and scope["type"] == "http":
             return await self._set_fence(scope["method"], wanted, send)
@@ -85,7 +85,7 @@ class RequireKey:
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1013, "reason": "other weights"})
             message = f"this server has other weights ({_text(has)}) than the request is for ({_text(wanted)}); sync it first"
-            return await _answer(send, 503, _error(message, 503, "other_weights"))
+            return await answer(send, 503, _error(message, 503, "other_weights"))
 
         async def send_while_open(message: MutableMapping[str, Any]) -> None:
             if self._opened() != opened:
@@ -111,7 +111,7 @@ class RequireKey:
 
     async def _set_fence(self, method: str, wanted: bytes | None, send: Send) -> None:
         if self._fence is None:
-            return await _answer(send, 501, {"error": f"{FENCE_VARIABLE} is not set: nobody can say which weights these are"})
+            return await answer(send, 501, {"error": f"{FENCE_VARIABLE} is not set: nobody can say which weights these are"})
         if method == "POST" and wanted:
             temporary = f"{self._fence}.{os.getpid()}"
             with open(temporary, "wb") as file:
@@ -121,9 +121,9 @@ class RequireKey:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._fence)
         elif method != "GET":
-            return await _answer(send, 400, {"error": f"{method} without {FENCE_HEADER}"})
+            return await answer(send, 400, {"error": f"{method} without {FENCE_HEADER}"})
         has = self._open_to()
-        await _answer(send, 200, {"weights": None if has is None else _text(has)})
+        await answer(send, 200, {"weights": None if has is None else _text(has)})
 
     def _has_key(self, scope: Scope) -> bool:
         for place, (name, value) in enumerate(scope["headers"]):
@@ -148,6 +148,6 @@ def _error(message: str, code: int, kind: str = "invalid_request_error") -> dict
     return {"error": {"message": message, "type": kind, "code": code}}
 
 
-async def _answer(send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]) -> None:
+async def answer(send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json"), *headers]})
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})

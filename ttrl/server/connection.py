@@ -112,6 +112,14 @@ class ServerConnection:
         """Return where its workers read a checkpoint: in the checkpoint, unless somebody brings it to them."""
         return checkpoint
 
+    def adapter(self, checkpoint: Path) -> Path:
+        """Return where it reads a checkpoint's adapter: in the checkpoint, unless it is brought there. Raises ServerError."""
+        return checkpoint / ADAPTER_FOLDER
+
+    def base_problem(self) -> str | None:
+        """Return what is wrong with the base that it keeps under adapters, where somebody else chose it. Raises ServerError."""
+        return None
+
     def leave(self) -> None:
         """Forget what was brought `nearer`; a sync that is over does so, whatever came of it."""
 
@@ -201,6 +209,11 @@ class JoinedServer(ServerConnection):
             problem = f"it cannot be reached ({error})"
         if problem is not None:
             raise ServerDiedError(f"the server at {self.base_url}: {problem}; the log is on the host that started it")
+
+    def close_to_all(self) -> None:
+        if self.serves_adapters and self.open_version() is None:
+            self.policy_folder = None  # it was perhaps started anew since, and has no adapter any more
+        super().close_to_all()
 
     def _prove(self) -> str | None:
         """Have it prove that it knows the key, for a number that was never used; return what is wrong, or None."""

@@ -1,7 +1,8 @@
 """Run `ttrl serve`: a vLLM server on another host, which a run joins (`joined_servers` in its config).
 
 It starts with any model of the right shape, and answers for no weights until a run has synced it. The run names checkpoint
-folders by their paths, so this host must find the run folder at the same path, on a file system that both share.
+folders by their paths, so this host must find the run folder at the same path, on a file system that both share; or it starts
+with the run's own model, and fetches adapters to it from the run's mirror (`ttrl.server.sites`).
 
 Whoever has the key can make the server load any folder that it can read, and more: vLLM's development endpoints run methods of
 the worker. So every path but /health asks for the key, the key is in a file that only its owner can read, and other hosts can
@@ -23,12 +24,15 @@ from typing import Any
 
 from ttrl.errors import ServerDiedError, ServerStartError, TtrlError, UserError
 from ttrl.server.model_folder import check_model_folder, weights_digest
+from ttrl.server.sites import check_store
 from ttrl.server.vllm import HOST, VLLMServer
 from ttrl.system.files import read_private
 
 logger = logging.getLogger(__name__)
 
 SERVED_MODEL_NAME = "policy"
+_LORA_RANK = 64
+"""Of the largest adapter that a server takes, unless vLLM's max_lora_rank is given: it sets memory aside for it."""
 _RESTARTS_WITHIN = 3600.0
 """Seconds; a server that dies more than `most_restarts` times within them will not be mended by another start."""
 
@@ -83,6 +87,7 @@ def serve(
     dtype: str = "auto",
     max_model_len: int | None = None,
     arguments: Mapping[str, Any] | None = None,
+    adapters_from: str | None = None,
     say: Callable[[str], None],
     make_server: Callable[..., VLLMServer] = VLLMServer,
     look_seconds: float = 2.0,
@@ -93,6 +98,11 @@ def serve(
     Raises UserError, ServerStartError, and ServerDiedError for one that keeps dying.
     """
     check_model_folder(model)
+    with_adapters: dict[str, Any] = {}
+    if adapters_from is not None:
+        check_store(adapters_from)
+        arguments = {"max_lora_rank": _LORA_RANK, **(arguments or {})}
+        with_adapters = {"serves_adapters": True, "adapters_from": adapters_from}
     server = make_server(
         model,
         served_model_name=SERVED_MODEL_NAME,
@@ -103,6 +113,7 @@ def serve(
         host=host,
         port=port,
         api_key=read_or_make_key(key_file),
+        **with_adapters,
     )
     say(f"starting vLLM with {model}; its log is {log_path}")
     with server:
@@ -112,7 +123,8 @@ def serve(
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights
-        say(f'a run joins it with joined_servers=["{address}"] and that key in TTRL_SERVER_KEY')
+        settings = f'joined_servers=["{address}"]' + (', adapters="mirror"' if with_adapters else "")
+        say(f"a run joins it with {settings} and that key in TTRL_SERVER_KEY")
         keep_serving(server, say, address=address, look_seconds=look_seconds, most_restarts=most_restarts)
 
 

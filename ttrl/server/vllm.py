@@ -34,6 +34,7 @@ from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE
 from ttrl.server.connection import ServerConnection
 from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder, merge_adapter
+from ttrl.server.sites import ADAPTERS_VARIABLE
 from ttrl.server.transfer import BACKEND
 from ttrl.system.files import compile_cache
 from ttrl.system.processes import LOOPBACK, ChildProcess
@@ -87,6 +88,7 @@ class VLLMServer(ServerConnection):
     host: the address to listen on; other hosts can reach it only if the user names another one than 127.0.0.1.
     api_key: None makes a random one.
     serves_adapters: it keeps `model_folder` as the base and receives adapters (`ttrl.server.weights`).
+    adapters_from: the address of the store from which it fetches them (`ttrl.server.sites`); None: it is told their folders.
     """
 
     _held: socket.socket | None = None
@@ -108,13 +110,14 @@ class VLLMServer(ServerConnection):
         host: str = HOST,
         api_key: str | None = None,
         serves_adapters: bool = False,
+        adapters_from: str | None = None,
     ) -> None:
         dtype = _DTYPES.get(dtype, dtype)
         super().__init__(served_model_name=served_model_name, dtype=dtype, api_key=api_key or secrets.token_urlsafe(32))
         self.model_folder = model_folder
         self.log_path = Path(log_path)
         self.host = host
-        self.serves_adapters = serves_adapters
+        self.serves_adapters, self.adapters_from = serves_adapters, adapters_from
         self.max_model_len = max_model_len
         self.extra_args = {name.replace("_", "-"): value for name, value in (extra_args or {}).items()}
         self.seed = seed
@@ -283,11 +286,14 @@ class VLLMServer(ServerConnection):
             arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)
         middleware = arguments.pop("middleware", None) or []
+        middleware = [middleware] if isinstance(middleware, str) else list(middleware)
+        if self.adapters_from is not None:
+            middleware.append("ttrl.server.sites.FetchAdapters")
         command = [sys.executable, "-m", "ttrl.vllm_worker.serve"]
         for name, value in arguments.items():
             command += _flag(name, value)
         # Added last, so that it is the outermost: no other middleware sees a request without the key.
-        for name in [*([middleware] if isinstance(middleware, str) else middleware), "ttrl.server.auth.RequireKey"]:
+        for name in [*middleware, "ttrl.server.auth.RequireKey"]:
             command += ["--middleware", name]
         return command
 
@@ -313,6 +319,10 @@ class VLLMServer(ServerConnection):
         fence = self._private / "weights"
         fence.unlink(missing_ok=True)  # it has not been synced yet
         own = {"VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key, FENCE_VARIABLE: str(fence)}
+        if self.adapters_from is not None:
+            own[ADAPTERS_VARIABLE] = json.dumps(
+                [self.adapters_from, str(self._private / "adapters"), os.fspath(self.model_folder)]
+            )
         own[NAME_VARIABLE] = f"{socket.gethostname()} {self.host}:{self.port}"
         return {**defaults, **given, **own}
 

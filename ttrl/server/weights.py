@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import ConfigError, ServerDiedError, ServerError, WeightSyncError
-from ttrl.records import ADAPTER_FOLDER
 from ttrl.server.canary import Canary, CanaryReport, check_canary, leave_in_cache
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
 from ttrl.server.transfer import Handover, load_from_memory, map_memory
@@ -229,7 +228,7 @@ def load_weights(server: ServerConnection, folder: Path) -> None:
     """Load the weights of `folder` in place, or the adapter there; does not empty the prefix cache. Raises ServerError if vLLM
     refuses."""
     if server.has_adapter:
-        adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(folder / ADAPTER_FOLDER), "load_inplace": True}
+        adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(server.adapter(folder)), "load_inplace": True}
         server.request("POST", "/v1/load_lora_adapter", adapter, timeout=_LOAD_SECONDS)
     elif not server.serves_adapters:  # a server with adapters has had its base since its start
         method = "ttrl_load_weights" if server.worker_extension else "reload_weights"
@@ -245,7 +244,7 @@ def compare_weights(server: ServerConnection, source: str | os.PathLike[str] | H
     the canary; or with the trainer's memory, and that with its digests. A server with adapters is not asked: its base does not
     change, and adapters are verified by the canary. Raises ServerError."""
     if not server.worker_extension or server.serves_adapters:
-        return WeightComparison()
+        return WeightComparison(problem=server.base_problem())
     where: dict[str, Any] = (
         {"memory": source.memory, "parts": source.places}
         if isinstance(source, Handover)
