@@ -37,8 +37,8 @@ quickstart-tiny: install
 test: test-quick
 	@$(MAKE) --no-print-directory test-e2e test-cluster
 
-test-e2e: install
-	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e --ignore tests/cluster $(E2E_OPTIONS)
+test-e2e: install $(S3_SERVER)
+	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e --ignore tests/cluster $(E2E_OPTIONS)
 
 test-cluster: $(RAY)
 	$(VENV)/ray/bin/python -m pytest $(CLUSTER_TESTS) $(E2E_OPTIONS)
@@ -46,7 +46,7 @@ test-cluster: $(RAY)
 test-quick: install $(S3_SERVER)
 	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e"
 
-# For the tests of the cache; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
+# For the tests of cache and mirror; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
 $(S3_SERVER): tests/s3_server.txt | install
 	$(PYTHON) -m venv $(VENV)/s3
 	$(VENV)/s3/bin/python -m pip install --quiet --disable-pip-version-check -r $<

@@ -52,10 +52,10 @@ def files(memory):
 def test_replicas_of_a_machine_share_a_copy(checkpoint, sent, tmp_path):
     (memory := tmp_path / "shm").mkdir()
     replicas_here = [Staged(str(memory)), Staged(str(memory))]
-    folders = [one.put(checkpoint, sent, 1.0) for one in replicas_here]
+    folders = [one.put(sent, 1.0) for one in replicas_here]
     for folder in folders:
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-            path.name: path.read_bytes() for path in checkpoint.iterdir()
+            path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")
         }
     assert len({(folder / "model-1.safetensors").stat().st_ino for folder in folders}) == 1
     replicas_here[0].drop(sent.name)
@@ -69,10 +69,10 @@ def test_replicas_of_a_machine_share_a_copy(checkpoint, sent, tmp_path):
 def test_what_a_replica_that_is_gone_left_is_removed(checkpoint, sent, tmp_path):
     (memory := tmp_path / "shm").mkdir()
     gone = Staged(str(memory))
-    gone.put(checkpoint, sent, 1.0)
+    gone.put(sent, 1.0)
     other = Staged(str(memory))
     other.drop()
-    assert len(files(memory)) == 5
+    assert len(files(memory)) == 4
     gone._owner.close()  # as its process's end does
     other.drop()
     assert files(memory) == [] and len(list(memory.rglob("*.owner"))) == 0
@@ -81,14 +81,14 @@ def test_what_a_replica_that_is_gone_left_is_removed(checkpoint, sent, tmp_path)
 def test_memory_that_is_full_keeps_nothing(checkpoint, sent, tmp_path, monkeypatch):
     (memory := tmp_path / "shm").mkdir()
     with pytest.raises(OSError, match=r"its weights take .*, and .*ttrl-\d+ has room for half of "):
-        Staged(str(memory)).put(checkpoint, sent._replace(size=2**50), 1.0)
+        Staged(str(memory)).put(sent._replace(size=2**50), 1.0)
 
     def full(piece, timeout):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(broadcast.ray, "get", full)
     with pytest.raises(OSError, match="No space left"):
-        Staged(str(memory)).put(checkpoint, sent, 1.0)
+        Staged(str(memory)).put(sent, 1.0)
     assert files(memory) == []
 
 
@@ -96,7 +96,7 @@ def test_a_folder_that_others_can_write_is_refused(checkpoint, sent, tmp_path):
     (pool := tmp_path / f"ttrl-{os.geteuid()}").mkdir()
     pool.chmod(0o777)
     with pytest.raises(OSError, match="is not this user's alone; remove it"):
-        Staged(str(tmp_path)).put(checkpoint, sent, 1.0)
+        Staged(str(tmp_path)).put(sent, 1.0)
 
 
 def test_the_store_is_emptied_after_the_last_reader(checkpoint, store):
@@ -129,7 +129,7 @@ class Actor:
         self.folder, self.dropped = folder, []
         self.stage, self.drop = (types.SimpleNamespace(remote=call) for call in (self._stage, self.dropped.append))
 
-    def _stage(self, checkpoint, sent, seconds):
+    def _stage(self, sent, seconds):
         return self.folder
 
 

@@ -577,6 +577,33 @@ def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, cap
     assert merged[-1][0] == other
 
 
+FETCHED = {**LORA, "joined_servers": ["http://one:1"], "adapters": "mirror", "mirror": "s3://bucket/run"}
+
+
+def test_adapters_that_are_fetched_are_never_merged(make, syncs, tmp_path, monkeypatch):
+    """Nobody at another site would find merged weights; whoever does not serve the adapter is left out."""
+    monkeypatch.setattr(policy_server, "merge_adapter", lambda folder: pytest.fail("merged"))
+    monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
+    tuned = adapted(tmp_path / "iterations/0003/checkpoint", "/base")
+    server = make(run=str(tmp_path), **FETCHED)
+    syncs.fail["http://server-0/v1"] = WeightSyncError("no")
+    assert server.serve(tuned)["left_out"] == {"http://server-0/v1": "no"}
+    assert FakeVLLM.made[0].serves_adapters and [client.base_url for client in server.servers] == ["http://one:1"]
+    other = make(run=str(tmp_path), **FETCHED, servers=0)
+    syncs.fail["http://one:1"] = WeightSyncError("no")
+    with pytest.raises(WeightSyncError, match=r"^no$"):
+        other.serve(tuned)
+
+
+@pytest.mark.parametrize("change", [{"mirror": None}, {"joined_servers": []}, {"training": {}}, {"training": {"lora_rank": 400}}])
+def test_what_fetching_adapters_takes(change, monkeypatch):
+    monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
+    problem = "adapters is 'mirror', which takes a mirror, joined_servers, and adapters as vLLM serves them"
+    assert any(line.startswith(problem) for line in config_of(**FETCHED | change).problems())
+    assert config_of(**FETCHED).gives_adapters and not config_of(**FETCHED).problems()
+    assert not config_of(**FETCHED | {"run": "s3://bucket/run", "mirror": None}).problems()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

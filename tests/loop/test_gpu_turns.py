@@ -178,7 +178,7 @@ def run(world, monkeypatch):
             return SyncReport(mode, 0.0, 0.0, None)
 
         class Keeper(PolicyServer):
-            def __init__(self, config, logs, console):
+            def __init__(self, config, logs, console, _tools):
                 verify = CanaryReport(True, 0.0, None), WeightComparison()
                 asleep = lambda server: gpu.hold("server", ASLEEP)  # noqa: E731
                 tools = ServerTools(own=ServerOnGpu, sync=sync, verify=lambda *_, **__: verify, sleep=asleep)

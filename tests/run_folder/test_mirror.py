@@ -17,7 +17,7 @@ from ttrl.run_folder.lock import LOCK_FILES, describe_process
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
 from ttrl.run_folder.pruning import prune
 from ttrl.system import mirror_store
-from ttrl.system.files import append_jsonl, write_json
+from ttrl.system.files import append_jsonl, digest, write_json
 from ttrl.system.mirror_store import MirrorStore
 
 
@@ -274,6 +274,34 @@ def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_ad
         second.phase(5, "train", "checkpoint/weights", "state/moments", trained=True)
     with pytest.raises(RunFolderError, match="went different ways"), first:
         pass
+
+
+def test_what_is_needed_at_once_is_stored_before_its_phase_is_finished(tmp_path, any_address, before):
+    """An adapter that servers elsewhere wait for: once, again where it was pruned there, and by the run's owner alone."""
+    written, key = [], "iterations/0001/checkpoint/adapter/weights"
+    machine, store = Machine(tmp_path / "here", any_address), MirrorStore(any_address)
+    adapter = machine.folder.iteration(1).path / "checkpoint" / "adapter"
+    with machine as mirror:
+        machine.iteration(0)
+        before["write"] = lambda key, _: written.append(key)
+        adapter.mkdir(parents=True)
+        (adapter / "weights").write_bytes(b"123")
+        found = mirror.publish(adapter)
+        assert found == {key: (3, digest(adapter / "weights"))} == mirror.publish(adapter)
+        assert store.read(key) == b"123" and store.read("iterations/0001/done/train.json") is None
+        for number in range(1, 10):
+            machine.iteration(number)
+        deadline = time.monotonic() + 60
+        while store.read(key) is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert written.count(key) == 1 and not adapter.exists()
+        adapter.mkdir(parents=True)
+        (adapter / "weights").write_bytes(b"123")
+        assert mirror.publish(adapter) == found and store.read(key) == b"123"
+        store.write("owner.json", json.dumps(describe_process() | ELSEWHERE).encode())
+        with pytest.raises(OSError, match="another process has taken the run over"):
+            mirror.publish(adapter)
 
 
 def test_two_runs_in_one_place_are_refused(tmp_path, address):

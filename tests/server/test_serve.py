@@ -50,6 +50,35 @@ def test_the_command_names_what_it_does(monkeypatch, tmp_path):
     assert seen["host"] == "127.0.0.1" and seen["port"] is None  # the user names any other address
     assert seen["arguments"] == {"max_num_seqs": 3} and seen["model"] == "m"
     assert cli.main(["serve", "m", "--vllm", "x"]) == 2
+    monkeypatch.setattr("ttrl.loop.train.local_model", lambda name: tmp_path / name)
+    assert cli.main(["serve", "m", "--adapters", "s3://bucket/run"]) == 0
+    assert (seen["model"], seen["adapters_from"]) == (str(tmp_path / "m"), "s3://bucket/run")  # the files that the run has
+
+
+def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
+    """It says so to the run, is given room for them, and is not started where they cannot be read."""
+    made, said = [], []
+
+    class Made(contextlib.nullcontext):
+        root_url, port, dtype, log_path = "http://127.0.0.1:1", 1, "float32", "log"
+
+    def make(model, **settings):
+        made.append(settings)
+        return Made()
+
+    monkeypatch.setattr(serve_module, "keep_serving", lambda *_, **__: None)
+    settings = {"key_file": tmp_path / "key", "log_path": tmp_path / "log", "say": said.append, "make_server": make}
+    store = (tmp_path / "store").as_uri()
+    for arguments in (None, {"max_lora_rank": 8}):
+        serve(str(checkpoints[0]), adapters_from=store, arguments=arguments, **settings)
+    assert [one["extra_args"] for one in made] == [{"max_lora_rank": 64}, {"max_lora_rank": 8}]
+    assert made[0]["serves_adapters"] and made[0]["adapters_from"] == store
+    assert any('joined_servers=["http://127.0.0.1:1"], adapters="mirror" and that key' in line for line in said)
+    serve(str(checkpoints[0]), **settings)
+    assert "serves_adapters" not in made[2]
+    with pytest.raises(UserError, match="cannot be at"):
+        serve(str(checkpoints[0]), adapters_from="ftp://h/run", **settings)
+    assert len(made) == 3
 
 
 def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoints, tmp_path):

@@ -1,5 +1,6 @@
 """Starting, watching and stopping a server process; vLLM's place is taken by a small script (conftest.py)."""
 
+import json
 import os
 import re
 import signal
@@ -101,6 +102,18 @@ def test_the_address_to_listen_on_is_the_users(tmp_path, host, url):
 def test_what_servers_of_adapters_are_started_with(tmp_path):
     server = VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", serves_adapters=True)
     assert "--enable-lora" in server._command() and server._environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    server.stop()
+
+
+def test_what_servers_that_fetch_adapters_are_started_with(tmp_path):
+    given = {"served_model_name": "m", "log_path": tmp_path / "log", "extra_args": {"middleware": "their.own"}}
+    server = VLLMServer(tmp_path, **given, serves_adapters=True, adapters_from="s3://bucket/run")
+    command = server._command()
+    added = [command[place + 1] for place, word in enumerate(command) if word == "--middleware"]
+    assert added == ["their.own", "ttrl.server.sites.FetchAdapters", "ttrl.server.auth.RequireKey"]  # the last is outermost
+    environment = server._environment()
+    address, folder, model = json.loads(environment["TTRL_ADAPTERS"])
+    assert (address, model) == ("s3://bucket/run", str(tmp_path)) and Path(folder).parent == server._private
     server.stop()
 
 

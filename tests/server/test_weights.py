@@ -249,6 +249,7 @@ def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(fake_
     with fake_server() as there:
         server = Replica(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
         assert sync_weights(server, checkpoints[1]).comparison.compared == 4
+        assert "/update_weights" in server.request("GET", "/calls")  # by vLLM's own transfer
         (near / "weight").write_text((checkpoints[0] / "weight").read_text())
         with pytest.raises(WeightSyncError, match="not those that the trainer wrote"):
             sync_weights(server, checkpoints[1])

@@ -27,6 +27,10 @@ if behaviour == "die":
 if behaviour == "hang":
     time.sleep(600)
 
+def held(path):
+    path = pathlib.Path(path)
+    return (path / "weight" if path.is_dir() else path).read_text()
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): pass
     def answer(self, status, body):
@@ -59,12 +63,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 state["calls"].append(body["method"])
                 return self.answer(200, {"results": [None]})
             memory = body["kwargs"].get("memory")
-            folder = pathlib.Path(body["kwargs"].get("folder") or body["kwargs"].get("weights_path") or "")
-            weight = pathlib.Path(memory or folder / "weight").read_text()
+            weight = held(memory or body["kwargs"].get("folder") or body["kwargs"].get("weights_path") or "")
             if body["method"] == "ttrl_compare_weights":
                 equal = behaviour != "differs" and float(weight) == state["weight"]
                 problems = [] if equal or behaviour == "blind" else ["w: 1 elements are not those of the files"]
-                name = "w" if memory is None else body["kwargs"]["parts"][0][0] + " 0"
+                name = body["kwargs"]["parts"][0][0] + " 0" if body["kwargs"].get("parts") else "w"
                 tensors = {name: hashlib.sha256(weight.encode()).hexdigest()}
                 result = {"problems": problems, "tensors": tensors, "compared": 2}
                 result |= {"unchecked": int("proven" not in behaviour), "exact": behaviour != "proven-roughly"}
@@ -81,7 +84,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             state["calls"].append(path)
             if path == "/update_weights":
                 if behaviour == "refuse-memory": return self.answer(500, {"error": "shape mismatch"})
-                if behaviour != "ignore-memory": state["weight"] = float(pathlib.Path(state["memory"]).read_text())
+                if behaviour != "ignore-memory": state["weight"] = float(held(state["memory"]))
             return self.answer(200, {})
         if path == "/calls": return self.answer(200, state["calls"])
         if path.startswith(("/sleep", "/wake_up")):

@@ -41,7 +41,7 @@ class FakeServer:
 
     world: "World"
 
-    def __init__(self, config: TrainConfig, logs: Path, console: Any) -> None:
+    def __init__(self, config: TrainConfig, logs: Path, console: Any, tools: Any = None) -> None:
         self.checkpoint: Path | None = None
         self.version = 0
 

@@ -2,9 +2,9 @@
 system is read once and not by every replica.
 
 The lead puts a checkpoint's weights into the store, in pieces. Each replica puts them together as files in its machine's memory
-(/dev/shm), once for all replicas there, beside links to the checkpoint's other files; vLLM reads that folder, which is dropped
-when the sync is over. What is proven is the same: the digests of what the workers read are those that the trainer wrote. Who has
-no room for it, or comes later, reads the checkpoint itself.
+(/dev/shm), once for all replicas there, from where vLLM's own weight transfer loads them (`ttrl.vllm_worker.memory`); they are
+dropped when the sync is over. What is proven is the same: the digests of what the workers read are those that the trainer wrote.
+Who has no room for it, or comes later, reads the checkpoint itself.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from ttrl.server.model_folder import weight_files
 from ttrl.system.memory import memory_bytes
 from ttrl.text import gib
 
@@ -56,7 +57,7 @@ class Broadcast:
     def send(self, checkpoint: Path) -> Sent | None:
         """Return the weights of a checkpoint for one reader, who says later that it `has_read` them; None for one that is to read
         the files. Raises OSError, RayError."""
-        files = sorted(checkpoint.glob("*.safetensors"))
+        files = weight_files(checkpoint)
         stats = [file.stat() for file in files]
         size, held = sum(stat.st_size for stat in stats), (checkpoint, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
         with self._lock:
@@ -110,7 +111,7 @@ class Staged:
 
     memory/ttrl-USER/lock          held by who changes something
                      ID.owner      held by a process as long as it lives, wherever that is seen from
-                     ID-NAME/      what it has vLLM read: links to the next, and to the checkpoint's other files
+                     ID-NAME/      what it has vLLM read: links to the next
                      NAME-FILE     weights, as long as somebody has a link
     """
 
@@ -118,8 +119,8 @@ class Staged:
         self._pool, self._id = Path(memory, f"ttrl-{os.geteuid()}"), secrets.token_hex(8)
         self._owner: Any = None
 
-    def put(self, checkpoint: Path, sent: Sent, seconds: float) -> Path:
-        """Return a folder with what `checkpoint` holds. Raises OSError, RayError where that fails, or takes longer."""
+    def put(self, sent: Sent, seconds: float) -> Path:
+        """Return a folder with the weights. Raises OSError, RayError where that fails, or takes longer."""
         with self._locked():
             self._clean()
             free = min(memory_bytes()[1], shutil.disk_usage(self._pool).free)
@@ -129,12 +130,12 @@ class Staged:
                 self._owner = open(self._pool / f"{self._id}.owner", "wb")  # noqa: SIM115 - open as long as this process lives
                 fcntl.flock(self._owner, fcntl.LOCK_EX)
             try:
-                return self._fill(self._pool / f"{self._id}-{sent.name}", checkpoint, sent, seconds)
+                return self._fill(self._pool / f"{self._id}-{sent.name}", sent, seconds)
             except BaseException:
                 self._remove(sent.name)
                 raise
 
-    def _fill(self, own: Path, checkpoint: Path, sent: Sent, seconds: float) -> Path:
+    def _fill(self, own: Path, sent: Sent, seconds: float) -> Path:
         own.mkdir()
         for file, references in sent.pieces.items():
             whole = self._pool / f"{sent.name}-{file}"
@@ -144,9 +145,6 @@ class Staged:
                         output.write(ray.get(reference, timeout=seconds))
                 unfinished.rename(whole)
             os.link(whole, own / file)
-        for other in checkpoint.iterdir():
-            if other.name not in sent.pieces:
-                (own / other.name).symlink_to(other.absolute())
         return own
 
     def drop(self, name: str = "") -> None:

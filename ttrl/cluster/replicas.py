@@ -65,9 +65,9 @@ class Replica:
         """Return (address, what went wrong); neither while it starts."""
         return self._url, self._problem
 
-    def stage(self, checkpoint: Path, sent: Sent, seconds: float) -> Path:
+    def stage(self, sent: Sent, seconds: float) -> Path:
         """Bring a checkpoint's weights to this machine; return the folder. Raises OSError, RayError."""
-        return self._staged.put(checkpoint, sent, seconds)
+        return self._staged.put(sent, seconds)
 
     def drop(self, name: str) -> None:
         """Give back the memory that they took."""
@@ -124,7 +124,7 @@ class ReplicaServer(JoinedServer):
             return checkpoint
         self._tried = sent.name
         self._sent, seconds = sent, _STAGE_SECONDS + sent.size / _SLOWEST
-        found: Path = ray.get(self._actor.stage.remote(checkpoint, sent, seconds), timeout=2 * seconds)
+        found: Path = ray.get(self._actor.stage.remote(sent, seconds), timeout=2 * seconds)
         return found
 
     def leave(self) -> None:
@@ -158,7 +158,8 @@ def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[Replica
     key = secrets.token_urlsafe(32)
     takes = {"num_cpus": 1, "num_gpus": gpus_of_a_server(config.server)} if has_gpus(config) else {"num_cpus": 1}
     patience = config.start_timeout or seconds_to_start(model)
-    broadcast = Broadcast() if config.replicas > _BY_FILES else None
+    own_engine = any(name.replace("_", "-") == "weight-transfer-config" for name in config.server)
+    broadcast = Broadcast() if config.replicas > _BY_FILES and not own_engine else None
     found = []
     for number in range(config.replicas):
         options = {"max_concurrency": 4, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD", **takes}

@@ -109,7 +109,8 @@ class ServerConnection:
             return text
 
     def nearer(self, checkpoint: Path) -> Path:
-        """Return where its workers read a checkpoint: in the checkpoint, unless somebody brings it to them."""
+        """Return where its workers read a checkpoint's weights: in the checkpoint, or in a folder of their machine's memory to
+        which somebody brings them."""
         return checkpoint
 
     def adapter(self, checkpoint: Path) -> Path:

@@ -151,6 +151,13 @@ def _weight_problems(folder: Path) -> list[str]:
     return ["no weights: neither *.safetensors nor pytorch_model*.bin; save the model with save_pretrained(folder)"]
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that are a model's weights: those that its index names, or all."""
+    index = _read_json(folder / _INDEX_FILES[0])
+    named = set(index["weight_map"].values()) if isinstance(index, dict) and isinstance(index.get("weight_map"), dict) else None
+    return sorted(file for file in folder.glob("*.safetensors") if named is None or file.name in named)
+
+
 def _tokenizer_problems(folder: Path, chat_template: bool) -> list[str]:
     problems = []
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ttrl.errors import ServerDiedError, ServerError, UserError
@@ -21,7 +22,7 @@ from ttrl.records import ADAPTER_FOLDER
 from ttrl.server.auth import Receive, Scope, Send, answer
 from ttrl.server.connection import JoinedServer
 from ttrl.server.model_folder import weights_digest
-from ttrl.system.files import TEMPORARY_PREFIX, atomic_folder, digest
+from ttrl.system.files import TEMPORARY_PREFIX, digest
 from ttrl.system.mirror_store import MirrorStore
 from ttrl.text import gib
 
@@ -76,7 +77,7 @@ class SiteServer(JoinedServer):
 def check_store(address: str) -> None:
     """Raise UserError where adapters cannot be read from this address; they need not be there yet."""
     try:
-        MirrorStore(address).read(ADAPTER_FOLDER)
+        MirrorStore(address).keys()
     except OSError as error:
         raise UserError(f"{error}; credentials come from the environment") from error
 
@@ -108,11 +109,13 @@ class FetchAdapters:
         """Return a folder with these files of the store. Raises OSError."""
         target = self._folder / hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
         if not target.is_dir():
-            with atomic_folder(target, sum(size for size, _ in files.values())) as made:
+            self._folder.mkdir(exist_ok=True)
+            with TemporaryDirectory(dir=self._folder, prefix=TEMPORARY_PREFIX, ignore_cleanup_errors=True) as made:
                 for key, (size, sha256) in files.items():
-                    self._store.fetch(key, size, file := made / PurePosixPath(key).name)
+                    self._store.fetch(key, size, file := Path(made, PurePosixPath(key).name))
                     if not file.exists() or digest(file) != sha256:
                         raise OSError(f"{self._store.shown}: {key} is not what the run wrote; is it the mirror of this run?")
+                os.rename(made, target)
         os.utime(target)
         kept = [path for path in self._folder.iterdir() if not path.name.startswith(TEMPORARY_PREFIX)]
         for other in sorted(kept, key=lambda path: path.stat().st_mtime)[:-2]:  # the one before may still be in use

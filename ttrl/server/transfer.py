@@ -4,11 +4,13 @@
     loop      tells the server where that is, by vLLM's endpoints                here
     worker    maps it, and loads the parts that it computes with                 ttrl.vllm_worker.memory
 
-For servers on the trainer's machine, in the same container and of the same user; others are given files. vLLM's own engines
-gather every tensor on one rank and prove nothing, and its /weight_checker hashes what its kernels made of the weights, which no
-trainer can know. So the proof is the one after any sync (`ttrl.server.weights`): each worker compares what it holds with the
-memory, element by element, and together the workers hash what lies there, for the loop to compare with what the trainer's ranks
-hashed before they wrote it. Then the canary.
+For servers on the trainer's machine, in the same container and of the same user. Those of a cluster take weights in the same way
+out of their own machine's memory, where there are many of them (`ttrl.cluster.broadcast`); others are given files.
+
+vLLM's own engines gather every tensor on one rank and prove nothing, and its /weight_checker hashes what its kernels made of the
+weights, which no trainer can know. So the proof is the one after any sync (`ttrl.server.weights`): each worker compares what it
+holds with the memory, element by element, and together the workers hash what lies there, for the loop to compare with what the
+trainer's ranks hashed before they wrote it. Then the canary.
 """
 
 import hashlib
@@ -73,9 +75,9 @@ class Handover:
         return [f"{len(names)} tensors in memory are not those that the trainer wrote, such as {names[0]}"]
 
 
-def map_memory(server: ServerConnection, handover: Handover, timeout: float) -> None:
-    """Make the workers map the memory. Raises ServerError where one cannot, and nothing has changed then."""
-    server.request("POST", "/init_weight_transfer_engine", {"init_info": {"memory": handover.memory}}, timeout=timeout)
+def map_memory(server: ServerConnection, memory: str | Path, timeout: float) -> None:
+    """Make the workers map the memory at a path. Raises ServerError where one cannot, and nothing has changed then."""
+    server.request("POST", "/init_weight_transfer_engine", {"init_info": {"memory": str(memory)}}, timeout=timeout)
 
 
 def load_from_memory(server: ServerConnection, timeout: float) -> None:

@@ -183,7 +183,7 @@ def _reload(
     report, comparison = CanaryReport(False, math.inf, None), WeightComparison()
     try:
         if isinstance(source, Handover):
-            map_memory(server, source, _LOAD_SECONDS)  # before anything is changed
+            map_memory(server, source.memory, _LOAD_SECONDS)  # before anything is changed
         server.close_to_all()
         if asleep:
             server.request("POST", "/wake_up?tags=weights", timeout=_LOAD_SECONDS)
@@ -230,10 +230,15 @@ def load_weights(server: ServerConnection, folder: Path) -> None:
     if server.has_adapter:
         adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(server.adapter(folder)), "load_inplace": True}
         server.request("POST", "/v1/load_lora_adapter", adapter, timeout=_LOAD_SECONDS)
-    elif not server.serves_adapters:  # a server with adapters has had its base since its start
+    elif server.serves_adapters:
+        return  # it has had its base since its start
+    elif (near := server.nearer(folder)) != folder:
+        map_memory(server, near, _LOAD_SECONDS)
+        load_from_memory(server, _LOAD_SECONDS)
+    else:
         method = "ttrl_load_weights" if server.worker_extension else "reload_weights"
         name = "folder" if server.worker_extension else "weights_path"
-        body = {"method": method, "kwargs": {name: str(server.nearer(folder))}}
+        body = {"method": method, "kwargs": {name: str(folder)}}
         server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)
         if isinstance(server, VLLMServer):
             server.model_folder = folder  # what a later restart loads
@@ -245,11 +250,13 @@ def compare_weights(server: ServerConnection, source: str | os.PathLike[str] | H
     change, and adapters are verified by the canary. Raises ServerError."""
     if not server.worker_extension or server.serves_adapters:
         return WeightComparison(problem=server.base_problem())
-    where: dict[str, Any] = (
-        {"memory": source.memory, "parts": source.places}
-        if isinstance(source, Handover)
-        else {"folder": str(server.nearer(Path(source)))}
-    )
+    where: dict[str, Any]
+    if isinstance(source, Handover):
+        where = {"memory": source.memory, "parts": source.places}
+    else:
+        folder = Path(source)
+        near = server.nearer(folder)
+        where = {"folder": str(folder)} if near == folder else {"memory": str(near)}
     body = {"method": "ttrl_compare_weights", "kwargs": where}
     workers: list[dict[str, Any]] = server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)["results"]
     failed = [worker["failed"] for worker in workers if worker["failed"]]

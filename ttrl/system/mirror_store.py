@@ -132,7 +132,11 @@ class MirrorStore:
         def get(store: ObjectStore) -> None:
             with atomic_file(target, size) as temporary, open(temporary, "wb") as file:
                 for start in range(0, size, self.part_bytes):
-                    file.write(obstore.get_range(store, key, start=start, end=min(size, start + self.part_bytes)))
+                    try:
+                        part = obstore.get_range(store, key, start=start, end=min(size, start + self.part_bytes))
+                    except OSError as error:  # such as "not found": not of our disk
+                        raise ValueError(reason(error)) from error
+                    file.write(part)
 
         self._doing(f"read {key}", get)
 

@@ -1,4 +1,5 @@
-"""Take weights that a trainer on this machine holds out in memory: the worker's half of their transfer (`ttrl.server.transfer`).
+"""Take weights that lie in this machine's memory, where a trainer holds them out or a cluster has brought them: the worker's half
+of their transfer (`ttrl.server.transfer`).
 
 `MemoryEngine` is an engine of vLLM's own weight transfer (0.32), registered as "ttrl" by whoever imports `ttrl.vllm_worker`, as
 every worker does:
@@ -6,15 +7,16 @@ every worker does:
     /init_weight_transfer_engine  {"init_info": {"memory": PATH}}   the worker maps it, or says why it cannot
     /start_weight_update, /update_weights {"update_info": {}}, /finish_weight_update
 
-The memory is laid out as a safetensors file. vLLM's own `load_weights` narrows each tensor to what this worker holds, so of a
-mapped model it reads no more than that. A GPU copies from here as from a file, also into a server that has woken its weights
-alone (sleep of level 2). Has run on CPUs and on one H100."""
+The memory is laid out as safetensors, in a file or the files of a folder. vLLM's own `load_weights` narrows each tensor to what
+this worker holds, so of a mapped model it reads no more than that. A GPU copies from here as from a file, also into a server that
+has woken its weights alone (sleep of level 2). Has run on CPUs and on one H100."""
 
 import json
 import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,27 +28,38 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 BACKEND = "ttrl"
 _finish: Callable[..., None] = finalize_layerwise_reload
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # buffers of models of others
 
 
 class MappedWeights:
     """What lies in the memory at a path, under Hugging Face names. Raises OSError; ValueError where nothing of it does."""
 
     def __init__(self, path: str) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # Writable for torch, which knows no other memory; what is written would be this process's alone.
-            memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(descriptor)
-        begin = 8 + int.from_bytes(memory[:8], "little")
-        self._header: dict[str, Any] = json.loads(memory[8:begin])
-        self._data = torch.frombuffer(memory, dtype=torch.uint8)[begin:]
+        files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [path]
+        self._files = [_mapped(file) for file in files]
+        if not files:
+            raise FileNotFoundError(f"there are no weights in {path}")
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, entry in self._header.items():
-            begin, end = entry["data_offsets"]
-            yield name, self._data[begin:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+        for header, data in self._files:
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                yield name, data[begin:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+
+
+def _mapped(path: str | Path) -> tuple[dict[str, Any], Tensor]:
+    """Return what a file says of its tensors, and the bytes of all of them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Writable for torch, which knows no other memory; what is written would be this process's alone.
+        memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(descriptor)
+    begin = 8 + int.from_bytes(memory[:8], "little")
+    header: dict[str, Any] = json.loads(memory[8:begin])
+    header.pop("__metadata__", None)
+    return header, torch.frombuffer(memory, dtype=torch.uint8)[begin:]
 
 
 @dataclass

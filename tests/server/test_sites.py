@@ -1,0 +1,210 @@
+"""Adapters that a server fetches from a run's mirror: what it takes, what it refuses, and what the run makes of that."""
+
+import asyncio
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.fake_vllm import write_checkpoint
+
+from ttrl.errors import ServerDiedError, ServerError, UserError
+from ttrl.server.model_folder import weights_digest
+from ttrl.server.sites import ADAPTERS_PATH, ADAPTERS_VARIABLE, FetchAdapters, SiteServer, check_store
+from ttrl.system.mirror_store import MirrorStore
+
+KEY = "iterations/0001/checkpoint/adapter"
+
+
+class Site:
+    """A server's middleware over a store, called as an ASGI application."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, address: str, tmp_path: Path):
+        (tmp_path / "private").mkdir()
+        self.store, self.folder, self.passed_on = MirrorStore(address), tmp_path / "private" / "adapters", []
+        self.model = write_checkpoint(tmp_path / "its model", 0.5)
+        monkeypatch.setenv(ADAPTERS_VARIABLE, json.dumps([address, str(self.folder), str(self.model)]))
+
+        async def vllm(scope, receive, send):
+            self.passed_on.append(scope["path"])
+
+        self.fetching = FetchAdapters(vllm)
+
+    def put(self, number: int, **files: bytes) -> dict[str, list]:
+        """Store files; return what a run would ask for."""
+        found = {}
+        for name, content in files.items():
+            key = f"iterations/{number:04}/checkpoint/adapter/{name.replace('_json', '.json').replace('_st', '.safetensors')}"
+            self.store.write(key, content)
+            found[key] = [len(content), hashlib.sha256(content).hexdigest()]
+        return found
+
+    def ask(self, method="POST", path=ADAPTERS_PATH, body=b"{}", kind="http"):
+        return asyncio.run(self._ask(method, path, body if isinstance(body, bytes) else json.dumps(body).encode(), kind))
+
+    async def _ask(self, method, path, body, kind):
+        sent, parts = [], [body[: len(body) // 2], body[len(body) // 2 :]]
+
+        async def receive():
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+        async def send(message):
+            sent.append(message)
+
+        await self.fetching({"type": kind, "path": path, "method": method, "headers": []}, receive, send)
+        return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
+
+
+@pytest.fixture(params=["memory", "folder", "s3"])
+def site(request, monkeypatch, tmp_path):
+    kinds = {"memory": lambda: f"memory://{tmp_path}", "folder": (tmp_path / "store").as_uri}
+    make = kinds.get(request.param, lambda: request.getfixturevalue("bucket"))
+    return Site(monkeypatch, make(), tmp_path)
+
+
+def test_what_the_run_has_stored_is_brought_once(site):
+    site.fetching._store.part_bytes = 7
+    asked = [site.put(number, model_st=b"weights %d" % number * 3, config_json=b"{}") for number in range(4)]
+    folders = []
+    for files in asked:
+        status, answer = site.ask(body=files)
+        assert status == 200 and list(answer) == ["folder"]
+        folders.append(Path(answer["folder"]))
+        assert {path.name for path in folders[-1].iterdir()} == {"model.safetensors", "config.json"}
+    assert folders[-1].joinpath("model.safetensors").read_bytes() == b"weights 3" * 3
+    assert sorted(site.folder.iterdir()) == sorted(folders[-2:])  # what vLLM reads, and the one before
+    site.store.remove(asked[3])
+    assert site.ask(body=asked[3]) == (200, {"folder": str(folders[3])})  # asked again, as after a failed sync
+    assert not site.passed_on
+
+
+def test_what_the_run_did_not_write_is_refused(site):
+    files = site.put(1, model_st=b"weights", config_json=b"{}")
+    for content in (b"Weights", b"w"):
+        site.store.write(f"{KEY}/model.safetensors", content)
+        status, answer = site.ask(body=files)
+        assert status == 400 and "model.safetensors" in answer["error"]
+    site.store.remove(files)
+    status, answer = site.ask(body=files)
+    assert status == 400 and answer["error"].startswith(f"{site.store.shown}: could not read {KEY}/model.safetensors")
+    assert not list(site.folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [],
+        {},
+        {"adapter/a.bin": [1, "x"]},  # vLLM would unpickle it
+        {"adapter/../../a.json": [1, "x"]},
+        {"/etc/a.json": [1, "x"]},
+        {"adapter/.hidden.json": [1, "x"]},
+        {"adapter/a\n.json": [1, "x"]},
+        {"a/one.json": [1, "x"], "b/one.json": [1, "x"]},
+        {"adapter/a.json": [-1, "x"]},
+        {"adapter/a.json": [2**35, "x"]},
+        {"adapter/a.json": ["many", "x"]},
+        {"adapter/a.json": 1},
+        b"no JSON",
+        b" " * 2**21,
+    ],
+)
+def test_nonsense_is_refused(monkeypatch, tmp_path, files):
+    site = Site(monkeypatch, f"memory://{tmp_path}", tmp_path)
+    status, answer = site.ask(body=files)
+    assert status == 400 and answer["error"] and not site.folder.exists() and len(answer["error"]) < 1000
+
+
+def test_what_is_not_asked_of_it_goes_to_vllm(monkeypatch, tmp_path):
+    site = Site(monkeypatch, f"memory://{tmp_path}", tmp_path)
+    assert site.ask(path="/v1/models") is None and site.ask(path=ADAPTERS_PATH, kind="websocket") is None
+    assert site.passed_on == ["/v1/models", ADAPTERS_PATH]
+
+
+def test_it_says_which_model_is_its_base(monkeypatch, tmp_path):
+    site = Site(monkeypatch, f"memory://{tmp_path}", tmp_path)
+    aside = site.model.rename(tmp_path / "not there yet")
+    assert site.ask("GET")[0] == 400
+    aside.rename(site.model)
+    assert site.ask("GET") == site.ask("GET") == (200, {"base": weights_digest(site.model)})
+
+
+def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(s3_server, bucket, monkeypatch, tmp_path):
+    check_store(bucket)
+    check_store(f"memory://{tmp_path}")
+    check_store(str(tmp_path / "of a run that has not begun"))
+    with pytest.raises(UserError, match="credentials come from the environment"):
+        check_store("s3://no-such-bucket/run")
+    with pytest.raises(UserError, match="cannot be at"):
+        check_store("ftp://h/run")
+
+
+# The run's side
+
+
+@pytest.fixture
+def joined(monkeypatch, tmp_path):
+    """The run's side of a site, which it reaches without a network."""
+    site = Site(monkeypatch, f"memory://{tmp_path}", tmp_path)
+    base = shutil.copytree(site.model, tmp_path / "model")
+    files, stored = site.put(1, model_st=b"weights"), []
+
+    def publish(folder):
+        stored.append(folder)
+        if folder.parts[0] == "full":
+            raise OSError("s3://b: could not write: no room")
+        return files
+
+    class Reached(SiteServer):
+        events: list[str] = []  # noqa: RUF012 - each test makes one
+
+        def request(self, method, path, body=None, timeout=300.0, headers=None):
+            if path != ADAPTERS_PATH:
+                self.events.append(f"{method} {path}")
+                return {"weights": None}
+            status, answer = site.ask(method, body=body)
+            if status != 200:
+                raise ServerError(f"{method} {path}: the server answered {status}: {answer}")
+            return answer
+
+    settings = {"served_model_name": "policy", "dtype": "float32", "api_key": "k"}
+    server = Reached("http://h:1", publish=publish, base=lambda: weights_digest(base), **settings)
+    return server, site, base, stored, files
+
+
+def test_a_site_is_given_the_adapter_from_the_mirror(joined):
+    server, site, _, stored, files = joined
+    folder = server.adapter(Path("run/iterations/0001/checkpoint"))
+    assert stored == [Path("run/iterations/0001/checkpoint/adapter")] and folder.parent == site.folder
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    shutil.rmtree(folder)
+    site.store.remove(files)
+    with pytest.raises(ServerDiedError, match=r"cannot be given the adapter in run/.*could not read .*model.safetensors"):
+        server.adapter(Path("run/iterations/0001/checkpoint"))
+    with pytest.raises(ServerDiedError, match="no room"):
+        server.adapter(Path("full/checkpoint"))
+
+
+def test_a_site_with_another_base_is_refused(joined, monkeypatch):
+    server, site, *_ = joined
+    assert server.base_problem() is None
+    (site.model / "chat_template.jinja").write_text("another")
+    site.fetching._base = None  # as after a start
+    assert "its model is not the one that the run began with" in server.base_problem()
+    # Started without --adapters: vLLM knows no such path.
+    monkeypatch.setattr(server, "request", lambda *_, **__: (_ for _ in ()).throw(ServerError("it answered 404")))
+    assert "started with `ttrl serve MODEL --adapters ADDRESS` (it answered 404)" in server.base_problem()
+    monkeypatch.setattr(server, "request", lambda *_, **__: (_ for _ in ()).throw(ServerDiedError("gone")))
+    with pytest.raises(ServerDiedError):
+        server.base_problem()
+
+
+def test_a_server_that_was_started_anew_has_no_adapter(joined, tmp_path):
+    """Requests before the next one is loaded go to the base."""
+    server = joined[0]
+    (tmp_path / "checkpoint" / "adapter").mkdir(parents=True)
+    server.policy_folder = tmp_path / "checkpoint"
+    assert server.model_name == "policy-adapter"
+    server.close_to_all()
+    assert server.model_name == "policy" and server.events[-2:] == ["GET /ttrl/weights", "DELETE /ttrl/weights"]
