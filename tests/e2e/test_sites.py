@@ -1,7 +1,6 @@
 """A server at another site, which shares no file system with the run, and is given its adapters through the mirror."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -25,23 +24,29 @@ def test_a_server_at_another_site(tmp_path: Path, bucket: str, monkeypatch: pyte
     base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
     run, there = tmp_path / "run", tmp_path / "there"
     shutil.copytree(base, there / "model")
-    hide = ["unshare", "--mount", "sh", "-c", 'mkdir "$0"; mount -t tmpfs none "$0" && exec "$@"', str(run)]
+    hide = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(run)]
+    run.mkdir()
+    if subprocess.run([*hide, "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare(1) and the right to hide a folder from a process")
     serve = [sys.executable, "-m", "ttrl.cli", "serve", str(there / "model"), "--adapters", bucket, "--dtype", "float32"]
     serve += ["--key-file", str(there / "key"), "--log", str(there / "log")]
     with open(there / "said", "wb") as said:
-        process = subprocess.Popen([*hide, *serve] if os.geteuid() == 0 else serve, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*hide, *serve], stdout=said, stderr=subprocess.STDOUT)
     try:
         while not (found := re.search(r'joined_servers=\["(.+?)"\], adapters="mirror"', (there / "said").read_text())):
             assert process.poll() is None, (there / "said").read_text()
             time.sleep(0.1)
         monkeypatch.setenv("TTRL_SERVER_KEY", (there / "key").read_text())
-        killed = threading.Event()
+        killed, one_at_a_time = threading.Event(), threading.Lock()
 
         def kill() -> None:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                if "ttrl.vllm_worker.serve" in child.cmdline() and not killed.is_set():
-                    child.kill()
-            killed.set()
+            with one_at_a_time:
+                if not killed.is_set():
+                    for child in psutil.Process(process.pid).children(recursive=True):
+                        if "ttrl.vllm_worker.serve" in child.cmdline():
+                            child.kill()
+                            killed.set()
+                            return
 
         def grader(choice):
             if (run / "iterations/0001/done/train.json").exists():
@@ -59,9 +64,8 @@ def test_a_server_at_another_site(tmp_path: Path, bucket: str, monkeypatch: pyte
         process.send_signal(signal.SIGINT)
         process.wait(60)
     assert killed.is_set()
-    for number in (1, 2):
-        facts = json.loads((run / f"iterations/000{number}/done/rollouts.json").read_text())["facts"]
-        sync = facts["sync"]
-        assert sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
-    assert sync["mode"] == "adapter" and facts["samples"] == 16 and not facts["failed"], facts
+    facts = json.loads((run / "iterations/0002/done/rollouts.json").read_text())["facts"]
+    sync = facts["sync"]
+    assert sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
+    assert sync["mode"] == "adapter" and facts["stats"]["num_graded"] == 16, facts
     assert not (run / "iterations/0001/checkpoint/model.safetensors").exists()  # nobody needed it

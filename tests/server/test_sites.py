@@ -3,15 +3,15 @@
 import asyncio
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from support.fake_vllm import write_checkpoint
 
-from ttrl.errors import ServerDiedError, ServerError, UserError
-from ttrl.server.model_folder import weights_digest
-from ttrl.server.sites import ADAPTERS_PATH, ADAPTERS_VARIABLE, FetchAdapters, SiteServer, check_store
+from ttrl.errors import ServerDiedError, ServerError, UserError, WeightSyncError
+from ttrl.server.sites import ADAPTERS_PATH, ADAPTERS_VARIABLE, FetchAdapters, SiteServer, base_digests, check_store
 from ttrl.system.mirror_store import MirrorStore
 
 KEY = "iterations/0001/checkpoint/adapter"
@@ -54,6 +54,11 @@ class Site:
 
         await self.fetching({"type": kind, "path": path, "method": method, "headers": []}, receive, send)
         return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(MirrorStore, "first_pause", 0.001)
 
 
 @pytest.fixture(params=["memory", "folder", "s3"])
@@ -105,6 +110,7 @@ def test_what_the_run_did_not_write_is_refused(site):
         {"adapter/a.json": [-1, "x"]},
         {"adapter/a.json": [2**35, "x"]},
         {"adapter/a.json": ["many", "x"]},
+        {"adapter/a.json": [float("inf"), "x"]},
         {"adapter/a.json": 1},
         b"no JSON",
         b" " * 2**21,
@@ -123,11 +129,18 @@ def test_what_is_not_asked_of_it_goes_to_vllm(monkeypatch, tmp_path):
 
 
 def test_it_says_which_model_is_its_base(monkeypatch, tmp_path):
+    """By what a model computes with, whoever saved it, and whatever lies beside it."""
     site = Site(monkeypatch, f"memory://{tmp_path}", tmp_path)
     aside = site.model.rename(tmp_path / "not there yet")
     assert site.ask("GET")[0] == 400
     aside.rename(site.model)
-    assert site.ask("GET") == site.ask("GET") == (200, {"base": weights_digest(site.model)})
+    other = shutil.copytree(site.model, tmp_path / "another")
+    (other / "README.md").write_text("words")
+    (other / "training_args.bin").write_text("x")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"transformers_version": "6"}, indent=4))
+    assert site.ask("GET") == (200, {"base": base_digests(other)})
+    assert base_digests(other).keys() == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
 
 
 def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(s3_server, bucket, monkeypatch, tmp_path):
@@ -138,6 +151,9 @@ def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(s3_server, 
         check_store("s3://no-such-bucket/run")
     with pytest.raises(UserError, match="cannot be at"):
         check_store("ftp://h/run")
+    with pytest.raises(UserError, match="carries credentials") as refused:
+        check_store("s3://b/run?aws_secret_access_key=topsecret")
+    assert "topsecret" not in str(refused.value)
 
 
 # The run's side
@@ -154,50 +170,59 @@ def joined(monkeypatch, tmp_path):
         stored.append(folder)
         if folder.parts[0] == "full":
             raise OSError("s3://b: could not write: no room")
-        return files
+        return {**files, "iterations/0001/checkpoint/adapter/.nfs0001": (1, "x")}
 
     class Reached(SiteServer):
         events: list[str] = []  # noqa: RUF012 - each test makes one
+        refusal = 0
 
         def request(self, method, path, body=None, timeout=300.0, headers=None):
             if path != ADAPTERS_PATH:
                 self.events.append(f"{method} {path}")
                 return {"weights": None}
             status, answer = site.ask(method, body=body)
-            if status != 200:
+            if status != 200 or self.refusal:
+                status = self.refusal or status
                 raise ServerError(f"{method} {path}: the server answered {status}: {answer}")
             return answer
 
     settings = {"served_model_name": "policy", "dtype": "float32", "api_key": "k"}
-    server = Reached("http://h:1", publish=publish, base=lambda: weights_digest(base), **settings)
-    return server, site, base, stored, files
+    return Reached("http://h:1", publish=publish, base=base, **settings), site, stored, files
 
 
 def test_a_site_is_given_the_adapter_from_the_mirror(joined):
-    server, site, _, stored, files = joined
+    server, site, stored, files = joined
     folder = server.adapter(Path("run/iterations/0001/checkpoint"))
     assert stored == [Path("run/iterations/0001/checkpoint/adapter")] and folder.parent == site.folder
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     shutil.rmtree(folder)
     site.store.remove(files)
-    with pytest.raises(ServerDiedError, match=r"cannot be given the adapter in run/.*could not read .*model.safetensors"):
+    with pytest.raises(ServerDiedError, match=r"could not read .*model.safetensors"):
         server.adapter(Path("run/iterations/0001/checkpoint"))
     with pytest.raises(ServerDiedError, match="no room"):
         server.adapter(Path("full/checkpoint"))
 
 
-def test_a_site_with_another_base_is_refused(joined, monkeypatch):
+def test_a_site_with_another_base_is_refused(joined):
     server, site, *_ = joined
     assert server.base_problem() is None
-    (site.model / "chat_template.jinja").write_text("another")
-    site.fetching._base = None  # as after a start
-    assert "its model is not the one that the run began with" in server.base_problem()
-    # Started without --adapters: vLLM knows no such path.
-    monkeypatch.setattr(server, "request", lambda *_, **__: (_ for _ in ()).throw(ServerError("it answered 404")))
-    assert "started with `ttrl serve MODEL --adapters ADDRESS` (it answered 404)" in server.base_problem()
-    monkeypatch.setattr(server, "request", lambda *_, **__: (_ for _ in ()).throw(ServerDiedError("gone")))
-    with pytest.raises(ServerDiedError):
-        server.base_problem()
+    site.fetching._model = shutil.copytree(site.model, site.model.parent / "other")
+    (site.fetching._model / "chat_template.jinja").write_text("another")
+    (site.fetching._model / "tokenizer.json").unlink()
+    assert re.search(
+        r"not the one that the run began with, .*: chat_template.jinja, tokenizer.json differ", server.base_problem()
+    )
+
+
+def test_a_server_that_knows_nothing_of_adapters_is_told_from_one_out_of_reach(joined):
+    server = joined[0]
+    for ask in (server.base_problem, lambda: server.adapter(Path("run/iterations/0001/checkpoint"))):
+        server.refusal = 404
+        with pytest.raises(WeightSyncError, match="was not started with `ttrl serve MODEL --adapters ADDRESS`"):
+            ask()
+        server.refusal = 504
+        with pytest.raises(ServerDiedError, match="answered 504"):
+            ask()
 
 
 def test_a_server_that_was_started_anew_has_no_adapter(joined, tmp_path):

@@ -177,7 +177,7 @@ def test_requests_that_name_weights_are_refused_from_the_sync_on_until_it_was_op
     with fake_server() as server:
         server.open_to("v1")
         assert server.open_version() == "v1"
-        assert server.request("GET", "/v1/models", headers={"X-TTRL-Weights": "v1"}) == {}
+        assert server.request("GET", "/v1/models", headers={"X-TTRL-Weights": "v1"})["data"]
         sync_weights(server, checkpoints[1])
         assert server.open_version() is None
         with pytest.raises(ServerError, match=r"503.*other weights"):
@@ -253,6 +253,27 @@ def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(fake_
         (near / "weight").write_text((checkpoints[0] / "weight").read_text())
         with pytest.raises(WeightSyncError, match="not those that the trainer wrote"):
             sync_weights(server, checkpoints[1])
+
+
+def test_weights_that_were_brought_and_cannot_be_loaded_are_read_from_files(fake_server, checkpoints, tmp_path, caplog):
+    """Of a writer whose files vLLM's reader understands and ours does not, for example; and what was brought is let go."""
+    near = shutil.copytree(checkpoints[1], tmp_path / "near")
+
+    class Replica(JoinedServer):
+        left = False
+
+        def nearer(self, checkpoint):
+            return checkpoint if self.left else near
+
+        def leave(self):
+            self.left = True
+
+    with fake_server("refuse-memory") as there:
+        server = Replica(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
+        report = sync_weights(server, checkpoints[1])
+        calls = server.request("GET", "/calls")
+        assert calls.index("/shutdown_weight_transfer_engine") < calls.index("ttrl_load_weights") and "/finish" not in str(calls)
+    assert report.fell_back is None and "reads " in caplog.text and "shape mismatch" in caplog.text
 
 
 def test_nan_is_a_mismatch(fake_server, checkpoints):

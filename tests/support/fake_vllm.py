@@ -55,7 +55,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if self.command != "GET": state["open"] = wanted
             return self.answer(200, {"weights": state.get("open")})
         if wanted and wanted != state.get("open"): return self.answer(503, {"error": "other weights"})
-        if path == "/v1/models" or path == "/version":
+        if path == "/v1/models":
+            return self.answer(200, {"data": [{"id": "m"}] + [{"id": "policy-adapter"}] * state.get("adapters", False)})
+        if path == "/version":
             return self.answer(200, {})
         if path == "/collective_rpc":
             if behaviour == "refuse": return self.answer(500, {"error": "shape mismatch"})
@@ -90,9 +92,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if path.startswith(("/sleep", "/wake_up")):
             state["calls"].append(path)
             return self.answer(200, {})
+        if path == "/v1/unload_lora_adapter":
+            state["adapters"] = False
+            return self.answer(200, b"Success")
         if path == "/v1/load_lora_adapter":
             if behaviour == "no-adapters": return self.answer(400, {"error": "vLLM does not yet support DoRA."})
-            assert body["load_inplace"] and body["lora_name"] == "policy-adapter"
+            assert not body.get("load_inplace") and body["lora_name"] == "policy-adapter"
+            if state.get("adapters"): return self.answer(400, {"error": "has already been loaded"})
             state["adapters"] = True
             state["weight"] = float((pathlib.Path(body["lora_path"]).parent / "weight").read_text())
             return self.answer(200, b"Success")

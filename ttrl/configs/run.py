@@ -338,7 +338,8 @@ class TrainConfig(Config):
         except ConfigError as error:
             return found + [f"training: {problem}" for problem in error.problems]
         if self.adapters == "mirror" and (recipe.lora_merge or not self.joined_servers or not (self.mirror or "://" in self.run)):
-            kind = f"lora_rank up to {LORA_RANKS[-1]}, and neither DoRA, 4 bits, adapters on the head nor GPT-2"
+            rank = f"lora_rank up to {LORA_RANKS[-1]} (a third of that for a model that is not here yet)"
+            kind = f"{rank}, and neither DoRA, 4 bits, adapters on the head nor GPT-2"
             found.append(f"adapters is 'mirror', which takes a mirror, joined_servers, and adapters as vLLM serves them ({kind})")
         if not (recipe.value_head or recipe.token_rewards == "implicit"):
             return found

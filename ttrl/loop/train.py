@@ -38,7 +38,7 @@ from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
 from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import best_policies, prune
 from ttrl.run_folder.redo import redo_asked
-from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter, weights_digest
+from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter
 from ttrl.server.sites import SiteServer
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
@@ -105,8 +105,7 @@ def train(
             tools, of_phases = _elsewhere(config, folder, console, model)
             if config.adapters == "mirror":
                 assert mirror is not None, "the config's own check asks for it"
-                base = functools.cache(lambda: weights_digest(model))
-                tools = dataclasses.replace(tools, joined=functools.partial(SiteServer, publish=mirror.publish, base=base))
+                tools = dataclasses.replace(tools, joined=functools.partial(SiteServer, publish=mirror.publish, base=model))
             server = PolicyServer(config, folder.path / "logs", console, tools)
             ends.callback(server.stop)
             given = {"tasks": tasks, "validation_tasks": validation_tasks, **of_phases}

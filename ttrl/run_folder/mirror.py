@@ -11,6 +11,7 @@ in the store keeps two machines from going on at the same time, as the run folde
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -112,6 +113,8 @@ class Mirror:
         self._uploaded: dict[str, Any] = {}
         """What of each file was uploaded by this process: the digest that its marker gives, or size and time of change."""
         self._publishing = threading.Lock()
+        self._published: tuple[list[Any], dict[Path, tuple[int, str]]] = ([], {})
+        """Files, sizes and times of what was stored last before its phase was finished, and its digests."""
         self._wake, self._ended = threading.Event(), threading.Event()
         self._problem: str | None = None
         self._behind: set[str] = set()
@@ -156,14 +159,18 @@ class Mirror:
 
     def publish(self, folder: Path) -> dict[str, tuple[int, str]]:
         """Store the files of a folder of the run now, not when its phase is finished; return their sizes and SHA-256 by key. May
-        be called by several threads. Raises OSError."""
+        be called by several threads. Raises OSError after some tries."""
         with self._publishing:
             if not self.claim.is_ours():
                 raise OSError(f"another process has taken the run over in {self.store.shown}")
-            files = {path: (path.stat().st_size, digest(path)) for path in sorted(folder.iterdir()) if path.is_file()}
-            for path, (_, sha256) in files.items():
-                self._upload(self._key(path), path, sha256)
-        return {self._key(path): found for path, found in files.items()}
+            stats = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+            now = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]
+            if self._published[0] != now:
+                self._published = now, {path: (stat.st_size, digest(path)) for path, stat in stats.items()}
+            found = {self._key(path): told for path, told in self._published[1].items()}
+            for path, (_, sha256) in self._published[1].items():
+                self.store.patiently(functools.partial(self._upload, self._key(path), path, sha256))
+        return found
 
     def _marked(self) -> None:
         self._wake.set()
@@ -236,10 +243,11 @@ class Mirror:
         if kept is not None:
             unwanted = [key for key in tuple(self._remote) if self._is_pruned(key, newest, kept.checkpoints, kept.states)]
             if unwanted:
-                self.store.remove(unwanted)
-                self._remote.difference_update(unwanted)
-                for key in unwanted:
-                    self._uploaded.pop(key, None)
+                with self._publishing:
+                    self.store.remove(unwanted)
+                    self._remote.difference_update(unwanted)
+                    for key in unwanted:
+                        self._uploaded.pop(key, None)
 
     def _pending(self) -> list[tuple[str, Path]]:
         """Return the markers that are not there yet, in the order in which their phases were finished."""

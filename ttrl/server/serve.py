@@ -25,7 +25,7 @@ from typing import Any
 from ttrl.errors import ServerDiedError, ServerStartError, TtrlError, UserError
 from ttrl.server.model_folder import check_model_folder, weights_digest
 from ttrl.server.sites import check_store
-from ttrl.server.vllm import HOST, VLLMServer
+from ttrl.server.vllm import HOST, OTHER_MACHINES, VLLMServer
 from ttrl.system.files import read_private
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ def serve(
     with_adapters: dict[str, Any] = {}
     if adapters_from is not None:
         check_store(adapters_from)
+        if spread := [name for name in OTHER_MACHINES if name in {given.replace("_", "-") for given in arguments or {}}]:
+            raise UserError(f"--adapters is for a server on one machine, where they are fetched to; leave out {spread[0]}")
         arguments = {"max_lora_rank": _LORA_RANK, **(arguments or {})}
         with_adapters = {"serves_adapters": True, "adapters_from": adapters_from}
     server = make_server(

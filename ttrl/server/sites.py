@@ -2,38 +2,45 @@
 
 The run stores an iteration's adapter in its mirror, and tells the server what lies where, with sizes and SHA-256. The server's
 host, which named the mirror itself (`ttrl serve MODEL --adapters ADDRESS`), takes it from there into a folder of its own, where
-vLLM reads it. So the run sends an adapter once, however many servers there are. The base is held to the run's by its digest.
+vLLM reads it. So the run sends an adapter once, however many servers there are. The base is held to the run's file by file.
 """
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ttrl.errors import ServerDiedError, ServerError, UserError
+from ttrl.errors import ServerDiedError, ServerError, UserError, WeightSyncError
 from ttrl.records import ADAPTER_FOLDER
 from ttrl.server.auth import Receive, Scope, Send, answer
 from ttrl.server.connection import JoinedServer
-from ttrl.server.model_folder import weights_digest
+from ttrl.server.model_folder import weight_files
 from ttrl.system.files import TEMPORARY_PREFIX, digest
 from ttrl.system.mirror_store import MirrorStore
+from ttrl.system.object_store import redact
 from ttrl.text import gib
 
 ADAPTERS_PATH = "/ttrl/adapter"
-"""GET returns {"base": the digest of the server's model}; POST of {KEY in the store: [bytes, SHA-256]} {"folder": where they are
-now}, or {"error": why they are not}."""
+"""GET returns {"base": what `base_digests` says of the server's model}; POST of {KEY in the store: [bytes, SHA-256]} returns
+{"folder": where these are now}, or {"error": why they are not}."""
 ADAPTERS_VARIABLE = "TTRL_ADAPTERS"
 """What `FetchAdapters` is given: JSON of [address of the store, folder for what comes from there, folder of the model]."""
 _NAME = re.compile(r"\w[\w.-]*\.(safetensors|json)")  # what vLLM reads without unpickling anything
+_OF_BASE = re.compile(
+    r"(config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges|chat_template|tekken)\..+"
+)
 _MOST_BYTES = 2**34  # of an adapter
-_FETCH_SECONDS = 1800.0
+_FETCH_SECONDS, _SLOWEST = 120.0, 1e6  # and how many bytes a second are waited for beyond
+_BASE_SECONDS = 1800.0
 
 Files = Mapping[str, tuple[int, str]]
 """By key in the store: bytes, SHA-256."""
@@ -42,40 +49,68 @@ Files = Mapping[str, tuple[int, str]]
 class SiteServer(JoinedServer):
     """The run's side of such a server.
 
-    publish: stores a folder of the run in its mirror, and says what lies where; raises OSError. base: gives the digest of the
-    run's starting model (`weights_digest`).
+    publish: stores a folder of the run in its mirror, and says what lies where; raises OSError. base: the run's starting model.
     """
 
     serves_adapters = True
 
-    def __init__(self, root_url: str, *, publish: Callable[[Path], Files], base: Callable[[], str], **settings: Any) -> None:
+    def __init__(self, root_url: str, *, publish: Callable[[Path], Files], base: Path, **settings: Any) -> None:
         super().__init__(root_url, **settings)
         self._publish, self._base = publish, base
 
     def adapter(self, checkpoint: Path) -> Path:
         try:
-            files = self._publish(checkpoint / ADAPTER_FOLDER)
-            return Path(self.request("POST", ADAPTERS_PATH, dict(files), _FETCH_SECONDS)["folder"])
-        except (OSError, ServerError) as error:
+            stored = self._publish(checkpoint / ADAPTER_FOLDER)
+        except OSError as error:
             raise ServerDiedError(f"{self.base_url} cannot be given the adapter in {checkpoint}: {error}") from error
+        files = {key: found for key, found in stored.items() if _NAME.fullmatch(PurePosixPath(key).name)}
+        seconds = _FETCH_SECONDS + sum(size for size, _ in files.values()) / _SLOWEST
+        return Path(self._ask("POST", files, seconds)["folder"])
 
     def base_problem(self) -> str | None:
+        there, here = self._ask("GET", None, _BASE_SECONDS)["base"], base_digests(self._base)
+        different = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+        if not different:
+            return None
+        names = ", ".join(different[:5])
+        return f"its model is not the one that the run began with, {self._base}: {names} differ; copy the folder"
+
+    def _ask(self, method: str, body: Any, seconds: float) -> Any:
         try:
-            found = self.request("GET", ADAPTERS_PATH, timeout=_FETCH_SECONDS)["base"]
+            return self.request(method, ADAPTERS_PATH, body, seconds)
         except ServerDiedError:
             raise
         except ServerError as error:
-            return f'adapters="mirror" is for servers that were started with `ttrl serve MODEL --adapters ADDRESS` ({error})'
-        if found == self._base():
-            return None
-        return (
-            "its model is not the one that the run began with: weights, config, tokenizer or chat template differ (digests: "
-            f"{found}, and here {self._base()}); copy the folder"
-        )
+            if " answered 404" in str(error):
+                raise WeightSyncError(f"{self.base_url} was not started with `ttrl serve MODEL --adapters ADDRESS`") from error
+            raise ServerDiedError(str(error)) from error  # of its store, or of what is between: it may be back
+
+
+_digesting = threading.Lock()
+
+
+def base_digests(folder: Path) -> dict[str, str]:
+    """Return SHA-256 by name of what a model computes with: weights, config, tokenizer and chat template. Read once. Raises
+    OSError."""
+    with _digesting:
+        return _base_digests(folder)
+
+
+@functools.cache
+def _base_digests(folder: Path) -> dict[str, str]:
+    files = [*weight_files(folder), *(file for file in folder.iterdir() if file.is_file() and _OF_BASE.fullmatch(file.name))]
+    found = {file.name: digest(file) for file in files}
+    with suppress(OSError, ValueError):  # who has saved it does not matter
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config.pop("transformers_version", None)
+        found["config.json"] = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return found
 
 
 def check_store(address: str) -> None:
     """Raise UserError where adapters cannot be read from this address; they need not be there yet."""
+    if redact(address) != address:
+        raise UserError(f"--adapters {redact(address)} carries credentials, for all users to read; give them in the environment")
     try:
         MirrorStore(address).keys()
     except OSError as error:
@@ -86,10 +121,9 @@ class FetchAdapters:
     """ASGI middleware of such a server, inside `RequireKey`, which asks for the key."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Any]) -> None:
-        address, folder, self._model = json.loads(os.environ[ADAPTERS_VARIABLE])
-        self._app, self._folder = app, Path(folder)
-        self._store = MirrorStore(address)
-        self._base: asyncio.Task[str] | None = None
+        address, folder, model = json.loads(os.environ[ADAPTERS_VARIABLE])
+        self._app, self._folder, self._model, self._store = app, Path(folder), Path(model), MirrorStore(address)
+        self._fetching = threading.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("path") != ADAPTERS_PATH or scope["type"] != "http":
@@ -97,30 +131,34 @@ class FetchAdapters:
             return
         try:
             if scope["method"] == "GET":
-                if self._base is None or (self._base.done() and self._base.exception() is not None):
-                    self._base = asyncio.create_task(asyncio.to_thread(weights_digest, self._model))
-                return await answer(send, 200, {"base": await asyncio.shield(self._base)})
-            folder = await asyncio.to_thread(self._fetch, _checked(json.loads(await _body(receive))))
+                found: dict[str, Any] = {"base": await asyncio.to_thread(base_digests, self._model)}
+            else:
+                files = _checked(json.loads(await _body(receive)))
+                found = {"folder": str(await asyncio.to_thread(self._fetch, files))}
         except (OSError, ValueError) as error:
             return await answer(send, 400, {"error": str(error)})
-        await answer(send, 200, {"folder": str(folder)})
+        await answer(send, 200, found)
 
     def _fetch(self, files: Files) -> Path:
         """Return a folder with these files of the store. Raises OSError."""
         target = self._folder / hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-        if not target.is_dir():
-            self._folder.mkdir(exist_ok=True)
-            with TemporaryDirectory(dir=self._folder, prefix=TEMPORARY_PREFIX, ignore_cleanup_errors=True) as made:
-                for key, (size, sha256) in files.items():
-                    self._store.fetch(key, size, file := Path(made, PurePosixPath(key).name))
-                    if not file.exists() or digest(file) != sha256:
-                        raise OSError(f"{self._store.shown}: {key} is not what the run wrote; is it the mirror of this run?")
-                os.rename(made, target)
-        os.utime(target)
-        kept = [path for path in self._folder.iterdir() if not path.name.startswith(TEMPORARY_PREFIX)]
-        for other in sorted(kept, key=lambda path: path.stat().st_mtime)[:-2]:  # the one before may still be in use
-            shutil.rmtree(other, ignore_errors=True)
+        with self._fetching:
+            if not target.is_dir():
+                self._folder.mkdir(exist_ok=True)
+                with TemporaryDirectory(dir=self._folder, prefix=TEMPORARY_PREFIX, ignore_cleanup_errors=True) as made:
+                    for key, (size, sha256) in files.items():
+                        self._take(key, size, sha256, Path(made, PurePosixPath(key).name))
+                    os.rename(made, target)
+            os.utime(target)
+            kept = [path for path in self._folder.iterdir() if not path.name.startswith(TEMPORARY_PREFIX)]
+            for other in sorted(kept, key=lambda path: path.stat().st_mtime)[:-2]:  # the one before may still be in use
+                shutil.rmtree(other, ignore_errors=True)
         return target
+
+    def _take(self, key: str, size: int, sha256: str, target: Path) -> None:
+        self._store.patiently(lambda: self._store.fetch(key, size, target))
+        if not target.exists() or digest(target) != sha256:
+            raise OSError(f"{self._store.shown}: {key} is not what the run wrote; is it the mirror of this run?")
 
 
 async def _body(receive: Receive) -> bytes:
@@ -136,7 +174,7 @@ async def _body(receive: Receive) -> bytes:
 
 def _checked(given: Any) -> Files:
     """Return what a run asks for. Raises ValueError."""
-    with suppress(AttributeError, TypeError, ValueError):
+    with suppress(AttributeError, TypeError, ValueError, OverflowError):
         files = {str(key): (int(size), str(sha256)) for key, (size, sha256) in given.items()}
         paths = [PurePosixPath(key) for key in files]
         if all(_NAME.fullmatch(path.name) and not path.is_absolute() and ".." not in path.parts for path in paths):

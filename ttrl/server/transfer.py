@@ -82,8 +82,10 @@ def map_memory(server: ServerConnection, memory: str | Path, timeout: float) -> 
 
 def load_from_memory(server: ServerConnection, timeout: float) -> None:
     """Load what was mapped in place; does not empty the prefix cache. Raises ServerError if vLLM refuses."""
-    server.request("POST", "/start_weight_update", timeout=timeout)
-    server.request("POST", "/update_weights", {"update_info": {}}, timeout=timeout)
-    server.request("POST", "/finish_weight_update", timeout=timeout)
-    server.request("POST", "/shutdown_weight_transfer_engine", timeout=timeout)  # lets the mapping go
+    try:
+        server.request("POST", "/start_weight_update", timeout=timeout)
+        server.request("POST", "/update_weights", {"update_info": {}}, timeout=timeout)
+        server.request("POST", "/finish_weight_update", timeout=timeout)
+    finally:
+        server.request("POST", "/shutdown_weight_transfer_engine", timeout=timeout)  # lets the mapping go
     server.request("POST", "/collective_rpc", {"method": "ttrl_share_prompts"}, timeout=timeout)

@@ -48,7 +48,7 @@ _OWN_ARGUMENTS = frozenset(
     {"model", "model-tag", "host", "port", "uds", "api-key", "served-model-name", "dtype", "max-model-len", "seed"}
 )
 _SECRETS = {"hf-token": "export HF_TOKEN", "ssl-keyfile-password": "take a key file without one"}
-_OTHER_MACHINES = ("nnodes", "data-parallel-address", "data-parallel-hybrid-lb", "distributed-executor-backend")
+OTHER_MACHINES = ("nnodes", "data-parallel-address", "data-parallel-hybrid-lb", "distributed-executor-backend")
 _PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "distributed-executor-backend")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """vLLM's names of those that ttrl's other settings have."""
@@ -309,7 +309,7 @@ class VLLMServer(ServerConnection):
                 defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | thread_variables()
         if self.serves_adapters:
             defaults["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if not any(self.extra_args.get(name) for name in _OTHER_MACHINES):
+        if not any(self.extra_args.get(name) for name in OTHER_MACHINES):
             defaults |= LOOPBACK
         if self._private is None:
             self._private = Path(tempfile.mkdtemp(prefix="ttrl-server-"))

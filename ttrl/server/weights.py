@@ -200,7 +200,7 @@ def _reload(
         if asleep:
             server.request("POST", "/wake_up?tags=kv_cache", timeout=_LOAD_SECONDS)
         reset_prefix_cache(server)
-        if compare:
+        if compare or server.serves_adapters:
             comparison = compare_weights(server, source, canary)
         if comparison.problem is None:
             report = check_canary(server, canary, cache_is_empty=True)
@@ -228,20 +228,36 @@ def load_weights(server: ServerConnection, folder: Path) -> None:
     """Load the weights of `folder` in place, or the adapter there; does not empty the prefix cache. Raises ServerError if vLLM
     refuses."""
     if server.has_adapter:
-        adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(server.adapter(folder)), "load_inplace": True}
+        adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(server.adapter(folder))}
+        # Not `load_inplace`: vLLM 0.32 then reads the files again for every step that it computes.
+        if any(one["id"] == ADAPTER_NAME for one in server.request("GET", "/v1/models")["data"]):
+            server.request("POST", "/v1/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
         server.request("POST", "/v1/load_lora_adapter", adapter, timeout=_LOAD_SECONDS)
     elif server.serves_adapters:
         return  # it has had its base since its start
-    elif (near := server.nearer(folder)) != folder:
-        map_memory(server, near, _LOAD_SECONDS)
-        load_from_memory(server, _LOAD_SECONDS)
-    else:
+    elif not _load_from_near(server, folder):
         method = "ttrl_load_weights" if server.worker_extension else "reload_weights"
         name = "folder" if server.worker_extension else "weights_path"
         body = {"method": method, "kwargs": {name: str(folder)}}
         server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)
         if isinstance(server, VLLMServer):
             server.model_folder = folder  # what a later restart loads
+
+
+def _load_from_near(server: ServerConnection, folder: Path) -> bool:
+    """Load weights that were brought to the server's machine; return False where it is to read the files."""
+    if (near := server.nearer(folder)) == folder:
+        return False
+    try:
+        map_memory(server, near, _LOAD_SECONDS)
+        load_from_memory(server, _LOAD_SECONDS)
+    except ServerDiedError:
+        raise
+    except ServerError as error:
+        logger.warning("%s reads %s itself: %s", server.base_url, folder, error)
+        server.leave()
+        return False
+    return True
 
 
 def compare_weights(server: ServerConnection, source: str | os.PathLike[str] | Handover, canary: Canary) -> WeightComparison:

@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 BACKEND = "ttrl"
 _finish: Callable[..., None] = finalize_layerwise_reload
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # buffers of models of others
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 class MappedWeights:
@@ -45,7 +45,9 @@ class MappedWeights:
         for header, data in self._files:
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
-                yield name, data[begin:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+                part, dtype = data[begin:end], _DTYPES[entry["dtype"]]
+                aligned = part if part.data_ptr() % dtype.itemsize == 0 else part.clone()  # other writers do not care
+                yield name, aligned.view(dtype).view(entry["shape"])
 
 
 def _mapped(path: str | Path) -> tuple[dict[str, Any], Tensor]:

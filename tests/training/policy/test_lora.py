@@ -201,7 +201,7 @@ def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, p
         (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
         accumulate(policy, step, config, here)
         accumulate(alone, step, config, ALONE)
-        assert distance(gradients(policy), gradients(alone)) < 4e-6  # 1.6e-6 to 2.04e-6, as the processor multiplies
+        assert distance(gradients(policy), gradients(alone)) < 3e-6  # up to 2.04e-6, as the processor multiplies
 
 
 def test_dropout_acts_in_passes_with_a_gradient_alone(model_folder, packed):
