@@ -147,7 +147,7 @@ def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(s3_server, 
     check_store(bucket)
     check_store(f"memory://{tmp_path}")
     check_store(str(tmp_path / "of a run that has not begun"))
-    with pytest.raises(UserError, match="credentials come from the environment"):
+    with pytest.raises(UserError, match=r"404 Not Found \(NoSuchBucket\); credentials come from the environment"):
         check_store("s3://no-such-bucket/run")
     with pytest.raises(UserError, match="cannot be at"):
         check_store("ftp://h/run")

@@ -67,9 +67,11 @@ def redact(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of what obstore says, with nothing secret in it and of bounded length."""
-    lines = str(error).strip().splitlines()
-    return harmless(redact(lines[0])[:400]) if lines else type(error).__name__
+    """Return the first line of what obstore says, of XML the code, with nothing secret in it and of bounded length."""
+    text = str(error).strip()
+    line, code = text.partition("\n")[0].partition(": <?xml")[0], re.search(r"<Code>(\w+)</Code>", text)
+    line += f" ({code[1]})" if code else ""
+    return harmless(redact(line)[:400]) if line else type(error).__name__
 
 
 class Unavailable(Exception):  # noqa: N818 - it never leaves the cache
