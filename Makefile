@@ -38,7 +38,8 @@ test: test-quick
 	@$(MAKE) --no-print-directory test-e2e test-cluster
 
 test-e2e: install $(S3_SERVER)
-	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e --ignore tests/cluster $(E2E_OPTIONS)
+	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e $(E2E_OPTIONS) \
+	  $$(grep --recursive --files-with-matches --include='test_*.py' mark.e2e tests | grep --invert-match tests/cluster)
 
 test-cluster: $(RAY)
 	$(VENV)/ray/bin/python -m pytest $(CLUSTER_TESTS) $(E2E_OPTIONS)

@@ -31,8 +31,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes long begins first, lest one worker is left with it at the end; a test's time limit says how long that may be."""
+    if os.environ.get("TTRL_TESTS_SHORT"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
     def limit(item: pytest.Item) -> float:
         marker = item.get_closest_marker("timeout")

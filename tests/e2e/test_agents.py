@@ -51,7 +51,7 @@ async def agent(session: Any) -> None:
         await client.chat.completions.create(model=session.model, messages=session.messages)
 
 
-@pytest.mark.parametrize("kind", ["function", "command"])
+@pytest.mark.parametrize("kind", ["function", pytest.param("command", marks=pytest.mark.long)])
 def test_every_trained_token_is_the_servers(tmp_path: Path, kind: str) -> None:
     given = agent if kind == "function" else [sys.executable, str(CLIENT)]
     found = check_agents.check(tmp_path, given, (), iterations=2, tasks=3, samples=4, max_tokens=6, sampling={})

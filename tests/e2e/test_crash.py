@@ -24,6 +24,7 @@ def test_two_kills(tmp_path: Path) -> None:
     assert outcome.requests["made"] >= outcome.requests["needed"] > 0
 
 
+@pytest.mark.long  # test_run.py kills one such run
 def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
     """What no file has is trained again, to the same bits; what finished phases wrote is not touched for it."""
     settings = {"weight_sync": "memory", "save_every": 2}
@@ -33,6 +34,7 @@ def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
     assert len(outcome.kills) == 2 and written == [2, 3]
 
 
+@pytest.mark.long  # test_two_kills does it at any time
 def test_killed_between_two_groups(tmp_path: Path) -> None:
     """The group that was finished is kept as it was; only the others are asked for again, and one of them is checked as well."""
     harness = crash_test.Harness(tmp_path, 2, 3, {})
