@@ -24,7 +24,7 @@ def test_two_kills(tmp_path: Path) -> None:
     assert outcome.requests["made"] >= outcome.requests["needed"] > 0
 
 
-@pytest.mark.long  # test_run.py kills one such run
+@pytest.mark.long  # test_run.py kills one out of memory; save_every: tests/loop/test_saving.py
 def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
     """What no file has is trained again, to the same bits; what finished phases wrote is not touched for it."""
     settings = {"weight_sync": "memory", "save_every": 2}

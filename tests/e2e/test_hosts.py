@@ -19,7 +19,7 @@ from ttrl.tiny_model import make_tiny_model
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.long,  # test_sites.py has one host, test_resident.py the death of a process
+    pytest.mark.long,  # test_sites.py has one such server with adapters, test_sync.py whole weights, test_resident.py a death
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not network_hosts.possible(), reason="needs root, ip(8) and network namespaces"),
 ]

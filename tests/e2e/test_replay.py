@@ -84,7 +84,7 @@ def test_the_same_grades_give_the_same_bits(run):
     assert (folder / "report.html").is_file() and not list(folder.rglob(".partial-*"))
 
 
-@pytest.mark.long  # runs are killed in test_run.py and test_crash.py; the same bits are in the test above
+@pytest.mark.long  # runs are killed in test_run.py and test_crash.py; other grades: tests/replays
 def test_other_grades_and_a_kill(run, tmp_path):
     """Killed with its trainer in iteration 2; the same command goes on there, and ends with the bits of one that was not."""
     whole, torn = tmp_path / "whole", tmp_path / "torn"

@@ -304,6 +304,26 @@ def test_what_is_needed_at_once_is_stored_before_its_phase_is_finished(tmp_path,
             mirror.publish(adapter)
 
 
+def test_what_is_published_while_it_is_followed_is_stored_once(tmp_path, address, before):
+    """As an adapter is, whose phase has just been finished; and a store that fails once is asked again."""
+    machine, written, refusals = Machine(tmp_path / "here", address), [], ["once"]
+
+    def slowly(key, _):
+        time.sleep(0.02)
+        if "adapter" in key and refusals:
+            raise OSError(refusals.pop())
+        written.append(key)
+
+    with machine as mirror:
+        machine.iteration(0)
+        before["write"] = slowly
+        machine.phase(1, "train", "checkpoint/adapter/weights", "checkpoint/adapter/settings", "state/moments", trained=True)
+        read, fails = mirror.claim.other, ["once"]
+        mirror.claim.other = lambda: read() if not fails else (_ for _ in ()).throw(OSError(fails.pop()))
+        found = mirror.publish(machine.folder.iteration(1).path / "checkpoint" / "adapter")
+    assert len(found) == 2 and all(written.count(key) == 1 for key in found)
+
+
 def test_two_runs_in_one_place_are_refused(tmp_path, address):
     Machine(tmp_path / "first", address).run(0, 1)
     other = Machine(tmp_path / "other", None)

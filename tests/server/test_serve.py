@@ -78,7 +78,7 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
     assert "serves_adapters" not in made[2]
     with pytest.raises(UserError, match="cannot be at"):
         serve(str(checkpoints[0]), adapters_from="ftp://h/run", **settings)
-    with pytest.raises(UserError, match="on one machine, where they are fetched to; leave out distributed-executor-backend"):
+    with pytest.raises(UserError, match="on one machine, where they are fetched to; leave out distributed_executor_backend=ray"):
         serve(str(checkpoints[0]), adapters_from=store, arguments={"distributed_executor_backend": "ray"}, **settings)
     assert len(made) == 3
 

@@ -194,8 +194,8 @@ class TrainConfig(Config):
     run that was killed trains again from the last that was written, to the same bits; nothing is sampled again for it. What is
     kept of checkpoints (`keep_best`, too) is kept of those."""
     joined_servers: list[str] = field(default_factory=list)
-    """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their hosts find
-    this run folder at the same path. Their key is in the environment variable TTRL_SERVER_KEY, and never written here."""
+    """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their hosts find this run folder at the
+    same path, unless `adapters` is "mirror". Their key is in the environment variable TTRL_SERVER_KEY, and never written here."""
     adapters: Literal["auto", "merged", "mirror"] = "auto"
     """With `training["lora_rank"]`: "auto", servers keep the starting model and receive each iteration's adapter, where vLLM can
     do so (not with DoRA, 4 bits, adapters on the head, or joined servers); "merged", they receive merged weights; "mirror",

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _OF_PHASES = {"rollouts.jsonl", "unfinished.jsonl", "packed.safetensors", "train.jsonl", "validation.jsonl"}
 _OF_PHASES |= {"trainer_logprobs.safetensors", "weights.json"}
 _NOT_MIRRORED = LOCK_FILES | {"rollouts.partial.jsonl"} | _OF_PHASES
+_PATIENT_TRIES = 8  # a minute where a store refuses at once, more where it does not answer
 _PRUNED = ("checkpoint", "state")
 MIRRORED_SUFFIXES = {".yaml", ".json", ".jsonl", ".html", ".log"}
 """Of files that no marker names."""
@@ -112,6 +113,7 @@ class Mirror:
         self._is_listed = False
         self._uploaded: dict[str, Any] = {}
         """What of each file was uploaded by this process: the digest that its marker gives, or size and time of change."""
+        self._locks: dict[str, threading.Lock] = {}
         self._publishing = threading.Lock()
         self._published: tuple[list[Any], dict[Path, tuple[int, str]]] = ([], {})
         """Files, sizes and times of what was stored last before its phase was finished, and its digests."""
@@ -161,7 +163,7 @@ class Mirror:
         """Store the files of a folder of the run now, not when its phase is finished; return their sizes and SHA-256 by key. May
         be called by several threads. Raises OSError after some tries."""
         with self._publishing:
-            if not self.claim.is_ours():
+            if not self.store.patiently(self.claim.is_ours, _PATIENT_TRIES):
                 raise OSError(f"another process has taken the run over in {self.store.shown}")
             stats = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
             now = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]
@@ -169,7 +171,7 @@ class Mirror:
                 self._published = now, {path: (stat.st_size, digest(path)) for path, stat in stats.items()}
             found = {self._key(path): told for path, told in self._published[1].items()}
             for path, (_, sha256) in self._published[1].items():
-                self.store.patiently(functools.partial(self._upload, self._key(path), path, sha256))
+                self.store.patiently(functools.partial(self._upload, self._key(path), path, sha256), _PATIENT_TRIES)
         return found
 
     def _marked(self) -> None:
@@ -300,10 +302,11 @@ class Mirror:
             self._upload(f"logs/{self.claim.owner['host']}/{path.name}", end, (status.st_size, status.st_mtime_ns))
 
     def _upload(self, key: str, content: Path | bytes, identity: object) -> None:
-        if self._uploaded.get(key) != identity:
-            self.store.write(key, content)
-            self._uploaded[key] = identity
-            self._remote.add(key)
+        with self._locks.setdefault(key, threading.Lock()):  # what is published is just being followed, too
+            if self._uploaded.get(key) != identity:
+                self.store.write(key, content)
+                self._uploaded[key] = identity
+                self._remote.add(key)
 
     @staticmethod
     def _unmarked_files(folder: Path) -> list[Path]:

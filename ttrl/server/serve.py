@@ -101,8 +101,9 @@ def serve(
     with_adapters: dict[str, Any] = {}
     if adapters_from is not None:
         check_store(adapters_from)
-        if spread := [name for name in OTHER_MACHINES if name in {given.replace("_", "-") for given in arguments or {}}]:
-            raise UserError(f"--adapters is for a server on one machine, where they are fetched to; leave out {spread[0]}")
+        for name, value in (arguments or {}).items():
+            if name.replace("_", "-") in OTHER_MACHINES and value not in ("mp", "uni", 1, None):
+                raise UserError(f"--adapters is for a server on one machine, where they are fetched to; leave out {name}={value}")
         arguments = {"max_lora_rank": _LORA_RANK, **(arguments or {})}
         with_adapters = {"serves_adapters": True, "adapters_from": adapters_from}
     server = make_server(

@@ -41,6 +41,7 @@ _OF_BASE = re.compile(
 _MOST_BYTES = 2**34  # of an adapter
 _FETCH_SECONDS, _SLOWEST = 120.0, 1e6  # and how many bytes a second are waited for beyond
 _BASE_SECONDS = 1800.0
+_PATIENT_TRIES = 6  # a quarter of a minute where the store refuses at once; the run waits for the answer
 
 Files = Mapping[str, tuple[int, str]]
 """By key in the store: bytes, SHA-256."""
@@ -68,7 +69,11 @@ class SiteServer(JoinedServer):
         return Path(self._ask("POST", files, seconds)["folder"])
 
     def base_problem(self) -> str | None:
-        there, here = self._ask("GET", None, _BASE_SECONDS)["base"], base_digests(self._base)
+        there = self._ask("GET", None, _BASE_SECONDS)["base"]
+        try:
+            here = base_digests(self._base)
+        except OSError as error:
+            return f"the model that the run began with cannot be read any more ({error})"
         different = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
         if not different:
             return None
@@ -156,7 +161,7 @@ class FetchAdapters:
         return target
 
     def _take(self, key: str, size: int, sha256: str, target: Path) -> None:
-        self._store.patiently(lambda: self._store.fetch(key, size, target))
+        self._store.patiently(lambda: self._store.fetch(key, size, target), _PATIENT_TRIES)
         if not target.exists() or digest(target) != sha256:
             raise OSError(f"{self._store.shown}: {key} is not what the run wrote; is it the mirror of this run?")
 

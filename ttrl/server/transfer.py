@@ -16,6 +16,7 @@ trainer's ranks hashed before they wrote it. Then the canary.
 import hashlib
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ def load_from_memory(server: ServerConnection, timeout: float) -> None:
         server.request("POST", "/start_weight_update", timeout=timeout)
         server.request("POST", "/update_weights", {"update_info": {}}, timeout=timeout)
         server.request("POST", "/finish_weight_update", timeout=timeout)
-    finally:
-        server.request("POST", "/shutdown_weight_transfer_engine", timeout=timeout)  # lets the mapping go
+    except ServerError:
+        with suppress(ServerError):  # vLLM refuses it in the middle of an update
+            server.request("POST", "/shutdown_weight_transfer_engine", timeout=timeout)
+        raise
+    server.request("POST", "/shutdown_weight_transfer_engine", timeout=timeout)  # lets the mapping go
     server.request("POST", "/collective_rpc", {"method": "ttrl_share_prompts"}, timeout=timeout)
