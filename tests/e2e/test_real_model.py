@@ -267,6 +267,7 @@ def test_grpo_killed_after_its_first_training_continues(started, server, checkpo
     }
 
 
+@pytest.mark.long  # test_lora.py and test_sites.py do it with a tiny model
 def test_an_adapter_is_trained_and_served(checkpoints, folder):
     """On the tasks of the README: the first own task of a newcomer has a signal on this model."""
     settings = {**SETTINGS, "run": str(folder / "lora"), "model": str(checkpoints[0]), "iterations": 1}
