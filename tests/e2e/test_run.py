@@ -187,6 +187,7 @@ def test_a_finished_run_does_nothing_again(finished):
     assert (finished / "logs" / "server.log").read_bytes() == log  # no server was started
 
 
+@pytest.mark.long  # test_crash.py kills at any time, test_agents.py in sampling, test_real_model.py and the next one in training
 def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
     """kill -9 of all processes, twice in one run; the same command continues in that iteration each time."""
     run, log, last = tmp_path / "run", tmp_path / "output.log", 2
