@@ -72,10 +72,10 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
     for arguments in (None, {"max_lora_rank": 8}):
         serve(str(checkpoints[0]), adapters_from=store, arguments=arguments, **settings)
     assert [one["extra_args"] for one in made] == [{"max_lora_rank": 64}, {"max_lora_rank": 8}]
-    assert made[0]["serves_adapters"] and made[0]["adapters_from"] == store
+    assert made[0]["adapters_from"] == store
     assert any('joined_servers=["http://127.0.0.1:1"], adapters="mirror" and that key' in line for line in said)
     serve(str(checkpoints[0]), **settings)
-    assert "serves_adapters" not in made[2]
+    assert made[2]["adapters_from"] is None and made[2]["extra_args"] is None
     with pytest.raises(UserError, match="cannot be at"):
         serve(str(checkpoints[0]), adapters_from="ftp://h/run", **settings)
     with pytest.raises(UserError, match="on one machine, where they are fetched to; leave out distributed_executor_backend=ray"):

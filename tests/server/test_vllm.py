@@ -107,8 +107,9 @@ def test_what_servers_of_adapters_are_started_with(tmp_path):
 
 def test_what_servers_that_fetch_adapters_are_started_with(tmp_path):
     given = {"served_model_name": "m", "log_path": tmp_path / "log", "extra_args": {"middleware": "their.own"}}
-    server = VLLMServer(tmp_path, **given, serves_adapters=True, adapters_from="s3://bucket/run")
+    server = VLLMServer(tmp_path, **given, adapters_from="s3://bucket/run")
     command = server._command()
+    assert "--enable-lora" in command
     added = [command[place + 1] for place, word in enumerate(command) if word == "--middleware"]
     assert added == ["their.own", "ttrl.server.sites.FetchAdapters", "ttrl.server.auth.RequireKey"]  # the last is outermost
     environment = server._environment()

@@ -276,6 +276,25 @@ def test_weights_that_were_brought_and_cannot_be_loaded_are_read_from_files(fake
     assert report.fell_back is None and "reads " in caplog.text and "shape mismatch" in caplog.text
 
 
+@pytest.mark.parametrize("compare", [True, False])
+def test_a_base_that_is_not_the_runs_is_refused_though_the_canary_accepts_it(fake_server, checkpoints, compare):
+    """In half precision, one step of training is less than the canary's limits; and comparing weights may be switched off."""
+
+    class Site(JoinedServer):
+        serves_adapters = True
+        problem = "its model is another"
+
+        def base_problem(self):
+            return self.problem
+
+    with fake_server() as there:
+        server = Site(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
+        with pytest.raises(WeightSyncError, match="its model is another"):
+            sync_weights(server, checkpoints[0], compare=compare)
+        server.problem = None
+        assert sync_weights(server, checkpoints[0], compare=compare).fell_back is None
+
+
 def test_nan_is_a_mismatch(fake_server, checkpoints):
     with fake_server("nan") as server:
         report = check_canary(server, Canary.load(checkpoints[0]))

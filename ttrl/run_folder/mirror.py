@@ -2,8 +2,9 @@
 
 What a finished phase wrote is uploaded first, its marker last: whatever has a marker there is there as a whole. Checkpoints and
 states that the rules of pruning no longer keep are removed there too, once everything newer is safe. It happens in the
-background, with new tries after growing pauses. A store that is slow, full or gone never stops a run: it is said once, and at its
-end the run waits for the store, for a while, and says how far behind the copy is then.
+background, with new tries after growing pauses. A store that is slow, full or gone stops no run but one all of whose servers
+fetch adapters from it (`Mirror.publish`): it is said once, and at its end the run waits for the store, for a while, and says how
+far behind the copy is then.
 
 A machine that has nothing of the run takes from the store what is needed to go on (`ttrl.run_folder.mirror_resume`). owner.json
 in the store keeps two machines from going on at the same time, as the run folder's own does on one (`ttrl.run_folder.lock`).

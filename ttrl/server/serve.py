@@ -98,14 +98,12 @@ def serve(
     Raises UserError, ServerStartError, and ServerDiedError for one that keeps dying.
     """
     check_model_folder(model)
-    with_adapters: dict[str, Any] = {}
     if adapters_from is not None:
         check_store(adapters_from)
         for name, value in (arguments or {}).items():
             if name.replace("_", "-") in OTHER_MACHINES and value not in ("mp", "uni", 1, None):
                 raise UserError(f"--adapters is for a server on one machine, where they are fetched to; leave out {name}={value}")
         arguments = {"max_lora_rank": _LORA_RANK, **(arguments or {})}
-        with_adapters = {"serves_adapters": True, "adapters_from": adapters_from}
     server = make_server(
         model,
         served_model_name=SERVED_MODEL_NAME,
@@ -116,7 +114,7 @@ def serve(
         host=host,
         port=port,
         api_key=read_or_make_key(key_file),
-        **with_adapters,
+        adapters_from=adapters_from,
     )
     say(f"starting vLLM with {model}; its log is {log_path}")
     with server:
@@ -126,7 +124,7 @@ def serve(
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights
-        settings = f'joined_servers=["{address}"]' + (', adapters="mirror"' if with_adapters else "")
+        settings = f'joined_servers=["{address}"]' + (', adapters="mirror"' if adapters_from is not None else "")
         say(f"a run joins it with {settings} and that key in TTRL_SERVER_KEY")
         keep_serving(server, say, address=address, look_seconds=look_seconds, most_restarts=most_restarts)
 

@@ -88,7 +88,7 @@ class VLLMServer(ServerConnection):
     host: the address to listen on; other hosts can reach it only if the user names another one than 127.0.0.1.
     api_key: None makes a random one.
     serves_adapters: it keeps `model_folder` as the base and receives adapters (`ttrl.server.weights`).
-    adapters_from: the address of the store from which it fetches them (`ttrl.server.sites`); None: it is told their folders.
+    adapters_from: the address of a store from which it fetches adapters (`ttrl.server.sites`); None: it is told their folders.
     """
 
     _held: socket.socket | None = None
@@ -117,7 +117,7 @@ class VLLMServer(ServerConnection):
         self.model_folder = model_folder
         self.log_path = Path(log_path)
         self.host = host
-        self.serves_adapters, self.adapters_from = serves_adapters, adapters_from
+        self.serves_adapters, self.adapters_from = serves_adapters or adapters_from is not None, adapters_from
         self.max_model_len = max_model_len
         self.extra_args = {name.replace("_", "-"): value for name, value in (extra_args or {}).items()}
         self.seed = seed

@@ -262,8 +262,8 @@ def _load_from_near(server: ServerConnection, folder: Path) -> bool:
 
 def compare_weights(server: ServerConnection, source: str | os.PathLike[str] | Handover, canary: Canary) -> WeightComparison:
     """Make every worker of `server` compare what it holds with the files of a folder, and those with what the trainer recorded in
-    the canary; or with the trainer's memory, and that with its digests. A server with adapters is not asked: its base does not
-    change, and adapters are verified by the canary. Raises ServerError."""
+    the canary; or with the trainer's memory, and that with its digests. A server with adapters is asked for its base alone, where
+    somebody else chose that: it does not change, and adapters are verified by the canary. Raises ServerError."""
     if not server.worker_extension or server.serves_adapters:
         return WeightComparison(problem=server.base_problem())
     where: dict[str, Any]
