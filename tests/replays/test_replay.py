@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ttrl.cli import main
-from ttrl.errors import RunFolderError
+from ttrl.errors import GraderError, RunFolderError
 from ttrl.replays.replay import replay
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import digest, read_jsonl
@@ -127,6 +127,16 @@ def test_failed_requests_stay_failed_and_failed_graders_get_another_chance(run):
     )
     assert result.failures == {"the grader raised ValueError: three": 2} or list(result.failures.values()) == [2]
     assert "2 rollouts had a reward and have none now" in result.text and "2 × " in result.text
+
+
+def test_a_grader_that_always_raises_leaves_no_folder_and_accuses_no_other_process(run, caplog):
+    def broken(choice):
+        raise KeyError("x")
+
+    with pytest.raises(GraderError, match=r"iteration 1: .*KeyError"):
+        run.replay(broken)
+    assert not list((run.folder.path / "replays").iterdir())
+    assert caplog.records == []
 
 
 async def later(choice):

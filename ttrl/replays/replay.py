@@ -135,7 +135,7 @@ def replay(
                 grade(todo, original, folder, regrader, graders, skip_missing=skip_missing, console=console)
         except TtrlError:
             if {path.name for path in folder.path.iterdir()} <= LOCK_FILES | {FILE_NAME}:
-                shutil.rmtree(folder.path)
+                folder.lock.discard()
             raise
         compared = _compared(original, folder, numbers)
         total, kept = compared.total, compared.tasks[:_TASKS_KEPT]

@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
 import threading
@@ -153,6 +154,8 @@ class Claim(ABC):
         """Which owner this is, once it has signed: a number above that of every owner before."""
         self.lost_to: dict[str, Any] | None = None
         """Who has taken over; {} where that process has ended since."""
+        self.discarded = False
+        """Whether this process removed what it owns: then nothing is left to own or to take over."""
 
     @abstractmethod
     def read(self) -> dict[str, Any] | None:
@@ -200,11 +203,13 @@ class Claim(ABC):
             ended.set()
             beating.join()
             with contextlib.suppress(OSError):
-                if self.is_ours():
+                if self.is_ours() and not self.discarded:
                     self.leave()
 
     def is_ours(self) -> bool:
         """Tell whether nobody else has taken over; once somebody has, that stays so. What cannot be read names nobody else."""
+        if self.discarded:
+            return True
         if self.lost_to is None and (other := self.other()) is not None:
             self.lost_to = other
             logger.error("%s was taken over by another process (%s); no more is written there", self._what, in_words(other))
@@ -387,6 +392,13 @@ class RunLock:
                     yield
                 finally:
                     self._claim = None
+
+    def discard(self) -> None:
+        """Remove the folder, held by this process, with all that is in it."""
+        self.check()
+        assert self._claim is not None, "only a folder that is held can be discarded"
+        self._claim.discarded = True
+        shutil.rmtree(self._folder)
 
     @property
     def epoch(self) -> int:
