@@ -131,22 +131,6 @@ def test_one_mistake_of_a_kind_of_its_own_keeps_its_kind():
         train(TrainConfig(**RIGHT | {"model": "not/there/at/all"}), TASKS)
 
 
-@pytest.mark.parametrize(
-    ("error", "refused"),
-    [(ConnectionError("no route"), True), (type("ReadTimeout", (Exception,), {})("slow"), False)],
-)
-def test_a_model_on_the_hub_is_asked_for_and_a_slow_answer_is_none(error, refused, monkeypatch):
-    def model_info(self, model, timeout):
-        assert (model, timeout) == ("org/name", checks._HUB_SECONDS)
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    if not refused:
-        return checks.check_model("org/name")
-    with pytest.raises(ModelFolderError, match=r"'org/name' is neither a folder here nor in the hub's cache, .*no route"):
-        checks.check_model("org/name")
-
-
 SCRIPT = """
 import sys, time
 from ttrl import Task, TrainConfig, train

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from ttrl.errors import ModelFolderError
+from ttrl.server import model_folder
 from ttrl.server.cpu import cpu_batch
 from ttrl.server.model_folder import check_model_folder, weights_digest
 
@@ -140,3 +141,20 @@ def test_small_models_take_larger_steps_on_a_cpu(tmp_path):
     assert cpu_batch(tmp_path) == large and cpu_batch("org/name") == {}
     (tmp_path / "config.json").write_text("[")
     assert cpu_batch(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [(ConnectionError("no route"), True), (type("ReadTimeout", (Exception,), {})("slow"), False)],
+)
+def test_a_model_on_the_hub_is_asked_for_and_a_slow_answer_is_none(error, refused, monkeypatch):
+    def model_info(self, model, timeout):
+        assert (model, timeout) == ("org/name", model_folder._HUB_SECONDS)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    if not refused:
+        model_folder.check_model("org/name")
+        return
+    with pytest.raises(ModelFolderError, match=r"'org/name' is neither a folder here nor in the hub's cache, .*no route"):
+        model_folder.check_model("org/name")

@@ -54,3 +54,49 @@ def test_sigterm_ends_the_block_also_in_the_background_once(interrupt, monkeypat
         signal.signal(signal.SIGINT, before)
     assert caught.value.code == 143 and ended and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert capsys.readouterr().err == "\ninterrupted; this way on\n"
+
+
+MISTAKES = {
+    "train": "ttrl.train(ttrl.TrainConfig(run='r', model='models/nothere', iterations=1), TASKS)",
+    "config": "ttrl.TrainConfig(run='r', model='m', iterations=1, learning_rate=1)",
+    "evaluate": "ttrl.evaluate('models/nothere', 'countdown')",
+    "replay": "ttrl.replay('runs/nothere', grader=float)",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_script_ends_in_its_message_alone(mistake, tmp_path):
+    def run(**environment):
+        tasks = "TASKS = [ttrl.Task([{'role': 'user', 'content': 'x'}], float)] * 40"
+        command = [sys.executable, "-c", f"import ttrl; {tasks}; {MISTAKES[mistake]}"]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | environment, check=False)
+
+    ended = run()
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert len(ended.stderr.splitlines()) <= 3
+    assert "Traceback" in run(TTRL_TRACEBACK="1").stderr
+
+
+def test_a_fault_that_is_no_mistake_keeps_its_traceback_after_one_that_was():
+    code = """
+import ttrl
+try:
+    ttrl.TrainConfig(run='r', model='m', iterations=1, learning_rate=1)
+except ValueError:
+    pass
+raise ValueError("the user's own")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Traceback" in ended.stderr
+
+
+def test_a_hook_of_somebody_else_stays():
+    code = """
+import sys, ttrl
+sys.excepthook = lambda *_: print("theirs")
+ttrl.TrainConfig(run='r', model='m', iterations=1, learning_rate=1)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout == "theirs\n"

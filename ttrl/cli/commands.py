@@ -12,11 +12,12 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from ttrl.cli import cache, config, evaluate, machine, models, plan, proxy, runs, sweep, tasks
 from ttrl.errors import TtrlError
-from ttrl.system.console import speak_in_lines
+from ttrl.system.console import speak_in_lines, tracebacks_wanted
 from ttrl.text import harmless
 from ttrl.version import __version__
 
@@ -76,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run_command(arguments))
     except TtrlError as error:
+        if tracebacks_wanted():
+            traceback.print_exc()
         print(f"ttrl: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

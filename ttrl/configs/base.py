@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ttrl.configs.reference import UNIONS, explained
-from ttrl.errors import ConfigError
+from ttrl.errors import ConfigError, UserError
+from ttrl.system.console import errors_in_lines
 
 _C = typing.TypeVar("_C", bound="Config")
 
@@ -35,6 +36,7 @@ def settings(cls: type[_C]) -> type[_C]:
         alone = [f"{value!r} stands alone; settings are given by name, such as {next(iter(own))}=…" for value in unnamed]
         if alone or (unknown and not made._is_part) or any(_has_no_default(own[name]) for name in own.keys() - given.keys()):
             config, found = made.examine(given)
+            errors_in_lines(UserError)
             raise ConfigError(made.__name__, alone + found + config.local_problems() + config.absent())
         vars(self).update(_given=tuple(given), _unknown=unknown)
         plain(self, **{name: value for name, value in given.items() if name in own})

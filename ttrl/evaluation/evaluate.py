@@ -31,9 +31,10 @@ from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.rollouts.client.transport import is_local
 from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.task_results import get_task_results
-from ttrl.server.model_folder import check_model_folder, weights_digest
+from ttrl.server.model_folder import check_model, weights_digest
 from ttrl.server.serving import KEY_VARIABLE, address_problem, default_dtype, is_address, serving
 from ttrl.server.vllm import own_argument_problems
+from ttrl.system.console import mistakes_in_lines
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import atomic_file
 from ttrl.tasks.reference import load_tasks
@@ -186,6 +187,7 @@ _FORMER = {"samples": "samples_per_task", "system": "system_prompt", "api_key_en
 """Names that options of the command had, and still take."""
 
 
+@mistakes_in_lines()
 def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]", **settings: Any) -> EvalResult:
     """Evaluate a model on tasks; `settings` are the fields of EvalConfig.
 
@@ -284,7 +286,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     if isinstance(config.model, str) and config.model and not is_address(config.model):
         try:
             if not is_ready(config.model):
-                check_model_folder(config.model)
+                check_model(config.model)
         except ModelFolderError as error:
             hint = f"; the address of a server begins with http://: http://{config.model}"
             problems.append(f"{error}{hint if _HOST_AND_PORT.match(config.model) else ''}")

@@ -2,18 +2,15 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, complaints, describe
+from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, complaints
 from ttrl.ready_models import is_ready
-from ttrl.server.model_folder import check_model_folder
+from ttrl.server.model_folder import check_model
 from ttrl.server.vllm import own_argument_problems
 from ttrl.tasks.rewards import only_evaluates
 from ttrl.tasks.task import Task, task_list
 from ttrl.text import counted
-
-_HUB_SECONDS = 3.0
 
 
 def checked(
@@ -56,7 +53,7 @@ def checked(
     tasks, validation_tasks = listed(tasks, "tasks"), listed(validation_tasks, "validation_tasks")
     if not errors:
         problems += _task_problems(config, tasks, validation_tasks, said)
-    if model and config.model:
+    if model and config.model and not is_ready(config.model):
         try:
             check_model(config.model)
         except ModelFolderError as error:
@@ -95,26 +92,3 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
     if config.stop_at is not None and not validation_tasks:
         found.append("stop_at needs validation tasks")
     return found
-
-
-def check_model(model: str) -> None:
-    """Check that a model can be had: a folder that is complete, a name in READY_MODELS, or one on the hub. Raises
-    ModelFolderError."""
-    if not is_ready(model) and check_model_folder(model) is None:
-        _check_hub(model)
-
-
-def _check_hub(model: str) -> None:
-    """Raise ModelFolderError where the hub says no, or cannot be reached; a slow answer is no answer."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    try:
-        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
-            HfApi().model_info(model, timeout=_HUB_SECONDS)
-    except Exception as error:
-        status: Any = getattr(getattr(error, "response", None), "status_code", None)
-        if "Timeout" not in type(error).__name__ and (status is None or status < 500):
-            raise ModelFolderError(
-                f"model {model!r} is neither a folder here nor in the hub's cache, and the hub does not have it for us: "
-                f"{describe(error)}; give a model folder, or a name that `ttrl models` lists"
-            ) from error

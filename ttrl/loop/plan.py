@@ -9,11 +9,13 @@ from ttrl.errors import UserError
 from ttrl.plans.lengths import Assumptions
 from ttrl.plans.plan import Plan
 from ttrl.plans.planner import make_plan
+from ttrl.system.console import mistakes_in_lines
 from ttrl.tasks.task import Task
 
 __all__ = ["Assumptions", "Plan", "plan"]
 
 
+@mistakes_in_lines()
 def plan(
     config: TrainConfig,
     tasks: Sequence[Task] = (),

@@ -11,13 +11,14 @@ from ttrl.loop.checks import checked
 from ttrl.run_folder.config_changes import allowed_names
 from ttrl.run_folder.mirror import with_local_run
 from ttrl.run_folder.redo import redo_asked
-from ttrl.system.console import Console
+from ttrl.system.console import Console, mistakes_in_lines
 from ttrl.tasks.task import Task
 
 if TYPE_CHECKING:
     from ttrl.loop.train import RunResult
 
 
+@mistakes_in_lines()
 def train(
     config: TrainConfig,
     tasks: Sequence[Task],

@@ -30,7 +30,7 @@ from ttrl.replays.text import changes_text
 from ttrl.rollouts.graders.grading import Graders
 from ttrl.run_folder.folder import RunFolder, check_run_folder
 from ttrl.run_folder.lock import LOCK_FILES
-from ttrl.system.console import Console
+from ttrl.system.console import Console, mistakes_in_lines
 from ttrl.system.files import digest, write_json
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
@@ -58,6 +58,7 @@ class ReplayResult:
     """The newest policy, where it was trained again and anything was learned."""
 
 
+@mistakes_in_lines()
 def replay(
     run: str | os.PathLike[str],
     *,

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ttrl.errors import ModelFolderError
+from ttrl.errors import ModelFolderError, describe
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS, CANARY_FILE
 from ttrl.system.console import note
 from ttrl.system.files import digest
 
+_HUB_SECONDS = 3.0
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
@@ -48,6 +49,28 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
     if problems:
         raise ModelFolderError(f"model folder {folder} is incomplete:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return folder
+
+
+def check_model(model: str) -> None:
+    """Check that a model can be had: a complete folder, or a name that the hub knows. Raises ModelFolderError."""
+    if check_model_folder(model) is None:
+        _check_hub(model)
+
+
+def _check_hub(model: str) -> None:
+    """Raise ModelFolderError where the hub says no, or cannot be reached; a slow answer is no answer."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            HfApi().model_info(model, timeout=_HUB_SECONDS)
+    except Exception as error:
+        status: Any = getattr(getattr(error, "response", None), "status_code", None)
+        if "Timeout" not in type(error).__name__ and (status is None or status < 500):
+            raise ModelFolderError(
+                f"model {model!r} is neither a folder here nor in the hub's cache, and the hub does not have it for us: "
+                f"{describe(error)}; give a model folder, or a name that `ttrl models` lists"
+            ) from error
 
 
 def base_of_adapter(folder: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import signal
 import sys
 import threading
@@ -11,7 +12,10 @@ from types import FrameType, TracebackType
 
 from tqdm.auto import tqdm
 
+from ttrl.errors import UserError
 from ttrl.text import harmless
+
+TRACEBACK_VARIABLE = "TTRL_TRACEBACK"
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -27,22 +31,42 @@ def speak_in_lines() -> None:
             stream.reconfigure(line_buffering=True)
 
 
+_in_lines: set[type[BaseException]] = set()
+
+
 def errors_in_lines(*kinds: type[BaseException]) -> None:
-    """Show errors of these kinds that end the program by their message, without a traceback. Python's exit status stays: 1, and
-    for KeyboardInterrupt what a shell calls 130."""
-    usual = sys.excepthook
-    if usual is not sys.__excepthook__ and getattr(usual, "__name__", "") != "show_in_lines":
-        return  # a debugger's, a notebook's
+    """End a program that raises one of these errors with the error's message, without a traceback.
 
-    def show_in_lines(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not issubclass(kind, kinds):
-            usual(kind, error, trace)
-        elif issubclass(kind, KeyboardInterrupt):
-            sys.stderr.write(f"\n{str(error) or 'interrupted'}\n")
-        else:
-            sys.stderr.write(f"error: {error}\n")
+    The exit status stays Python's: 1, and 130 (as a shell sees it) for KeyboardInterrupt. A hook that somebody else installed
+    (a debugger, a notebook) stays. TTRL_TRACEBACK=1 shows tracebacks.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+    _in_lines.update(kinds)
 
-    sys.excepthook = show_in_lines
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if tracebacks_wanted() or not issubclass(kind, tuple(_in_lines)):
+        sys.__excepthook__(kind, error, trace)
+    elif issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write(f"\n{str(error) or 'interrupted'}\n")
+    else:
+        sys.stderr.write(f"error: {error}\n")
+
+
+def tracebacks_wanted() -> bool:
+    """Tell whether the user asked for tracebacks: TTRL_TRACEBACK=1."""
+    return os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0")
+
+
+@contextlib.contextmanager
+def mistakes_in_lines() -> Iterator[None]:
+    """End a program with the message of a UserError that leaves this block; also a decorator, for functions that users call."""
+    try:
+        yield
+    except UserError:
+        errors_in_lines(UserError)
+        raise
 
 
 def note(text: str) -> None:
