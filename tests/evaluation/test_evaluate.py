@@ -123,6 +123,43 @@ def test_the_commands(address: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["sets"][0]["num_shared"] == 40
 
 
+TASKS_FILE = """
+import ttrl
+
+def grader(choice):
+    return {returned}
+
+tasks = [ttrl.Task([{{"role": "user", "content": "How many e are in tree?"}}], grader, id="tree")]
+"""
+
+
+def test_one_family_that_fails_entirely_hides_no_other(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither those before it nor those after it; the exit code says that something failed."""
+    files = {"first": "1.0", "broken": "1 / 0", "last": "0.5"}
+    for name, returned in files.items():
+        (tmp_path / f"{name}.py").write_text(TASKS_FILE.format(returned=returned))
+    asked = ",".join(f"{tmp_path}/{name}.py" for name in files)
+    output = tmp_path / "result.json"
+    assert cli.main(["eval", address, "--tasks", asked, "--output", str(output)]) == 2
+    said = capsys.readouterr()
+    assert re.search(r"first\.py\s+1\s+reward\s+1\.000", said.out)
+    assert re.search(r"last\.py\s+1\s+reward\s+0\.500", said.out)
+    assert re.search(r"error: .*broken\.py: all 1 samples of 1 tasks failed, .*ZeroDivisionError", said.err)
+    written = json.loads(output.read_text())
+    assert written["complete"] is True
+    assert list(written["failed"]) == [f"{tmp_path}/broken.py"]
+
+
+def test_a_server_that_answers_nothing_ends_the_evaluation_with_what_there_is(address: str) -> None:
+    sets = {"first": [asked("tree")], "refused": [asked("quiz")], "last": [asked("tree")]}
+    result = evaluate(address, sets, pbar=False)
+    assert [one.name for one in result.sets] == ["first", "refused"]
+    assert not result.complete
+    assert "no such word" in result.failed["refused"]
+    with pytest.raises(ServerError, match="all 1 samples of 1 tasks failed"):
+        evaluate(address, {"refused": [asked("quiz")]}, pbar=False)
+
+
 def test_comparisons_pair_what_was_asked_in_the_same_words(address: str, tmp_path: Path) -> None:
     paths = tmp_path / "a.json", tmp_path / "b.json"
     evaluate(address, {"x": [asked("tree"), asked("plum"), asked("plum")]}, output=paths[0], pbar=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ttrl.errors import UserError
 from ttrl.system.console import say
+from ttrl.text import harmless
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
     config = EvalConfig(**given, options=dict(map(_option, arguments.option)))
     result = run_evaluation(config)
     say(result.table() + (f"\nwritten to {arguments.output}" if arguments.output is not None else ""))
-    return 0
+    for name, why in result.failed.items():
+        print(f"ttrl: error: {harmless(f'{name}: {why}')}", file=sys.stderr)
+    return 2 if result.failed else 0
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

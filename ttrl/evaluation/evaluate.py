@@ -22,7 +22,7 @@ from typing import Any
 
 from ttrl.configs.reference import explained
 from ttrl.configs.vllm_arguments import argument_problems
-from ttrl.errors import ConfigError, ModelFolderError, UserError, complaints
+from ttrl.errors import ConfigError, ModelFolderError, ServerError, TtrlError, UserError, complaints
 from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.evaluation.results import EvalResult, SetResult, read_result
 from ttrl.ready_models import is_ready, ready_model
@@ -30,6 +30,7 @@ from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.rollouts.client.transport import is_local
 from ttrl.rollouts.progress import Prices
+from ttrl.rollouts.results import TaskResults
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.model_folder import check_model, weights_digest
 from ttrl.server.serving import KEY_VARIABLE, address_problem, default_dtype, is_address, serving
@@ -191,8 +192,9 @@ _FORMER = {"samples": "samples_per_task", "system": "system_prompt", "api_key_en
 def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]", **settings: Any) -> EvalResult:
     """Evaluate a model on tasks; `settings` are the fields of EvalConfig.
 
-    Raises ConfigError, with everything that is wrong, before a server starts; ServerError for one that does not answer; and
-    UserError where not a single sample of a family could be graded.
+    A family without a single grade is named in `EvalResult.failed`, and the others are evaluated all the same, unless the reason
+    is the server. Raises ConfigError, with everything that is wrong, before a server starts; and where no family has a grade,
+    ServerError, GraderError or RolloutError with the commonest reason.
     """
     known = {one.name for one in dataclasses.fields(EvalConfig)}
     if unknown := [name for name in settings if name not in known]:
@@ -265,10 +267,25 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
             )
             result.seconds = time.monotonic() - started
             result.complete = len(result.sets) == len(sets)
+            failure = _failure(results)
+            if failure is not None:
+                result.failed[one.name] = str(failure)
             if config.output is not None:
                 result.write(config.output)
-            results.raise_if_all_failed()
+            if failure is not None and (isinstance(failure, ServerError) or result.complete):
+                if len(result.failed) == len(result.sets):
+                    raise failure
+                break
     return result
+
+
+def _failure(results: TaskResults) -> TtrlError | None:
+    """Return why not a single sample has a grade; None where one has."""
+    try:
+        results.raise_if_all_failed()
+    except TtrlError as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,9 @@ class EvalResult:
     settings: dict[str, Any]
     sets: list[SetResult] = field(default_factory=list)
     complete: bool = False
-    """False where it was interrupted: some sets are missing."""
+    """False where it ended early: some sets are missing."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why a set has no grade at all, by its name."""
     seconds: float = 0.0
     confidence: float = 0.95
 
@@ -144,6 +146,7 @@ class EvalResult:
             "model": self.model,
             "settings": self.settings,
             "complete": self.complete,
+            "failed": self.failed,
             "seconds": round(self.seconds, 3),
             "confidence": self.confidence,
             "sets": {one.name: one.to_json() for one in self.sets},
