@@ -118,6 +118,7 @@ SICK = {
     "one_answer": [("rollouts.commonest", 0.7), ("rollouts.commonest_tasks", 0.8)],
     "stuck": [("rollouts.stuck_groups", 0.4)],
     "length_rewarded": [("rollouts.length_correlation", 0.6), ("rollouts.mean_length", lambda n: 5.0 + n)],
+    "solves_nothing": [("validation.right", 0.01)],
     "entropy_fell": [  # a rise that ended where the entropy did
         ("train.entropy", lambda n: 0.8 if n < 10 else 0.01),
         ("groups.all_right", 5),
@@ -152,6 +153,26 @@ def test_each_sickness_is_found_and_named_alone(key):
     (finding,) = findings(rows, CONFIG)
     assert finding.key == key
     assert finding.title.endswith(".") and finding.advice and finding.line().startswith(finding.title)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("right", lambda n: 0.002 * n), ("right", 0.2), ("cut_off", 0.0), ("seconds", 3.0)],
+    ids=["rises", "is not near zero", "best at zero", "not a share"],
+)
+def test_a_metric_that_rises_or_stands_for_a_fault_is_no_finding(name, value):
+    assert keys(put(healthy(), f"validation.{name}", value)) == []
+
+
+def test_without_held_out_tasks_the_training_metrics_count():
+    rows = healthy()
+    for row in rows:
+        row.pop("validation", None)
+        row.pop("validation_reward", None)
+    put(rows, "reward", lambda n: 0.04 + 0.01 * n)
+    put(rows, "metrics.right", 0.0)
+    (finding,) = findings(rows, CONFIG)
+    assert finding.title == "The training reward rises, from 0.05 to 0.24, but what stays near 0 is right (0)."
 
 
 REWARDS = {

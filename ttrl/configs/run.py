@@ -139,7 +139,7 @@ class TrainConfig(Config):
     # From samples to packed rows
 
     seq_len: int = 4096
-    """Length of a packed row, in tokens; at least that of the longest prompt and completion together."""
+    """Length of a packed row, in tokens: at least that of the longest prompt and completion together."""
     too_long: TooLong = "drop"
     """What happens to a sample that is longer than a row: "drop" leaves it out, "truncate" cuts off its end (and with it the
     end-of-turn token), "extend" gives it a row as long as it needs, "error" ends the run. The metrics count them
@@ -318,6 +318,8 @@ class TrainConfig(Config):
                 "off_policy_steps is 1 with weight_sync 'sleep'; the server samples while the trainer works, so it cannot sleep: "
                 "choose weight_sync 'reload', or off_policy_steps 0"
             )
+        if self.seq_len < self.max_tokens and self.too_long in ("drop", "error"):
+            found.append(f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}; raise it, or set too_long to 'truncate'")
         return found + sampling_problems(self.sampling)
 
     def _advantage_problems(self) -> list[str]:

@@ -59,6 +59,15 @@ class History:
         """Return what is known at a path, in order."""
         return [known for row in (self.iterations if rows is None else rows) if (known := number(row, path)) is not None]
 
+    def points(self, path: str) -> list[tuple[int, float]]:
+        """Return [(iteration, value)] of all rows that know it, the starting model's included."""
+        return [(row["iteration"], known) for row in self.rows if (known := number(row, path)) is not None]
+
+    def names(self, group: str) -> list[str]:
+        """Return the names in a group of metrics, such as "validation", sorted."""
+        groups = [row[group] for row in self.rows if isinstance(row.get(group), dict)]
+        return sorted({name for one in groups for name in one})
+
     def now(self, path: str) -> float | None:
         """Return the mean over the recent iterations; None where there is nothing."""
         values = self.values(path, self.recent)
@@ -81,7 +90,7 @@ class History:
         name = self.config.get("validation_metric")
         paths = [f"validation.{name}"] if isinstance(name, str) and name != "reward" else []
         for path in [*paths, "validation_reward"]:
-            points = [(row["iteration"], known) for row in self.rows if (known := number(row, path)) is not None]
+            points = self.points(path)
             if points:
                 return path.removeprefix("validation.").replace("validation_reward", "reward"), points
         return "reward", []

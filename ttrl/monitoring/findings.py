@@ -12,6 +12,7 @@ they say the same at the terminal, in the report, and later from a run folder al
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,6 +193,40 @@ def overfits(h: History) -> str | None:
     if training is None or held_out is None or held_out.count < 8 or training.t < 3 or held_out.t > -3:
         return None
     return f"The training reward rises while the held-out {name} falls."
+
+
+_FAULT = re.compile(r"wrong|error|fail|invalid|illegal|trunc|cut|repeat|empty|refus|miss|penal|stop|bad")
+"""Names of metrics that are best at zero."""
+
+
+@rule(
+    "warn",
+    "The reward pays for something else. Read the samples with the highest rewards; let the grader give more for that metric, or "
+    "credit on the way to it.",
+    "right",
+)
+def solves_nothing(h: History) -> str | None:
+    # Partial credit that rises is what it should do at first; five points and three standard errors are a clear rise.
+    for held_out in (True, False):
+        rewards = h.points("validation_reward" if held_out else "reward")
+        line = trend(rewards)
+        if line is None or line.count < RECENT or line.t < 3:
+            continue
+        group = "validation" if held_out else "metrics"
+        flat = [name for name in h.names(group) if not _FAULT.search(name) and _stays_near_zero(h, f"{group}.{name}")]
+        if flat:
+            before, now = compact(rewards[0][1]), compact(rewards[-1][1])
+            metrics = ", ".join(f"{name} ({compact(h.now(f'{group}.{name}') or 0.0)})" for name in flat)
+            whose = "held-out" if held_out else "training"
+            return f"The {whose} reward rises, from {before} to {now}, but what stays near 0 is {metrics}."
+    return None
+
+
+def _stays_near_zero(h: History, path: str) -> bool:
+    """Tell whether a share was below a twentieth all the time and does not rise beyond its noise."""
+    points = h.points(path)
+    line = trend(points)
+    return line is not None and line.t < 2 and all(0 <= value < 0.05 for _, value in points)
 
 
 # How the policy moves

@@ -12,6 +12,8 @@ from ttrl.run_folder.metrics import FLOPS_PARTS
 from ttrl.run_folder.reader import PHASES, RunData, held_out_metric, held_out_sampling, interval, phase_columns
 from ttrl.text import compact
 
+_OTHER_SHARES = 4
+"""As many as colours are left."""
 MOST = 200
 """Columns: a run whose rows hold other names in each iteration must not make a page without end."""
 
@@ -71,6 +73,7 @@ def learning(run: RunData) -> list[Figure]:
         if color == 1:
             label, name = metric.label, metric.path.removeprefix("validation.")
             held_out.append(Series("reward", run.column("validation_reward"), 2, dashed=True))
+        held_out += _other_shares(run, metric.path)
     training = [Series(label, run.column(f"metrics.{name}"), 1), Series("reward", run.column("reward"), 2, dashed=True)]
     of_others = "Tasks that are never trained on."
     caption = "The very tasks that are trained on (--overfit)." if words.is_overfit(run) else of_others
@@ -82,6 +85,15 @@ def learning(run: RunData) -> list[Figure]:
     before = "Mean over the samples of each iteration, before that iteration's update."
     title = "Trained tasks, asked again" if words.is_overfit(run) else "Held out"
     return [*_lines(run, title, caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
+
+
+def _other_shares(run: RunData, shown: str) -> list[Series]:
+    """Return the other held-out metrics between 0 and 1, at most four: a reward that rises may solve nothing."""
+    names = sorted({name for row in run.flat for name in row if name.startswith("validation.") and name != shown})
+    shares = [name for name in names if all(0 <= value <= 1 for value in run.column(name) if value is not None)]
+    return [
+        Series(name.removeprefix("validation."), run.column(name), color) for color, name in enumerate(shares[:_OTHER_SHARES], 3)
+    ]
 
 
 def time(run: RunData) -> list[Figure]:
