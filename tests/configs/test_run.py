@@ -39,7 +39,7 @@ def test_defaults_are_right():
         ({"constant_length": 10}, "they go together"),
         ({"keep_checkpoints": 2}, "keep_checkpoints is 2; it must be at least 3"),
         ({"weight_sync": "inplace"}, "weight_sync is 'inplace'; it must be one of 'auto', 'reload', 'restart'"),
-        ({"seq_len": 500, "max_tokens": 501}, "seq_len is 500, below max_tokens 501; raise it, or set too_long to 'truncate'"),
+        ({"seq_len": 500, "max_tokens": 501}, "seq_len is 500, below max_tokens 501: raise it, or set too_long 'truncate'"),
         ({"sampling": {"n": 4}}, "sampling: 'n' has a setting of its own"),
         ({"training": {"packed": "x"}}, "training: 'packed' is set by the loop"),
         ({"training": {"learning_rate": 1e-4}}, "training: unknown key 'learning_rate'; did you mean 'lr'?"),

@@ -6,8 +6,9 @@ import shutil
 from uuid import uuid4
 
 import pytest
+from support.world import FakeServer
 
-from ttrl.errors import RunFolderError, StorageError
+from ttrl.errors import RunFolderError, ServerStartError, StorageError
 from ttrl.loop import train as train_module
 from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import RunFolder
@@ -196,3 +197,27 @@ def test_a_changed_setting_is_taken_where_it_is_allowed(world):
     (line,) = history(world.run)
     assert line["iteration"] == 3
     assert line["changes"] == {"iterations": [2, 3], "training.lr": ["not set", 0.5]}
+
+
+def test_a_start_that_was_refused_binds_nobody(world, monkeypatch):
+    """The advice of the refusal, other settings, is taken by the same command on the same folder."""
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(world.folder)
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
+        with pytest.raises(StorageError, match="adapters alone"):
+            world.train(iterations=1)
+    world.train(iterations=1, training={"lora_rank": 2}, seed=3)
+    assert RunFolder(world.run).config()["seed"] == 3
+    with pytest.raises(RunFolderError, match=r"(?s)- seed: 3.*\+ seed: 4"):
+        world.train(iterations=1, training={"lora_rank": 2}, seed=4)
+
+
+def test_a_server_that_never_started_binds_nobody_either(world, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ServerStartError("the vLLM server ended while it started")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeServer, "serve", refuse)
+        with pytest.raises(ServerStartError):
+            world.train(iterations=1)
+    world.train(iterations=1, seed=3)

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from ttrl import cli
+from ttrl import TrainConfig, cli
 from ttrl.errors import ServerDiedError, UserError
 from ttrl.server import connection
 from ttrl.server import serve as serve_module
@@ -49,6 +49,7 @@ def test_the_command_names_what_it_does(monkeypatch, tmp_path):
     assert cli.main(["serve", "m", "--key-file", str(tmp_path / "key"), "--vllm", "max_num_seqs=3"]) == 0
     assert seen["host"] == "127.0.0.1" and seen["port"] is None  # the user names any other address
     assert seen["arguments"] == {"max_num_seqs": 3} and seen["model"] == "m"
+    assert seen["dtype"] == TrainConfig(run="r", model="m", iterations=1).resolved(cuda=False).dtype == "fp32"
     assert cli.main(["serve", "m", "--vllm", "x"]) == 2
     monkeypatch.setattr("ttrl.loop.train.local_model", lambda name: tmp_path / name)
     assert cli.main(["serve", "m", "--adapters", "s3://bucket/run"]) == 0

@@ -43,7 +43,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
     parser.add_argument("--log", type=Path, default=Path("ttrl_serve.log"), metavar="FILE", help="vLLM's log (./ttrl_serve.log)")
     dtypes = ("auto", "fp32", "bf16", "float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help="must be that of the run (auto)")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="auto", help="must be that of the run (auto: fp32 on CPU, bf16 on CUDA, as in a run)"
+    )
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="the longest sequence (the model's)")
     adapters = "fetch a run's adapters from its mirror, this address, instead of weights from a file system that both share"
     parser.add_argument("--adapters", metavar="ADDRESS", help=adapters)
@@ -53,9 +55,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
+    from ttrl.configs.machines import auto_dtype
     from ttrl.configs.vllm_arguments import argument_problems
     from ttrl.errors import ConfigError
     from ttrl.ready_models import ready_model
+    from ttrl.server.cpu import is_cpu_build
     from ttrl.server.serve import serve, vllm_arguments
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
@@ -67,13 +71,16 @@ def run_serve(arguments: argparse.Namespace) -> int:
         from ttrl.loop.train import local_model  # here: it imports torch
 
         model = str(local_model(model))  # the files of the hub that the run has, as their digest is compared
+    dtype = arguments.dtype
+    if dtype == "auto":
+        dtype = auto_dtype(cuda=not is_cpu_build())
     serve(
         model,
         host=arguments.host,
         port=arguments.port,
         key_file=arguments.key_file or Path.home() / ".config" / "ttrl" / "server.key",
         log_path=arguments.log,
-        dtype=arguments.dtype,
+        dtype=dtype,
         max_model_len=arguments.max_model_len,
         arguments=given,
         adapters_from=arguments.adapters,

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ttrl.errors import ConfigError
@@ -95,3 +95,9 @@ def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
             ],
         )
     return [",".join(devices[number * each : (number + 1) * each]) for number in range(servers)]
+
+
+def auto_dtype(cuda: bool) -> Literal["bf16", "fp32"]:
+    """Return what dtype "auto" means for a run's trainer and servers, whoever starts them: fp32 on CPU, where half precision is
+    coarse, bf16 on CUDA."""
+    return "bf16" if cuda else "fp32"

@@ -10,7 +10,7 @@ import yaml
 from ttrl.configs.base import Config, absent_folder, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
-from ttrl.configs.machines import joined_problems, server_keys
+from ttrl.configs.machines import auto_dtype, joined_problems, server_keys
 from ttrl.configs.recipe import OTHER_NAMES, GRPOConfig, TrainingConfig, read_settings
 from ttrl.configs.vllm_arguments import (
     LORA_RANKS,
@@ -319,7 +319,9 @@ class TrainConfig(Config):
                 "choose weight_sync 'reload', or off_policy_steps 0"
             )
         if self.seq_len < self.max_tokens and self.too_long in ("drop", "error"):
-            found.append(f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}; raise it, or set too_long to 'truncate'")
+            found.append(
+                f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}; raise it, or set too_long to 'truncate'"
+            )
         return found + sampling_problems(self.sampling)
 
     def _advantage_problems(self) -> list[str]:
@@ -579,7 +581,7 @@ class TrainConfig(Config):
         return TrainConfig.parse(
             self.to_dict()
             | {
-                "dtype": self.dtype if self.dtype != "auto" else "bf16" if device == "cuda" else "fp32",
+                "dtype": self.dtype if self.dtype != "auto" else auto_dtype(device == "cuda"),
                 "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.processes_here),
                 "nproc_per_node": self.processes_here,
                 "servers": self.servers_here + self.replicas,

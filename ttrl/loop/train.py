@@ -80,13 +80,14 @@ def train(
     folder, console = RunFolder(config.run), Console(quiet=quiet)
     is_here = config.mirror is None  # what was chosen when the run was begun may have to be brought
     if is_here:
-        config = _chosen(config, folder.config(), console)
+        config = _chosen(config, folder.config() if folder.begun() else {}, console)
     model = local_model(config.model)
     take_over = take_over or os.environ.get(TAKE_OVER_VARIABLE, "") not in ("", "0")
     redo = redo_asked(redo)
     with folder.locked(take_over=take_over), mirrored(config, folder, take_over=take_over, redo=redo) as mirror:
         reap_leftovers(folder.path)
         folder.clean()
+        folder.forget_refused_start()
         config = (config if is_here else _chosen(config, folder.config(), console)).resolved(cuda)
         if asked.weight_sync == "auto" and config.device == "cpu":
             why = config.files_because or "the servers are on the trainer's machine; files are written while they sample"

@@ -49,8 +49,8 @@ class DriftLimits:
 
 # float32 on CPU: measured 2e-7 to 1e-6 on average for tiny models and 8e-6 for SmolLM2-135M (99.9th percentile: 1e-5 and 4e-5);
 # one optimizer step at a learning rate of 1e-4 moves more than 1e-3, another temperature or other weights far more. The limits
-# lie 25 times above the largest of the former and below the latter. On CUDA attention kernels multiply float32 in TF32 (10 bits of
-# mantissa), which is good to about 1e-3.
+# lie 25 times above the largest of the former and below the latter. On CUDA attention kernels multiply float32 in TF32 (10 bits
+# of mantissa), which is good to about 1e-3.
 # bfloat16 (8 bits): reports of vLLM against a trainer name means of 0.005 to 0.03 nats and single tokens that are 1 nat apart,
 # more for mixtures of experts, where a rounding can send a token to another expert. What these see is a wrong distribution or
 # model, not a policy that is one small step old: that is what the canary after each sync is for. Both half-precision and CUDA

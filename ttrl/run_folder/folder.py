@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ttrl.errors import RunFolderError
-from ttrl.run_folder.config_changes import changes, check_changes, remember_changes
+from ttrl.run_folder.config_changes import HISTORY_FILE, changes, check_changes, remember_changes
 from ttrl.run_folder.lock import HEARTBEAT_SECONDS, RunLock
 from ttrl.system.files import (
     TEMPORARY_PREFIX,
@@ -159,6 +159,16 @@ class RunFolder:
         if not isinstance(values, dict):
             raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
         return values
+
+    def begun(self) -> bool:
+        """Tell whether anything was sampled. Until then nothing depends on the settings and tasks of an earlier start."""
+        return any(any(self.path.glob(f"iterations/*/{what}")) for what in ("done/*.json", "*.jsonl"))
+
+    def forget_refused_start(self) -> None:
+        """Remove the settings and tasks of starts that sampled nothing, such as one that was refused."""
+        if not self.begun():
+            for name in ("config.yaml", HISTORY_FILE, "tasks.json"):
+                (self.path / name).unlink(missing_ok=True)
 
     def remember_config(
         self, config: dict[str, Any], defaults: Mapping[str, Any] | None = None, allow: Sequence[str] = ()

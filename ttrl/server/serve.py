@@ -120,6 +120,7 @@ def serve(
     with server:
         address = server.root_url if host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{server.port}"
         say(f"serving at {address}/v1, where {model} is called {SERVED_MODEL_NAME!r}")
+        say(f"it computes in {server.dtype}, which must be the dtype of a run that joins it")
         say(f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat {shlex.quote(str(key_file))})")
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
