@@ -137,7 +137,8 @@ def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
 
 READY_MODELS = {
     "smollm2-135m": ReadyModel(
-        "SmolLM2-135M-Instruct, a chat model of 135 million parameters", "Apache-2.0", "93 MB to download, 540 MB on disk",
+        "SmolLM2-135M-Instruct, a chat model of 135 million parameters (its 4-bit weights, dequantised)",
+        "Apache-2.0", "93 MB to download, 540 MB on disk",
         _make_smollm2,
     ),
     "tiny": ReadyModel(

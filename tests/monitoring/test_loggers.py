@@ -131,7 +131,9 @@ def test_an_entry_that_is_wrong_is_said_before_a_run_starts(entry, said):
 def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
     for package in ("wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)
-    assert logger_problems("wandb") == ["loggers: wandb needs the package wandb, which is not installed: pip install wandb"]
+    (problem,) = logger_problems("wandb")
+    assert problem.startswith("loggers: wandb needs the package wandb, which is not installed: pip install wandb, or ")
+    assert "'ttrl[loggers]'" in problem
     (problem,) = logger_problems("torchtune.training.metric_logging.TensorBoardLogger")
     assert "pip install tensorboard" in problem
     assert logger_problems("stdout") == [] == logger_problems("torchtune.training.metric_logging.DiskLogger")

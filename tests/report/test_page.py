@@ -501,7 +501,7 @@ def test_the_picture_of_a_packed_row_is_put_in(tmp_path: Path) -> None:
     path = folder / "iterations" / "0002" / "packed.safetensors"
     packed = packed_tensors_from_tokenized_results(sequences, seq_len=4, pad_id=0)
     packed.save(path)
-    assert "Row 1 of 4 of iteration 2" in page_of(folder).text
+    assert "Row 0, the first of 4, of iteration 2" in page_of(folder).text
     picture = packed_row_html(packed.rows([0]), 0, None, max_positions=600)  # no tokenizer in this run folder
     assert picture in (folder / "report.html").read_text(encoding="utf-8")
     path.write_bytes(b"gone")

@@ -55,5 +55,6 @@ def logger_problems(entry: Any) -> list[str]:
         return [str(error)]
     package = NEEDS.get(name) or _TORCHTUNE_NEEDS.get(name.removeprefix(TORCHTUNE))
     if package is not None and importlib.util.find_spec(package) is None:
-        return [f"loggers: {name} needs the package {package}, which is not installed: pip install {package}"]
+        way_out = f"pip install {package}, or 'ttrl[loggers]' for all of them"
+        return [f"loggers: {name} needs the package {package}, which is not installed: {way_out}"]
     return []

@@ -318,10 +318,8 @@ class TrainConfig(Config):
                 "off_policy_steps is 1 with weight_sync 'sleep'; the server samples while the trainer works, so it cannot sleep: "
                 "choose weight_sync 'reload', or off_policy_steps 0"
             )
-        if self.seq_len < self.max_tokens and self.too_long in ("drop", "error"):
-            found.append(
-                f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}; raise it, or set too_long to 'truncate'"
-            )
+        if 0 < self.seq_len < self.max_tokens and self.too_long in ("drop", "error"):
+            found.append(f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}: raise it, or set too_long 'truncate'")
         return found + sampling_problems(self.sampling)
 
     def _advantage_problems(self) -> list[str]:

@@ -66,7 +66,7 @@ class RolloutStats:
     seconds: float | None
     """Wall clock of the whole call; None where the results were read from a file."""
     tokens_per_second: float | None
-    """new_completion_tokens / seconds."""
+    """new_completion_tokens / seconds; None where all came from the cache."""
     grading_seconds: float | None = None
     """That grades took, added up over samples; many run at once, and while others are sampled."""
 
@@ -219,7 +219,7 @@ class TaskResults(Sequence[TaskResult]):
             finish_reasons=dict(Counter(s.finish_reason for s in samples if s.finish_reason is not None).most_common()),
             exceptions=dict(reasons.most_common()),
             seconds=self._seconds,
-            tokens_per_second=new_completion / self._seconds if self._seconds else None,
+            tokens_per_second=new_completion / self._seconds if new_completion and self._seconds else None,
             grading_seconds=self._grading_seconds,
         )
 

@@ -18,7 +18,7 @@ from ttrl.intervals import wilson
 from ttrl.run_folder.config_changes import HISTORY_FILE
 from ttrl.run_folder.folder import check_run_folder
 from ttrl.system.files import read_jsonl
-from ttrl.text import flat, is_number
+from ttrl.text import counted, flat, is_number
 
 PHASES = ("sample", "pack", "train", "sync", "validate")
 
@@ -155,7 +155,7 @@ class Metric:
 def held_out_text(row: dict[str, Any], name: str) -> str:
     """Write a held-out metric, its interval, and how it was sampled: "0.484 (95%: 0.363 to 0.606; greedy, 64 tasks)"."""
     path = "validation_reward" if name == "reward" else f"validation.{name}"
-    span, how = interval(row, path), row.get("validation_sampling")
+    span, how = interval(row, path), _sampling(row)
     more = [] if span is None else [f"95%: {span[0]:.3f} to {span[1]:.3f}"]
     more += [how] if how else []
     return f"{number(row, path):.3f}" + (f" ({'; '.join(more)})" if more else "")
@@ -163,8 +163,16 @@ def held_out_text(row: dict[str, Any], name: str) -> str:
 
 def held_out_sampling(run: RunData) -> str | None:
     """Say how the newest held-out samples were drawn: "greedy, 64 tasks"; None for runs that did not note it."""
-    known = [row["validation_sampling"] for row in run.rows if isinstance(row.get("validation_sampling"), str)]
+    known = [how for row in run.rows if (how := _sampling(row)) is not None]
     return known[-1] if known else None
+
+
+def _sampling(row: dict[str, Any]) -> str | None:
+    """Say how a row's held-out samples were drawn, and how many have no grade: "greedy, 64 tasks, 3 samples failed"."""
+    how, failed = row.get("validation_sampling"), row.get("validation_failed")
+    if not isinstance(how, str):
+        return None
+    return f"{how}, {counted(failed, 'sample')} failed" if failed else how
 
 
 def held_out_metric(run: RunData) -> Metric | None:
