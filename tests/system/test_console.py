@@ -38,6 +38,20 @@ def test_a_line_writes_no_escapes(capsys):
     assert "\x1b" not in (said := capsys.readouterr().out) and "\x07" not in said and "it is" in said
 
 
+def test_a_long_line_fits_the_terminal(capsys, monkeypatch):
+    text = "iteration   1  " + "  ".join(f"metric_{n} {n / 7:.3f}" for n in range(20))
+    Console().line(text, indent=15)
+    assert capsys.readouterr().out == text + "\n"  # in a pipe a line stays a line
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    Console().line(text, indent=15)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 4
+    assert all(len(line) <= 80 for line in lines)
+    assert all(line.startswith(" " * 15) for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+
+
 @pytest.mark.parametrize("interrupt", [signal.SIG_IGN, signal.default_int_handler])
 def test_sigterm_ends_the_block_also_in_the_background_once(interrupt, monkeypatch, capsys):
     """A shell that starts a script in the background has it ignore SIGINT."""

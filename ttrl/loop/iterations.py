@@ -27,7 +27,7 @@ from ttrl.loop.phases import Phases
 from ttrl.monitoring.drift import check_drift
 from ttrl.monitoring.findings import findings
 from ttrl.monitoring.loggers import Loggers
-from ttrl.monitoring.progress_line import iteration_lines
+from ttrl.monitoring.progress_line import INDENT, iteration_lines
 from ttrl.plans.planner import measure_machine
 from ttrl.report.page import leave_report
 from ttrl.run_folder.metrics import has_reached, metrics_row
@@ -174,7 +174,7 @@ class Iterations:
         self._rows[number] = row
         rows = list(self._rows.values())
         for line in iteration_lines(rows, self._config, findings(rows, self._config.to_dict()), said):
-            self._console.line(line)
+            self._console.line(line, indent=INDENT)
         self._loggers.log(rows)
         if has_reached(row, self._config):
             self._reached = number

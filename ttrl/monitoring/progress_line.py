@@ -9,6 +9,9 @@ from ttrl.run_folder.metrics import TOO_LONG_WORDS, validation_metric
 from ttrl.run_folder.reader import held_out_text, number
 from ttrl.text import compact, duration, percent
 
+INDENT = len("iteration   1  ")
+"""Where the words of an iteration's line begin."""
+
 
 def iteration_lines(
     rows: Sequence[dict[str, Any]], config: TrainConfig, found: Sequence[Finding] = (), said: Sequence[Finding] = ()
@@ -19,7 +22,7 @@ def iteration_lines(
     left, about = seconds_left(rows, config), "about" if config.stop_at is None else "at most about"
     lines = [iteration_line(row, config) + ("" if left is None else f"  {about} {duration(left)} left")]
     if details := training_details(row):
-        lines.append(" " * len("iteration   1  ") + details)
+        lines.append(" " * INDENT + details)
     known = {finding.key for finding in said}
     return lines + [f"  ! {finding.line()}" for finding in found if finding.key not in known]
 

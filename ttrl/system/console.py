@@ -3,8 +3,10 @@
 import contextlib
 import io
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -81,8 +83,12 @@ class Console:
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, *, indent: int | None = None) -> None:
+        """Write a line. indent: break it at the width of a terminal, and begin its other lines with so many spaces."""
         if not self.quiet:
+            if indent is not None and sys.stdout.isatty():
+                width = shutil.get_terminal_size().columns
+                text = textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
             tqdm.write(harmless(text), file=sys.stdout)
             sys.stdout.flush()
 
