@@ -74,6 +74,16 @@ def test_statistics(kit):
     json.dumps(stats.to_json(), allow_nan=False)
 
 
+def test_a_metric_that_only_some_samples_have_says_so(kit):
+    def grader(choice):
+        return 1.0, {"always": 1.0} | ({"sometimes": 0.5} if choice.message.content.startswith("a#") else {})
+
+    stats = kit.run(kit.echo, [task("a", grader), task("bb", grader)], n=2)[0].stats
+    assert stats.metrics == {"always": 1.0, "sometimes": 0.5}
+    assert stats.partial_metrics == {"sometimes": 2}
+    assert "always 1.000, sometimes 0.500 (2 of 4 samples)" in stats.summary()
+
+
 def test_the_time_of_graders_is_added_up_also_of_those_that_fail(kit):
     def slow(choice):
         time.sleep(0.05)

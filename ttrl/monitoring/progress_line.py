@@ -40,7 +40,9 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
     """Return the line of an iteration: what it learned, and what it cost."""
     parts = []
     if row.get("reward") is not None:
-        metrics = "".join(f", {name} {value:.3f}" for name, value in row["metrics"].items())
+        partial = row.get("partial_metrics", {})
+        counts = {name: f" (in {count} samples)" for name, count in partial.items()}
+        metrics = "".join(f", {name} {value:.3f}{counts.get(name, '')}" for name, value in row["metrics"].items())
         parts.append(f"reward {row['reward']:.3f}{metrics}")
     if row.get("validation_reward") is not None:
         name, known = config.validation_metric, ", ".join(["reward", *row.get("validation", {})])

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
@@ -67,12 +67,19 @@ class RolloutStats:
     """Wall clock of the whole call; None where the results were read from a file."""
     tokens_per_second: float | None
     """new_completion_tokens / seconds; None where all came from the cache."""
+    partial_metrics: dict[str, int] = field(default_factory=dict)
+    """How many samples have a metric that some graded samples lack: its mean is over those alone."""
     grading_seconds: float | None = None
     """That grades took, added up over samples; many run at once, and while others are sampled."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a dictionary that `json` can write as it is."""
         return dataclasses.asdict(self)
+
+    def only_some(self, metric: str) -> str:
+        """Return " (12 of 64 samples)" for a metric that some graded samples lack, else ""."""
+        count = self.partial_metrics.get(metric)
+        return "" if count is None else f" ({count} of {self.num_graded} samples)"
 
     def summary(self) -> str:
         """Return one line for the log."""
@@ -81,7 +88,7 @@ class RolloutStats:
             parts.append(f"{self.seconds:.1f} s")
         if self.mean_reward is not None:
             parts.append(f"mean reward {self.mean_reward:.3f}")
-        parts += [f"{name} {value:.3f}" for name, value in self.metrics.items()]
+        parts += [f"{name} {value:.3f}{self.only_some(name)}" for name, value in self.metrics.items()]
         if self.mean_completion_tokens is not None:
             speed = f", {si(self.tokens_per_second)} tokens/s" if self.tokens_per_second is not None else ""
             parts.append(f"{si(self.completion_tokens)} tokens ({self.mean_completion_tokens:.1f} per sample{speed})")
@@ -209,6 +216,7 @@ class TaskResults(Sequence[TaskResult]):
             ),
             mean_reward=sum(rewards) / len(rewards) if rewards else None,
             metrics={name: sum(values) / len(values) for name, values in metrics.items()},
+            partial_metrics={name: len(values) for name, values in metrics.items() if len(values) < len(graded)},
             prompt_tokens=sum(u.prompt for u in usage),
             completion_tokens=sum(u.completion for u in usage),
             mean_completion_tokens=completed_tokens / completed if completed else None,

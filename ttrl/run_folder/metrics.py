@@ -32,6 +32,7 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
     if "rollouts" in done:
         stats = done["rollouts"]["stats"]
         row |= {"reward": stats["mean_reward"], "metrics": stats["metrics"]}
+        row |= {"partial_metrics": partial} if (partial := stats.get("partial_metrics")) else {}
         row |= {"samples": stats["num_samples"], "failed": stats["num_failed"], "finish_reasons": stats["finish_reasons"]}
         row |= {name: stats[name] for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")}
         row |= {"grading_seconds": stats["grading_seconds"]} if stats.get("grading_seconds") is not None else {}
